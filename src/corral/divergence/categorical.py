@@ -1,0 +1,58 @@
+"""Divergences of categorical distributions, from log-probabilities, over the last axis."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from corral.numerics import NEAR, at_least_float32, expm1_minus
+
+
+def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"]) -> Float[Tensor, "*b"]:
+    """KL(p‖q), summed so that no two terms cancel.
+
+        KL(p‖q) = Σ p (log p − log q) = Σ p (eˣ − 1 − x)          x = log q − log p
+
+    The two sums are equal because Σ p = Σ q = 1. Every term of the second is ≥ 0 and keeps its digits as q → p, and an
+    error in the normalisation of p or q enters only squared. 0 · log 0 is 0; p > 0 = q gives inf.
+
+    Args:
+        logp_p, logp_q: normalised log-probabilities [*, K], −inf allowed.
+    Returns:
+        KL in nats [*], ≥ 0, differentiable in both.
+    Ref:
+        Schulman 2020, "Approximating KL divergence" (the term is its k3). Invariant: 0 iff p = q.
+    """
+    logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
+    # −inf on either side leaves no usable gap, and NaN must not reach the gradient.
+    both = (logp_p > -torch.inf) & (logp_q > -torch.inf)
+    gap = torch.where(both, logp_q, 0.0) - torch.where(both, logp_p, 0.0)
+    term = kl_terms(logp_p.exp(), logp_q.exp(), gap)
+    return torch.where((logp_p > -torch.inf) & (logp_q == -torch.inf), torch.inf, term).sum(-1)
+
+
+def kl_terms(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
+    """p (eˣ − 1 − x) for x = `gap` = log q − log p, which the caller may know better than its two logarithms."""
+    near = gap.abs() < NEAR
+    # eˣ overflows where p underflows; far apart nothing cancels, so the term is multiplied out to q − p − p x.
+    return torch.where(near, p * expm1_minus(torch.where(near, gap, 0.0)), q - p - p * gap)
+
+
+def categorical_tv(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"]) -> Float[Tensor, "*b"]:
+    """Total variation ½ Σ |p − q|, in [0, 1].
+
+    Args:
+        logp_p, logp_q: normalised log-probabilities [*, K], −inf allowed.
+    Returns:
+        TV [*].
+    Ref:
+        Qi et al. 2026, arXiv:2602.04879, eq. 15. Invariant: TV² ≤ KL/2 (Pinsker).
+    """
+    return 0.5 * abs_difference(logp_p, logp_q).sum(-1)
+
+
+def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
+    """|p − q|, element by element, as max(p, q)·(1 − e^−|log p − log q|): no digits lost where p ≈ q."""
+    logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
+    neither = (logp_p == -torch.inf) & (logp_q == -torch.inf)
+    gap = torch.where(neither, 0.0, logp_p) - torch.where(neither, 0.0, logp_q)
+    return torch.maximum(logp_p, logp_q).exp() * -torch.expm1(-gap.abs())

@@ -1,0 +1,33 @@
+"""Estimates of KL(p‖q) from the log-probabilities of tokens drawn from p. For metrics: each has mean KL or nearly so."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from corral.numerics import at_least_float32, expm1_minus
+
+
+def kl_k1(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
+    """log p − log q: unbiased, but negative half of the time.
+
+    Ref:
+        Schulman 2020, "Approximating KL divergence".
+    """
+    return at_least_float32(logp_p) - at_least_float32(logp_q)
+
+
+def kl_k2(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
+    """½ (log p − log q)²: never negative, biased at third order.
+
+    Ref:
+        Schulman 2020, "Approximating KL divergence".
+    """
+    return 0.5 * kl_k1(logp_p, logp_q) ** 2
+
+
+def kl_k3(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
+    """q/p − 1 − log(q/p): unbiased wherever q's support lies in p's, and never negative.
+
+    Ref:
+        Schulman 2020, "Approximating KL divergence". Invariant: its mean under p is KL(p‖q), term by term.
+    """
+    return expm1_minus(-kl_k1(logp_p, logp_q))

@@ -1,0 +1,57 @@
+"""Numerics everything else leans on: precision, and logarithms that stay exact at both ends."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+NEAR = 0.5
+"""|x| below which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precision is for storage: everything here is computed in float32 or better."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """log(1 − eˣ) for x ≤ 0, exact at both ends; the log-probability of "any other".
+
+    Near 0 it is log(−expm1(x)), far below 0 it is log1p(−eˣ). Gives −inf with gradient 0 at x = 0 (and above, where only
+    rounding can put a log-probability).
+
+    Ref:
+        Mächler 2012, "Accurately computing log(1 − exp(−|a|))". Invariant: log1mexp(log1mexp(x)) = x.
+    """
+    certain = x >= 0
+    x = torch.where(certain, -1.0, x)  # any harmless value: 0 · inf would be NaN in the gradient
+    near = x > -math.log(2)
+    far_form = torch.log1p(-torch.where(near, -1.0, x).exp())
+    near_form = torch.log(-torch.expm1(torch.where(near, x, -0.5)))
+    return torch.where(certain, -torch.inf, torch.where(near, near_form, far_form))
+
+
+def logsumexp(x: Float[Tensor, "*b K"]) -> Float[Tensor, "*b"]:
+    """log Σ eˣ over the last axis; −inf with gradient 0 (not NaN) where every entry is −inf."""
+    peak = x.detach().amax(-1, keepdim=True)
+    peak = torch.where(peak.isfinite(), peak, 0.0)
+    total = (x - peak).exp().sum(-1)
+    empty = total == 0
+    return torch.where(empty, -torch.inf, torch.where(empty, 1.0, total).log() + peak.squeeze(-1))
+
+
+def expm1_minus(x: Tensor) -> Tensor:
+    """eˣ − 1 − x ≥ 0, to full relative precision however small x is.
+
+    The plain form cancels to x²/2 out of terms of size x. For |x| < ½ the series x² Σ xⁿ/(n+2)! is summed instead, until
+    its terms no longer count.
+    """
+    near = x.abs() < NEAR
+    s = torch.where(near, x, 0.0)
+    terms = 15 if x.dtype == torch.float64 else 8
+    series = torch.full_like(s, 1 / math.factorial(terms + 1))
+    for n in range(terms, 1, -1):
+        series = series * s + 1 / math.factorial(n)
+    far = torch.where(near, 1.0, x)
+    return torch.where(near, s * s * series, torch.expm1(far) - far)

@@ -1,0 +1,259 @@
+"""TROLL's core: the categorical distribution nearest to the new policy inside a KL ball around the old one."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from corral.divergence.categorical import categorical_kl, kl_terms
+from corral.numerics import at_least_float32, logsumexp
+from corral.projection.root import Root, find_root
+
+Gradient = Literal["exact", "constant_dual"]
+
+
+@dataclass(frozen=True, eq=False)
+class CategoricalProjection:
+    """The projected policy, and what the projection did to each row."""
+
+    logp: Float[Tensor, "*b K"]
+    """log r, the only field that carries a gradient, in `logp_new` alone."""
+    dual: Float[Tensor, "*b"]
+    """η ≥ 0, the multiplier of the bound: 0 where it does not bind, inf where r is the old policy."""
+    active: Bool[Tensor, "*b"]
+    """True where the new policy lay outside the ball."""
+    kl_before: Float[Tensor, "*b"]
+    """KL(new‖old)."""
+    kl_after: Float[Tensor, "*b"]
+    """KL(r‖old), equal to the bound where it binds."""
+    converged: Bool[Tensor, "*b"]
+    """False where no policy satisfies the bound, or rounding stopped the solver short of it."""
+
+
+def project_categorical_kl(
+    logp_new: Float[Tensor, "*#b K"],
+    logp_old: Float[Tensor, "*#b K"],
+    bound: float | Float[Tensor, "*#b"],
+    *,
+    gradient: Gradient = "exact",
+    strict: bool = False,
+) -> CategoricalProjection:
+    """Project the new policy onto the KL ball around the old one.
+
+        r = argmin_r KL(r‖new)  s.t.  KL(r‖old) ≤ ε
+          ∝ exp((log new + η log old) / (1 + η)) = old^(1−t) new^t          t = 1 / (1 + η) ∈ (0, 1]
+
+    With d = log new − log old, K(t) = KL(r_t‖old) rises from 0 to KL(new‖old) at slope K′ = t·Var_r(d); where that ends
+    above ε, Newton's method on √(2K) finds the one t with K(t) = ε.
+
+    Gradients flow to `logp_new` alone, by the implicit function theorem: with z = (d − E_r d)/√Var_r(d),
+
+        ∂ log r_i / ∂ logit_j = t (δ_ij − r_j (1 + z_i z_j))
+
+    so a policy at the boundary moves along it and not further out. Rows inside the ball are returned unchanged.
+
+    Args:
+        logp_new, logp_old: log-probabilities up to a constant per row [*, K]; any category may be a rest bucket.
+        bound: ε ≥ 0, one for all rows or one per row; inf switches the projection off.
+        gradient: "exact", or "constant_dual" to treat η as a constant: t (δ_ij − r_j), which still pushes outward.
+        strict: raise on the worst row instead of reporting it in `converged`.
+    Returns:
+        CategoricalProjection, in float32 or better. Where no policy on the common support reaches the bound, r is the old
+        policy renormalised there (the old policy itself if nothing is common), dual = inf, converged = False, gradient 0.
+    Ref:
+        Becker et al. 2025, arXiv:2510.03817. Invariant: projecting twice is projecting once.
+    """
+    if gradient not in get_args(Gradient):
+        raise ValueError(f"project_categorical_kl: `gradient` is one of {', '.join(get_args(Gradient))}; got {gradient!r}.")
+    new, old, row_bound = _normalised(logp_new, logp_old, bound)
+    logp, t, _, active, kl_before, kl_after, converged = _Projection.apply(new, old, row_bound, gradient == "exact")
+    if strict and not bool(converged.all()):
+        raise RuntimeError(_worst_row(converged, kl_before, kl_after, row_bound))
+    return CategoricalProjection(logp, (1 - t) / t, active, kl_before, kl_after, converged)
+
+
+def _normalised(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both policies as log-softmax in one dtype and shape, and one bound per row."""
+    for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
+        if not x.is_floating_point():
+            raise ValueError(f"project_categorical_kl: `{name}` holds log-probabilities; got dtype {x.dtype}.")
+    if logp_new.shape[-1:] != logp_old.shape[-1:] or not logp_new.shape[-1:].numel():
+        raise ValueError(
+            f"project_categorical_kl: both policies need the same categories on the last axis, at least one; "
+            f"got {list(logp_new.shape)} and {list(logp_old.shape)}."
+        )
+    new, old = at_least_float32(logp_new), at_least_float32(logp_old.detach())
+    dtype = torch.promote_types(new.dtype, old.dtype)
+    new, old = torch.broadcast_tensors(new.to(dtype), old.to(dtype))
+    if not isinstance(bound, Tensor):
+        _check_bound(bound, bound >= 0)
+    row_bound = torch.as_tensor(bound, dtype=dtype, device=new.device).detach().expand(new.shape[:-1])
+    return new.log_softmax(-1), old.log_softmax(-1), row_bound
+
+
+def _check_bound(bound: object, valid: bool) -> None:
+    if not valid:
+        raise ValueError(f"project_categorical_kl: `bound` is a KL in nats and must be ≥ 0 (inf switches it off); got {bound}.")
+
+
+class _Projection(torch.autograd.Function):
+    """Rows [*, K] → log r and its status, with the closed-form implicit gradient."""
+
+    @staticmethod
+    def forward(new: Tensor, old: Tensor, bound: Tensor, exact: bool) -> tuple[Tensor, ...]:
+        kl_before = categorical_kl(new, old)
+        active = kl_before > bound
+        inside = (new.clone(), torch.ones_like(bound), torch.zeros_like(active), kl_before.clone(), ~kl_before.isnan())
+        if torch.compiler.is_compiling():  # a traced graph solves every row and keeps the active ones
+            solved = _project_rows(new, old, bound)
+            rows = [
+                torch.where(active.view(*active.shape, *[1] * (a.ndim - active.ndim)), b, a)
+                for a, b in zip(inside, solved, strict=True)
+            ]
+        else:
+            _check_bound(bound.min().item() if bound.numel() else 0.0, bool((bound >= 0).all()))
+            rows = list(inside)
+            if bool(active.any()):  # few rows are: solve those only
+                solved = _project_rows(new[active], old[active], bound[active])
+                for whole, part in zip(rows, solved, strict=True):
+                    whole[active] = part
+        logp, t, binding, kl_after, converged = rows
+        return logp, t, binding, active, kl_before, kl_after, converged
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        new, old, _, ctx.exact = inputs
+        logp, t, binding, active, *status = output
+        ctx.mark_non_differentiable(t, binding, active, *status)
+        ctx.save_for_backward(new, old, logp, t, binding, active)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None]:
+        """grad_j = t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
+        new, old, logp, t, binding, active = ctx.saved_tensors
+        with torch.no_grad():
+            alive = (logp > -torch.inf) & (old > -torch.inf)
+            v = torch.where(logp > -torch.inf, grad, 0.0)
+            r = logp.exp()
+            d = torch.where(alive, new - old, 0.0)
+            centred = torch.where(alive, d - (r * d).sum(-1, keepdim=True), 0.0)
+            variance = torch.where(binding, (r * centred**2).sum(-1), 1.0)
+            radial = torch.where(binding, (v * centred).sum(-1) / variance, 0.0) if ctx.exact else torch.zeros_like(t)
+            tangent = t[..., None] * (v - r * (v.sum(-1, keepdim=True) + radial[..., None] * centred))
+            grad_new = torch.where(active[..., None], tangent, v)
+        if not torch.compiler.is_compiling():  # a compiled graph refuses second derivatives by itself
+            grad_new = _NoSecondDerivative.apply(grad_new, grad, new)
+        return grad_new, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], new: Tensor, old: Tensor, bound: Tensor, exact: bool) -> Any:
+        """Leading axes are all alike, so one more is one more leading axis."""
+        front = [
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip((new, old, bound), in_dims[:3], strict=True)
+        ]
+        outputs = _Projection.apply(*front, exact)
+        return outputs, (0,) * len(outputs)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The first argument as it is; differentiating it says why that cannot be done."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad_new: Tensor, *depends_on: Tensor) -> Tensor:
+        return grad_new.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            "project_categorical_kl has a first derivative only. Drop `create_graph=True`, or detach the "
+            "projected log-probs before differentiating a second time."
+        )
+
+
+def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Solve rows that lie outside the ball: log r, t, whether the bound binds, KL(r‖old), converged.
+
+    r vanishes wherever either policy does, for one of its two KLs would be infinite otherwise. On what is left the old
+    policy holds mass e^−c, so KL(r‖old) = KL(r‖old renormalised) + c, and the bound is spent down to ε − c.
+    """
+    common = (new > -torch.inf) & (old > -torch.inf)
+    overlap = common.any(-1)
+    lost = ((old > -torch.inf) & ~common).any(-1)
+    cost = torch.where(lost, -logsumexp(torch.where(common, old, -torch.inf)), 0.0)
+    slack = bound - cost
+
+    tilt = _Tilt(new, old, common)
+    kl_common = tilt(torch.ones_like(bound))[1]
+    fits = kl_common <= slack
+    binding = overlap & (slack > 0) & ~fits
+    root = _solve_tilt(tilt, slack, kl_common, binding)
+
+    t = torch.where(binding, root.x, torch.where(fits & overlap, 1.0, 0.0))
+    log_weight, kl, _ = tilt(t)
+    logp = torch.where(common, log_weight, -torch.inf)
+    logp = torch.where(overlap[..., None], logp, old)
+    kl_after = torch.where(overlap, kl + cost, 0.0)
+    return logp, t, binding, kl_after, root.converged & overlap & (slack >= 0)
+
+
+def _solve_tilt(tilt: "_Tilt", slack: Tensor, kl_common: Tensor, binding: Tensor) -> Root:
+    """The t at which K(t) = KL(r_t‖old) has used up `slack`.
+
+    √(2K) is a straight line where K is quadratic, and Newton's method exact. Between two peaked policies K rises
+    exponentially instead, and log K is the straight line. d log K / d log t tells which: 2 in the first case.
+    """
+    target = (2 * slack.clamp(min=0)).sqrt()
+
+    def excess(t: Tensor) -> tuple[Tensor, Tensor]:
+        _, kl, variance = tilt(t)
+        log_slope = t * variance / kl
+        root_kl = (2 * kl).sqrt()
+        steep = log_slope * t > 4
+        # Scaled by √(ε/2), log K has the value and slope of √(2K) at the root.
+        value = torch.where(steep, 0.5 * target * (kl / slack).log(), root_kl - target)
+        slope = torch.where(steep, 0.5 * target * log_slope, 0.5 * root_kl * log_slope)
+        return torch.where(binding, value, 0.0), slope
+
+    start = torch.where(binding, (slack / kl_common).sqrt(), 1.0)
+    return find_root(excess, start, scale=target)
+
+
+class _Tilt:
+    """r_t ∝ old · e^{t d}: the one-parameter family on which the projection lies."""
+
+    def __init__(self, new: Tensor, old: Tensor, common: Tensor) -> None:
+        self.old = torch.where(common, old, -torch.inf).log_softmax(-1)
+        self.p = torch.where(common, self.old.exp(), 0.0)
+        d = torch.where(common, new - old, 0.0)
+        # A constant in d cancels in r. Without its mean, t d − A(t) below is small where r is near the old policy.
+        self.d = torch.where(common, d - (self.p * d).sum(-1, keepdim=True), 0.0)
+        self.common = common
+
+    def __call__(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log r_t [*, K], KL(r_t‖old) and Var_r(d) = K′(t)/t, both [*]."""
+        step = t[..., None] * self.d
+        log_normaliser = logsumexp(torch.where(self.common, self.old + step, -torch.inf))
+        gap = torch.where(self.common, log_normaliser[..., None] - step, 0.0)  # log old − log r, before it is rounded
+        log_r = self.old - gap
+        r = torch.where(self.common, log_r.exp(), 0.0)
+        mean = (r * self.d).sum(-1, keepdim=True)
+        return log_r, kl_terms(r, self.p, gap).sum(-1), (r * (self.d - mean) ** 2).sum(-1)
+
+
+def _worst_row(converged: Tensor, kl_before: Tensor, kl_after: Tensor, bound: Tensor) -> str:
+    excess = torch.where(converged, -torch.inf, (kl_after - bound).nan_to_num(nan=torch.inf))
+    index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+    return (
+        f"project_categorical_kl: {int((~converged).sum())} of {converged.numel()} rows did not converge. Worst is row "
+        f"{index}: bound {bound[index]:.3g}, KL before {kl_before[index]:.3g}, after {kl_after[index]:.3g}. A bound that cannot be met "
+        f"means the new policy gives no probability to tokens that the old one needs: use the same logit masks for both."
+    )

@@ -1,0 +1,111 @@
+"""The few tokens worth keeping, and the exact mass of all the others."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from corral.numerics import at_least_float32, logsumexp
+from corral.types import SparseDist
+
+
+def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int, mass: float = 1.0) -> SparseDist:
+    """The fewest most likely tokens that reach `mass`, at most k, and always the sampled one.
+
+        S = {sampled} ∪ {the first n of the ranking},   n = min(k, fewest with Σ p ≥ mass)
+
+    The ranking is by probability, ties by lower id. `mass=1.0` sets no threshold; k = V keeps the whole vocabulary.
+
+    Args:
+        logp: log-probabilities of the full softmax [*, V].
+        tokens: the sampled tokens [*].
+        k: how many of the most likely tokens to keep at most, 1 … V.
+        mass: probability after which further tokens are dropped, in (0, 1].
+    Returns:
+        SparseDist with k + 1 slots, the sampled token in slot 0, padding (−1) last; differentiable in `logp`.
+    Ref:
+        Becker et al. 2025, arXiv:2510.03817 (k = 64, mass = 1 − 1e-5). Invariant: Σ exp(logp) + exp(rest) = 1.
+    """
+    vocabulary = logp.shape[-1]
+    if not 1 <= k <= vocabulary:
+        raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k}.")
+    if not 0 < mass <= 1:
+        raise ValueError(f"top_k_support: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass}.")
+    if tokens.shape != logp.shape[:-1]:
+        raise ValueError(
+            f"top_k_support: one sampled token per row: logp is {list(logp.shape)}, so tokens must be "
+            f"{list(logp.shape[:-1])}; got {list(tokens.shape)}."
+        )
+    _check_ids("top_k_support", "tokens", tokens, lowest=0, vocabulary=vocabulary)
+
+    logp = at_least_float32(logp)
+    with torch.no_grad():
+        ids = rank_top_k(logp, k)
+        sampled = tokens.long().unsqueeze(-1)
+        ids = torch.where(_reached_before(logp.gather(-1, ids), mass) | (ids == sampled), -1, ids)
+        ids = torch.cat([sampled, ids], dim=-1)
+        ids = ids.gather(-1, torch.argsort((ids < 0).byte(), dim=-1, stable=True))
+    return gather_support(logp, ids)
+
+
+def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> SparseDist:
+    """Another policy on a given support: its log-probabilities there and its own mass everywhere else.
+
+    Args:
+        logp: log-probabilities of the full softmax [*, V].
+        ids: the support [*, K], −1 at padding.
+    Returns:
+        SparseDist on the same `ids`, differentiable in `logp`, through the rest too.
+    Ref:
+        Invariant: the gradient of every field reaches every logit, as the dense softmax would have it.
+    """
+    if ids.shape[:-1] != logp.shape[:-1]:
+        raise ValueError(
+            f"gather_support: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
+        )
+    _check_ids("gather_support", "ids", ids, lowest=-1, vocabulary=logp.shape[-1])
+    logp = at_least_float32(logp)
+    padding = ids < 0
+    kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
+    # Padding marks one column past the vocabulary. Clamped to 0 instead, it would take token 0 out of the rest.
+    outside = torch.ones(*logp.shape[:-1], logp.shape[-1] + 1, dtype=torch.bool, device=logp.device)
+    outside = outside.scatter(-1, torch.where(padding, logp.shape[-1], ids).long(), False)[..., :-1]
+    return SparseDist(ids, kept, logsumexp(torch.where(outside, logp, -torch.inf)))
+
+
+def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
+    """Ids of the k largest entries, largest first, ties by lower id.
+
+    `torch.topk` finds the right values, but which of several equal entries it returns, and in which order, is up to the
+    device. So where the k-th value is shared with an entry left out, the lowest ids are taken, and then all are put in order.
+    """
+    values, ids = logp.topk(k, dim=-1)
+    last = values[..., -1:]
+    tied = logp == last
+    if bool((tied.sum(-1) > (values == last).sum(-1)).any()):
+        position = torch.arange(logp.shape[-1], device=logp.device)
+        order = torch.where(tied, position, torch.where(logp > last, -1, logp.shape[-1]))
+        ids = order.topk(k, dim=-1, largest=False).indices
+    ids = ids.sort(dim=-1).values
+    by_value = torch.sort(logp.gather(-1, ids), dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, by_value)
+
+
+def _reached_before(ranked: Tensor, mass: float) -> Tensor:
+    """Whether the tokens ranked above each one already hold `mass`, up to the rounding of their probabilities."""
+    if mass == 1.0:
+        return torch.zeros_like(ranked, dtype=torch.bool)
+    p = ranked.double().exp()
+    return p.cumsum(-1) - p >= mass - 2 * torch.finfo(ranked.dtype).eps
+
+
+def _check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{where}: `{what}` holds token ids, int64 or int32; got {ids.dtype}.")
+    if ids.numel() == 0 or torch.compiler.is_compiling():
+        return
+    low, high = torch.stack(ids.aminmax()).tolist()
+    if low < lowest or high >= vocabulary:
+        raise ValueError(
+            f"{where}: `{what}` must lie in {lowest} … {vocabulary - 1} for a vocabulary of {vocabulary}; got "
+            f"{low if low < lowest else high}. Were they made with another tokenizer?"
+        )

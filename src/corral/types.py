@@ -1,0 +1,110 @@
+"""The nouns: a distribution on a sparse support, a batch of tokens, what an objective returns."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from corral.numerics import at_least_float32
+
+
+@dataclass(frozen=True, eq=False)
+class SparseDist:
+    """A next-token distribution on the few tokens worth keeping, and the exact mass of all the others.
+
+    Slot 0 is the sampled token; the other slots hold the rest of the support, most likely first, ties by lower id, padding
+    last. Built by :func:`corral.top_k_support`; the same support under another policy by :func:`corral.gather_support`.
+    """
+
+    ids: Int[Tensor, "*b K"]
+    """Token ids, int64 (int32 accepted); −1 is padding, compacted to the end."""
+    logp: Float[Tensor, "*b K"]
+    """Log-probabilities of the full softmax; −inf at padding."""
+    rest: Float[Tensor, "*b"]
+    """Log mass of every token outside the support, a logsumexp over them; −inf only where nothing is left."""
+
+    def __post_init__(self) -> None:
+        if self.ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"SparseDist: `ids` holds token ids, int64 or int32; got {self.ids.dtype}.")
+        for name, x in (("logp", self.logp), ("rest", self.rest)):
+            if not x.is_floating_point():
+                raise ValueError(f"SparseDist: `{name}` holds log-probabilities and must be floating point; got {x.dtype}.")
+        if self.ids.shape != self.logp.shape or self.rest.shape != self.ids.shape[:-1]:
+            raise ValueError(
+                f"SparseDist: ids and logp are [*, K] and rest is [*]; got ids {list(self.ids.shape)}, "
+                f"logp {list(self.logp.shape)}, rest {list(self.rest.shape)}."
+            )
+
+    def with_rest(self) -> Float[Tensor, "*b K_plus_rest"]:
+        """Log-probabilities with the rest bucket as one more category: a whole distribution, [*, K + 1]."""
+        return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
+
+    def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
+        """Jagged int32 + float32 storage without the padding, on the CPU unless told otherwise; detached."""
+        kept = self.ids >= 0
+        return PackedSparseDist(
+            ids=self.ids[kept].to(device, torch.int32),
+            logp=self.logp.detach()[kept].to(device, torch.float32),
+            rest=self.rest.detach().to(device, torch.float32),
+            counts=kept.sum(-1).to(device, torch.int32),
+            slots=self.ids.shape[-1],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSparseDist:
+    """What a rollout buffer keeps of a :class:`SparseDist`: 8 bytes per kept token and 8 per position."""
+
+    ids: Int[Tensor, " n"]
+    logp: Float[Tensor, " n"]
+    rest: Float[Tensor, "*b"]
+    counts: Int[Tensor, "*b"]
+    """Tokens kept at each position; the rows of `ids` and `logp` follow one another in this order."""
+    slots: int
+    """K of the distribution that was packed, padding included."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Storage per position of the batch."""
+        stored = sum(x.numel() * x.element_size() for x in (self.ids, self.logp, self.rest, self.counts))
+        return stored / max(self.counts.numel(), 1)
+
+    def unpack(self, device: torch.device | str | None = None) -> SparseDist:
+        """The distribution that was packed, exactly as it was up to float32."""
+        counts = self.counts.to(device or self.counts.device)
+        kept = torch.arange(self.slots, device=counts.device) < counts.unsqueeze(-1)
+        ids = torch.full(kept.shape, -1, dtype=torch.int64, device=counts.device)
+        logp = torch.full(kept.shape, -torch.inf, device=counts.device)
+        ids[kept] = self.ids.to(counts.device, torch.int64)
+        logp[kept] = self.logp.to(counts.device)
+        return SparseDist(ids, logp, self.rest.to(counts.device))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Everything an objective may read: B completions of T tokens. Padding may hold anything, NaN included.
+
+    What each objective checks of it is in :mod:`corral.objective.check`.
+    """
+
+    logp_new: Float[Tensor, "B T"]
+    """log π of the sampled tokens under the policy being trained; the gradient flows here."""
+    logp_old: Float[Tensor, "B T"]
+    """log π_old of the same tokens: the anchor, centre of the region and denominator of the ratio."""
+    advantages: Float[Tensor, "B T"] | Float[Tensor, " B"]
+    mask: Bool[Tensor, "B T"]
+    """True where a token is trained on."""
+    dist_new: SparseDist | None = None
+    dist_old: SparseDist | None = None
+    """Both policies on ONE shared support, [B T K]."""
+    logp_rollout: Float[Tensor, "B T"] | None = None
+    """What the sampler reported: sampler corrections and `tr/mismatch` read it."""
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectiveOutput:
+    """What an objective returns: a loss per token, unreduced and 0 where masked out, and what to log."""
+
+    loss: Float[Tensor, "B T"]
+    metrics: dict[str, Tensor]
