@@ -1,8 +1,42 @@
 """corral keeps a policy inside its trust region while reinforcement learning improves it."""
 
-__version__ = "0.1.0"
-
-from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv
+from corral.advantage import gae, group_advantages
+from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv, kl_k1, kl_k2, kl_k3
+from corral.objective import make_objective, objective_names, register_objective
+from corral.objective.config import ObjectiveConfig
+from corral.objective.correction import make_correction
+from corral.objective.improvement import ImprovementBound, improvement_bound
+from corral.objective.reduction import reduce_loss
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.support import gather_support, top_k_support
-from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+from corral.types import ObjectiveOutput, PackedSparseDist, SparseDist, TokenBatch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CategoricalProjection",
+    "ImprovementBound",
+    "ObjectiveConfig",
+    "ObjectiveOutput",
+    "PackedSparseDist",
+    "SparseDist",
+    "TokenBatch",
+    "binary_kl",
+    "binary_tv",
+    "categorical_kl",
+    "categorical_tv",
+    "gae",
+    "gather_support",
+    "group_advantages",
+    "improvement_bound",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "make_correction",
+    "make_objective",
+    "objective_names",
+    "project_categorical_kl",
+    "reduce_loss",
+    "register_objective",
+    "top_k_support",
+]

@@ -254,6 +254,6 @@ def _worst_row(converged: Tensor, kl_before: Tensor, kl_after: Tensor, bound: Te
     index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
     return (
         f"project_categorical_kl: {int((~converged).sum())} of {converged.numel()} rows did not converge. Worst is row "
-        f"{index}: bound {bound[index]:.3g}, KL before {kl_before[index]:.3g}, after {kl_after[index]:.3g}. A bound that cannot be met "
-        f"means the new policy gives no probability to tokens that the old one needs: use the same logit masks for both."
+        f"{index}: bound {bound[index]:.3g}, KL before {kl_before[index]:.3g}, after {kl_after[index]:.3g}. A bound that "
+        f"cannot be met means that the new policy rules out tokens that the old one needs: use the same logit masks for both."
     )

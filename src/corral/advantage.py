@@ -1,0 +1,112 @@
+"""Rewards → credit: relative to a group of completions of one prompt, or step by step with a critic."""
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from corral.numerics import at_least_float32
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
+
+STD_FLOOR = 1e-4
+"""Added to a standard deviation before dividing by it."""
+
+
+def group_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how: Advantage) -> Float[Tensor, " B"]:
+    """Credit of each completion relative to its group.
+
+        grpo           (R − mean_g) / (std_g + 1e-4), unbiased std; 0 in a group of one
+        dr_grpo        R − mean_g
+        rloo           R − mean of the others in the group
+        reinforce++    R − mean_g, then whitened over the batch: (A − mean) / (std + 1e-4)
+
+    Args:
+        rewards: one per completion [B].
+        group: which prompt each completion answers [B]; any integers, in any order.
+        how: one of the four.
+    Returns:
+        Advantages [B].
+    Ref:
+        Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783; Ahmadian et al. 2024, arXiv:2402.14740;
+        Hu 2025, arXiv:2501.03262 (its baseline variant). Invariant: every group's advantages sum to 0.
+    """
+    if how not in get_args(Advantage):
+        raise ValueError(
+            f"group_advantages: `how` is one of {', '.join(get_args(Advantage))}; got {how!r}. For a critic, see corral.gae."
+        )
+    if rewards.ndim != 1 or rewards.shape != group.shape or not rewards.numel():
+        raise ValueError(
+            f"group_advantages: rewards and group are both [B] with B ≥ 1; got {list(rewards.shape)} and {list(group.shape)}."
+        )
+    if not rewards.is_floating_point() or group.is_floating_point():
+        raise ValueError(
+            f"group_advantages: rewards are floating point and group ids integers; got {rewards.dtype} and {group.dtype}."
+        )
+    if not bool(rewards.isfinite().all()):
+        bad = int((~rewards.isfinite()).nonzero()[0])
+        raise ValueError(f"group_advantages: rewards must be finite; got {rewards[bad].item()} for completion {bad}.")
+    rewards = at_least_float32(rewards)
+    _, member, size = group.unique(return_inverse=True, return_counts=True)
+
+    def group_sum(x: Tensor) -> Tensor:
+        return x.new_zeros(len(size)).index_add(0, member, x)[member]
+
+    count = size[member]
+    centred = rewards - group_sum(rewards) / count
+    if how == "dr_grpo":
+        return centred
+    if how == "rloo":
+        if bool((size == 1).any()):
+            alone = int(group[count == 1][0])
+            raise ValueError(f"group_advantages: rloo compares with the others of a group, and group {alone} has one member.")
+        return centred * count / (count - 1)
+    if how == "reinforce++":
+        spread = centred.std() if len(centred) > 1 else torch.zeros_like(centred[0])
+        return (centred - centred.mean()) / (spread + STD_FLOOR)
+    std = (group_sum(centred**2) / (count - 1).clamp(min=1)).sqrt()
+    return centred / (std + STD_FLOOR)
+
+
+def gae(
+    rewards: Float[Tensor, "B T"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float, lam: float
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Generalised advantage estimation over the live tokens; an episode ends with its last one.
+
+        δ_t = r_t + γ V_{t+1} − V_t          Â_t = δ_t + γ λ Â_{t+1}          returns_t = Â_t + V_t
+
+    Masked-out tokens are skipped wherever they stand: t + 1 is the next live token, and V = 0 after the last.
+
+    Args:
+        rewards: reward of each token [B T].
+        values: the critic's value before each token [B T].
+        mask: live tokens [B T].
+        gamma, lam: discount γ and trace λ, both in [0, 1].
+    Returns:
+        Advantages and returns [B T], 0 where masked out; neither carries a gradient.
+    Ref:
+        Schulman et al. 2016, arXiv:1506.02438, eq. 16. Invariant: γ = λ = 1 gives reward-to-go minus value.
+    """
+    if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
+        raise ValueError(
+            f"gae: rewards, values and mask are all [B T]; got {list(rewards.shape)}, {list(values.shape)}, {list(mask.shape)}."
+        )
+    if mask.dtype != torch.bool:
+        raise ValueError(f"gae: mask must be bool, True where a token is live; got {mask.dtype}. Use .bool().")
+    for name, x in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= x <= 1:
+            raise ValueError(f"gae: `{name}` must lie in [0, 1]; got {x}.")
+    rewards = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
+    values = torch.where(mask, at_least_float32(values.detach()), 0.0)
+    if not bool(rewards.isfinite().all() & values.isfinite().all()):
+        raise ValueError("gae: rewards and values must be finite at live tokens. Look at the reward function and the critic.")
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        here = mask[:, t]
+        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = torch.where(here, next_advantage, 0.0)
+    return advantages, advantages + values

@@ -1,0 +1,81 @@
+"""Advantages under a trust region → a loss per token. This file is the one registry."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from corral.objective.check import check_batch
+from corral.objective.cispo import CISPOConfig, cispo
+from corral.objective.config import ObjectiveConfig
+from corral.objective.dppo import DPPOConfig, dppo
+from corral.objective.gmpo import GMPOConfig, gmpo
+from corral.objective.gspo import GSPOConfig, gspo
+from corral.objective.naming import build_config, nearest
+from corral.objective.ppo_clip import ClipHigherConfig, DualClipConfig, PPOClipConfig, ppo_clip
+from corral.objective.reinforce import ReinforceConfig, reinforce
+from corral.objective.sapo import SAPOConfig, sapo
+from corral.objective.spo import SPOConfig, spo
+from corral.objective.troll import TROLLConfig, troll
+from corral.types import ObjectiveOutput, TokenBatch
+
+ObjectiveFunction = Callable[[TokenBatch, Any], ObjectiveOutput]
+
+OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {
+    "cispo": (cispo, CISPOConfig),
+    "clip_higher": (ppo_clip, ClipHigherConfig),
+    "dppo": (dppo, DPPOConfig),
+    "dual_clip": (ppo_clip, DualClipConfig),
+    "gmpo": (gmpo, GMPOConfig),
+    "gspo": (gspo, GSPOConfig),
+    "ppo_clip": (ppo_clip, PPOClipConfig),
+    "reinforce": (reinforce, ReinforceConfig),
+    "sapo": (sapo, SAPOConfig),
+    "spo": (spo, SPOConfig),
+    "troll": (troll, TROLLConfig),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A named objective with its settings: a checked batch → ObjectiveOutput."""
+
+    name: str
+    function: ObjectiveFunction
+    config: ObjectiveConfig
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of TokenBatch that a batch must have."""
+        return self.config.needs
+
+    def __call__(self, batch: TokenBatch) -> ObjectiveOutput:
+        check_batch(self.name, batch, self.needs)
+        return self.function(batch, self.config)
+
+
+def make_objective(name: str, **config: Any) -> Objective:
+    """The objective `name` with these settings; `objective_names()` lists what there is."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"make_objective: there is no objective {name!r}.{nearest(name, OBJECTIVES)}")
+    function, config_cls = OBJECTIVES[name]
+    return Objective(name, function, build_config(name, config_cls, config))
+
+
+def objective_names() -> list[str]:
+    """Every registered objective, in alphabetical order."""
+    return sorted(OBJECTIVES)
+
+
+def register_objective(name: str, function: ObjectiveFunction, config_cls: type[ObjectiveConfig]) -> None:
+    """Add an objective of your own, for every door and report to find.
+
+    Args:
+        name: what `make_objective` will call it; a name that is taken is refused.
+        function: (TokenBatch, config) → ObjectiveOutput, with the loss unreduced and 0 where masked out.
+        config_cls: its settings, a frozen dataclass derived from ObjectiveConfig.
+    """
+    if name in OBJECTIVES:
+        raise ValueError(f"register_objective: {name!r} is taken. Choose another name; objectives are never replaced.")
+    if not (isinstance(config_cls, type) and issubclass(config_cls, ObjectiveConfig) and dataclasses.is_dataclass(config_cls)):
+        raise ValueError(f"register_objective: settings are a dataclass derived from ObjectiveConfig; got {config_cls!r}.")
+    OBJECTIVES[name] = (function, config_cls)

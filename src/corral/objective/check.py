@@ -1,0 +1,111 @@
+"""Bad batches are refused before they cost a training run: what was wrong, what was got, what to do."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from corral.objective.config import NEEDS_SUPPORT
+from corral.types import SparseDist, TokenBatch
+
+ANCHOR_TOLERANCE = 1e-3
+"""How far `dist_old` and `logp_old` may disagree, in nats, on the token that both describe."""
+
+ONE_SUPPORT = "Both must stand on one support: gather the new policy at dist_old.ids."
+
+SUPPLY = {
+    "dist_new": "the new policy on the old support: corral.gather_support(logp, dist_old.ids), or corral.lm_head(..., ids=)",
+    "dist_old": "the old policy's support: corral.top_k_support(logp, tokens, k), or corral.lm_head(..., top_k=)",
+    "logp_rollout": "the log-probs that the sampler reported for the sampled tokens",
+}
+
+
+def check_batch(name: str, batch: TokenBatch, needs: Iterable[str]) -> None:
+    """Refuse a batch that `name` cannot compute with. Values are read in one transfer, and not while compiling."""
+    for field in sorted(needs):
+        if getattr(batch, field) is None:  # `needs` holds names of TokenBatch's own fields
+            raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {SUPPLY.get(field, 'it')}.")
+    _check_shapes(name, batch)
+    if not torch.compiler.is_compiling():
+        _raise_first(name, batch.mask, list(_bad_values(batch, NEEDS_SUPPORT & frozenset(needs))))
+
+
+def _check_shapes(name: str, batch: TokenBatch) -> None:
+    shape = batch.logp_new.shape
+    if len(shape) != 2 or not batch.logp_new.numel():
+        raise ValueError(f"{name}: logp_new must be [B T] with at least one token; got {list(shape)}.")
+    for field in ("logp_old", "mask", "advantages", "logp_rollout"):
+        x = getattr(batch, field)
+        if x is None:
+            continue
+        per_sequence = field == "advantages" and x.shape == shape[:1]
+        if x.shape != shape and not per_sequence:
+            raise ValueError(
+                f"{name}: {field} is {list(x.shape)} but logp_new is {list(shape)}. Both follow the completion tokens; was "
+                f"the last token dropped twice? See docs/data-flow.md#shift."
+            )
+    for field in ("logp_new", "logp_old", "advantages", "logp_rollout"):
+        x = getattr(batch, field)
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{name}: {field} must be floating point; got {x.dtype}. Convert it with .float().")
+    if batch.mask.dtype != torch.bool:
+        raise ValueError(f"{name}: mask must be bool, True where a token is trained on; got {batch.mask.dtype}. Use .bool().")
+    for field in ("dist_new", "dist_old"):
+        dist: SparseDist | None = getattr(batch, field)
+        if dist is not None and dist.rest.shape != shape:
+            raise ValueError(
+                f"{name}: {field} describes {list(dist.rest.shape)} positions but logp_new is {list(shape)}. Its ids and logp "
+                f"are [B T K], one support per completion token."
+            )
+    if batch.dist_new is not None and batch.dist_old is not None and batch.dist_new.ids.shape != batch.dist_old.ids.shape:
+        raise ValueError(
+            f"{name}: dist_new has {batch.dist_new.ids.shape[-1]} slots and dist_old {batch.dist_old.ids.shape[-1]}. "
+            f"{ONE_SUPPORT}"
+        )
+
+
+def _bad_values(batch: TokenBatch, supports: frozenset[str]) -> Iterable[tuple[Tensor, str]]:
+    """Where [B T] a batch is wrong, and what to say of it; padding may hold anything."""
+    mask = batch.mask
+    yield ~mask.any().expand_as(mask), "mask has no live token, so there is nothing to train on. Skip this batch."
+    for field in ("logp_new", "logp_old", "logp_rollout"):
+        x = getattr(batch, field)
+        if x is not None:
+            yield (
+                mask & ~x.isfinite(),
+                f"{field} is not finite at a live token. NaN comes from the model or the sampler; −inf means that the sampled "
+                f"token is impossible under that policy: use the same temperature and logit masks everywhere.",
+            )
+    advantages = batch.advantages[:, None] if batch.advantages.ndim == 1 else batch.advantages
+    yield mask & ~advantages.isfinite(), "advantages are not finite at a live token. Look at the rewards first."
+    if not supports:
+        return
+    new, old = batch.dist_new, batch.dist_old
+    assert new is not None
+    assert old is not None
+    if new.ids is not old.ids:
+        yield (
+            mask & (new.ids != old.ids).any(-1),
+            f"dist_new and dist_old stand on different token ids. {ONE_SUPPORT}",
+        )
+    for field, dist in (("dist_new", new), ("dist_old", old)):
+        logp = dist.with_rest()
+        yield (
+            mask & (logp.isnan() | (logp == torch.inf)).any(-1),
+            f"{field} holds NaN or +inf at a live token. Log-probabilities are ≤ 0; look at the model's logits first.",
+        )
+    yield (
+        mask & ~((old.logp[..., 0] - batch.logp_old).abs() <= ANCHOR_TOLERANCE),
+        f"dist_old.logp[..., 0] and logp_old differ by more than {ANCHOR_TOLERANCE} nats. Slot 0 must be the sampled token, "
+        f"and both must come from the same policy at the same temperature.",
+    )
+
+
+def _raise_first(name: str, mask: Tensor, checks: list[tuple[Tensor, str]]) -> None:
+    failed = torch.stack([bad.any() for bad, _ in checks]).tolist()
+    for hit, (bad, message) in zip(failed, checks, strict=True):
+        if hit:
+            first = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}: {message} Got it at {int(bad.sum())} of {mask.numel()} tokens, first at [b t] = {first}."
+            )

@@ -1,0 +1,47 @@
+"""CISPO: clip the importance weight and keep every token's gradient."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corral.objective.config import ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import credit, live, log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOConfig(ObjectiveConfig):
+    cap_low: float = 0.0
+    """Smallest weight of a token."""
+    cap_high: float = 5.0
+    """Largest weight of a token."""
+
+    def __post_init__(self) -> None:
+        if not (number_in(self.cap_low, 0) and number_in(self.cap_high, self.cap_low)):
+            raise ValueError(
+                f"cispo: weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high; got [{self.cap_low!r}, "
+                f"{self.cap_high!r}]."
+            )
+
+
+def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:
+    """Policy gradient with a clipped weight.
+
+        L_t = − sg[clip(ρ_t, low, high)] Â_t log π(a_t)          ρ_t = π(a_t) / π_old(a_t)
+
+    The weight is a constant for autograd, so no token is ever without gradient.
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: the range of the weight.
+    Returns:
+        Unreduced loss [B T] and metrics.
+    Ref:
+        MiniMax 2025, arXiv:2506.13585, eqs. 4–5. Invariant: reinforce's gradient while ρ stays within the range.
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    ratio = log_rho.detach().exp()
+    loss = -ratio.clamp(config.cap_low, config.cap_high) * advantages * live(batch.logp_new, batch.mask)
+    acted = ((ratio < config.cap_low) | (ratio > config.cap_high)) & (advantages != 0)
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted))

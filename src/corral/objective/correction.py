@@ -1,0 +1,126 @@
+"""Corrections for sampler mismatch: weights from what the sampler reported, for any objective's loss.
+
+    loss = objective(batch).loss * correction(batch)
+
+With ρ_t = π_old(a_t) / π_rollout(a_t), of `logp_old` and `logp_rollout`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from corral.divergence import kl_k2
+from corral.objective.check import check_batch
+from corral.objective.config import number_in
+from corral.objective.naming import build_config, nearest
+from corral.objective.ratio import LOG_RATIO_MAX, live
+from corral.types import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TISConfig:
+    cap: float = 2.0
+    """C: the largest weight."""
+
+    def __post_init__(self) -> None:
+        if not (number_in(self.cap, 0) and self.cap > 0):
+            raise ValueError(f"tis: `cap` is the largest weight and must be > 0; got {self.cap!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IcePopConfig:
+    low: float = 0.5
+    """α: tokens with a smaller ratio are dropped."""
+    high: float = 5.0
+    """β: tokens with a larger ratio are dropped."""
+
+    def __post_init__(self) -> None:
+        if not (number_in(self.low, 0) and number_in(self.high, self.low)):
+            raise ValueError(f"icepop: keeps ratios in [`low`, `high`] with 0 ≤ low ≤ high; got [{self.low!r}, {self.high!r}].")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TRMConfig:
+    bound: float = 0.05
+    """δ on the largest k2 estimate, ½ (log ρ)², in a sequence."""
+
+    def __post_init__(self) -> None:
+        if not number_in(self.bound, 0):
+            raise ValueError(f"trm: `bound` is a divergence and must be ≥ 0 (inf switches it off); got {self.bound!r}.")
+
+
+def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
+    """Truncated importance sampling, token by token: min(ρ_t, C).
+
+    Ref:
+        Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    """
+    return _log_mismatch(batch).exp().clamp(max=config.cap)
+
+
+def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
+    """Truncated importance sampling of the sequence: min(∏_t ρ_t, C) on each of its tokens.
+
+    Ref:
+        Liu & Li 2025, "When speed kills stability". Invariant: on one-token sequences it is tis.
+    """
+    product = _log_mismatch(batch).sum(-1, keepdim=True).clamp(max=LOG_RATIO_MAX)
+    return product.exp().clamp(max=config.cap).expand_as(batch.mask)
+
+
+def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
+    """ρ_t while it lies within [α, β], and 0 for tokens further off on either side.
+
+    Ref:
+        Ling team 2025, Ring-1T, arXiv:2510.18855.
+    """
+    ratio = _log_mismatch(batch).exp()
+    return torch.where((ratio >= config.low) & (ratio <= config.high), ratio, 0.0)
+
+
+def trm(batch: TokenBatch, config: TRMConfig) -> Float[Tensor, "B T"]:
+    """Trust-region masking: 1 on every token of a sequence whose tokens all have ½ (log ρ_t)² ≤ δ, else 0.
+
+    Ref:
+        Li et al. 2025, arXiv:2512.23075, with the k2 estimate of its per-token KL; the default δ is ours.
+    """
+    furthest = kl_k2(_log_mismatch(batch), torch.zeros_like(batch.logp_old)).amax(-1, keepdim=True)
+    return (furthest <= config.bound).expand_as(batch.mask).to(furthest.dtype)
+
+
+CORRECTIONS: dict[str, tuple[Callable[[TokenBatch, Any], Tensor], type]] = {
+    "icepop": (icepop, IcePopConfig),
+    "seq_tis": (seq_tis, TISConfig),
+    "tis": (tis, TISConfig),
+    "trm": (trm, TRMConfig),
+}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A named correction with its settings: batch → weights [B T], detached, ≥ 0, 0 at padding."""
+
+    name: str
+    config: Any
+
+    def __call__(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
+        check_batch(self.name, batch, {"logp_rollout"})
+        function, _ = CORRECTIONS[self.name]
+        with torch.no_grad():
+            return torch.where(batch.mask, function(batch, self.config), 0.0)
+
+
+def make_correction(name: str, **config: Any) -> Correction:
+    """The correction `name` with these settings: "tis", "seq_tis", "icepop" or "trm"."""
+    if name not in CORRECTIONS:
+        raise ValueError(f"make_correction: there is no correction {name!r}.{nearest(name, CORRECTIONS)}")
+    return Correction(name, build_config(name, CORRECTIONS[name][1], config))
+
+
+def _log_mismatch(batch: TokenBatch) -> Float[Tensor, "B T"]:
+    assert batch.logp_rollout is not None
+    return (live(batch.logp_old, batch.mask) - live(batch.logp_rollout, batch.mask)).clamp(max=LOG_RATIO_MAX)

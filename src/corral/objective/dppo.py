@@ -1,0 +1,117 @@
+"""DPPO: stop a token's gradient once its distribution has left the trust region along its advantage."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv
+from corral.objective.config import NEEDS_SUPPORT, Anchor, ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import capped_ratio, credit, live, log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+Divergence = Literal["tv", "kl", "ratio"]
+Estimator = Literal["binary", "topk", "full"]
+DEFAULT_BOUND = {"tv": 0.2, "kl": 0.05, "ratio": 0.2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPOConfig(ObjectiveConfig):
+    anchor: ClassVar[Anchor] = "rollout"
+
+    divergence: Divergence = "tv"
+    """What is measured: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
+    estimator: Estimator = "binary"
+    """What it is measured on: the sampled token against all others, a top-K support with its rest, or every token."""
+    bound: float | None = None
+    """δ: beyond it a token may not move further out. None: 0.2 for tv, 0.05 for kl, 0.2 for ratio; inf switches it off."""
+    bound_low: float | None = None
+    """δ where Â < 0; None takes `bound`."""
+    bound_high: float | None = None
+    """δ where Â > 0; None takes `bound`."""
+    ratio_cap: float | None = None
+    """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
+
+    def __post_init__(self) -> None:
+        if self.divergence not in get_args(Divergence):
+            raise ValueError(f"dppo: `divergence` is one of {', '.join(get_args(Divergence))}; got {self.divergence!r}.")
+        if self.estimator not in get_args(Estimator):
+            raise ValueError(f"dppo: `estimator` is one of {', '.join(get_args(Estimator))}; got {self.estimator!r}.")
+        if self.divergence == "ratio" and self.estimator != "binary":
+            raise ValueError(
+                f"dppo: the ratio is the sampled token's alone, so divergence='ratio' goes with estimator='binary'; got "
+                f"{self.estimator!r}."
+            )
+        for key in ("bound", "bound_low", "bound_high"):
+            value = getattr(self, key)
+            if value is not None and not number_in(value, 0):
+                raise ValueError(f"dppo: `{key}` is a divergence and must be ≥ 0 (inf switches it off); got {value!r}.")
+        if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
+            raise ValueError(f"dppo: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs if self.estimator == "binary" else super().needs | NEEDS_SUPPORT
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """δ for negative and for positive advantages."""
+        bound = DEFAULT_BOUND[self.divergence] if self.bound is None else self.bound
+        low = bound if self.bound_low is None else self.bound_low
+        high = bound if self.bound_high is None else self.bound_high
+        return low, high
+
+
+def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
+    """Importance-weighted policy gradient inside a divergence trust region.
+
+        L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
+        m_t = 0  iff  D_t > δ  and  (ρ_t − 1) Â_t > 0
+
+    The mask is a constant for autograd: no gradient flows through D. Both inequalities are strict, moves back towards the
+    old policy are never blocked, and tokens without advantage are never counted.
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T]; for "topk" and "full" both policies on one support.
+        config: which divergence, on what, and how far.
+    Returns:
+        Unreduced loss [B T] and metrics.
+    Ref:
+        Qi et al. 2026, arXiv:2602.04879, eqs. 11–16. Invariant: DPPO = REINFORCE as δ → ∞.
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    low, high = config.bounds
+    with torch.no_grad():
+        moved = divergence(batch, log_rho, config)
+        outside = torch.where(advantages > 0, moved > high, moved > low)
+        blocked = outside & (log_rho * advantages > 0)
+    loss = -capped_ratio(log_rho, config.ratio_cap) * advantages
+    return ObjectiveOutput(torch.where(batch.mask & ~blocked, loss, 0.0), region_metrics(batch, log_rho, blocked))
+
+
+def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOConfig) -> Float[Tensor, "B T"]:
+    """D_t between the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
+    mask = batch.mask
+    if config.divergence == "ratio":
+        return torch.expm1(log_rho).abs()
+    if config.estimator == "binary":
+        binary = binary_tv if config.divergence == "tv" else binary_kl
+        return binary(live(batch.logp_old, mask), live(batch.logp_new, mask))
+    assert batch.dist_old is not None
+    assert batch.dist_new is not None
+    old, new = batch.dist_old.with_rest(), batch.dist_new.with_rest()
+    if config.estimator == "full":
+        _check_nothing_left(mask, torch.maximum(old, new)[..., -1])
+    categorical = categorical_tv if config.divergence == "tv" else categorical_kl
+    return categorical(live(old, mask), live(new, mask))
+
+
+def _check_nothing_left(mask: Tensor, rest: Tensor) -> None:
+    if not torch.compiler.is_compiling() and bool((mask & (rest > -torch.inf)).any()):
+        raise ValueError(
+            f"dppo: estimator='full' needs a support with nothing left over, but up to {rest[mask].max().exp():.3g} of the "
+            f"probability is outside it. Build it with top_k_support(logp, tokens, k=V), or use estimator='topk'."
+        )

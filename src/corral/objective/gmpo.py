@@ -1,0 +1,43 @@
+"""GMPO: the geometric mean of clipped token ratios."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corral.objective.config import ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import credit, log_ratio, sequence_log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPOConfig(ObjectiveConfig):
+    clip: float = 0.4
+    """ε: a token's log-ratio counts only within ±ε, on the side its advantage pushes to."""
+
+    def __post_init__(self) -> None:
+        if not number_in(self.clip, 0):
+            raise ValueError(f"gmpo: `clip` is a distance in log-ratio and must be ≥ 0; got {self.clip!r}.")
+
+
+def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
+    """Surrogate of the geometric mean of token ratios, each clipped pessimistically.
+
+        L = − Â exp((1/|o|) Σ_t z_t)          z_t = min(log ρ_t, ε) where Â_t > 0, max(log ρ_t, −ε) where Â_t < 0
+
+    The sequence's value stands on every live token with a straight-through gradient, so that reduction
+    "seq-mean-token-mean" gives the paper's gradient. A clipped token has none.
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: the clip of the log-ratio.
+    Returns:
+        Unreduced loss [B T] and metrics.
+    Ref:
+        Zhao et al. 2025, arXiv:2507.20673, eqs. 3–4. Invariant: with clip = inf it is gspo without a clip.
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    acted = ((log_rho > config.clip) & (advantages > 0)) | ((log_rho < -config.clip) & (advantages < 0))
+    clipped = torch.where(acted, log_rho.detach().clamp(-config.clip, config.clip), log_rho)
+    ratio = sequence_log_ratio(clipped, batch.mask).exp()
+    return ObjectiveOutput(torch.where(batch.mask, -ratio * advantages, 0.0), region_metrics(batch, log_rho, acted))

@@ -1,0 +1,47 @@
+"""GSPO: clip the ratio of the whole sequence, normalised by its length."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corral.objective.config import ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import credit, log_ratio, sequence_log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOConfig(ObjectiveConfig):
+    clip_low: float = 3e-4
+    """ε_low on the sequence ratio, which averages over tokens and so stays far closer to 1 than a token's."""
+    clip_high: float = 4e-4
+    """ε_high on the sequence ratio."""
+
+    def __post_init__(self) -> None:
+        if not number_in(self.clip_low, 0):
+            raise ValueError(f"gspo: `clip_low` is a distance from ratio 1 and must be ≥ 0; got {self.clip_low!r}.")
+        if not number_in(self.clip_high, 0):
+            raise ValueError(f"gspo: `clip_high` is a distance from ratio 1 and must be ≥ 0; got {self.clip_high!r}.")
+
+
+def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
+    """Clipped surrogate of the sequence ratio.
+
+        L = − min(s Â, clip(s, 1 − ε_low, 1 + ε_high) Â)          s = exp((1/|o|) Σ_t log ρ_t)
+
+    The sequence's value stands on every live token with a straight-through gradient, s ∇ log π(a_t), so that reduction
+    "seq-mean-token-mean" gives the paper's gradient. Per-token advantages give its GSPO-token variant.
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: the clip range of s.
+    Returns:
+        Unreduced loss [B T] and metrics.
+    Ref:
+        Zheng et al. 2025, arXiv:2507.18071, eqs. 5–7 and 13. Invariant: on one-token sequences it is ppo_clip.
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    ratio = sequence_log_ratio(log_rho, batch.mask).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
+    acted = ((ratio > 1 + config.clip_high) & (advantages > 0)) | ((ratio < 1 - config.clip_low) & (advantages < 0))
+    return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted))

@@ -1,0 +1,54 @@
+"""What objectives report: tensors without gradients, over live tokens only."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from corral.divergence import binary_kl, binary_tv, categorical_kl
+from corral.numerics import expm1_minus
+from corral.objective.ratio import live
+from corral.types import TokenBatch
+
+
+def fraction(part: Bool[Tensor, "B T"], whole: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
+    """Share of the live tokens that are in `part`."""
+    return (part & whole).sum() / whole.sum().clamp(min=1)
+
+
+def live_mean(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
+    """Mean over the live tokens, 0 if there are none."""
+    return torch.where(mask, x.detach(), 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def live_max(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
+    """Largest value among the live tokens."""
+    return torch.where(mask, x.detach(), -torch.inf).amax()
+
+
+@torch.no_grad()
+def region_metrics(
+    batch: TokenBatch,
+    log_rho: Float[Tensor, "B T"],
+    acted: Bool[Tensor, "B T"],
+    kl: Float[Tensor, "B T"] | None = None,
+) -> dict[str, Float[Tensor, ""]]:
+    """How far the policy has moved, and on how many tokens the region acted.
+
+    `kl` is KL(new‖old) where the objective has it, else it is taken on the shared support. Where the batch has none, from
+    the sampled tokens alone: KL(old‖new), its mean by the k3 estimate, its maximum by the two-way KL, a lower bound.
+    """
+    mask = batch.mask
+    metrics = {"tr/active_frac": fraction(acted, mask), "tr/ratio_max": live_max(log_rho, mask).exp()}
+    if batch.dist_new is not None and batch.dist_old is not None:
+        metrics["tr/rest_mass"] = live_mean(live(batch.dist_old.rest, mask).exp(), mask)
+        if kl is None:
+            kl = categorical_kl(live(batch.dist_new.with_rest(), mask), live(batch.dist_old.with_rest(), mask))
+    if kl is not None:
+        metrics |= {"tr/kl_before": live_mean(kl, mask), "tr/kl_max": live_max(kl, mask)}
+    else:
+        tail = binary_kl(live(batch.logp_old, mask), live(batch.logp_new, mask))
+        metrics |= {"tr/kl_before": live_mean(expm1_minus(log_rho), mask), "tr/kl_max": live_max(tail, mask)}
+    if batch.logp_rollout is not None:
+        gap = binary_tv(live(batch.logp_rollout, mask), live(batch.logp_old, mask))
+        metrics["tr/mismatch"] = live_mean(gap, mask)
+    return metrics

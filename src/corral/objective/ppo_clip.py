@@ -1,0 +1,67 @@
+"""PPO: a pessimistic clip of the sampled token's ratio. With two presets: clip-higher and dual clip."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corral.objective.config import ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import credit, log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClipConfig(ObjectiveConfig):
+    clip_low: float = 0.2
+    """ε_low: ratios below 1 − ε_low earn nothing more for a negative advantage."""
+    clip_high: float = 0.2
+    """ε_high: ratios above 1 + ε_high earn nothing more for a positive advantage."""
+    dual_clip: float | None = None
+    """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
+
+    def __post_init__(self) -> None:
+        if not number_in(self.clip_low, 0):
+            raise ValueError(f"ppo_clip: `clip_low` is a distance from ratio 1 and must be ≥ 0; got {self.clip_low!r}.")
+        if not number_in(self.clip_high, 0):
+            raise ValueError(f"ppo_clip: `clip_high` is a distance from ratio 1 and must be ≥ 0; got {self.clip_high!r}.")
+        if self.dual_clip is not None and not (number_in(self.dual_clip, 1) and self.dual_clip > 1):
+            raise ValueError(f"ppo_clip: `dual_clip` is a ratio and must be > 1, or None; got {self.dual_clip!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipHigherConfig(PPOClipConfig):
+    clip_high: float = 0.28
+    """ε_high, wider than ε_low so that unlikely tokens can rise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualClipConfig(PPOClipConfig):
+    dual_clip: float | None = 3.0
+    """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
+
+
+def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
+    """Clipped surrogate.
+
+        L_t = − min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
+        and with dual clip, where Â_t < 0:  L_t = − max(that minimum, c Â_t)
+
+    A clipped token has no gradient.
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: the clip range, and the dual clip's constant.
+    Returns:
+        Unreduced loss [B T] and metrics.
+    Ref:
+        Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip-higher: Yu et al. 2025, arXiv:2503.14476; dual clip: Ye et al.
+        2019, arXiv:1912.09729. Invariant: the gradient of dppo with divergence="ratio".
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    ratio = log_rho.exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
+    acted = ((ratio > 1 + config.clip_high) & (advantages > 0)) | ((ratio < 1 - config.clip_low) & (advantages < 0))
+    if config.dual_clip is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
+        acted = acted | ((ratio > config.dual_clip) & (advantages < 0))
+    return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted))

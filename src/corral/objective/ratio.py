@@ -1,0 +1,52 @@
+"""Probability ratios and credit, as every objective reads them: clean at padding, finite everywhere."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from corral.numerics import at_least_float32
+from corral.types import TokenBatch
+
+LOG_RATIO_MAX = 20.0
+"""Ratios beyond e²⁰ are cut off before exp: a blocked token may overflow, and 0 · inf is NaN."""
+
+
+def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
+    """Advantages per token, 0 at padding."""
+    advantages = at_least_float32(batch.advantages)
+    return torch.where(batch.mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
+
+
+def live(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
+    """`x` [B T] or [B T K] with 0 at padding, which may hold anything and must not reach a value or a gradient."""
+    return torch.where(mask if x.ndim == mask.ndim else mask[..., None], at_least_float32(x), 0.0)
+
+
+def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
+    """log ρ = log π − log π_old of the sampled tokens, 0 at padding."""
+    return (live(batch.logp_new, batch.mask) - live(batch.logp_old.detach(), batch.mask)).clamp(max=LOG_RATIO_MAX)
+
+
+def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
+    """ρ, or with a cap sg[min(ρ, cap)] · ρ/sg[ρ].
+
+    Clamping a live ratio would give tokens beyond the cap no gradient at all; capping the detached weight gives them
+    cap · ∇ log π. Below the cap the two are the same.
+    """
+    if cap is None:
+        return log_rho.exp()
+    return log_rho.detach().exp().clamp(max=cap) * own_gradient(log_rho)
+
+
+def own_gradient(log_rho: Tensor) -> Tensor:
+    """ρ/sg[ρ]: the value 1 with the gradient of log ρ."""
+    return (log_rho - log_rho.detach()).exp()
+
+
+def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """(1/|o|) Σ_t log ρ_t on every token of the sequence, each carrying its own token's gradient (straight through).
+
+    Averaged over the tokens, Σ_t ∇ log ρ_t / |o| is the gradient of the mean itself.
+    """
+    mean = log_rho.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return mean + log_rho - log_rho.detach()

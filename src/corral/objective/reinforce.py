@@ -1,0 +1,39 @@
+"""REINFORCE with importance weights: the policy gradient with no trust region at all."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corral.objective.config import ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import capped_ratio, credit, log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceConfig(ObjectiveConfig):
+    ratio_cap: float | None = None
+    """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
+
+    def __post_init__(self) -> None:
+        if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
+            raise ValueError(f"reinforce: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+
+
+def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:
+    """Importance-weighted policy gradient, unconstrained.
+
+        L_t = − ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: an optional cap on the weight, min(ρ, C), through which no gradient flows.
+    Returns:
+        Unreduced loss [B T] and metrics.
+    Ref:
+        Williams 1992, with the ratio of off-policy policy gradients. Invariant: every other objective has this gradient at
+        π = π_old (scaled by the slope of its gate).
+    """
+    log_rho = log_ratio(batch)
+    loss = -capped_ratio(log_rho, config.ratio_cap) * credit(batch)
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, torch.zeros_like(batch.mask)))

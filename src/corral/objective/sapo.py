@@ -1,0 +1,45 @@
+"""SAPO: a soft gate on the ratio instead of a clip."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corral.objective.config import ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import credit, log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPOConfig(ObjectiveConfig):
+    tau_positive: float = 1.0
+    """τ where Â > 0: how fast the gate closes as the ratio leaves 1."""
+    tau_negative: float = 1.05
+    """τ where Â < 0; larger, for these tokens are the unstable ones."""
+
+    def __post_init__(self) -> None:
+        if not (number_in(self.tau_positive, 0) and self.tau_positive > 0):
+            raise ValueError(f"sapo: `tau_positive` is a temperature and must be > 0; got {self.tau_positive!r}.")
+        if not (number_in(self.tau_negative, 0) and self.tau_negative > 0):
+            raise ValueError(f"sapo: `tau_negative` is a temperature and must be > 0; got {self.tau_negative!r}.")
+
+
+def sapo(batch: TokenBatch, config: SAPOConfig) -> ObjectiveOutput:
+    """Soft-gated surrogate.
+
+        L_t = − (4/τ) σ(τ (ρ_t − 1)) Â_t          τ = τ⁺ where Â_t > 0, τ⁻ elsewhere
+        its gradient weight: 4 σ (1 − σ) ρ_t, which is 1 on-policy and fades smoothly on both sides
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: the two temperatures.
+    Returns:
+        Unreduced loss [B T] and metrics; `tr/active_frac` counts tokens whose gate has closed to less than a half.
+    Ref:
+        Gao et al. 2025, arXiv:2511.20347. Invariant: reinforce's gradient at π = π_old.
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
+    gate = torch.sigmoid(tau * torch.expm1(log_rho))
+    acted = (4 * gate * (1 - gate) < 0.5) & (advantages != 0)
+    return ObjectiveOutput(torch.where(batch.mask, -4 / tau * gate * advantages, 0.0), region_metrics(batch, log_rho, acted))

@@ -1,0 +1,40 @@
+"""SPO: a quadratic penalty on the ratio in place of a clip."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corral.objective.config import ObjectiveConfig, number_in
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import credit, log_ratio
+from corral.types import ObjectiveOutput, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SPOConfig(ObjectiveConfig):
+    epsilon: float = 0.2
+    """ε: the ratio 1 ± ε at which the penalty balances the advantage; further out the gradient pulls back."""
+
+    def __post_init__(self) -> None:
+        if not (number_in(self.epsilon, 0) and self.epsilon > 0):
+            raise ValueError(f"spo: `epsilon` is a distance from ratio 1 and must be > 0; got {self.epsilon!r}.")
+
+
+def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
+    """Penalised surrogate, with its optimum at the edge of the region.
+
+        L_t = − ρ_t Â_t + |Â_t| (ρ_t − 1)² / (2 ε)          ρ_t = π(a_t) / π_old(a_t)
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: the ratio range ε.
+    Returns:
+        Unreduced loss [B T] and metrics; `tr/active_frac` counts tokens beyond 1 ± ε along their advantage.
+    Ref:
+        Xie et al. 2024, arXiv:2401.16025, eq. 6. Invariant: the gradient vanishes at ρ = 1 + sgn(Â) ε.
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    excess = torch.expm1(log_rho)
+    loss = -log_rho.exp() * advantages + advantages.abs() * excess**2 / (2 * config.epsilon)
+    acted = excess * advantages.sign() > config.epsilon
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted))

@@ -1,0 +1,127 @@
+"""TROLL: project the new policy back into a KL ball, differentiably, and pull the network after its projection."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from corral.divergence import categorical_kl
+from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig, number_in
+from corral.objective.metrics import live_mean, region_metrics
+from corral.objective.ratio import LOG_RATIO_MAX, capped_ratio, credit, live, sequence_log_ratio
+from corral.projection import CategoricalProjection, project_categorical_kl
+from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+
+Tail = Literal["bucket", "fill"]
+Level = Literal["token", "sequence"]
+Gradient = Literal["exact", "constant_dual", "unprojected"]
+
+FILL = 1e-12
+"""Probability that the published form gives to every token outside the support."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TROLLConfig(ObjectiveConfig):
+    bound: float = 0.05
+    """ε: KL(projected‖old) of every token, in nats; inf switches the projection off."""
+    regression: float = 1.0
+    """α: how strongly the network is pulled to its own projection; 0 lets it drift."""
+    tail: Tail = "bucket"
+    """Tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as published."""
+    vocab_size: int | None = None
+    """V; `tail="fill"` needs it to count the tokens outside the support."""
+    level: Level = "token"
+    """Whose ratio: each token's own, or the length-normalised one of its sequence (as GSPO's)."""
+    gradient: Gradient = "exact"
+    """Through the projection: exact, with the dual held constant, or not at all (the regression alone holds the region)."""
+    ratio_cap: float | None = None
+    """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
+
+    def __post_init__(self) -> None:
+        if not number_in(self.bound, 0):
+            raise ValueError(f"troll: `bound` is a KL in nats and must be ≥ 0 (inf switches it off); got {self.bound!r}.")
+        if not (number_in(self.regression, 0) and self.regression < torch.inf):
+            raise ValueError(f"troll: `regression` is a weight and must be finite and ≥ 0; got {self.regression!r}.")
+        for key, choices in (("tail", Tail), ("level", Level), ("gradient", Gradient)):
+            if getattr(self, key) not in get_args(choices):
+                raise ValueError(f"troll: `{key}` is one of {', '.join(get_args(choices))}; got {getattr(self, key)!r}.")
+        if self.vocab_size is not None and not (number_in(self.vocab_size, 1) and isinstance(self.vocab_size, int)):
+            raise ValueError(f"troll: `vocab_size` is a number of tokens; got {self.vocab_size!r}.")
+        if self.tail == "fill" and self.vocab_size is None:
+            raise ValueError("troll: tail='fill' gives every dropped token 1e-12 and has to know how many: set `vocab_size`.")
+        if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
+            raise ValueError(f"troll: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs | NEEDS_SUPPORT
+
+
+def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
+    """Policy gradient of the projected policy, and a regression that makes the network follow it.
+
+        π̃ = argmin_r KL(r‖π)  s.t.  KL(r‖π_old) ≤ ε          at every token, on the support and its rest
+        L_t = − (π̃(a_t) / π_old(a_t)) Â_t + α KL(π_t‖sg[π̃_t])
+
+    The first term's gradient passes through the projection and has no component out of the ball; the second is zero inside
+    it and purely radial outside. Everything comes from `dist_*`, rest included; `logp_*` are only checked against it.
+
+    Args:
+        batch: advantages and mask [B T], both policies on one support [B T K].
+        config: bound, regression weight, tail, ratio level, gradient.
+    Returns:
+        Unreduced loss [B T] and metrics.
+    Ref:
+        Becker et al. 2025, arXiv:2510.03817. Invariant: TROLL = REINFORCE as ε → ∞, and at π = π_old.
+    """
+    assert batch.dist_new is not None
+    assert batch.dist_old is not None
+    new = live(_whole(batch.dist_new, config), batch.mask).log_softmax(-1)
+    old = live(_whole(batch.dist_old, config), batch.mask).detach().log_softmax(-1)
+    projection = project_categorical_kl(
+        new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
+    )
+    used = new if config.gradient == "unprojected" else projection.logp
+    log_rho = (used[..., 0] - old[..., 0]).clamp(max=LOG_RATIO_MAX)
+    if config.level == "sequence":
+        log_rho = sequence_log_ratio(log_rho, batch.mask)
+    loss = -capped_ratio(log_rho, config.ratio_cap) * credit(batch)
+    if config.regression > 0:
+        loss = loss + config.regression * _pull(new, projection, batch.mask)
+    metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
+    metrics |= _projection_metrics(projection, batch.mask)
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), metrics)
+
+
+def _whole(dist: SparseDist, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
+    """A distribution over the support and everything else, up to normalisation."""
+    if config.tail == "bucket":
+        return dist.with_rest()
+    assert config.vocab_size is not None
+    kept = (dist.ids >= 0).sum(-1)
+    rest = ((config.vocab_size - kept) * FILL).to(dist.rest.dtype).log()
+    return SparseDist(dist.ids, dist.logp, rest).with_rest()
+
+
+def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float[Tensor, "B T"]:
+    """KL(π‖sg[π̃]) where the projection moved π; elsewhere it is exactly 0 and must not leave rounding behind."""
+    distance = torch.where(projection.active, categorical_kl(new, projection.logp.detach()), 0.0)
+    if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):
+        raise ValueError(
+            f"troll: the old policy rules out tokens that the new one allows, at {int((mask & distance.isinf()).sum())} live "
+            f"positions, so no regression can reach the projection. Use the same logit masks for both, or floor both rests "
+            f"at log 1e-8 where they are computed as 1 − Σ p."
+        )
+    return distance
+
+
+@torch.no_grad()
+def _projection_metrics(projection: CategoricalProjection, mask: Tensor) -> dict[str, Tensor]:
+    acted = projection.active & mask & projection.dual.isfinite()
+    return {
+        "tr/kl_after": live_mean(projection.kl_after, mask),
+        "tr/dual": live_mean(projection.dual, acted),
+        "tr/unconverged": (mask & ~projection.converged).sum(),
+    }
