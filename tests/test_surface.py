@@ -1,0 +1,159 @@
+"""The package as seen from outside: public names, import direction, what the README promises, the example."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import corral
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "corral"
+
+LAYERS = {"types": 0, "numerics": 0, "support": 1, "advantage": 1, "divergence": 1, "projection": 2, "objective": 3}
+"""A unit imports from its own layer or below; `corral` itself, the list of public names, sits on top."""
+
+ALLOWED = {"torch", "jaxtyping", "corral"} | set(sys.stdlib_module_names)
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of everything a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            found.add(node.module or "")
+    return found
+
+
+def unit(path: Path) -> str:
+    """The file or folder directly under src/corral that a source file belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    for name in imports(path):
+        package, _, rest = name.partition(".")
+        assert package in ALLOWED, f"{path.name} imports {name}; the maths needs torch and jaxtyping alone"
+        if package == "corral":
+            target = rest.partition(".")[0]
+            assert target, f"{path.name} imports from the package itself; name the module"
+            assert LAYERS[target] <= LAYERS[unit(path)], f"{path.name} (layer {LAYERS[unit(path)]}) imports {name}"
+
+
+def test_units_of_one_layer_do_not_import_each_other_in_circles() -> None:
+    edges: dict[str, set[str]] = {name: set() for name in LAYERS}
+    for path in MODULES:
+        targets = {name.split(".")[1] for name in imports(path) if name.startswith("corral.")}
+        edges[unit(path)] |= targets - {unit(path)}
+    done: set[str] = set()
+    while ready := {name for name, targets in edges.items() if name not in done and targets <= done}:
+        done |= ready
+    assert done == set(LAYERS), f"circular: {set(LAYERS) - done}"
+
+
+def test_every_unit_has_a_layer() -> None:
+    assert {unit(path) for path in MODULES} == set(LAYERS)
+
+
+def test_public_names_are_sorted_whole_and_importable() -> None:
+    assert corral.__all__ == sorted(corral.__all__)
+    assert all(getattr(corral, name) is not None for name in corral.__all__)
+    imported = {
+        alias.name
+        for node in ast.parse((SOURCE / "__init__.py").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == set(corral.__all__)
+
+
+CONTRACT = """
+    SparseDist top_k_support gather_support categorical_kl categorical_tv binary_kl binary_tv project_categorical_kl
+    CategoricalProjection TokenBatch ObjectiveOutput make_objective objective_names register_objective make_correction
+    reduce_loss group_advantages gae improvement_bound
+"""
+
+
+@pytest.mark.parametrize("name", CONTRACT.split())
+def test_names_that_stay_are_there_and_documented(name: str) -> None:
+    assert name in corral.__all__
+    assert getattr(corral, name).__doc__
+
+
+def public_functions() -> list[tuple[str, ast.FunctionDef]]:
+    return [
+        (f"{path.relative_to(SOURCE)}:{node.name}", node)
+        for path in MODULES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
+
+
+@pytest.mark.parametrize(("where", "node"), public_functions(), ids=lambda value: value if isinstance(value, str) else "")
+def test_public_functions_have_docstrings_and_full_annotations(where: str, node: ast.FunctionDef) -> None:
+    assert ast.get_docstring(node), f"{where} has no docstring"
+    arguments = [*node.args.args, *node.args.kwonlyargs]
+    assert all(argument.annotation for argument in arguments), f"{where} leaves an argument unannotated"
+    assert node.returns is not None, f"{where} has no return annotation"
+
+
+def test_the_version_is_in_one_place() -> None:
+    written = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert written is not None
+    assert written[1] == corral.__version__
+    assert re.search(r'^dynamic = \["version"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_readme_projects_a_policy_in_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for line in README_BLOCKS[0].splitlines() if line.strip()]
+    assert len(lines) <= 11
+    namespace: dict[str, object] = {}
+    exec(README_BLOCKS[0], namespace)
+    printed = capsys.readouterr().out
+    # KL(new‖old) = .1 log(.1/.7) + .15 log(.15/.2) + .7 log(.7/.09) + .05 log(.05/.01) = −.1946 − .0432 + 1.4359 + .0805
+    assert "KL to the old policy: 1.279 before, 0.050 after" in printed
+
+
+@pytest.mark.parametrize("block", README_BLOCKS[1:])
+def test_every_other_readme_example_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block, {})
+    assert "tr/active_frac" in capsys.readouterr().out
+
+
+def test_the_readme_lists_every_objective_and_only_existing_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"\[`(\w+)`\]\(docs/objectives/", text)) == set(corral.objective_names())
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (ROOT / target).exists(), f"README links to {target}"
+    for unit_name in LAYERS:
+        assert re.search(rf"[├└]── {unit_name}(\.py|/)", text), f"README's tree lacks {unit_name}"
+
+
+def test_the_demo_trains_all_three_objectives() -> None:
+    script = (ROOT / "examples" / "troll_in_100_lines.py").read_text()
+    assert len(script.splitlines()) <= 100
+    short = script.replace("ROUNDS, UPDATES, LEARNING_RATE = 40, 16, 1e-2", "ROUNDS, UPDATES, LEARNING_RATE = 24, 16, 1e-2")
+    assert short != script
+    done = subprocess.run([sys.executable, "-c", short], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line[:4] in ("ppo_", "dppo", "trol")}
+    assert set(rows) == {"ppo_clip", "dppo", "troll"}
+    for name, (start, _, end, kl_before, kl_after, acted) in rows.items():
+        assert float(start.rstrip("%")) < 10, name  # chance is 1 in 24
+        assert float(end.rstrip("%")) > 80, name
+        assert float(acted.rstrip("%")) > 0, name
+        if name == "troll":
+            assert 0 < float(kl_after) < min(0.05, float(kl_before))

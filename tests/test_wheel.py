@@ -1,0 +1,66 @@
+"""The wheel, as a stranger gets it: built, installed into an empty environment, imported with torch and jaxtyping alone."""
+
+import json
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PROBE = """
+import json, sys, time
+import torch, jaxtyping
+before, began = set(sys.modules), time.perf_counter()
+import corral
+seconds = time.perf_counter() - began
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps({"seconds": seconds, "modules": sorted(new - set(sys.stdlib_module_names)), "version": corral.__version__}))
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a virtual environment that holds the built wheel and what it depends on, nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=ROOT)
+    (wheel,) = folder.glob("corral-*.whl")
+    venv.create(folder / "env", with_pip=True)
+    python = folder / "env" / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--constraint", ROOT / "constraints.txt", wheel, cwd=folder)
+    return python
+
+
+@pytest.mark.wheel
+def test_the_wheel_needs_torch_and_jaxtyping_alone(python: Path) -> None:
+    seen = json.loads(run(python, "-c", PROBE, cwd=python.parent))
+    assert seen["modules"] == ["corral"]
+    assert seen["seconds"] < 2, "importing corral must cost next to nothing beside torch"
+    assert seen["version"] == re.search(r'__version__ = "(.+)"', (ROOT / "src/corral/__init__.py").read_text())[1]
+    installed = {p["name"].lower() for p in json.loads(run(python, "-m", "pip", "list", "--format", "json", cwd=python.parent))}
+    assert {"corral", "torch", "jaxtyping"} <= installed
+    assert not installed & {"numpy", "scipy", "transformers", "trl", "beartype"}
+
+
+@pytest.mark.wheel
+def test_the_wheel_carries_its_types_and_licence(python: Path) -> None:
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=python.parent).strip())
+    assert (packages / "corral" / "py.typed").exists()
+    assert any(packages.glob("corral-*.dist-info/licenses/LICENSE"))
+
+
+@pytest.mark.wheel
+def test_the_readme_example_runs_there(python: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
+    printed = run(python, "-W", "ignore:Failed to initialize NumPy", "-c", example, cwd=python.parent)
+    assert "KL" in printed
