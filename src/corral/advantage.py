@@ -30,7 +30,7 @@ def group_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how
         Advantages [B].
     Ref:
         Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783; Ahmadian et al. 2024, arXiv:2402.14740;
-        Hu 2025, arXiv:2501.03262 (its baseline variant). Invariant: every group's advantages sum to 0.
+        Hu et al. 2025, arXiv:2501.03262 (its baseline variant). Invariant: every group's advantages sum to 0.
     """
     if how not in get_args(Advantage):
         raise ValueError(

@@ -41,7 +41,7 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
     with torch.no_grad():
         ids = rank_top_k(logp, k)
         sampled = tokens.long().unsqueeze(-1)
-        ids = torch.where(_reached_before(logp.gather(-1, ids), mass) | (ids == sampled), -1, ids)
+        ids = torch.where(reached_before(logp.gather(-1, ids), mass) | (ids == sampled), -1, ids)
         ids = torch.cat([sampled, ids], dim=-1)
         ids = ids.gather(-1, torch.argsort((ids < 0).byte(), dim=-1, stable=True))
     return gather_support(logp, ids)
@@ -90,7 +90,7 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
     return ids.gather(-1, by_value)
 
 
-def _reached_before(ranked: Tensor, mass: float) -> Tensor:
+def reached_before(ranked: Tensor, mass: float) -> Tensor:
     """Whether the tokens ranked above each one already hold `mass`, up to the rounding of their probabilities."""
     if mass == 1.0:
         return torch.zeros_like(ranked, dtype=torch.bool)

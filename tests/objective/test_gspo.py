@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from batches import apart, as_batch, inputs, loss_and_grad, random_batch, row, tokens
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from batches import apart, as_batch, inputs, loss_and_grad, random_batch, row, tokens
 from corral import TokenBatch, make_objective, reduce_loss
 from tolerance import assert_close
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import apart, inputs, loss_and_grad, row, tokens
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from batches import apart, inputs, loss_and_grad, row, tokens
 from corral import make_objective
 from tolerance import assert_close
 

@@ -4,11 +4,11 @@ import math
 from dataclasses import replace
 
 import torch
+from batches import inputs, loss_and_grad, row, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from batches import inputs, loss_and_grad, row, tokens
 from corral import make_objective
 from tolerance import assert_close
 

@@ -1,6 +1,9 @@
 """The gradient through the projection: five ways to the same Jacobian, and what autograd's machinery makes of it."""
 
+import importlib.util
+import inspect
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -76,7 +79,7 @@ def test_implicit_equals_closed_form_and_finite_differences():
 
 
 def test_implicit_equals_one_newton_step_from_the_root():
-    # At the root, t − (K(t, new) − ε)/K′(t) is t itself, and its derivative in `new` is the implicit one. Autograd does the rest.
+    # At the root, t − (K(t, new) − ε)/K′(t) is t itself, and its derivative in `new` is the implicit one.
     new, old = policies()
     t = 1 / (1 + project_categorical_kl(new, old, BOUND).dual[:, None])
     old = old.log_softmax(-1)
@@ -97,15 +100,14 @@ def test_implicit_equals_one_newton_step_from_the_root():
     assert_close(pulled_back(stepped, new, v), pulled_back(partial(project, old=old), new, v), rtol=1e-8)
 
 
-@pytest.mark.parametrize("gradient", ["exact"])
-@pytest.mark.parametrize("bound", [1e-3, 0.05, 0.5])
-def test_gradcheck(bound, gradient):
-    # Rows at the boundary, rows well inside (old itself is one), and a row per bound.
+@pytest.mark.parametrize("bound", [1e-4, 1e-2, 0.05])
+def test_gradcheck(bound):
+    # Four rows at the boundary, one well inside.
     new, old = policies(rows=4, categories=4)
     new = torch.cat([new, old[:1] + 1e-3 * torch.randn(1, 4, dtype=torch.float64)])
     old = torch.cat([old, old[:1]])
     assert project_categorical_kl(new, old, bound).active.tolist() == [True] * 4 + [False]
-    assert gradcheck(lambda x: project(x, old, bound, gradient=gradient), new.requires_grad_())
+    assert gradcheck(lambda x: project(x, old, bound), new.requires_grad_())
 
 
 def test_gradcheck_with_tokens_that_one_policy_rules_out():
@@ -362,7 +364,7 @@ def test_vmap_is_one_more_leading_axis():
     assert_close(torch.func.vmap(project)(new, old, bound), project(new, old, bound))
     assert_close(torch.func.vmap(project, in_dims=(0, None))(new, old[0]), project(new, old[:1]))
     assert_close(torch.func.vmap(project, in_dims=(None, 0))(new[0], old), project(new[:1], old))
-    assert_close(torch.func.vmap(project, in_dims=(1, 1), out_dims=1)(new.T.contiguous().T, old), project(new, old).T[:, :].T)
+    assert_close(torch.func.vmap(project, in_dims=(1, 0), out_dims=1)(new.T, old), project(new, old).T)
 
 
 def test_vmap_of_grad_is_the_batched_gradient():
@@ -378,9 +380,18 @@ def test_vmap_of_grad_is_the_batched_gradient():
     assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x, old, v).sum())(new), expected)
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.fixture
+def as_installed(unchecked_shapes, monkeypatch):
+    """`project_categorical_kl` as production loads it: what the import hook wraps around a method cannot be traced."""
+    spec = importlib.util.spec_from_file_location("as_installed", inspect.getsourcefile(project_categorical_kl))
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module.project_categorical_kl
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while tracing
-def test_compiled_equals_eager_forward_and_backward():
+def test_compiled_equals_eager_forward_and_backward(as_installed):
     # One graph, whatever the rows: some inside, some at the boundary, one infeasible, one with padding.
     new, old = policies(rows=8, categories=6)
     new[:2] = old[:2] + 0.01 * new[:2]
@@ -396,7 +407,7 @@ def test_compiled_equals_eager_forward_and_backward():
         return [y.detach() for y in vars(out).values()], grad
 
     fields, grad = run(project_categorical_kl)
-    compiled_fields, compiled_grad = run(torch.compile(project_categorical_kl, fullgraph=True, backend="aot_eager"))
+    compiled_fields, compiled_grad = run(torch.compile(as_installed, fullgraph=True, backend="aot_eager"))
     assert_close(compiled_grad, grad)
     for name, compiled, eager in zip(vars(project_categorical_kl(new, old, bound)), compiled_fields, fields, strict=True):
         if compiled.dtype == torch.bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from corral.projection.root import Root, find_root
 from tolerance import assert_close
 
+NAN = math.nan
 DTYPES = [torch.float32, torch.float64]
 real = partial(torch.tensor, dtype=torch.float64)
 Function = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -170,21 +171,16 @@ def test_a_row_is_solved_in_a_batch_as_it_is_alone():
 
 def test_a_done_row_is_frozen_whatever_the_function_says_later():
     # Row 0 is at its root at once. Later its function turns to garbage, as it may once a bracket has collapsed.
+    c = real([0.16, 1e-6])
     calls: list[Tensor] = []
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         calls.append(x)
-        value, slope = quadratics(real([0.25, 1e-6]))(x)
-        if len(calls) > 1:
-            value = torch.stack([real(math.nan), value[1]])
-        return value, slope
+        value, slope = quadratics(c)(x)
+        return (value if len(calls) == 1 else torch.stack([real(NAN), value[1]])), slope
 
-    root = find_root(
-        function,
-        real([0.5, 0.5]),
-        scale=real([0.25, 1e-6]),
-    )
-    assert root.x[0] == 0.5
+    root = find_root(function, real([0.4, 0.5]), scale=c)
+    assert root.x[0] == 0.4
     assert root.converged.all()
     assert root.steps[0] == 1
     assert root.steps[1] == len(calls) > 5
@@ -206,7 +202,7 @@ def test_rows_that_run_out_of_steps_say_so():
 
 
 def test_a_nan_row_is_not_converged_and_harms_no_other():
-    c = real([math.nan, 0.36])
+    c = real([NAN, 0.36])
     root = solve(quadratics(c), torch.full_like(c, 0.5))
     assert root.converged.tolist() == [False, True]
     assert root.steps[0] == 24

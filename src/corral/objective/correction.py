@@ -17,7 +17,7 @@ from corral.divergence import kl_k2
 from corral.objective.check import check_batch
 from corral.objective.config import number_in
 from corral.objective.naming import build_config, nearest
-from corral.objective.ratio import LOG_RATIO_MAX, live
+from corral.objective.ratio import bounded, live
 from corral.types import TokenBatch
 
 
@@ -59,17 +59,17 @@ def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
     Ref:
         Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
-    return _log_mismatch(batch).exp().clamp(max=config.cap)
+    return bounded(_log_mismatch(batch)).exp().clamp(max=config.cap)
 
 
 def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
     """Truncated importance sampling of the sequence: min(∏_t ρ_t, C) on each of its tokens.
 
     Ref:
-        Liu & Li 2025, "When speed kills stability". Invariant: on one-token sequences it is tis.
+        Liu, Li et al. 2025, "When speed kills stability". Invariant: on one-token sequences it is tis.
     """
-    product = _log_mismatch(batch).sum(-1, keepdim=True).clamp(max=LOG_RATIO_MAX)
-    return product.exp().clamp(max=config.cap).expand_as(batch.mask)
+    product = _log_mismatch(batch).sum(-1, keepdim=True)
+    return bounded(product).exp().clamp(max=config.cap).expand_as(batch.mask)
 
 
 def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
@@ -78,7 +78,7 @@ def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
     Ref:
         Ling team 2025, Ring-1T, arXiv:2510.18855.
     """
-    ratio = _log_mismatch(batch).exp()
+    ratio = bounded(_log_mismatch(batch)).exp()
     return torch.where((ratio >= config.low) & (ratio <= config.high), ratio, 0.0)
 
 
@@ -86,7 +86,8 @@ def trm(batch: TokenBatch, config: TRMConfig) -> Float[Tensor, "B T"]:
     """Trust-region masking: 1 on every token of a sequence whose tokens all have ½ (log ρ_t)² ≤ δ, else 0.
 
     Ref:
-        Li et al. 2025, arXiv:2512.23075, with the k2 estimate of its per-token KL; the default δ is ours.
+        Li et al. 2025, arXiv:2512.23075, with the k2 estimate, and of the old policy where the paper
+        measures the current one; the default δ is ours.
     """
     furthest = kl_k2(_log_mismatch(batch), torch.zeros_like(batch.logp_old)).amax(-1, keepdim=True)
     return (furthest <= config.bound).expand_as(batch.mask).to(furthest.dtype)
@@ -123,4 +124,4 @@ def make_correction(name: str, **config: Any) -> Correction:
 
 def _log_mismatch(batch: TokenBatch) -> Float[Tensor, "B T"]:
     assert batch.logp_rollout is not None
-    return (live(batch.logp_old, batch.mask) - live(batch.logp_rollout, batch.mask)).clamp(max=LOG_RATIO_MAX)
+    return live(batch.logp_old, batch.mask) - live(batch.logp_rollout, batch.mask)

@@ -10,7 +10,7 @@ from torch import Tensor
 from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv
 from corral.objective.config import NEEDS_SUPPORT, Anchor, ObjectiveConfig, number_in
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import capped_ratio, credit, live, log_ratio
+from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
 
 Divergence = Literal["tv", "kl", "ratio"]
@@ -80,7 +80,7 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
     Returns:
         Unreduced loss [B T] and metrics.
     Ref:
-        Qi et al. 2026, arXiv:2602.04879, eqs. 11–16. Invariant: DPPO = REINFORCE as δ → ∞.
+        Qi et al. 2026, arXiv:2602.04879, eqs. 12–16. Invariant: DPPO = REINFORCE as δ → ∞.
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     low, high = config.bounds
@@ -96,7 +96,7 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
     """D_t between the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
     mask = batch.mask
     if config.divergence == "ratio":
-        return torch.expm1(log_rho).abs()
+        return torch.expm1(bounded(log_rho)).abs()
     if config.estimator == "binary":
         binary = binary_tv if config.divergence == "tv" else binary_kl
         return binary(live(batch.logp_old, mask), live(batch.logp_new, mask))

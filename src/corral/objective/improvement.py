@@ -8,7 +8,8 @@ from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_tv
 from corral.objective.check import check_batch
-from corral.objective.ratio import live, log_ratio
+from corral.objective.config import NEEDS_SUPPORT
+from corral.objective.ratio import bounded, live, log_ratio
 from corral.types import TokenBatch
 
 
@@ -54,7 +55,8 @@ def improvement_bound(
     Ref:
         Qi et al. 2026, arXiv:2602.04879, theorems 3.1 and 3.2. Invariant: all three are 0 at π = π_old.
     """
-    check_batch("improvement_bound", batch, {"dist_new", "dist_old"} if batch.dist_old is not None else set())
+    has_support = batch.dist_new is not None or batch.dist_old is not None
+    check_batch("improvement_bound", batch, NEEDS_SUPPORT if has_support else frozenset())
     if batch.advantages.ndim != 1:
         raise ValueError(
             f"improvement_bound: R(y) is one reward per sequence, so `advantages` must be [B]; got "
@@ -70,7 +72,7 @@ def improvement_bound(
     moved = torch.where(mask, moved, 0.0)
     steps = horizon if horizon is not None else mask.sum(-1).max()
     largest = reward_max if reward_max is not None else rewards.abs().max()
-    gain = torch.expm1(log_ratio(batch)).sum(-1)
+    gain = torch.expm1(bounded(log_ratio(batch))).sum(-1)
     return ImprovementBound(
         surrogate=(weights * rewards * gain).sum(),
         penalty_max=2 * largest * steps * (steps - 1) * moved.max() ** 2,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from corral.divergence import binary_kl, binary_tv, categorical_kl
 from corral.numerics import expm1_minus
-from corral.objective.ratio import live
+from corral.objective.ratio import bounded, live
 from corral.types import TokenBatch
 
 
@@ -38,7 +38,7 @@ def region_metrics(
     the sampled tokens alone: KL(old‖new), its mean by the k3 estimate, its maximum by the two-way KL, a lower bound.
     """
     mask = batch.mask
-    metrics = {"tr/active_frac": fraction(acted, mask), "tr/ratio_max": live_max(log_rho, mask).exp()}
+    metrics = {"tr/active_frac": fraction(acted, mask), "tr/ratio_max": live_max(bounded(log_rho), mask).exp()}
     if batch.dist_new is not None and batch.dist_old is not None:
         metrics["tr/rest_mass"] = live_mean(live(batch.dist_old.rest, mask).exp(), mask)
         if kl is None:
@@ -47,7 +47,7 @@ def region_metrics(
         metrics |= {"tr/kl_before": live_mean(kl, mask), "tr/kl_max": live_max(kl, mask)}
     else:
         tail = binary_kl(live(batch.logp_old, mask), live(batch.logp_new, mask))
-        metrics |= {"tr/kl_before": live_mean(expm1_minus(log_rho), mask), "tr/kl_max": live_max(tail, mask)}
+        metrics |= {"tr/kl_before": live_mean(expm1_minus(bounded(log_rho)), mask), "tr/kl_max": live_max(tail, mask)}
     if batch.logp_rollout is not None:
         gap = binary_tv(live(batch.logp_rollout, mask), live(batch.logp_old, mask))
         metrics["tr/mismatch"] = live_mean(gap, mask)

@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig, number_in
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import credit, log_ratio
+from corral.objective.ratio import bounded, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
 
 
@@ -58,7 +58,7 @@ def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
         2019, arXiv:1912.09729. Invariant: the gradient of dppo with divergence="ratio".
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
-    ratio = log_rho.exp()
+    ratio = bounded(log_rho).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
     acted = ((ratio > 1 + config.clip_high) & (advantages > 0)) | ((ratio < 1 - config.clip_low) & (advantages < 0))
     if config.dual_clip is not None:

@@ -8,7 +8,7 @@ from corral.numerics import at_least_float32
 from corral.types import TokenBatch
 
 LOG_RATIO_MAX = 20.0
-"""Ratios beyond e²⁰ are cut off before exp: a blocked token may overflow, and 0 · inf is NaN."""
+"""Ratios are cut off at e²⁰, before exp: a blocked token may overflow, and 0 · inf is NaN."""
 
 
 def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
@@ -24,7 +24,12 @@ def live(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
 
 def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
     """log ρ = log π − log π_old of the sampled tokens, 0 at padding."""
-    return (live(batch.logp_new, batch.mask) - live(batch.logp_old.detach(), batch.mask)).clamp(max=LOG_RATIO_MAX)
+    return live(batch.logp_new, batch.mask) - live(batch.logp_old.detach(), batch.mask)
+
+
+def bounded(log_rho: Tensor) -> Tensor:
+    """log ρ, at most 20, to take exp of."""
+    return log_rho.clamp(max=LOG_RATIO_MAX)
 
 
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
@@ -34,8 +39,8 @@ def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tens
     cap · ∇ log π. Below the cap the two are the same.
     """
     if cap is None:
-        return log_rho.exp()
-    return log_rho.detach().exp().clamp(max=cap) * own_gradient(log_rho)
+        return bounded(log_rho).exp()
+    return bounded(log_rho.detach()).exp().clamp(max=cap) * own_gradient(log_rho)
 
 
 def own_gradient(log_rho: Tensor) -> Tensor:
@@ -44,9 +49,9 @@ def own_gradient(log_rho: Tensor) -> Tensor:
 
 
 def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """(1/|o|) Σ_t log ρ_t on every token of the sequence, each carrying its own token's gradient (straight through).
+    """(1/|o|) Σ_t log ρ_t, at most 20, on every token of the sequence, each carrying its own gradient (straight through).
 
     Averaged over the tokens, Σ_t ∇ log ρ_t / |o| is the gradient of the mean itself.
     """
     mean = log_rho.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return mean + log_rho - log_rho.detach()
+    return bounded(mean) + log_rho - log_rho.detach()

@@ -32,7 +32,7 @@ def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:
         Unreduced loss [B T] and metrics.
     Ref:
         Williams 1992, with the ratio of off-policy policy gradients. Invariant: every other objective has this gradient at
-        π = π_old (scaled by the slope of its gate).
+        π = π_old.
     """
     log_rho = log_ratio(batch)
     loss = -capped_ratio(log_rho, config.ratio_cap) * credit(batch)

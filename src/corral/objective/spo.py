@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig, number_in
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import credit, log_ratio
+from corral.objective.ratio import bounded, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
 
 
@@ -31,10 +31,10 @@ def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
     Returns:
         Unreduced loss [B T] and metrics; `tr/active_frac` counts tokens beyond 1 ± ε along their advantage.
     Ref:
-        Xie et al. 2024, arXiv:2401.16025, eq. 6. Invariant: the gradient vanishes at ρ = 1 + sgn(Â) ε.
+        Xie et al. 2025, arXiv:2401.16025 (v7 and later). Invariant: the gradient vanishes at ρ = 1 + sgn(Â) ε.
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
-    excess = torch.expm1(log_rho)
-    loss = -log_rho.exp() * advantages + advantages.abs() * excess**2 / (2 * config.epsilon)
+    excess = torch.expm1(bounded(log_rho))
+    loss = -(1 + excess) * advantages + advantages.abs() * excess**2 / (2 * config.epsilon)
     acted = excess * advantages.sign() > config.epsilon
     return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted))

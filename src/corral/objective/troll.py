@@ -10,7 +10,7 @@ from torch import Tensor
 from corral.divergence import categorical_kl
 from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig, number_in
 from corral.objective.metrics import live_mean, region_metrics
-from corral.objective.ratio import LOG_RATIO_MAX, capped_ratio, credit, live, sequence_log_ratio
+from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
@@ -84,7 +84,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
         new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
     )
     used = new if config.gradient == "unprojected" else projection.logp
-    log_rho = (used[..., 0] - old[..., 0]).clamp(max=LOG_RATIO_MAX)
+    log_rho = used[..., 0] - old[..., 0]
     if config.level == "sequence":
         log_rho = sequence_log_ratio(log_rho, batch.mask)
     loss = -capped_ratio(log_rho, config.ratio_cap) * credit(batch)
