@@ -200,7 +200,7 @@ def test_half_precision_comes_out_as_float32(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_does_not_blur_the_mass(dtype):
-    # The first token holds .5 up to rounding, and half precision's own slack of .016 or .002 must not make it .501.
+    # The first token holds .5 up to rounding, and half precision's own slack of .016 or .002 must not make that .5015.
     dist = top_k_support(log_probs(0.5, 0.3, 0.2, dtype=dtype), torch.tensor(0), k=3, mass=0.5015)
     assert dist.ids.tolist() == [0, 1, -1, -1]
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.numerics import at_least_float32
+from corral.numerics import at_least_float32, number_in
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
 
@@ -88,15 +88,16 @@ def gae(
     Ref:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16. Invariant: γ = λ = 1 gives reward-to-go minus value.
     """
-    if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
+    if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2 or not rewards.numel():
         raise ValueError(
-            f"gae: rewards, values and mask are all [B T]; got {list(rewards.shape)}, {list(values.shape)}, {list(mask.shape)}."
+            f"gae: rewards, values and mask are all [B T]; got {list(rewards.shape)}, {list(values.shape)}, {list(mask.shape)}, "
+            f"where at least one token is needed."
         )
     if mask.dtype != torch.bool:
         raise ValueError(f"gae: mask must be bool, True where a token is live; got {mask.dtype}. Use .bool().")
     for name, x in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= x <= 1:
-            raise ValueError(f"gae: `{name}` must lie in [0, 1]; got {x}.")
+        if not number_in(x, 0, 1):
+            raise ValueError(f"gae: `{name}` must lie in [0, 1]; got {x!r}.")
     rewards = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
     values = torch.where(mask, at_least_float32(values.detach()), 0.0)
     if not bool(rewards.isfinite().all() & values.isfinite().all()):

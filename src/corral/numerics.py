@@ -10,6 +10,11 @@ NEAR = 0.5
 """|x| below which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
 
 
+def number_in(value: object, low: float, high: float = math.inf) -> bool:
+    """Whether `value` is a number in [low, high]; NaN, booleans and everything else are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision is for storage: everything here is computed in float32 or better."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -26,8 +26,8 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
         Becker et al. 2025, arXiv:2510.03817 (k = 64, mass = 1 − 1e-5). Invariant: Σ exp(logp) + exp(rest) = 1.
     """
     vocabulary = logp.shape[-1]
-    if not 1 <= k <= vocabulary:
-        raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k}.")
+    if not (isinstance(k, int) and 1 <= k <= vocabulary):
+        raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k!r}.")
     if not 0 < mass <= 1:
         raise ValueError(f"top_k_support: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass}.")
     if tokens.shape != logp.shape[:-1]:
@@ -95,7 +95,8 @@ def reached_before(ranked: Tensor, mass: float) -> Tensor:
     if mass == 1.0:
         return torch.zeros_like(ranked, dtype=torch.bool)
     p = ranked.double().exp()
-    return p.cumsum(-1) - p >= mass - 2 * torch.finfo(ranked.dtype).eps
+    before = p.cumsum(-1) - p
+    return (before > 0) & (before >= mass - 2 * torch.finfo(ranked.dtype).eps)
 
 
 def _check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:

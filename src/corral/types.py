@@ -46,7 +46,7 @@ class SparseDist:
         return PackedSparseDist(
             ids=self.ids[kept].to(device, torch.int32),
             logp=self.logp.detach()[kept].to(device, torch.float32),
-            rest=self.rest.detach().to(device, torch.float32),
+            rest=self.rest.detach().to(device, torch.float32, copy=True),
             counts=kept.sum(-1).to(device, torch.int32),
             slots=self.ids.shape[-1],
         )
@@ -78,7 +78,7 @@ class PackedSparseDist:
         logp = torch.full(kept.shape, -torch.inf, device=counts.device)
         ids[kept] = self.ids.to(counts.device, torch.int64)
         logp[kept] = self.logp.to(counts.device)
-        return SparseDist(ids, logp, self.rest.to(counts.device))
+        return SparseDist(ids, logp, self.rest.to(counts.device, copy=True))
 
 
 @dataclass(frozen=True, eq=False)

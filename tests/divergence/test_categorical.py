@@ -281,6 +281,13 @@ def test_an_infinite_row_leaves_finite_gradients_everywhere():
 
 
 @pytest.mark.parametrize("divergence", [categorical_kl, categorical_tv])
+def test_nan_on_either_side_stays_nan(divergence):
+    good, bad = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[-1.0, math.nan]])
+    assert divergence(bad, good).isnan().all()
+    assert divergence(good, bad).isnan().all()
+
+
+@pytest.mark.parametrize("divergence", [categorical_kl, categorical_tv])
 def test_leading_axes_broadcast(divergence):
     p, q = torch.randn(2, 1, 4).log_softmax(-1), torch.randn(3, 4).log_softmax(-1)
     out = divergence(p, q)

@@ -166,6 +166,13 @@ def test_a_ratio_beyond_all_bounds_stays_finite(name, weight):
     assert make_correction(name)(batch).tolist() == [[weight, weight]]
 
 
+def test_ratios_beyond_all_bounds_cancel_in_a_sequence():
+    # e^30 · e^−30 = 1: tokens are multiplied before anything is cut off.
+    logp_old, logp_rollout = torch.tensor([[-1.0, -31.0]]), torch.tensor([[-31.0, -1.0]])
+    batch = TokenBatch(logp_old, logp_old, torch.ones(1), torch.tensor([[True, True]]), logp_rollout=logp_rollout)
+    assert make_correction("seq_tis")(batch).tolist() == [[1.0, 1.0]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("objective", objective_names())
 def test_weights_scale_the_gradient_of_every_objective(objective, name):

@@ -53,6 +53,16 @@ def test_golden_masked_out_tokens_do_not_count_in_the_length():
     assert_close(grad, row([-2.0, 0.0, -2.0]))
 
 
+def test_golden_a_token_beyond_every_ratio_counts_in_full():
+    # log ρ = 30, −28: the mean is 1 and the ratio e, though one token alone lies beyond the cut-off at e²⁰.
+    old = torch.tensor([[-31.0, -1.0]], dtype=torch.float64)
+    new = torch.tensor([[-1.0, -29.0]], dtype=torch.float64, requires_grad=True)
+    batch = TokenBatch(new, old, torch.ones(1, dtype=torch.float64), torch.tensor([[True, True]]))
+    loss, grad = loss_and_grad(make_objective("gmpo", clip=40.0), batch)
+    assert_close(loss, row([-math.e, -math.e]))
+    assert_close(grad, row([-math.e, -math.e]))
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("clip", [0.1, 0.4, 1.0])
 def test_loss_and_gradient_are_the_papers_under_the_sequence_mean_of_token_means(seed, clip):

@@ -67,6 +67,16 @@ def test_golden_advantages_may_differ_by_token():
     assert_close(grad, row([0.0, 6.0]))
 
 
+def test_golden_a_token_beyond_every_ratio_counts_in_full():
+    # log ρ = 30, −28: the mean is 1 and the ratio e, though one token alone lies beyond the cut-off at e²⁰.
+    old = torch.tensor([[-31.0, -1.0]], dtype=torch.float64)
+    new = torch.tensor([[-1.0, -29.0]], dtype=torch.float64, requires_grad=True)
+    batch = TokenBatch(new, old, torch.ones(1, dtype=torch.float64), torch.tensor([[True, True]]))
+    loss, grad = loss_and_grad(make_objective("gspo", clip_high=2.0), batch)
+    assert_close(loss, row([-math.e, -math.e]))
+    assert_close(grad, row([-math.e, -math.e]))
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("low", "high"), [(0.1, 0.1), (3e-4, 4e-4), (math.inf, math.inf)])
 def test_loss_and_gradient_are_the_papers_under_the_sequence_mean_of_token_means(seed, low, high):

@@ -65,7 +65,7 @@ def process(seed: int, step: float, *, eos: bool = False) -> Process:
     return Process(finished, list(generator.normal(size=len(finished))), old, new)
 
 
-def as_batch(world: Process, *, with_dists: bool = True) -> TokenBatch:
+def every_sequence(world: Process, *, with_dists: bool = True) -> TokenBatch:
     """Every sequence once, with the whole vocabulary as support; padding repeats the last state and is masked out."""
 
     def table(policy: dict[tuple[int, ...], np.ndarray]) -> Tensor:
@@ -150,7 +150,7 @@ def test_the_identity_is_exact(seed, step, eos):
         ratios, weight = world.ratios(y), world.probability(world.old, y)
         first_order += weight * reward * sum(r - 1 for r in ratios)
         remainder += weight * reward * sum((r - 1) * (1 - math.prod(ratios[t + 1 :])) for t, r in enumerate(ratios))
-    surrogate = improvement_bound(as_batch(world), weights=world.weights()).surrogate
+    surrogate = improvement_bound(every_sequence(world), weights=world.weights()).surrogate
     assert_close(surrogate, torch.tensor(first_order))
     assert_close(surrogate - remainder, torch.tensor(world.improvement()))
 
@@ -158,7 +158,7 @@ def test_the_identity_is_exact(seed, step, eos):
 @given(SEEDS, STEPS, st.booleans())
 def test_both_bounds_hold(seed, step, eos):
     world = process(seed, step, eos=eos)
-    result = improvement_bound(as_batch(world), weights=world.weights())
+    result = improvement_bound(every_sequence(world), weights=world.weights())
     rounding = 1e-12
     assert result.surrogate - result.penalty_max <= world.improvement() + rounding
     assert result.surrogate - result.penalty_mean <= world.improvement() + rounding
@@ -168,7 +168,7 @@ def test_both_bounds_hold(seed, step, eos):
 @given(SEEDS, STEPS, st.booleans())
 def test_penalties_agree_with_enumeration(seed, step, eos):
     world = process(seed, step, eos=eos)
-    result = improvement_bound(as_batch(world), weights=world.weights())
+    result = improvement_bound(every_sequence(world), weights=world.weights())
     largest = max(abs(r) for r in world.rewards)
     drift = sum(world.probability(world.old, y) * sum(world.tv(y[:t]) for t in range(len(y))) for y in world.sequences)
     worst = max(world.tv(prefix) for prefix in world.old)
@@ -181,14 +181,14 @@ def test_sequences_drift_no_further_than_their_tokens_together(seed, step, eos):
     # The lemma behind the mean penalty: TV of whole sequences ≤ Σ_t E[TV_t].
     world = process(seed, step, eos=eos)
     apart = 0.5 * sum(abs(world.probability(world.new, y) - world.probability(world.old, y)) for y in world.sequences)
-    result = improvement_bound(as_batch(world), reward_max=1.0, weights=world.weights())
+    result = improvement_bound(every_sequence(world), reward_max=1.0, weights=world.weights())
     assert apart <= result.penalty_mean / 4 + 1e-12
 
 
 @given(SEEDS, st.booleans())
 def test_the_bound_touches_at_the_old_policy(seed, with_dists):
     world = process(seed, 0.0)
-    result = improvement_bound(as_batch(world, with_dists=with_dists), weights=world.weights())
+    result = improvement_bound(every_sequence(world, with_dists=with_dists), weights=world.weights())
     assert (result.surrogate, result.penalty_max, result.penalty_mean, result.bound) == (0, 0, 0, 0)
 
 
@@ -206,14 +206,14 @@ def test_a_small_step_improves_surely_through_the_quadratic_penalty(seed):
         advantage[prefix] = value / (reach * world.old[prefix])
     tilted = {prefix: p * np.exp(1e-4 * advantage[prefix]) for prefix, p in world.old.items()}
     world = replace(world, new={prefix: p / p.sum() for prefix, p in tilted.items()})
-    result = improvement_bound(as_batch(world), weights=world.weights())
+    result = improvement_bound(every_sequence(world), weights=world.weights())
     assert 0 < result.bound <= world.improvement() + 1e-12
 
 
 @given(SEEDS, STEPS)
 def test_coarser_views_see_smaller_penalties(seed, step):
     world = process(seed, step)
-    full, sampled = (improvement_bound(as_batch(world, with_dists=x), weights=world.weights()) for x in (True, False))
+    full, sampled = (improvement_bound(every_sequence(world, with_dists=x), weights=world.weights()) for x in (True, False))
     assert sampled.penalty_mean <= full.penalty_mean + 1e-12
     assert sampled.penalty_max <= full.penalty_max + 1e-12
     assert_close(sampled.surrogate, full.surrogate)
@@ -235,14 +235,14 @@ def test_long_horizons_make_the_bound_vacuous():
 def test_the_surrogate_has_the_policy_gradient():
     # At π = π_old, ∂L′/∂log π(a_t) = w R.
     world = process(0, 0.0)
-    batch = as_batch(world)
+    batch = every_sequence(world)
     batch = replace(batch, logp_new=batch.logp_new.clone().requires_grad_())
     (grad,) = torch.autograd.grad(improvement_bound(batch, weights=world.weights()).surrogate, batch.logp_new)
     assert_close(grad, (world.weights() * batch.advantages)[:, None].expand_as(grad))
 
 
 def test_gradcheck():
-    batch = as_batch(process(0, 0.5))
+    batch = every_sequence(process(0, 0.5))
 
     def bound(logp_new: Tensor) -> Tensor:
         return improvement_bound(replace(batch, logp_new=logp_new)).surrogate
@@ -254,7 +254,7 @@ def test_gradcheck():
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
 def test_padding_may_hold_anything(with_dists, garbage):
     world = process(1, 0.5, eos=True)
-    batch = as_batch(world, with_dists=with_dists)
+    batch = every_sequence(world, with_dists=with_dists)
     assert not batch.mask.all()
     plain, poisoned = (improvement_bound(x, weights=world.weights()) for x in (batch, poison_padding(batch, garbage)))
     for field in ("surrogate", "penalty_max", "penalty_mean"):
@@ -267,10 +267,11 @@ def test_rewards_per_token_are_refused():
         improvement_bound(batch)
 
 
-def test_one_policys_distribution_alone_is_refused():
+@pytest.mark.parametrize("field", ["dist_new", "dist_old"])
+def test_one_policys_distribution_alone_is_refused(field):
     batch, _ = random_batch(2, 3, 6, 3)
-    with pytest.raises(ValueError, match="improvement_bound: needs `dist_new`"):
-        improvement_bound(replace(batch, dist_new=None))
+    with pytest.raises(ValueError, match=f"improvement_bound: needs `{field}`"):
+        improvement_bound(replace(batch, **{field: None}))
 
 
 def test_a_batch_without_a_live_token_is_refused():

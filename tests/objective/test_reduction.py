@@ -73,7 +73,7 @@ def test_golden_values_and_gradients(how, value, gradient):
         ("seq-mean-token-sum-norm", 0.7 / 8),
     ],
 )
-@pytest.mark.parametrize("total", [8.0, torch.tensor(8), torch.tensor(8.0), torch.tensor(8, dtype=torch.int32)])
+@pytest.mark.parametrize("total", [8, 8.0, torch.tensor(8), torch.tensor(8.0), torch.tensor(8, dtype=torch.int32)])
 def test_golden_the_total_may_be_a_number_or_a_tensor(how, value, total):
     loss = torch.tensor([[1.0, 2.0], [4.0, 99.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False]])

@@ -112,7 +112,7 @@ def test_dppos_bound_follows_its_divergence_unless_it_is_set(divergence, bound):
     assert make_objective("dppo", divergence=divergence, bound=0.7, bound_high=0.0).config.bounds == (0.7, 0.0)
 
 
-@pytest.mark.parametrize("config_cls", [*{cls for _, cls in OBJECTIVES.values()}, *{cls for _, cls in CORRECTIONS.values()}])
+@pytest.mark.parametrize("config_cls", dict.fromkeys(cls for _, cls in [*OBJECTIVES.values(), *CORRECTIONS.values()]))
 def test_configs_are_frozen_and_keyword_only(config_cls):
     config = config_cls()
     for field in dataclasses.fields(config):
@@ -133,9 +133,11 @@ def test_objectives_with_the_same_settings_are_equal(name):
 
 @pytest.mark.parametrize(("typed", "meant"), [("dpo", "dppo"), ("ppo-clip", "ppo_clip"), ("trol", "troll"), ("grpo", "gspo")])
 def test_a_misspelt_name_is_answered_with_the_nearest_and_with_all(typed, meant):
-    with pytest.raises(ValueError, match=f"make_objective: there is no objective '{typed}'. Did you mean '{meant}'?") as error:
+    with pytest.raises(ValueError, match="there is no objective") as error:
         make_objective(typed)
-    assert f"There are: {', '.join(sorted(DEFAULTS))}." in str(error.value)
+    assert str(error.value) == (
+        f"make_objective: there is no objective '{typed}'. Did you mean '{meant}'? There are: {', '.join(sorted(DEFAULTS))}."
+    )
 
 
 def test_a_name_like_no_other_gets_the_list_alone():
@@ -149,7 +151,8 @@ def test_a_name_like_no_other_gets_the_list_alone():
         ("dppo", "bounds", "bound"),
         ("troll", "regresion", "regression"),
         ("ppo_clip", "clip_hi", "clip_high"),
-        ("spo", "eps", None),
+        ("spo", "eps", "epsilon"),
+        ("spo", "xyz", None),
     ],
 )
 def test_a_misspelt_setting_is_answered_with_the_nearest_and_with_all(name, typed, meant):

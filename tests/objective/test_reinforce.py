@@ -48,9 +48,7 @@ def test_an_infinite_cap_is_no_cap(draw):
     assert all(torch.equal(a, b) for a, b in zip(capped, free, strict=True))
 
 
-@pytest.mark.parametrize(
-    "log_ratio", [3.0, 19.0, pytest.param(25.0, marks=pytest.mark.xfail(strict=True, reason="see report"))]
-)
+@pytest.mark.parametrize("log_ratio", [3.0, 19.0, 25.0])
 def test_beyond_the_cap_the_gradient_is_the_cap_however_large_the_ratio(log_ratio):
     old = torch.tensor([[-1.0 - log_ratio]], dtype=torch.float64)
     new = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import as_batch, leaf_gradients, poison_padding, random_batch
+from batches import as_batch, leaf_gradients, poison_padding, random_batch, row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -40,14 +40,9 @@ def loss_and_logit_grad(batch: TokenBatch, logits: Tensor, name: str = "troll", 
     return loss.detach(), grad
 
 
-def per_token(*values: float) -> Tensor:
-    """[1 T]"""
-    return torch.tensor([values], dtype=torch.float64)
-
-
 def per_logit(*values: float) -> Tensor:
-    """[1 1 V]"""
-    return torch.tensor([[values]], dtype=torch.float64)
+    """Numbers worked out by hand, as one token's logits [1 1 V]."""
+    return row(values)[None]
 
 
 # ---------------------------------------------------------------------------------------------------- golden
@@ -70,7 +65,7 @@ def test_golden_loss_and_gradient_of_an_active_token(k, regression):
     #   (1 − t) q_j (d_j − E_q d) = ½ ln 4 · (.64 · .4, .32 · −.6, .04 · −1.6) = ln 4 · (.128, −.096, −.032).
     batch, logits = policies([NEW], [OLD], [9.0], k)
     loss, grad = loss_and_logit_grad(batch, logits, bound=BOUND, regression=regression)
-    assert_close(loss, per_token(-16 + regression * PULL))
+    assert_close(loss, row([-16 + regression * PULL]))
     radial = math.log(4) * per_logit(0.128, -0.096, -0.032)
     assert_close(grad, per_logit(-8 / 9, 16 / 9, -8 / 9) + regression * radial)
 
@@ -79,7 +74,7 @@ def test_golden_tokens_of_the_rest_share_its_gradient_by_their_probability():
     # The rest's .04 is .03 + .01, whatever the old policy's .25 is made of: −8/9 splits into −6/9 and −2/9.
     batch, logits = policies([[0.64, 0.32, 0.03, 0.01]], [[0.25, 0.5, 0.05, 0.2]], [9.0], k=1)
     loss, grad = loss_and_logit_grad(batch, logits, bound=BOUND, regression=0.0)
-    assert_close(loss, per_token(-16.0))
+    assert_close(loss, row([-16.0]))
     assert_close(grad, per_logit(-8 / 9, 16 / 9, -6 / 9, -2 / 9))
 
 
@@ -89,10 +84,10 @@ def test_golden_with_two_tokens_only_the_regression_acts():
     batch, logits = policies([[0.9, 0.1]], [[0.5, 0.5]], [2.0], k=2)
     bound = 0.75 * math.log(1.5) - 0.25 * math.log(2)
     loss, grad = loss_and_logit_grad(batch, logits, bound=bound, regression=0.0)
-    assert_close(loss, per_token(-3.0))
+    assert_close(loss, row([-3.0]))
     assert_close(grad, per_logit(0.0, 0.0))
     loss, grad = loss_and_logit_grad(batch, logits, bound=bound, regression=1.0)
-    assert_close(loss, per_token(-3.0 + 0.9 * math.log(1.2) + 0.1 * math.log(0.4)))
+    assert_close(loss, row([-3.0 + 0.9 * math.log(1.2) + 0.1 * math.log(0.4)]))
     assert_close(grad, 0.045 * math.log(9) * per_logit(1.0, -1.0))
 
 
@@ -102,7 +97,7 @@ def test_golden_fill_renormalises_the_kept_tokens():
     # KL before: 3/8 ln(27/32) + 3/8 ln(9/8) + 2/8 ln(9/8).  The rest that is reported stays the true one, .1.
     batch, logits = policies([[0.3, 0.3, 0.2, 0.1, 0.1]], [[0.4, 0.3, 0.2, 0.06, 0.04]], [1.0], k=3)
     loss, grad = loss_and_logit_grad(batch, logits, bound=INF, tail="fill", vocab_size=5)
-    assert_close(loss, per_token(-27 / 32))
+    assert_close(loss, row([-27 / 32]))
     assert_close(grad, -27 / 32 * per_logit(5 / 8, -3 / 8, -2 / 8, 0.0, 0.0))
     metrics = make_objective("troll", bound=INF, tail="fill", vocab_size=5)(batch).metrics
     assert metrics["tr/kl_before"].item() == pytest.approx(3 / 8 * math.log(27 / 32) + 5 / 8 * math.log(9 / 8), rel=1e-9)
@@ -115,7 +110,7 @@ def test_golden_fill_gives_every_dropped_token_1e12th():
     batch, logits = policies([[0.3, 0.3, 0.2, 0.1, 0.1]], [[0.4, 0.3, 0.2, 0.06, 0.04]], [1.0], k=3)
     config = {"bound": INF, "tail": "fill", "vocab_size": 3 + 10**11}
     loss, grad = loss_and_logit_grad(batch, logits, **config)
-    assert_close(loss, per_token(-5 / 6), torch.float32)
+    assert_close(loss, row([-5 / 6]), torch.float32)
     # −5/6 (e_0 − q̃) on the kept three, q̃ = (3, 3, 2, 1)/9.  The fill ignores the softmax's normaliser: + π_j · 5/6 · 1/9.
     expected = -5 / 6 * per_logit(6 / 9, -3 / 9, -2 / 9, 0.0, 0.0) + 5 / 54 * per_logit(0.3, 0.3, 0.2, 0.1, 0.1)
     assert_close(grad, expected, torch.float32)
@@ -127,9 +122,9 @@ def test_golden_a_capped_weight_keeps_its_gradient():
     # .001 → .02: KL = .02 ln 20 + .98 ln(.98/.999) = .0599 − .0188 < .05, inside, and yet the ratio is 20.
     # Capped at 5: loss −5 Â, gradient −5 Â (e_0 − π).
     batch, logits = policies([[0.02, 0.98]], [[0.001, 0.999]], [2.0], k=2)
-    assert_close(loss_and_logit_grad(batch, logits)[0], per_token(-40.0))
+    assert_close(loss_and_logit_grad(batch, logits)[0], row([-40.0]))
     loss, grad = loss_and_logit_grad(batch, logits, ratio_cap=5.0)
-    assert_close(loss, per_token(-10.0))
+    assert_close(loss, row([-10.0]))
     assert_close(grad, -10 * per_logit(0.98, -0.98))
 
 
@@ -137,7 +132,7 @@ def test_golden_sequence_level():
     # Ratios .8/.2 = 4 and .5/.5 = 1: s = √4 = 2 on both tokens; gradient −2 Â (e_0 − π) on each.
     batch, logits = policies([[0.8, 0.2], [0.5, 0.5]], [[0.2, 0.8], [0.5, 0.5]], [3.0, 3.0], k=2)
     loss, grad = loss_and_logit_grad(batch, logits, bound=INF, level="sequence")
-    assert_close(loss, per_token(-6.0, -6.0))
+    assert_close(loss, row([-6.0, -6.0]))
     assert_close(grad, -6 * torch.cat([per_logit(0.2, -0.2), per_logit(0.5, -0.5)], dim=1))
     assert make_objective("troll", bound=INF, level="sequence")(batch).metrics["tr/ratio_max"].item() == pytest.approx(2)
 
@@ -151,7 +146,7 @@ def test_golden_metrics():
     batch = replace(
         batch,
         mask=torch.tensor([[True, True, False]]),
-        logp_rollout=torch.tensor([[0.20, 0.35, 1.0]], dtype=torch.float64).log(),
+        logp_rollout=row([0.20, 0.35, 1.0]).log(),
     )
     metrics = make_objective("troll", bound=BOUND)(batch).metrics
     expected = {
@@ -440,10 +435,10 @@ def test_with_a_bound_of_0_the_ratio_is_1_and_only_the_regression_acts():
     # r = π_old: KL(π‖π_old) pulls with gradient q_j (d_j − KL).
     batch, logits = policies([NEW], [OLD], [9.0], k=3)
     loss, grad = loss_and_logit_grad(batch, logits, bound=0.0, regression=0.0)
-    assert_close(loss, per_token(-9.0))
+    assert_close(loss, row([-9.0]))
     assert_close(grad, per_logit(0.0, 0.0, 0.0))
     loss, grad = loss_and_logit_grad(batch, logits, bound=0.0, regression=1.0)
-    assert_close(loss, per_token(-9.0 + KL_BEFORE))
+    assert_close(loss, row([-9.0 + KL_BEFORE]))
     assert_close(grad, math.log(4) * 2 * per_logit(0.128, -0.096, -0.032))
 
 
@@ -518,9 +513,9 @@ def test_an_old_policy_that_rules_out_what_the_new_one_allows_is_refused(k):
     with pytest.raises(ValueError, match="the old policy rules out tokens that the new one allows, at 1 live positions"):
         make_objective("troll")(batch)
     # Without the regression there is no target to reach: r = (5/8, 3/8) is inside, with ratio (5/8)/.6 = 25/24.
-    assert_close(loss_and_logit_grad(batch, logits, regression=0.0)[0], per_token(-25 / 24))
+    assert_close(loss_and_logit_grad(batch, logits, regression=0.0)[0], row([-25 / 24]))
     # Without a bound there is no projection: the ratio is .5/.6.
-    assert_close(loss_and_logit_grad(batch, logits, bound=INF)[0], per_token(-5 / 6))
+    assert_close(loss_and_logit_grad(batch, logits, bound=INF)[0], row([-5 / 6]))
 
 
 def test_golden_an_infeasible_token_is_counted_and_goes_back_to_the_old_policy():
@@ -529,10 +524,10 @@ def test_golden_an_infeasible_token_is_counted_and_goes_back_to_the_old_policy()
     # gradient ½ (ln .7 − ½ ln 1.225) = ¼ ln(.7/1.75) = ¼ ln .4 on token 0 and minus that on token 1.
     batch, logits = policies([[0.5, 0.5, 0.0], [0.5, 0.2, 0.3]], [[0.5, 0.2, 0.3]] * 2, [7.0, 1.0], k=3)
     loss, grad = loss_and_logit_grad(batch, logits, regression=0.0)
-    assert_close(loss, per_token(-10.0, -1.0))
+    assert_close(loss, row([-10.0, -1.0]))
     assert_close(grad[:, :1], per_logit(0.0, 0.0, 0.0))
     loss, grad = loss_and_logit_grad(batch, logits, regression=1.0)
-    assert_close(loss, per_token(-10 + 0.5 * math.log(1.225), -1.0))
+    assert_close(loss, row([-10 + 0.5 * math.log(1.225), -1.0]))
     assert_close(grad[:, :1], 0.25 * math.log(0.4) * per_logit(1.0, -1.0, 0.0))
     metrics = make_objective("troll")(batch).metrics
     assert metrics["tr/unconverged"] == 1
@@ -604,6 +599,20 @@ def test_float32_agrees_with_float64(tail):
     single = replace(single, logp_old=single.logp_old.float(), advantages=single.advantages.float(), **cast)
     objective = make_objective("troll", tail=tail, vocab_size=6)
     assert_close(objective(single).loss, objective(double).loss.detach(), torch.float32)
+
+
+def test_a_capped_weight_keeps_its_gradient_however_large_the_ratio():
+    # π_old(a) = e^−50 and ratio e^50/2, inside without a bound: loss −5 Â, gradient −5 Â (e_0 − π).
+    batch, logits = policies([[0.5, 0.5]], [[math.exp(-50), 1.0]], [2.0], k=2)
+    loss, grad = loss_and_logit_grad(batch, logits, bound=INF, ratio_cap=5.0)
+    assert_close(loss, row([-10.0]))
+    assert_close(grad, per_logit(-5.0, 5.0))
+
+
+def test_fill_refuses_a_vocabulary_smaller_than_the_support():
+    batch, _ = policies([[0.5, 0.3, 0.2]], [[0.4, 0.3, 0.3]], [1.0], k=3)
+    with pytest.raises(ValueError, match="`vocab_size` counts every token, and a support has 3 of them; got 2"):
+        make_objective("troll", tail="fill", vocab_size=2)(batch)
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,17 @@ def test_a_tiny_ball_keeps_its_digits(bound):
     assert_close(out.kl_after, torch.full_like(out.kl_after, bound), atol=0)
 
 
+def test_a_large_common_part_of_the_log_ratios_costs_no_digits():
+    # One token takes all from the others: their log-ratios are −25 plus 0.01 of noise, and the noise alone counts at ε = 1e-6.
+    _, old = family("smooth")
+    old[:, 0] -= 40
+    new = old + 0.01 * torch.randn_like(old)
+    new[:, 0] = 25
+    out = project_categorical_kl(new.float(), old.float(), 1e-6)
+    assert out.converged.all()
+    assert_close(out.kl_after, torch.full_like(out.kl_after, 1e-6), atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_kl_that_rises_in_a_sudden_step_is_solved(dtype):
     # log K is flat, steep, flat, and Newton's step from either flat part lands in the other: after 24 evaluations t is
@@ -608,6 +619,11 @@ def test_a_bound_below_0_is_refused(bound, as_tensor):
     new, old = family("smooth", rows=2, categories=3)
     with pytest.raises(ValueError, match="`bound` is a KL in nats and must be ≥ 0"):
         project_categorical_kl(new, old, real([0.05, bound]) if as_tensor else bound)
+
+
+def test_a_bound_below_0_is_refused_even_for_no_rows():
+    with pytest.raises(ValueError, match="must be ≥ 0"):
+        project_categorical_kl(torch.zeros(0, 3), torch.zeros(0, 3), -0.05)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

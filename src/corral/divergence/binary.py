@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.divergence.categorical import abs_difference, categorical_kl
-from corral.numerics import at_least_float32, log1mexp
+from corral.divergence.categorical import abs_difference, kl_elements
+from corral.numerics import NEAR, at_least_float32, log1mexp
 
 
 def binary_kl(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
@@ -20,7 +20,10 @@ def binary_kl(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
     Ref:
         Qi et al. 2026, arXiv:2602.04879, eq. 14. Invariant: KL(½‖½ ± x) = −½ log(1 − 4x²).
     """
-    return categorical_kl(_two_way(logp_p), _two_way(logp_q))
+    logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
+    rest_p, rest_q = log1mexp(logp_p), log1mexp(logp_q)
+    this = kl_elements(logp_p, logp_q, logp_q - logp_p)
+    return this + kl_elements(rest_p, rest_q, _rest_gap(logp_p, logp_q, rest_q - rest_p))
 
 
 def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
@@ -36,6 +39,11 @@ def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
     return abs_difference(logp_p, logp_q)
 
 
-def _two_way(logp: Tensor) -> Tensor:
-    logp = at_least_float32(logp)
-    return torch.stack([logp, log1mexp(logp)], dim=-1)
+def _rest_gap(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
+    """log (1 − q)/(1 − p), from the sampled token where it is small: two rounded logarithms would cancel in `gap`.
+
+    1 − q = (1 − p) − p (e^(log q − log p) − 1), so the ratio is 1 − p expm1(log q − log p) / (1 − p).
+    """
+    near = (gap.abs() < NEAR) & (logp_p > -torch.inf) & (logp_q > -torch.inf)
+    p, step = torch.where(near, logp_p, -1.0), torch.where(near, logp_q - logp_p, 0.0)
+    return torch.where(near, torch.log1p(p.exp() * torch.expm1(step) / torch.expm1(p)), gap)

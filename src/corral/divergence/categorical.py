@@ -23,11 +23,15 @@ def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"
         Schulman 2020, "Approximating KL divergence" (the term is its k3). Invariant: 0 iff p = q.
     """
     logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
-    # −inf on either side leaves no usable gap, and NaN must not reach the gradient.
+    return kl_elements(logp_p, logp_q, logp_q - logp_p).sum(-1)
+
+
+def kl_elements(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
+    """The terms of KL(p‖q), one per category, −inf allowed: q where p = 0, inf where only q is."""
+    # −inf on either side leaves no usable gap, and any far one will do: the term of p = 0 is then q.
     both = (logp_p > -torch.inf) & (logp_q > -torch.inf)
-    gap = torch.where(both, logp_q, 0.0) - torch.where(both, logp_p, 0.0)
-    term = kl_terms(logp_p.exp(), logp_q.exp(), gap)
-    return torch.where((logp_p > -torch.inf) & (logp_q == -torch.inf), torch.inf, term).sum(-1)
+    term = kl_terms(logp_p.exp(), logp_q.exp(), torch.where(both, gap, 1.0))
+    return torch.where((logp_p > -torch.inf) & (logp_q == -torch.inf), torch.inf, term)
 
 
 def kl_terms(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:

@@ -76,6 +76,8 @@ def register_objective(name: str, function: ObjectiveFunction, config_cls: type[
     """
     if name in OBJECTIVES:
         raise ValueError(f"register_objective: {name!r} is taken. Choose another name; objectives are never replaced.")
-    if not (isinstance(config_cls, type) and issubclass(config_cls, ObjectiveConfig) and dataclasses.is_dataclass(config_cls)):
+    # A subclass that is not decorated itself still counts as a dataclass, but its own settings are none.
+    decorated = isinstance(config_cls, type) and "__dataclass_fields__" in vars(config_cls)
+    if not (decorated and issubclass(config_cls, ObjectiveConfig)):
         raise ValueError(f"register_objective: settings are a dataclass derived from ObjectiveConfig; got {config_cls!r}.")
     OBJECTIVES[name] = (function, config_cls)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import ObjectiveConfig, number_in
+from corral.numerics import number_in
+from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, live, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch

@@ -1,7 +1,6 @@
 """What every objective's settings share: what the objective needs of a batch, and which policy anchors it."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar, Literal
 
 Anchor = Literal["old", "rollout"]
@@ -22,8 +21,3 @@ class ObjectiveConfig:
 
 NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
 """What objectives need besides, when they look at more than the sampled token."""
-
-
-def number_in(value: object, low: float, high: float = inf) -> bool:
-    """Whether `value` is a number in [low, high]; NaN, booleans and everything else are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv
-from corral.objective.config import NEEDS_SUPPORT, Anchor, ObjectiveConfig, number_in
+from corral.numerics import number_in
+from corral.objective.config import NEEDS_SUPPORT, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch

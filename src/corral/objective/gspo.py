@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import ObjectiveConfig, number_in
+from corral.numerics import number_in
+from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, log_ratio, sequence_log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
@@ -18,10 +19,10 @@ class GSPOConfig(ObjectiveConfig):
     """ε_high on the sequence ratio."""
 
     def __post_init__(self) -> None:
-        if not number_in(self.clip_low, 0):
-            raise ValueError(f"gspo: `clip_low` is a distance from ratio 1 and must be ≥ 0; got {self.clip_low!r}.")
-        if not number_in(self.clip_high, 0):
-            raise ValueError(f"gspo: `clip_high` is a distance from ratio 1 and must be ≥ 0; got {self.clip_high!r}.")
+        for key in ("clip_low", "clip_high"):
+            value = getattr(self, key)
+            if not number_in(value, 0):
+                raise ValueError(f"gspo: `{key}` is a distance from ratio 1 and must be ≥ 0; got {value!r}.")
 
 
 def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import ObjectiveConfig, number_in
+from corral.numerics import number_in
+from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
@@ -20,10 +21,10 @@ class PPOClipConfig(ObjectiveConfig):
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
 
     def __post_init__(self) -> None:
-        if not number_in(self.clip_low, 0):
-            raise ValueError(f"ppo_clip: `clip_low` is a distance from ratio 1 and must be ≥ 0; got {self.clip_low!r}.")
-        if not number_in(self.clip_high, 0):
-            raise ValueError(f"ppo_clip: `clip_high` is a distance from ratio 1 and must be ≥ 0; got {self.clip_high!r}.")
+        for key in ("clip_low", "clip_high"):
+            value = getattr(self, key)
+            if not number_in(value, 0):
+                raise ValueError(f"ppo_clip: `{key}` is a distance from ratio 1 and must be ≥ 0; got {value!r}.")
         if self.dual_clip is not None and not (number_in(self.dual_clip, 1) and self.dual_clip > 1):
             raise ValueError(f"ppo_clip: `dual_clip` is a ratio and must be > 1, or None; got {self.dual_clip!r}.")
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32
+from corral.numerics import at_least_float32, number_in
 
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
@@ -49,10 +49,10 @@ def reduce_loss(
         raise ValueError(f"reduce_loss: loss and mask are both [B T]; got {list(loss.shape)} and {list(mask.shape)}.")
     if mask.dtype != torch.bool:
         raise ValueError(f"reduce_loss: mask must be bool, True where a token counts; got {mask.dtype}. Use .bool().")
-    if how == "seq-mean-token-sum-norm" and not (length is not None and length > 0):
+    if how == "seq-mean-token-sum-norm" and not (number_in(length, 0) and length):
         raise ValueError(
             f"reduce_loss: {how!r} divides by a fixed `length` > 0, the same for every batch (the longest completion "
-            f"allowed, say); got {length}."
+            f"allowed, say); got {length!r}."
         )
     tokens = mask.sum(-1)
     if total is None:

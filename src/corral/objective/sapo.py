@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import ObjectiveConfig, number_in
+from corral.numerics import number_in
+from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
@@ -18,10 +19,10 @@ class SAPOConfig(ObjectiveConfig):
     """τ where Â < 0; larger, for these tokens are the unstable ones."""
 
     def __post_init__(self) -> None:
-        if not (number_in(self.tau_positive, 0) and self.tau_positive > 0):
-            raise ValueError(f"sapo: `tau_positive` is a temperature and must be > 0; got {self.tau_positive!r}.")
-        if not (number_in(self.tau_negative, 0) and self.tau_negative > 0):
-            raise ValueError(f"sapo: `tau_negative` is a temperature and must be > 0; got {self.tau_negative!r}.")
+        for key in ("tau_positive", "tau_negative"):
+            value = getattr(self, key)
+            if not (number_in(value, 0) and 0 < value < torch.inf):
+                raise ValueError(f"sapo: `{key}` is a temperature and must be > 0 and finite; got {value!r}.")
 
 
 def sapo(batch: TokenBatch, config: SAPOConfig) -> ObjectiveOutput:

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import categorical_kl
-from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig, number_in
+from corral.numerics import number_in
+from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
 from corral.objective.metrics import live_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
 from corral.projection import CategoricalProjection, project_categorical_kl
@@ -101,6 +102,10 @@ def _whole(dist: SparseDist, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
         return dist.with_rest()
     assert config.vocab_size is not None
     kept = (dist.ids >= 0).sum(-1)
+    if not torch.compiler.is_compiling() and int(kept.max()) > config.vocab_size:
+        raise ValueError(
+            f"troll: `vocab_size` counts every token, and a support has {int(kept.max())} of them; got {config.vocab_size}."
+        )
     rest = ((config.vocab_size - kept) * FILL).to(dist.rest.dtype).log()
     return SparseDist(dist.ids, dist.logp, rest).with_rest()
 

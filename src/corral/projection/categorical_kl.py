@@ -134,7 +134,7 @@ class _Projection(torch.autograd.Function):
         """grad_j = t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
-            alive = (logp > -torch.inf) & (old > -torch.inf)
+            alive = (new > -torch.inf) & (old > -torch.inf)
             v = torch.where(logp > -torch.inf, grad, 0.0)
             r = logp.exp()
             d = torch.where(alive, new - old, 0.0)

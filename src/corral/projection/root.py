@@ -27,7 +27,8 @@ def find_root(
 ) -> Root:
     """Root of an increasing function on (0, 1], row by row.
 
-        x ← x − f(x)/f′(x),   or the middle of the bracket where that step would leave it
+        x ← x − f(x)/f′(x),   or the middle of the bracket where that step would leave it, or would not
+                              be half as long as the last but one: a row may otherwise jump to and fro for ever
 
     Newton's method squares the error, so a row is done, after one last step, once a step is shorter than eps^⅔ x: what is
     left is below the rounding of f. Done rows are frozen, for by then rounding may have put the root outside the bracket.
@@ -44,6 +45,7 @@ def find_root(
     """
     eps = torch.finfo(start.dtype).eps
     x, low, high = start, torch.zeros_like(start), torch.ones_like(start)
+    last = older = torch.ones_like(start)
     done = torch.zeros_like(start, dtype=torch.bool)
     steps = torch.zeros_like(start, dtype=torch.int32)
     for _ in range(max_steps):
@@ -54,8 +56,9 @@ def find_root(
         newton = x - value / slope
         exact = value.abs() <= 4 * eps * scale
         short = (newton - x).abs() <= eps ** (2 / 3) * x
-        inside = (newton > low) & (newton < high)  # NaN and inf are not
-        proposal = torch.where(inside, newton, torch.where(short, x, 0.5 * (low + high)))
+        good = (newton > low) & (newton < high) & ((newton - x).abs() <= 0.5 * older)  # NaN and inf are not
+        proposal = torch.where(good, newton, torch.where(short, x, 0.5 * (low + high)))
+        last, older = (proposal - x).abs(), last
         x = torch.where(done | exact, x, proposal)
         done = done | exact | short
         # A traced graph cannot branch on data: it takes every step, on frozen rows.

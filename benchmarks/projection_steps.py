@@ -1,0 +1,146 @@
+"""How many evaluations of the distribution does one projection need, and how long does it take?
+
+Against the published solver (methods: 8 trial points per round on η ∈ [1e-7, 100], at most 20 rounds, until the bracket is
+narrower than 1e-5), in float32, on four kinds of disagreement between the policies, and on the usual batch, in which 1 %
+of the rows lie outside the ball. Error is |KL(r‖old) − ε| / ε, evaluated in float64, at its worst row.
+
+    python benchmarks/projection_steps.py [--rows 4096] [--categories 65] [--bound 0.01 0.05 0.25] [--save]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from results import save_results
+from torch import Tensor
+
+from corral import categorical_kl, project_categorical_kl
+from corral.projection import categorical_kl as solver
+from corral.projection.root import Root, find_root
+
+POINTS, ROUNDS, WIDTH, LOWER, UPPER = 8, 20, 1e-5, 1e-7, 1e2
+
+
+def families(rows: int, categories: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """New and old logits [N, K]."""
+    torch.manual_seed(0)
+    a, b = torch.randn(2, rows, categories)
+    first, second = torch.eye(categories)[:2]
+    outside = torch.arange(rows)[:, None] % 100 == 0
+    return {
+        "smooth": (a + 2 * b, a),
+        "wild": (5 * b, 5 * a),
+        "peaked": (a + 12 * first + 3 * b, a + 12 * first),
+        "switch": (b + 15 * second, a + 15 * first),
+        "1 % active": (torch.where(outside, a + 2 * b, a + 0.01 * b), a),
+    }
+
+
+def newton(new: Tensor, old: Tensor, bound: float) -> Tensor:
+    return project_categorical_kl(new, old, bound).logp
+
+
+def bracketing(new: Tensor, old: Tensor, bound: float, rounds: list[int] | None = None) -> Tensor:
+    """log r of the rows that lie outside, each η bracketed by linearly spaced trial points; `rounds` collects their number."""
+    new, old = new.log_softmax(-1), old.log_softmax(-1)
+    logp = new.clone()
+    active = (new.exp() * (new - old)).sum(-1) > bound
+    if not active.any():
+        return logp
+    q, p = new[active][:, None], old[active][:, None]  # [n, 1, K]
+    low = torch.full((len(q), 1), LOWER)
+    high = torch.full((len(q), 1), UPPER)
+    fractions = torch.arange(POINTS + 2) / (POINTS + 1)
+
+    def tilted(eta: Tensor) -> Tensor:
+        return ((q + eta[..., None] * p) / (1 + eta[..., None])).log_softmax(-1)
+
+    taken = 0
+    while taken < ROUNDS and (high - low).max() > WIDTH:
+        grid = low + (high - low) * fractions  # [n, 10], both ends included
+        trial = tilted(grid[:, 1:-1])
+        outside = (trial.exp() * (trial - p)).sum(-1) > bound  # KL falls as η rises: true, …, true, false, …
+        last_outside = outside.sum(-1, keepdim=True)
+        low, high = grid.gather(-1, last_outside), grid.gather(-1, last_outside + 1)
+        taken += 1
+    if rounds is not None:
+        rounds.append(taken)
+    logp[active] = tilted((low + high) / 2).squeeze(1)
+    return logp
+
+
+def evaluations(new: Tensor, old: Tensor, bound: float) -> tuple[Tensor, int]:
+    """Per projected row: ours, with the two evaluations at both ends of the search, and the anchor's, with its last one."""
+    roots: list[Root] = []
+    with mock.patch.object(solver, "find_root", lambda *a, **k: roots.append(find_root(*a, **k)) or roots[-1]):
+        newton(new, old, bound)
+    rounds: list[int] = []
+    bracketing(new, old, bound, rounds)
+    return roots[0].steps + 2, POINTS * rounds[0] + 1
+
+
+def error(logp: Tensor, new: Tensor, old: Tensor, bound: float) -> float:
+    old = old.double().log_softmax(-1)
+    active = categorical_kl(new.double().log_softmax(-1), old) > bound
+    kl = categorical_kl(logp.double().log_softmax(-1), old)[active]
+    return ((kl - bound).abs() / bound).max().item()
+
+
+def milliseconds(run: Callable[[], Any], repeats: int = 5) -> float:
+    run()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds)
+
+
+def measure(name: str, new: Tensor, old: Tensor, bound: float) -> dict[str, Any]:
+    ours, theirs = evaluations(new, old, bound)
+    row = {
+        "family": name,
+        "bound": bound,
+        "projected": len(ours),
+        "evaluations_mean": round(ours.double().mean().item(), 2),
+        "evaluations_max": int(ours.max()),
+        "evaluations_bracketing": theirs,
+        "error": error(newton(new, old, bound), new, old, bound),
+        "error_bracketing": error(bracketing(new, old, bound), new, old, bound),
+        "ms": milliseconds(lambda: newton(new, old, bound)),
+        "ms_bracketing": milliseconds(lambda: bracketing(new, old, bound)),
+    }
+    return row | {"speedup": row["ms_bracketing"] / row["ms"]}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--categories", type=int, default=65)
+    parser.add_argument("--bound", type=float, nargs="+", default=[0.01, 0.05, 0.25])
+    parser.add_argument("--save", action="store_true", help="write the rows to benchmarks/results.json")
+    args = parser.parse_args()
+
+    print(f"{args.rows} rows of {args.categories} categories, {torch.get_num_threads()} threads; bracketing in brackets")
+    print("family      bound  projected  evaluations mean, max      worst error          ms                 times faster")
+    rows = []
+    for bound in args.bound:
+        for name, (new, old) in families(args.rows, args.categories).items():
+            r = measure(name, new, old, bound)
+            print(
+                f"{name:10s}  {bound:5g}  {r['projected']:9d}  {r['evaluations_mean']:5.2f}, {r['evaluations_max']:2d} "
+                f"[{r['evaluations_bracketing']}]           {r['error']:.1e} [{r['error_bracketing']:.1e}]  "
+                f"{r['ms']:6.1f} [{r['ms_bracketing']:7.1f}]  {r['speedup']:9.1f}"
+            )
+            rows.append(r)
+    if args.save:
+        save_results("projection_steps", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""Everything that is refused, in one table: a ValueError that names who refuses it, what was got and what to do about it."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from batches import inputs, random_batch
+from torch import Tensor
+
+from corral import (
+    SparseDist,
+    TokenBatch,
+    gae,
+    gather_support,
+    group_advantages,
+    improvement_bound,
+    make_correction,
+    make_objective,
+    reduce_loss,
+    top_k_support,
+)
+from corral.objective import OBJECTIVES
+from corral.objective.correction import CORRECTIONS
+
+NAN, INF = math.nan, math.inf
+GOOD, _ = random_batch(2, 3, 6, 2)
+"""Two sequences of 3 tokens, the first of each live, on 3 slots of a vocabulary of 6."""
+
+
+class Refused(NamedTuple):
+    owner: str
+    says: tuple[str, ...]
+    call: Callable[[], object]
+
+
+def make(name: str, **settings: object) -> Callable[[TokenBatch], object]:
+    return make_objective(name, **settings) if name in OBJECTIVES else make_correction(name, **settings)
+
+
+def run(name: str, settings: dict[str, object], **changes: object) -> object:
+    """What `name` makes of the good batch with these fields instead of its own."""
+    return make(name, **settings)(replace(GOOD, **changes))
+
+
+def batch(owner: str, *says: str, settings: dict[str, object] | None = None, **changes: object) -> Refused:
+    return Refused(owner, says, partial(run, owner, settings or {}, **changes))
+
+
+def call(function: Callable[..., object], *says: str, args: tuple[object, ...], **options: object) -> Refused:
+    return Refused(function.__name__, says, partial(function, *args, **options))
+
+
+def at_first(x: Tensor, value: float) -> Tensor:
+    """`x` with another value at its first token."""
+    x = x.detach().clone()
+    x[(0,) * x.ndim] = value
+    return x
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+FIRST = "Got it at 1 of 6 tokens, first at [b t] = [0, 0]."
+
+
+def bad_shapes() -> Iterator[Refused]:
+    yield batch("ppo_clip", "logp_new must be [B T] with at least one token; got [3]", logp_new=torch.zeros(3))
+    for shape in ([0, 3], [2, 0], [0, 0]):
+        x = torch.zeros(shape)
+        says = f"logp_new must be [B T] with at least one token; got {shape}"
+        yield batch("ppo_clip", says, logp_new=x, logp_old=x, advantages=x, mask=x.bool())
+    for field in ("logp_old", "mask", "advantages", "logp_rollout"):
+        says = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
+        for shape in ([2, 2], [2, 4], [3, 3], [2, 3, 1], [6], [0], []):
+            x = torch.zeros(shape, dtype=torch.bool if field == "mask" else torch.float64)
+            yield batch("ppo_clip", f"{field} is {shape} but logp_new is [2, 3].", says, **{field: x})
+    yield batch("ppo_clip", "logp_old is [2] but logp_new is [2, 3]", logp_old=torch.zeros(2))  # only advantages may be [B]
+    for field in ("dist_new", "dist_old"):
+        dist = SparseDist(torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3), torch.zeros(2, 2))
+        yield batch("troll", f"{field} describes [2, 2] positions but logp_new is [2, 3]", "[B T K]", **{field: dist})
+    more_slots = random_batch(2, 3, 6, 3)[0].dist_new
+    yield batch("troll", "dist_new has 4 slots and dist_old 3", "gather the new policy at dist_old.ids", dist_new=more_slots)
+
+
+def bad_dtypes() -> Iterator[Refused]:
+    for field in ("logp_new", "logp_old", "advantages", "logp_rollout"):
+        says = f"{field} must be floating point; got torch.int64. Convert it with .float()."
+        yield batch("ppo_clip", says, **{field: torch.zeros(2, 3).long()})
+    for dtype in (torch.int64, torch.uint8, torch.float32):
+        says = f"mask must be bool, True where a token is trained on; got {dtype}. Use .bool()."
+        yield batch("ppo_clip", says, mask=torch.ones(2, 3, dtype=dtype))
+    dist = GOOD.dist_old
+    says = "`ids` holds token ids, int64 or int32; got torch.float32"
+    yield Refused("SparseDist", (says,), partial(replace, dist, ids=dist.ids.float()))
+    for field in ("logp", "rest"):
+        says = f"`{field}` holds log-probabilities and must be floating point; got torch.int64"
+        yield Refused("SparseDist", (says,), partial(replace, dist, **{field: torch.zeros_like(getattr(dist, field)).long()}))
+
+
+def bad_values() -> Iterator[Refused]:
+    yield batch("ppo_clip", "mask has no live token, so there is nothing to train on. Skip", mask=torch.zeros(2, 3).bool())
+    for value in (NAN, INF, -INF):
+        for field in ("logp_new", "logp_old", "logp_rollout"):
+            says = f"{field} is not finite at a live token. NaN comes from the model or the sampler"
+            yield batch("ppo_clip", says, "use the same temperature", FIRST, **{field: at_first(getattr(GOOD, field), value)})
+        says = "advantages are not finite at a live token. Look at the rewards first."
+        yield batch("ppo_clip", says, FIRST, advantages=at_first(torch.zeros(2, 3), value))
+        yield batch("ppo_clip", says, advantages=at_first(torch.zeros(2), value))
+    for field in ("dist_new", "dist_old"):
+        dist = getattr(GOOD, field)
+        for part in ("logp", "rest"):
+            for value in (NAN, INF):
+                poisoned = replace(dist, **{part: at_first(getattr(dist, part), value)})
+                yield batch("troll", f"{field} holds NaN or +inf at a live token", "model's logits", FIRST, **{field: poisoned})
+    ids = GOOD.dist_old.ids
+    moved = replace(GOOD.dist_new, ids=at_first(ids, 5 - int(ids[0, 0, 0])))
+    says = "dist_new and dist_old stand on different token ids. Both must stand on one support: gather the new policy at"
+    yield batch("troll", says, FIRST, dist_new=moved)
+    for gap in (2e-3, -2e-3, 5.0):
+        says = "dist_old.logp[..., 0] and logp_old differ by more than 0.001 nats. Slot 0 must be the sampled token"
+        yield batch("troll", says, "same temperature", logp_old=GOOD.logp_old + gap)
+    impossible = replace(GOOD.dist_old, rest=at_first(GOOD.dist_old.rest, -INF))
+    says = "the old policy rules out tokens that the new one allows, at 1 live positions"
+    yield batch("troll", says, "Use the same logit masks for both", dist_old=impossible)
+    for divergence in ("tv", "kl"):
+        settings = {"estimator": "full", "divergence": divergence}
+        says = "estimator='full' needs a support with nothing left over, but up to"
+        yield batch("dppo", says, "Build it with top_k_support(logp, tokens, k=V)", settings=settings)
+
+
+def missing_fields() -> Iterator[Refused]:
+    for field, supply in (("dist_old", "corral.top_k_support(logp"), ("dist_new", "corral.gather_support(logp, dist_old.ids)")):
+        for name, settings in (("troll", {}), ("dppo", {"estimator": "topk"}), ("dppo", {"estimator": "full"})):
+            yield batch(
+                name, f"needs `{field}`, which this batch does not have. Pass", supply, settings=settings, **{field: None}
+            )
+    for name in CORRECTIONS:
+        says = "needs `logp_rollout`, which this batch does not have. Pass the log-probs that the sampler reported"
+        yield batch(name, says, logp_rollout=None)
+        yield batch(name, "logp_rollout is not finite at a live token", logp_rollout=torch.full((2, 3), NAN))
+    rewards = replace(GOOD, advantages=torch.zeros(2, 3).double())
+    yield call(improvement_bound, "R(y) is one reward per sequence, so `advantages` must be [B]; got [2, 3]", args=(rewards,))
+    yield call(improvement_bound, "needs `dist_new`", args=(replace(GOOD, dist_new=None),))
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+NO_NUMBER = (NAN, "0.2", True, [0.2], torch.tensor(0.2))
+NOT_GIVEN = (*NO_NUMBER, None)
+
+BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
+    ("reinforce", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
+    *[
+        (name, key, f"`{key}` is a distance from ratio 1 and must be ≥ 0", (-0.1, -INF, *NOT_GIVEN))
+        for name in ("ppo_clip", "clip_higher", "dual_clip", "gspo")
+        for key in ("clip_low", "clip_high")
+    ],
+    *[
+        (name, "dual_clip", "`dual_clip` is a ratio and must be > 1, or None", (1.0, 0.5, -3.0, *NO_NUMBER))
+        for name in ("ppo_clip", "clip_higher", "dual_clip")
+    ],
+    ("cispo", "cap_low", "weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high", (-0.1, 5.1, *NOT_GIVEN)),
+    ("cispo", "cap_high", "weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high", (-0.1, *NOT_GIVEN)),
+    ("sapo", "tau_positive", "`tau_positive` is a temperature and must be > 0", (0.0, -1.0, *NOT_GIVEN)),
+    ("sapo", "tau_negative", "`tau_negative` is a temperature and must be > 0", (0.0, -1.0, *NOT_GIVEN)),
+    ("gmpo", "clip", "`clip` is a distance in log-ratio and must be ≥ 0", (-0.1, *NOT_GIVEN)),
+    ("spo", "epsilon", "`epsilon` is a distance from ratio 1 and must be > 0", (0.0, -0.1, *NOT_GIVEN)),
+    *[
+        ("dppo", key, f"`{key}` is a divergence and must be ≥ 0 (inf switches it off)", (-0.1, *NO_NUMBER))
+        for key in ("bound", "bound_low", "bound_high")
+    ],
+    ("dppo", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
+    ("dppo", "divergence", "`divergence` is one of tv, kl, ratio", ("js", None, 1, ["tv"])),
+    ("dppo", "estimator", "`estimator` is one of binary, topk, full", ("top_k", None, 20)),
+    ("troll", "bound", "`bound` is a KL in nats and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN)),
+    ("troll", "regression", "`regression` is a weight and must be finite and ≥ 0", (-0.1, INF, *NOT_GIVEN)),
+    ("troll", "tail", "`tail` is one of bucket, fill", ("drop", None, 1)),
+    ("troll", "level", "`level` is one of token, sequence", ("seq", None, 1)),
+    ("troll", "gradient", "`gradient` is one of exact, constant_dual, unprojected", ("implicit", None, True)),
+    ("troll", "vocab_size", "`vocab_size` is a number of tokens", (0, -5, 1.5, INF, *NO_NUMBER)),
+    ("troll", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
+    ("tis", "cap", "`cap` is the largest weight and must be > 0", (0.0, -1.0, *NOT_GIVEN)),
+    ("seq_tis", "cap", "`cap` is the largest weight and must be > 0", (0.0, -1.0, *NOT_GIVEN)),
+    ("icepop", "low", "keeps ratios in [`low`, `high`] with 0 ≤ low ≤ high", (-0.1, 5.1, *NOT_GIVEN)),
+    ("icepop", "high", "keeps ratios in [`low`, `high`] with 0 ≤ low ≤ high", (-0.1, 0.4, *NOT_GIVEN)),
+    ("trm", "bound", "`bound` is a divergence and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN)),
+]
+"""Every setting of every objective and correction: what is said of it, and impossible values."""
+
+OWNER = {"clip_higher": "ppo_clip", "dual_clip": "ppo_clip", "seq_tis": "tis"}
+"""Whose settings they are, where a name shares another's."""
+
+
+def bad_settings() -> Iterator[Refused]:
+    for name, key, says, values in BAD_SETTINGS:
+        for value in values:
+            yield Refused(OWNER.get(name, name), (says, "got", repr(value)), partial(make, name, **{key: value}))
+    for name in (*OBJECTIVES, *CORRECTIONS):
+        yield Refused(name, ("there is no setting `clip_ratio`.", "There are: "), partial(make, name, clip_ratio=0.2))
+    for name in ("", "PPO", "dpo", None, 3):
+        yield call(make_objective, f"there is no objective {name!r}.", "There are: cispo, ", args=(name,))
+        yield call(make_correction, f"there is no correction {name!r}.", "There are: icepop, ", args=(name,))
+    for estimator in ("topk", "full"):
+        says = f"divergence='ratio' goes with estimator='binary'; got '{estimator}'"
+        yield Refused("dppo", (says,), partial(make, "dppo", divergence="ratio", estimator=estimator))
+    yield Refused(
+        "troll", ("tail='fill' gives every dropped token 1e-12", "set `vocab_size`"), partial(make, "troll", tail="fill")
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+
+
+def bad_supports() -> Iterator[Refused]:
+    logp, tokens, ids = torch.zeros(2, 3, 6).log_softmax(-1), torch.zeros(2, 3).long(), torch.zeros(2, 3, 2).long()
+    for k in (0, -1, 7):
+        yield call(top_k_support, f"`k` must lie in 1 … V = 6; got {k}", args=(logp, tokens, k))
+    for mass in (0.0, -0.5, 1.5, NAN):
+        yield call(top_k_support, "`mass` is a probability in (0, 1]", f"got {mass}", args=(logp, tokens, 2, mass))
+    yield call(top_k_support, "so tokens must be [2, 3]; got [2]", args=(logp, tokens[:, 0], 2))
+    yield call(top_k_support, "`tokens` holds token ids, int64 or int32; got torch.float32", args=(logp, tokens.float(), 2))
+    yield call(gather_support, "so ids must be [2, 3] + [K]; got [2, 2]", args=(logp, ids[:, 0]))
+    yield call(gather_support, "`ids` holds token ids, int64 or int32; got torch.bool", args=(logp, ids.bool()))
+    for token in (-2, 6, 2**40):
+        says = f"for a vocabulary of 6; got {token}. Were they made with another tokenizer?"
+        yield call(top_k_support, "`tokens` must lie in 0 … 5", says, args=(logp, at_first(tokens, token), 2))
+        yield call(gather_support, "`ids` must lie in -1 … 5", says, args=(logp, at_first(ids, token)))
+    yield call(
+        top_k_support, "`tokens` must lie in 0 … 5", "got -1", args=(logp, at_first(tokens, -1), 2)
+    )  # padding is for ids
+
+
+def bad_reductions() -> Iterator[Refused]:
+    loss, mask = torch.zeros(2, 3), torch.ones(2, 3).bool()
+    for how in ("mean", "", None, ["token-mean"]):
+        says = "`how` is one of token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm"
+        yield call(reduce_loss, says, f"got {how!r}", args=(loss, mask, how))
+    for a, b in ((loss[:, :2], mask), (loss, mask[:1]), (loss[0], mask[0])):
+        says = f"loss and mask are both [B T]; got {list(a.shape)} and {list(b.shape)}"
+        yield call(reduce_loss, says, args=(a, b, "token-mean"))
+    says = "mask must be bool, True where a token counts; got torch.float32. Use .bool()."
+    yield call(reduce_loss, says, args=(loss, mask.float(), "token-mean"))
+    for length in (None, 0.0, -4.0, NAN):
+        says = "'seq-mean-token-sum-norm' divides by a fixed `length` > 0, the same for every batch"
+        yield call(reduce_loss, says, f"got {length}", args=(loss, mask, "seq-mean-token-sum-norm"), length=length)
+    for total in (0, -1.0, NAN, torch.tensor(0)):
+        says = f"the batch has no live token to average over (total = {total})"
+        yield call(reduce_loss, says, args=(loss, mask, "token-mean"), total=total)
+    for how in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+        says = "Skip it, or pass `total` where other micro-batches or ranks have some."
+        yield call(reduce_loss, says, args=(loss, ~mask, how))
+
+
+def bad_advantages() -> Iterator[Refused]:
+    rewards, group = torch.zeros(4), torch.tensor([0, 0, 1, 1])
+    for how in ("GRPO", "gae", None):
+        says = f"`how` is one of grpo, dr_grpo, rloo, reinforce++; got {how!r}. For a critic, see corral.gae."
+        yield call(group_advantages, says, args=(rewards, group, how))
+    for a, b in ((rewards[:3], group), (rewards[None], group[None]), (rewards[:0], group[:0])):
+        says = f"rewards and group are both [B] with B ≥ 1; got {list(a.shape)} and {list(b.shape)}"
+        yield call(group_advantages, says, args=(a, b, "grpo"))
+    for a, b in ((rewards.long(), group), (rewards, group.float())):
+        says = f"rewards are floating point and group ids integers; got {a.dtype} and {b.dtype}"
+        yield call(group_advantages, says, args=(a, b, "grpo"))
+    for value in (NAN, INF, -INF):
+        says = f"rewards must be finite; got {value} for completion 0"
+        yield call(group_advantages, says, args=(at_first(rewards, value), group, "grpo"))
+    says = "rloo compares with the others of a group, and group 7 has one member"
+    yield call(group_advantages, says, args=(rewards, torch.tensor([0, 0, 0, 7]), "rloo"))
+
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3).bool()
+    for shapes in (([2, 2], [2, 3], [2, 3]), ([2, 3], [3, 2], [2, 3]), ([2, 3], [2, 3], [2]), ([3], [3], [3])):
+        a, b, c = (torch.zeros(shape) for shape in shapes)
+        says = f"rewards, values and mask are all [B T]; got {shapes[0]}, {shapes[1]}, {shapes[2]}"
+        yield call(gae, says, args=(a, b, c.bool(), 1.0, 1.0))
+    yield call(gae, "mask must be bool, True where a token is live; got torch.float32", args=(x, x, mask.float(), 1.0, 1.0))
+    for value in (-0.1, 1.1, NAN, INF):
+        yield call(gae, f"`gamma` must lie in [0, 1]; got {value}", args=(x, x, mask, value, 1.0))
+        yield call(gae, f"`lam` must lie in [0, 1]; got {value}", args=(x, x, mask, 1.0, value))
+    for value in (NAN, INF):
+        says = "rewards and values must be finite at live tokens. Look at the reward function and the critic."
+        yield call(gae, says, args=(at_first(x, value), x, mask, 1.0, 1.0))
+        yield call(gae, says, args=(x, at_first(x, value), mask, 1.0, 1.0))
+
+
+def not_refused_yet() -> Iterator[Refused]:
+    """Wrong, and let through or answered with another error."""
+    logp, tokens = torch.zeros(2, 3, 6).log_softmax(-1), torch.zeros(2, 3).long()
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3).bool()
+    for key in ("tau_positive", "tau_negative"):
+        yield Refused("sapo", (f"`{key}`", "got inf"), partial(make, "sapo", **{key: INF}))
+    yield batch("troll", "`vocab_size`", "got 2", settings={"tail": "fill", "vocab_size": 2})  # and 3 tokens on the support
+    yield call(top_k_support, "`k`", "got 2.5", args=(logp, tokens, 2.5))
+    yield call(reduce_loss, "`length`", "got 4", args=(x, mask, "seq-mean-token-sum-norm"), length="4")
+    yield call(gae, "`gamma`", "got 1", args=(x, x, mask, "1", 1.0))
+    yield call(gae, "got [2, 0]", args=(x[:, :0], x[:, :0], mask[:, :0], 1.0, 1.0))
+
+
+GAP = pytest.mark.xfail(strict=True, reason="not refused yet")
+TABLE = [
+    *bad_shapes(),
+    *bad_dtypes(),
+    *bad_values(),
+    *missing_fields(),
+    *bad_settings(),
+    *bad_supports(),
+    *bad_reductions(),
+    *bad_advantages(),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "says", "call"),
+    [
+        *[pytest.param(*row, id=f"{row.owner}: {' … '.join(row.says)}") for row in TABLE],
+        *[pytest.param(*row, id=f"{row.owner}: {' … '.join(row.says)}", marks=GAP) for row in not_refused_yet()],
+    ],
+)
+def test_what_is_wrong_is_refused_by_name_with_what_was_got_and_what_to_do(owner, says, call, unchecked_shapes):
+    with pytest.raises(ValueError, match=f"^{owner}: ") as error:
+        call()
+    message = str(error.value)
+    assert message.endswith((".", "?"))
+    for part in says:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, *CORRECTIONS])
+def test_every_setting_is_in_the_table(name):
+    config_cls = (OBJECTIVES | CORRECTIONS)[name][1]
+    assert {key for owner, key, *_ in BAD_SETTINGS if owner == name} == {field.name for field in fields(config_cls)}
+
+
+# ----------------------------------------------------------------------------------------- what looks wrong and is not
+
+
+@pytest.mark.parametrize("gap", [5e-4, -5e-4])
+def test_an_anchor_that_differs_by_rounding_is_accepted(gap):
+    assert make_objective("troll")(replace(GOOD, logp_old=GOOD.logp_old + gap)).loss.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "settings"), [("troll", {}), ("dppo", {"estimator": "topk"})])
+def test_a_category_that_neither_policy_allows_is_accepted(name, settings):
+    nothing = torch.full_like(GOOD.mask, -INF, dtype=torch.float64)
+    batch = replace(GOOD, dist_new=replace(GOOD.dist_new, rest=nothing), dist_old=replace(GOOD.dist_old, rest=nothing))
+    assert make_objective(name, **settings)(batch).loss.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "troll"])
+def test_what_is_not_needed_may_be_missing(name):
+    assert make_objective(name)(inputs([0.6], [0.5], [1.0])).loss.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("reinforce", {"ratio_cap": 0}),
+        ("ppo_clip", {"clip_low": 0, "clip_high": INF}),
+        ("gspo", {"clip_low": 2, "clip_high": 0}),
+        ("cispo", {"cap_low": 1, "cap_high": 1}),
+        ("gmpo", {"clip": 0}),
+        ("spo", {"epsilon": INF}),
+        ("dppo", {"bound": INF, "bound_low": 0, "ratio_cap": 0}),
+        ("troll", {"bound": INF, "regression": 0}),
+        ("tis", {"cap": INF}),
+        ("icepop", {"low": 0, "high": INF}),
+        ("trm", {"bound": INF}),
+    ],
+)
+def test_integers_and_the_ends_of_every_range_are_accepted(name, settings):
+    out = make(name, **settings)(GOOD)
+    assert (out if isinstance(out, Tensor) else out.loss).isfinite().all()
