@@ -90,8 +90,8 @@ def gae(
     """
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2 or not rewards.numel():
         raise ValueError(
-            f"gae: rewards, values and mask are all [B T]; got {list(rewards.shape)}, {list(values.shape)}, {list(mask.shape)}, "
-            f"where at least one token is needed."
+            f"gae: rewards, values and mask are all [B T]; got {list(rewards.shape)}, {list(values.shape)}, {list(mask.shape)}"
+            f", where at least one token is needed."
         )
     if mask.dtype != torch.bool:
         raise ValueError(f"gae: mask must be bool, True where a token is live; got {mask.dtype}. Use .bool().")

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in 
     "dppo, full": ("dppo", {"estimator": "full"}),
     "dppo, capped": ("dppo", {"ratio_cap": 1.5}),
     "troll, fill": ("troll", {"tail": "fill", "vocab_size": V}),
+    "troll, fill full": ("troll", {"tail": "fill", "vocab_size": V}),
     "troll, sequence": ("troll", {"level": "sequence"}),
     "troll, constant dual": ("troll", {"gradient": "constant_dual"}),
     "troll, unprojected": ("troll", {"gradient": "unprojected"}),
@@ -55,7 +56,10 @@ def objective_of(case: str) -> Objective:
 
 
 def batch_of(case: str, *, B: int = 4, T: int = 5, **draw: object) -> tuple[TokenBatch, Tensor]:
-    """A random batch and its leaf; unless told otherwise, some of its tokens are inside every region and some outside."""
+    """A random batch and its leaf; unless told otherwise, some of its tokens are inside every region and some outside.
+
+    "full" cases have nothing outside the support, and a slot of padding in it.
+    """
     return random_batch(B, T, V, V if "full" in case else 2, **{"step": 2.0, "seed": 10, **draw})
 
 
@@ -135,7 +139,13 @@ def test_on_policy_no_region_acts(case):
 # ------------------------------------------------------------------------------------------------------------ padding
 
 
-@every_case
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[case for case in CASES if case != "troll, fill full"],
+        pytest.param("troll, fill full", marks=pytest.mark.xfail(strict=True, reason="padding's ids are counted")),
+    ],
+)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_what_padding_holds_reaches_no_loss_gradient_or_metric(case, garbage, per_token):
@@ -257,7 +267,7 @@ def test_a_ratio_that_overflows_leaves_loss_and_gradient_finite(case, dtype, adv
     )
     leaf = torch.tensor([[new, on_policy]], dtype=dtype, requires_grad=True)
     name, settings = CASES[case]
-    objective = make_objective(name, **settings | ({"vocab_size": 3} if case == "troll, fill" else {}))
+    objective = make_objective(name, **settings | ({"vocab_size": 3} if "fill" in case else {}))
     out = objective(as_batch(leaf, like))
     assert_close(like.logp_old[0, 0] - as_batch(leaf, like).logp_new[0, 0], torch.tensor(-log_ratio))
     assert out.loss.isfinite().all()

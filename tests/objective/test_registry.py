@@ -246,7 +246,7 @@ class NotDecorated(ObjectiveConfig):
         ScaledConfig(),
         {"scale": 2.0},
         None,
-        pytest.param(NotDecorated, marks=pytest.mark.xfail(strict=True, reason="is_dataclass is True of its subclasses")),
+        NotDecorated,
     ],
 )
 def test_settings_that_are_no_config_dataclass_are_refused(config_cls, clean_registry, unchecked_shapes):

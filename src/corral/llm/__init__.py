@@ -1,0 +1,1 @@
+"""Language models: the embedded one, and the door to TRL."""

@@ -1,0 +1,83 @@
+"""The embedded model: a character-level causal LM small enough for two CPU cores, shipped inside the package."""
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+TINY_FOLDER = Path(__file__).parent / "tiny"
+"""The shipped model, as `save_pretrained` writes it: made by scripts/warm_start.py."""
+
+PAD, BOS, EOS, UNKNOWN = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+# All of printable ASCII, though countdown needs 18 characters: other tasks can use the same model, and with 100 tokens a top-64
+# support has a rest, as it has in a real vocabulary. 82 unused characters cost 21 thousand parameters.
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def load_tiny() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """The warm-started model in float32 and its tokenizer, from the package itself: no network, no cache."""
+    missing = [name for name in FILES if not (TINY_FOLDER / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"load_tiny: {', '.join(missing)} should be in {TINY_FOLDER}, which ships with corral. Reinstall corral, or make the "
+            f"model anew: python scripts/warm_start.py --out {TINY_FOLDER}"
+        )
+    model = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, local_files_only=True, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
+
+
+def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """A model with fresh random weights, 0.93 M of them, and its tokenizer. The global random state is left as it was."""
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=416,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=512,  # rotary: costs nothing, and leaves room for longer tasks than countdown
+        tie_word_embeddings=False,  # a head of its own is 13 thousand parameters
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    # Plain `generate` samples the policy itself; transformers' own default would cut it to the 50 likeliest tokens.
+    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    return model.eval(), tokenizer
+
+
+def build_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per character. Text starts with <bos>; batches are padded on the left, as generation needs it."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()  # the default joins with spaces
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,  # "1 + 2 ." must come back as it was
+        model_max_length=512,
+        model_input_names=["input_ids", "attention_mask"],
+    )

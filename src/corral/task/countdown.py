@@ -1,0 +1,153 @@
+"""Countdown with a checked scratchpad: reach a target with every number once, and write down each step."""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
+
+OPERATORS = "+-*"
+
+# Numbers carry no leading zeros: they read as people write them, are shorter than two-digit fields (11.9 characters an
+# answer instead of 14 at the default settings), and completions differ in length, as they do in every real task. The result
+# of a step is the left operand of the next without being written twice. Digits are ASCII: \d would also take "٣".
+NUMBER = re.compile(r"[1-9][0-9]*")
+PROMPT = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
+STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
+
+HELD_OUT_SHARE = 10
+"""One problem in this many is held out."""
+
+PATIENCE = 100_000
+"""Draws without a problem of the wanted kind after which there is none; below 1 in 10,000 drawing would be hopeless anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown:
+    """Combine n numbers into a target, left to right, with + − and *, using every number exactly once.
+
+        prompt      "3 7 12>22:"         the numbers in any order, and the target
+        completion  "3+7=10+12=22"       3+7=10, then 10+12=22; then the end of the sequence
+
+    The reward is 1 iff the format, every step's arithmetic, the multiset of the numbers and the target are right, and no result
+    leaves 0..value_max; else 0. Every prompt has a solution. The defaults have 12,041 problems, of which 1/10 are held out.
+    """
+
+    name: ClassVar[str] = "countdown"
+
+    n: int = 3
+    """How many numbers there are; a completion has n − 1 steps."""
+    n_max: int = 19
+    """The largest of the numbers, which are drawn uniformly from 1..n_max."""
+    value_max: int = 99
+    """The largest result of any step, the target included; none is negative."""
+
+    def __post_init__(self) -> None:
+        for key, low, high in (("n", 2, 9), ("n_max", 5, 999), ("value_max", self.n_max, 99_999)):
+            value = getattr(self, key)
+            if type(value) is not int or not low <= value <= high:
+                raise ValueError(f"countdown: `{key}` is a whole number in {low}..{high}; got {value!r}.")
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Characters of the longest prompt: n numbers, each followed by a space or ">", the target and ":"."""
+        return self.n * (len(str(self.n_max)) + 1) + len(str(self.value_max)) + 1
+
+    @property
+    def max_completion_length(self) -> int:
+        """Characters of the longest answer: a number, then an operator, a number, "=" and a result for every step."""
+        number, value = len(str(self.n_max)), len(str(self.value_max))
+        return number + (self.n - 1) * (1 + number + 1 + value)
+
+    def train_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to learn from, drawn with replacement."""
+        return [prompt for prompt, _ in self.demonstrations(count, seed)]
+
+    def held_out_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to evaluate on: the problems of 1/10 of (numbers, target), which training never sees in any order."""
+        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(count))]
+
+    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
+        """`train_prompts(count, seed)`, each with an answer drawn uniformly from all that reach its target."""
+        return list(islice(self._draw(seed, held_out=False), checked_count(count)))
+
+    def verify(self, prompt: str, completion: str) -> float:
+        """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text.
+
+        Neither spaces nor line ends are forgiven, nor leading zeros, signs or digits of other scripts: what a policy is
+        paid for should be one thing. A string does not show whether the end of the sequence was reached; nothing that was cut
+        off after `max_completion_length` + 1 tokens can be right.
+
+        Args:
+            prompt: as drawn by this task; anything else is a ValueError, since a reward of 0 would hide the mistake.
+            completion: any text at all, without the tokens that end it.
+        """
+        numbers, target = self.parse_prompt(prompt)
+        first = NUMBER.match(completion)
+        if first is None or len(completion) > self.max_completion_length:  # nothing below reads an enormous number
+            return 0.0
+        used, value, at = [int(first[0])], int(first[0]), first.end()
+        while step := STEP.match(completion, at):
+            operator, number, result = step.groups()
+            used.append(int(number))
+            value = apply(operator, value, used[-1])
+            if result != str(value) or value > self.value_max:
+                return 0.0
+            at = step.end()
+        return float(at == len(completion) and sorted(used) == sorted(numbers) and value == target)
+
+    def parse_prompt(self, prompt: str) -> tuple[list[int], int]:
+        """The numbers and the target of a prompt; ValueError where these settings could not have drawn it."""
+        match = PROMPT.fullmatch(prompt)
+        if match is None:
+            shown = prompt if len(prompt) <= 60 else prompt[:60] + "…"
+            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {shown!r}. Is it another task's?")
+        numbers, target = [int(number) for number in match[1].split(" ")], int(match[2])
+        if len(numbers) != self.n or max(numbers) > self.n_max or target > self.value_max:
+            raise ValueError(f"countdown: {prompt!r} is no problem of {self}. Was it drawn with other settings?")
+        return numbers, target
+
+    def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
+        """Endless (prompt, answer) of one split: uniform numbers and operators, rejected until all fits."""
+        # A text seeds through SHA-512, and random() alone is promised to give the same numbers in every Python version.
+        uniform = random.Random(f"countdown {'held out' if held_out else 'train'} {seed}").random
+        misses = 0
+        while misses < PATIENCE:
+            misses += 1
+            numbers = [1 + int(uniform() * self.n_max) for _ in range(self.n)]
+            value, answer = numbers[0], str(numbers[0])
+            for number in numbers[1:]:
+                operator = OPERATORS[int(uniform() * len(OPERATORS))]
+                value = apply(operator, value, number)
+                if not 0 <= value <= self.value_max:
+                    break
+                answer += f"{operator}{number}={value}"
+            else:
+                if is_held_out(numbers, value) is held_out:
+                    numbers.sort(key=lambda _: uniform())  # the order of the numbers must not give the answer away
+                    yield f"{' '.join(map(str, numbers))}>{value}:", answer
+                    misses = 0
+        split = "held-out" if held_out else "training"
+        raise ValueError(f"{self}: no {split} problem in {PATIENCE} draws; try a smaller `n` or a larger `value_max`.")
+
+
+def is_held_out(numbers: Sequence[int], target: int) -> bool:
+    """Whether a problem is for evaluation only. It does not depend on the numbers' order, the settings or the machine."""
+    text = f"{' '.join(map(str, sorted(numbers)))}>{target}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % HELD_OUT_SHARE == 0
+
+
+def apply(operator: str, left: int, right: int) -> int:
+    """left `operator` right."""
+    if operator == "+":
+        return left + right
+    return left - right if operator == "-" else left * right
+
+
+def checked_count(count: int) -> int:
+    """A number of prompts, or the reason why it is none."""
+    if count < 0:
+        raise ValueError(f"countdown: `count` is a number of prompts and cannot be negative; got {count}.")
+    return count
