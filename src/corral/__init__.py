@@ -2,6 +2,7 @@
 
 from corral.advantage import gae, group_advantages
 from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv, kl_k1, kl_k2, kl_k3
+from corral.kernels import HeadOutput, lm_head
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CategoricalProjection",
+    "HeadOutput",
     "ImprovementBound",
     "ObjectiveConfig",
     "ObjectiveOutput",
@@ -32,6 +34,7 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "lm_head",
     "make_correction",
     "make_objective",
     "objective_names",

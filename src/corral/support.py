@@ -35,7 +35,7 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
             f"top_k_support: one sampled token per row: logp is {list(logp.shape)}, so tokens must be "
             f"{list(logp.shape[:-1])}; got {list(tokens.shape)}."
         )
-    _check_ids("top_k_support", "tokens", tokens, lowest=0, vocabulary=vocabulary)
+    check_ids("top_k_support", "tokens", tokens, lowest=0, vocabulary=vocabulary)
 
     logp = at_least_float32(logp)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> Spa
         raise ValueError(
             f"gather_support: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
         )
-    _check_ids("gather_support", "ids", ids, lowest=-1, vocabulary=logp.shape[-1])
+    check_ids("gather_support", "ids", ids, lowest=-1, vocabulary=logp.shape[-1])
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
@@ -76,16 +76,15 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
     """Ids of the k largest entries, largest first, ties by lower id.
 
     `torch.topk` finds the right values, but which of several equal entries it returns, and in which order, is up to the
-    device. So where the k-th value is shared with an entry left out, the lowest ids are taken, and then all are put in order.
+    device. So where the k-th value equals the next one, the lowest ids are taken, and then all are put in order.
     """
-    values, ids = logp.topk(k, dim=-1)
-    last = values[..., -1:]
-    tied = logp == last
-    if bool((tied.sum(-1) > (values == last).sum(-1)).any()):
+    values, ids = logp.topk(min(k + 1, logp.shape[-1]), dim=-1)
+    last = values[..., k - 1 : k]
+    if bool((values[..., k:] == last).any()):
         position = torch.arange(logp.shape[-1], device=logp.device)
-        order = torch.where(tied, position, torch.where(logp > last, -1, logp.shape[-1]))
+        order = torch.where(logp == last, position, torch.where(logp > last, -1, logp.shape[-1]))
         ids = order.topk(k, dim=-1, largest=False).indices
-    ids = ids.sort(dim=-1).values
+    ids = ids[..., :k].sort(dim=-1).values
     by_value = torch.sort(logp.gather(-1, ids), dim=-1, descending=True, stable=True).indices
     return ids.gather(-1, by_value)
 
@@ -99,7 +98,8 @@ def reached_before(ranked: Tensor, mass: float) -> Tensor:
     return (before > 0) & (before >= mass - 2 * torch.finfo(ranked.dtype).eps)
 
 
-def _check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:
+def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:
+    """Refuse ids that are no integers, or lie outside `lowest` … V − 1."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{where}: `{what}` holds token ids, int64 or int32; got {ids.dtype}.")
     if ids.numel() == 0 or torch.compiler.is_compiling():

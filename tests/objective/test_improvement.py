@@ -256,9 +256,14 @@ def test_padding_may_hold_anything(with_dists, garbage):
     world = process(1, 0.5, eos=True)
     batch = every_sequence(world, with_dists=with_dists)
     assert not batch.mask.all()
-    plain, poisoned = (improvement_bound(x, weights=world.weights()) for x in (batch, poison_padding(batch, garbage)))
+    poisoned = poison_padding(batch, garbage)
+    ours, theirs = (improvement_bound(x, weights=world.weights()) for x in (batch, poisoned))
     for field in ("surrogate", "penalty_max", "penalty_mean"):
-        assert torch.equal(getattr(plain, field), getattr(poisoned, field)), field
+        assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+    leaves = [poisoned.logp_new, poisoned.dist_new.logp] if with_dists else [poisoned.logp_new]
+    for grad in torch.autograd.grad(theirs.surrogate - theirs.penalty_max - theirs.penalty_mean, leaves):
+        assert grad.isfinite().all()
+        assert not grad[~batch.mask].any()
 
 
 def test_rewards_per_token_are_refused():

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from corral.kernels.logits import LogitSpec, block_size, slices
 from corral.kernels.online import HeadRows, OnlineHead
+from corral.support import check_ids
 from corral.types import SparseDist
 
 
@@ -198,3 +199,6 @@ def _check(
         raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass}.")
     if ids is not None and ids.shape[:-1] != tokens.shape:
         raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
+    check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=vocabulary)
+    if ids is not None:
+        check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=vocabulary)

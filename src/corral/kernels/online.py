@@ -43,7 +43,7 @@ class OnlineHead:
         self.entropy = OnlineEntropy(self.rest) if entropy else None
 
     def fold(self, z: Tensor, start: int) -> None:
-        """Take in the logits [n, v] of the tokens from id `start` on."""
+        """Take in the logits [n, v] of the tokens from id `start` on; `z` is used up."""
         if self.entropy is not None:
             self.entropy.fold(z)
         marks = torch.cat([self.tokens[:, None], self.ids], -1) if self.fixed is not None else self.tokens[:, None]
@@ -53,20 +53,22 @@ class OnlineHead:
         self.sampled = torch.where(here[:, 0], value[:, 0], self.sampled)
         if self.fixed is not None:
             self.kept = torch.where(here[:, 1:], value[:, 1:], self.kept)
-        # What is accounted for goes; marks that lie in other blocks fall on one column more.
-        z = torch.nn.functional.pad(z, (0, 1)).scatter_(-1, torch.where(here, local, z.shape[-1]), -torch.inf)[:, :-1]
+        # What is accounted for goes. Marks of other blocks fall on column 0, where a minimum with inf changes nothing.
+        z.scatter_reduce_(-1, torch.where(here, local, 0), torch.where(here, -torch.inf, torch.inf).to(z.dtype), "amin")
         if self.top_k is not None:
-            z = self._fold_candidates(z, start, self.top_k)
-        self.rest = torch.logaddexp(self.rest, logsumexp(z))
+            self._fold_candidates(z, start, self.top_k)
+        self.rest = torch.logaddexp(self.rest, torch.logsumexp(z, -1))
 
-    def _fold_candidates(self, z: Tensor, start: int, k: int) -> Tensor:
-        """Keep the k best of those kept so far and of this block; return the block without them, the losers added."""
+    def _fold_candidates(self, z: Tensor, start: int, k: int) -> None:
+        """Keep the k best of those kept so far and of this block; the losers join the rest."""
         best = rank_top_k(z, min(k, z.shape[-1]))
         ids, values = torch.cat([self.ids, best + start], -1), torch.cat([self.kept, z.gather(-1, best)], -1)
         # Earlier blocks hold lower ids, so a stable sort leaves ties in their order.
         values, order = values.sort(dim=-1, descending=True, stable=True)
         self.kept, self.ids = values[:, :k], ids.gather(-1, order)[:, :k]
-        return torch.cat([z.scatter(-1, best, -torch.inf), values[:, k:]], -1)
+        if values.shape[-1] > k:
+            self.rest = torch.logaddexp(self.rest, torch.logsumexp(values[:, k:], -1))
+        z.scatter_(-1, best, -torch.inf)
 
     def finish(self, mass: float) -> HeadRows:
         """Normalise, and settle the support."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -19,8 +19,8 @@ TINY_FOLDER = Path(__file__).parent / "tiny"
 
 PAD, BOS, EOS, UNKNOWN = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
-# All of printable ASCII, though countdown needs 18 characters: other tasks can use the same model, and with 100 tokens a top-64
-# support has a rest, as it has in a real vocabulary. 82 unused characters cost 21 thousand parameters.
+# All of printable ASCII, though countdown needs 17 characters: other tasks can use the same model, and with 100 tokens a top-64
+# support has a rest, as it has in a real vocabulary. The 79 unused characters cost 20 thousand parameters.
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -31,10 +31,10 @@ def load_tiny() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     missing = [name for name in FILES if not (TINY_FOLDER / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"load_tiny: {', '.join(missing)} should be in {TINY_FOLDER}, which ships with corral. Reinstall corral, or make the "
-            f"model anew: python scripts/warm_start.py --out {TINY_FOLDER}"
+            f"load_tiny: {', '.join(missing)} should be in {TINY_FOLDER}, which ships with corral. Reinstall corral, or "
+            f"make the model anew: python scripts/warm_start.py --out {TINY_FOLDER}"
         )
-    model = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, local_files_only=True, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(TINY_FOLDER, local_files_only=True, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
 
 
@@ -57,7 +57,15 @@ def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     # Plain `generate` samples the policy itself; transformers' own default would cut it to the 50 likeliest tokens.
-    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     return model.eval(), tokenizer
 
 

@@ -79,8 +79,8 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     """
     assert batch.dist_new is not None
     assert batch.dist_old is not None
-    new = live(_whole(batch.dist_new, config), batch.mask).log_softmax(-1)
-    old = live(_whole(batch.dist_old, config), batch.mask).detach().log_softmax(-1)
+    new = live(_whole(batch.dist_new, batch.mask, config), batch.mask).log_softmax(-1)
+    old = live(_whole(batch.dist_old, batch.mask, config), batch.mask).detach().log_softmax(-1)
     projection = project_categorical_kl(
         new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
     )
@@ -96,12 +96,12 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), metrics)
 
 
-def _whole(dist: SparseDist, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
+def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
     """A distribution over the support and everything else, up to normalisation."""
     if config.tail == "bucket":
         return dist.with_rest()
     assert config.vocab_size is not None
-    kept = (dist.ids >= 0).sum(-1)
+    kept = torch.where(mask, (dist.ids >= 0).sum(-1), 0)
     if not torch.compiler.is_compiling() and int(kept.max()) > config.vocab_size:
         raise ValueError(
             f"troll: `vocab_size` counts every token, and a support has {int(kept.max())} of them; got {config.vocab_size}."

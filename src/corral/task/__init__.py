@@ -1,11 +1,12 @@
 """Prompts and verifiers: what a policy is asked, and what counts as right. This file is the one registry."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from corral.objective.naming import build_config, nearest
 from corral.task.countdown import Countdown
 
 
+@runtime_checkable
 class Task(Protocol):
     """Something to learn: prompts to train on, prompts never trained on, and a verifier for both.
 

@@ -1,0 +1,199 @@
+"""Make the embedded model: supervised training on countdown answers by demonstrators who make mistakes.
+
+    python scripts/warm_start.py --out src/corral/llm/tiny        (PYTHONPATH=src where corral is not installed)
+
+Each character of a demonstrated answer is replaced by a random one with probability --noise, and the model learns to imitate
+that, mistakes included. So it knows how to solve most problems (greedy decoding is right), and seldom does when sampled, since
+a dozen characters must all come out clean: reinforcement learning has something to sharpen. Only training problems are shown.
+
+The defaults are what was shipped. One H200 takes about a minute; a CPU takes hours.
+"""
+# ruff: noqa: T201 (a script prints what it finds)
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from corral.llm.tiny import EOS, build_tiny, build_tokenizer
+from corral.task.countdown import OPERATORS, Countdown
+
+MISTAKES = f"0123456789{OPERATORS}="
+"""What a character may be replaced by: never the end of the sequence, nor is that ever replaced, so that every answer ends."""
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Clean demonstrations, on the device: prompt, answer and <eos> in a row, padded on the right."""
+
+    tokens: Tensor  # [N T]
+    prompt: Tensor  # [N 1] length of the prompt
+    length: Tensor  # [N 1] length of all of it
+    mistakes: Tensor  # [C] the tokens of MISTAKES
+
+    def batch(self, size: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B T−1] of `size` demonstrations with mistakes made anew; a target of −100 counts for nothing."""
+        device = self.tokens.device
+        rows = torch.randint(len(self.tokens), (size,), generator=generator, device=device)
+        tokens, prompt, length = self.tokens[rows], self.prompt[rows], self.length[rows]
+        at = torch.arange(tokens.shape[1], device=device)
+        answered = (at >= prompt) & (at < length)
+        wrong = torch.rand(tokens.shape, generator=generator, device=device) < noise
+        other = self.mistakes[torch.randint(len(self.mistakes), tokens.shape, generator=generator, device=device)]
+        tokens = torch.where(wrong & answered & (at < length - 1), other, tokens)
+        return tokens[:, :-1], torch.where(answered, tokens, -100)[:, 1:]
+
+
+def demonstrate(
+    task: Countdown, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, device: torch.device
+) -> Demonstrations:
+    """Draw the demonstrations. With the default task there are 165 thousand of them to draw from, prompts in every order."""
+    pairs = task.demonstrations(count, seed)
+    texts = [prompt + answer + EOS for prompt, answer in pairs]
+    rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    return Demonstrations(
+        tokens=rows["input_ids"].to(device),
+        prompt=torch.tensor([[1 + len(prompt)] for prompt, _ in pairs], device=device),  # 1 is <bos>
+        length=rows["attention_mask"].sum(1, keepdim=True).to(device),
+        mistakes=torch.tensor(tokenizer.convert_tokens_to_ids(list(MISTAKES)), device=device),
+    )
+
+
+@torch.no_grad()
+def success(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Countdown, prompts: list[str], seed: int | None
+) -> float:
+    """Fraction of prompts answered rightly, sampled at temperature 1; greedily if `seed` is None."""
+    generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
+    batch = tokenizer(prompts, padding=True, return_tensors="pt").to(model.device)  # padded on the left
+    tokens, mask, cache = batch["input_ids"], batch["attention_mask"], None
+    written = []
+    for _ in range(task.max_completion_length + 1):
+        # No position ids: rotary embeddings see only differences, and padding moves a whole row.
+        out = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        if generator is None:
+            tokens = logits.argmax(-1, keepdim=True)
+        else:
+            tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        written.append(tokens)
+    answers = [text.partition(EOS) for text in tokenizer.batch_decode(torch.cat(written, 1))]
+    right = [task.verify(prompt, answer) if end else 0.0 for prompt, (answer, end, _) in zip(prompts, answers, strict=True)]
+    return sum(right) / len(right)
+
+
+def train(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Countdown, data: Demonstrations, args: argparse.Namespace
+) -> None:
+    """AdamW with a linear warm-up and a cosine down to 0, on the tokens after the prompt."""
+    # Vectors are norms' scales, which have no reason to shrink.
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    scales = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": scales, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=model.device.type == "cuda")
+    warmup = max(1, args.steps // 20)
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    generator = torch.Generator(model.device).manual_seed(args.seed)
+    shown, held_out = task.train_prompts(512, args.seed + 1), task.held_out_prompts(512, args.seed + 1)
+    start = time.perf_counter()
+    for step in range(1, args.steps + 1):
+        inputs, targets = data.batch(args.batch, args.noise, generator)
+        # No attention mask: padding is on the right, where causal attention does not look, and the plain causal kernel is fast.
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % args.report_every == 0 and step < args.steps:
+            greedy = [success(model, tokenizer, task, prompts, None) for prompts in (held_out, shown)]
+            print(
+                f"step {step:5d}  {time.perf_counter() - start:5.1f} s  loss {loss.item():.4f}  held out: "
+                f"T=1 {success(model, tokenizer, task, held_out, args.seed):.3f}, greedy {greedy[0]:.3f}  "
+                f"seen in training: greedy {greedy[1]:.3f}",
+                flush=True,
+            )
+
+
+def save_whole(out: Path, model: PreTrainedModel, card: dict[str, object]) -> None:
+    """Write the folder under another name, then move it into place: it is there whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        model.save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)  # one that was used would write down its last padding, too
+        (folder / "warm_start.json").write_text(json.dumps(card, indent=2) + "\n")
+        folder.chmod(0o755)  # temporary folders, and safetensors' files, are private otherwise
+        for path in folder.iterdir():
+            path.chmod(0o644)
+        os.replace(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # gone already, unless something failed
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line. Every default is what was shipped."""
+    parser = argparse.ArgumentParser(
+        description="Make the embedded model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--batch", type=int, default=2048, help="demonstrations per step")
+    parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--noise", type=float, default=0.12, help="probability that a character is replaced")
+    parser.add_argument("--demonstrations", type=int, default=400_000, help="drawn once; mistakes are made anew every time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluate", type=int, default=4096, help="held-out prompts for the numbers at the end")
+    parser.add_argument("--report-every", type=int, default=500, help="steps between lines of progress")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        parser.error(f"{args.out} is there already; remove it first, or choose another --out")
+    return args
+
+
+def main(argv: list[str]) -> None:
+    """Draw, train, measure, write."""
+    args = parse_arguments(argv)
+    torch.set_float32_matmul_precision("high")  # TF32, where there is any
+    task = Countdown()
+    model, tokenizer = build_tiny(args.seed)
+    model.to(args.device)
+    start = time.perf_counter()
+    data = demonstrate(task, tokenizer, args.demonstrations, args.seed, model.device)
+    print(f"{args.demonstrations} demonstrations in {time.perf_counter() - start:.1f} s; training on {args.device}", flush=True)
+    train(model, tokenizer, task, data, args)
+    prompts = task.held_out_prompts(args.evaluate, args.seed)
+    sampled, greedy = success(model, tokenizer, task, prompts, args.seed), success(model, tokenizer, task, prompts, None)
+    seconds = time.perf_counter() - start
+    print(f"held out, {args.evaluate} prompts: T=1 {sampled:.3f}, greedy {greedy:.3f}  ({seconds:.1f} s in all)")
+    card = {
+        "settings": {key: value for key, value in vars(args).items() if key not in ("out", "report_every")},
+        "held_out_success": {"prompts": args.evaluate, "temperature_1": sampled, "greedy": greedy},
+        "seconds": round(seconds, 1),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    save_whole(args.out, model.cpu(), card)
+    print(f"written: {args.out}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
