@@ -110,7 +110,8 @@ def train(
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     generator = torch.Generator(model.device).manual_seed(args.seed)
-    shown, held_out = task.train_prompts(512, args.seed + 1), task.held_out_prompts(512, args.seed + 1)
+    few = min(512, args.evaluate)
+    seen, held_out = task.train_prompts(few, args.seed), task.held_out_prompts(few, args.seed + 1)
     start = time.perf_counter()
     for step in range(1, args.steps + 1):
         inputs, targets = data.batch(args.batch, args.noise, generator)
@@ -123,7 +124,7 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         if step % args.report_every == 0 and step < args.steps:
-            greedy = [success(model, tokenizer, task, prompts, None) for prompts in (held_out, shown)]
+            greedy = [success(model, tokenizer, task, prompts, None) for prompts in (held_out, seen)]
             print(
                 f"step {step:5d}  {time.perf_counter() - start:5.1f} s  loss {loss.item():.4f}  held out: "
                 f"T=1 {success(model, tokenizer, task, held_out, args.seed):.3f}, greedy {greedy[0]:.3f}  "

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from corral.numerics import at_least_float32, logsumexp
+from corral.numerics import at_least_float32, logsumexp, number_in
 from corral.types import SparseDist
 
 
@@ -26,10 +26,10 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
         Becker et al. 2025, arXiv:2510.03817 (k = 64, mass = 1 − 1e-5). Invariant: Σ exp(logp) + exp(rest) = 1.
     """
     vocabulary = logp.shape[-1]
-    if not (isinstance(k, int) and 1 <= k <= vocabulary):
+    if type(k) is not int or not 1 <= k <= vocabulary:
         raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k!r}.")
-    if not 0 < mass <= 1:
-        raise ValueError(f"top_k_support: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass}.")
+    if not (number_in(mass, 0, 1) and mass > 0):
+        raise ValueError(f"top_k_support: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass!r}.")
     if tokens.shape != logp.shape[:-1]:
         raise ValueError(
             f"top_k_support: one sampled token per row: logp is {list(logp.shape)}, so tokens must be "

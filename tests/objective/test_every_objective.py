@@ -139,13 +139,7 @@ def test_on_policy_no_region_acts(case):
 # ------------------------------------------------------------------------------------------------------------ padding
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *[case for case in CASES if case != "troll, fill full"],
-        pytest.param("troll, fill full", marks=pytest.mark.xfail(strict=True, reason="padding's ids are counted")),
-    ],
-)
+@every_case
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_what_padding_holds_reaches_no_loss_gradient_or_metric(case, garbage, per_token):

@@ -1,1 +1,22 @@
 """Language models: the embedded one, and the door to TRL."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from corral.llm.config import CorralConfig
+    from corral.llm.trainer import CorralTrainer
+
+__all__ = ["CorralConfig", "CorralTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """TRL is imported when the door is opened: `corral.llm.tiny` needs transformers alone."""
+    if name == "CorralConfig":
+        from corral.llm.config import CorralConfig
+
+        return CorralConfig
+    if name == "CorralTrainer":
+        from corral.llm.trainer import CorralTrainer
+
+        return CorralTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

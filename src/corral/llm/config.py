@@ -1,18 +1,39 @@
-"""Settings of the TRL door: GRPO's own, and the axes that corral adds."""
+"""Settings of the TRL door: GRPO's own, the axes that corral adds, and what is refused."""
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
+import trl
+from packaging.version import Version
 from trl import GRPOConfig
 
 from corral.advantage import Advantage
-from corral.objective import Objective, make_objective
+from corral.objective import Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
 
+TRL_RANGE = ("1.10", "1.17")
+"""First TRL release that works, and the first that is unknown. Before 1.10 its reductions were others, release by release."""
+
 REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """TRL's loss types that differ from PPO's clip in nothing but how they average."""
+
+Sampler = Literal["transformers", "vllm", "rollout_func"]
+"""Who draws the completions: the trainer's own model, vLLM, or a function of the user's."""
+
+
+def check_trl(version: str) -> None:
+    """Refuse a TRL whose methods may not be the ones that corral overrides."""
+    low, high = TRL_RANGE
+    if not Version(low) <= Version(version) < Version(high):
+        raise ImportError(
+            f"corral.llm: tested with TRL {low} and newer, below {high}; found {version}, which may average its loss in "
+            f"another way. Install a tested one: pip install 'trl>={low},<{high}'."
+        )
+
+
+check_trl(trl.__version__)
 
 
 @dataclass
@@ -40,7 +61,7 @@ class CorralConfig(GRPOConfig):
     )
     correction: str | None = field(
         default=None,
-        metadata={"help": "Sampler correction: tis, seq_tis, icepop or trm. Needs the log-probs that vLLM reports."},
+        metadata={"help": "Sampler correction: tis, seq_tis, icepop or trm. Needs the log-probs that a sampler reports."},
     )
     correction_config: dict[str, Any] | str | None = field(
         default=None, metadata={"help": 'Settings of the correction, such as {"cap": 2.0}.'}
@@ -56,96 +77,145 @@ class CorralConfig(GRPOConfig):
         super().__post_init__()
         self.make_objective()
         self.make_correction()
-        if self.anchor not in ("auto", "old", "rollout"):
+        if self.anchor not in ("auto", *get_args(Anchor)):
             raise ValueError(f"CorralConfig: `anchor` is auto, old or rollout; got {self.anchor!r}.")
         if self.advantage == "gae":
-            raise ValueError("CorralConfig: advantage='gae' needs a critic, which TRL's GRPO does not train; verl does.")
-        if self.advantage is not None and self.advantage not in Advantage.__args__:
-            raise ValueError(f"CorralConfig: `advantage` is one of {', '.join(Advantage.__args__)}; got {self.advantage!r}.")
+            raise ValueError(
+                "CorralConfig: advantage='gae' needs a critic, which TRL's GRPO does not train. Use verl, which does: "
+                "algorithm.adv_estimator=gae."
+            )
+        if self.advantage is not None and self.advantage not in get_args(Advantage):
+            raise ValueError(f"CorralConfig: `advantage` is one of {', '.join(get_args(Advantage))}; got {self.advantage!r}.")
         if not self.support_size >= 1 or not 0 < self.support_mass <= 1:
             raise ValueError(
                 f"CorralConfig: `support_size` is ≥ 1 and `support_mass` in (0, 1]; got {self.support_size} and "
                 f"{self.support_mass}."
             )
-        for wrong, why in self._refusals():
-            if wrong:
-                raise ValueError(f"CorralConfig: {why}")
+        _raise_first(self._trl_refusals())
+        if self.use_vllm:
+            self.check_sampler("vllm")
 
     def make_objective(self) -> Objective:
         """The objective with its settings."""
-        return make_objective(self.objective, **_settings(self.objective_config))
+        return make_objective(self.objective, **_settings("objective_config", self.objective_config))
 
     def make_correction(self) -> Correction | None:
         """The sampler correction with its settings, if any."""
-        return make_correction(self.correction, **_settings(self.correction_config)) if self.correction else None
+        settings = _settings("correction_config", self.correction_config)
+        if self.correction is None and settings:
+            raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")
+        return make_correction(self.correction, **settings) if self.correction else None
+
+    @property
+    def needs_support(self) -> bool:
+        """Whether the objective looks at more than the sampled token."""
+        return self.make_objective().needs >= NEEDS_SUPPORT
 
     def resolve_anchor(self) -> Anchor:
         """The anchor, with "auto" settled: the objective's own, but a support needs the policy that the trainer recomputes."""
-        objective = self.make_objective()
-        if self.anchor == "old" or (self.anchor == "auto" and objective.needs >= NEEDS_SUPPORT):
-            return "old"
-        return "rollout" if self.anchor == "rollout" else objective.config.anchor
+        if self.anchor != "auto":
+            return self.anchor
+        return "old" if self.needs_support else self.make_objective().config.anchor
 
-    def _refusals(self) -> list[tuple[bool, str]]:
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Refuse an anchor or a correction that this sampler cannot supply; docs/trl.md has the table."""
+        rollout = self.resolve_anchor() == "rollout"
+        reports = sampler != "transformers"
+        generation = self.generation_kwargs or {}
+        top_p, top_k, min_p = (generation.get(key, getattr(self, key)) for key in ("top_p", "top_k", "min_p"))
+        truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p)
+        _raise_first(
+            [
+                (
+                    # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
+                    rollout and truncated and (reports or self.anchor == "rollout"),
+                    "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k or min_p renormalise "
+                    "them. Switch those off, or use anchor='old'.",
+                ),
+                (
+                    rollout and reports and self.needs_support,
+                    f"objective={self.objective!r} needs a support, and the sampler reports its sampled tokens alone, not its "
+                    f"top-K. Use anchor='old'.",
+                ),
+                (
+                    rollout and self.use_vllm and self.vllm_importance_sampling_correction,
+                    "with the sampler as the anchor its mismatch is in the ratio already. Set "
+                    "vllm_importance_sampling_correction=False, or anchor='old'.",
+                ),
+                (
+                    self.use_vllm and bool(generation.get("logprobs")),
+                    "with `logprobs` in generation_kwargs vLLM ranks tokens by likelihood, and TRL takes the first for the "
+                    "sampled one. Leave it out.",
+                ),
+                (
+                    self.correction is not None and not reports,
+                    f"correction={self.correction!r} needs the sampler's log-probs, and transformers' generation reports none: "
+                    f"there the sampler is the trainer's own model, and there is nothing to correct.",
+                ),
+                (
+                    self.correction is not None and rollout,
+                    f"correction={self.correction!r} weighs the old policy against the sampler, and with anchor='rollout' they "
+                    f"are one. Use anchor='old'.",
+                ),
+                (
+                    self.correction is not None and self.use_vllm and self.vllm_importance_sampling_correction,
+                    f"correction={self.correction!r} and TRL's own would both correct the sampler's mismatch. Set "
+                    f"vllm_importance_sampling_correction=False.",
+                ),
+            ]
+        )
+
+    def _trl_refusals(self) -> list[tuple[bool, str]]:
         """What TRL can do and this door cannot, or does elsewhere: nothing is ignored silently."""
-        sampler_anchor = self.use_vllm and self.resolve_anchor() == "rollout"
-        truncated = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
-        support = self.make_objective().needs >= NEEDS_SUPPORT
+        same_name = f" Did you mean objective={self.loss_type!r}?" if self.loss_type in objective_names() else ""
         return [
             (
                 self.loss_type not in REDUCTIONS,
-                f"`loss_type` chooses the reduction here, one of {', '.join(REDUCTIONS)}; got {self.loss_type!r}. Its "
-                f"objective is objective={self.loss_type!r}, if corral has it.",
+                f"`loss_type` chooses the reduction here, one of {', '.join(REDUCTIONS)}; got {self.loss_type!r}.{same_name}",
             ),
             (
                 self.epsilon != 0.2 or self.epsilon_high is not None,
                 "`epsilon` is the clip range of TRL's own loss. Use objective='ppo_clip' with objective_config={'clip_low': …, "
                 "'clip_high': …}.",
             ),
-            (self.delta is not None, "`delta` is TRL's dual clip. Use objective='dual_clip'."),
+            (
+                self.delta is not None,
+                "`delta` is TRL's dual clip. Use objective='dual_clip' with objective_config={'dual_clip': …}.",
+            ),
             (
                 self.importance_sampling_level != "token",
                 "`importance_sampling_level` belongs to the objective. Use objective='gspo', or troll with level='sequence'.",
             ),
             (
                 self.off_policy_mask_threshold is not None,
-                "`off_policy_mask_threshold` is not supported. Use correction='trm'.",
+                "`off_policy_mask_threshold` is not supported. Use correction='trm', or objective='dppo'.",
             ),
-            (self.use_liger_kernel, "`use_liger_kernel` replaces the head that corral reads. Leave it off."),
+            (
+                self.advantage is not None
+                and (self.scale_rewards != "group" or self.multi_objective_aggregation != "sum_then_normalize"),
+                f"advantage={self.advantage!r} takes the place of `scale_rewards` and `multi_objective_aggregation`. Leave "
+                f"those as they are, or `advantage` out.",
+            ),
+            (
+                self.use_liger_kernel,
+                "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off.",
+            ),
             (
                 "unsloth" in sys.modules,
-                "Unsloth replaces the trainer's methods by its own text. Import corral without it.",
-            ),
-            (
-                sampler_anchor and truncated,
-                "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k or min_p renormalise them. "
-                "Switch those off, or use anchor='old'.",
-            ),
-            (
-                self.use_vllm and self.anchor == "rollout" and support,
-                f"objective={self.objective!r} needs a support, and vLLM reports the sampled tokens alone. Use anchor='old'.",
-            ),
-            (
-                sampler_anchor and self.vllm_importance_sampling_correction,
-                "with the sampler as the anchor its mismatch is in the ratio already. Set "
-                "vllm_importance_sampling_correction=False, or anchor='old'.",
-            ),
-            (
-                self.correction is not None and not self.use_vllm,
-                f"correction={self.correction!r} needs the sampler's log-probs, and transformers' generation reports none: "
-                f"there the sampler is the trainer's own model, and there is nothing to correct.",
-            ),
-            (
-                self.correction is not None and self.vllm_importance_sampling_correction,
-                f"correction={self.correction!r} and TRL's own would both correct the sampler's mismatch. Set "
-                f"vllm_importance_sampling_correction=False.",
+                "Unsloth rewrites GRPOTrainer's methods, and corral's would never run. Use a process that does not import it.",
             ),
         ]
 
 
-def _settings(config: dict[str, Any] | str | None) -> dict[str, Any]:
+def _raise_first(refusals: list[tuple[bool, str]]) -> None:
+    for wrong, why in refusals:
+        if wrong:
+            raise ValueError(f"CorralConfig: {why}")
+
+
+def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
     if config is None:
         return {}
     if not isinstance(config, dict):
-        raise ValueError(f"CorralConfig: settings are a dictionary, or JSON on the command line; got {config!r}.")
+        raise ValueError(f"CorralConfig: `{name}` is a dictionary, or JSON on the command line; got {config!r}.")
     return config

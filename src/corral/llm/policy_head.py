@@ -1,7 +1,8 @@
 """Where the trainer's own forward passes meet `corral.lm_head`: supports come with the log-probs, at no additional pass."""
 
+import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,16 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor, nn
 
-from corral.kernels import HeadOutput, lm_head
+from corral.kernels import lm_head
+from corral.support import gather_support, top_k_support
 from corral.types import SparseDist
 
+Forward = Callable[..., Any]
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SupportRequest:
-    """Which support the next passes shall report: the policy's own top-k, or given ids [B T K]."""
+    """Which support a pass shall report: the policy's own top-k, or given ids [B T K]."""
 
     top_k: int | None = None
     mass: float = 1.0
@@ -27,94 +31,110 @@ class PolicyHead:
     """Wraps a model's forward, which TRL has patched already, so that its head also reports a sparse support.
 
     TRL's fused head finds the hidden states, the weight and everything that model families do to logits (soft caps, scales,
-    sharded or offloaded weights) and hands them to one function. For as long as a support is wanted, that function is ours.
+    sharded weights) and hands them to one function. For as long as a support is wanted, that function is ours. TRL before
+    1.15 computes all logits, and the support is taken from those.
+
+    A support is not among what the forward returns: the wrappers of distributed training rebuild that, field by field. Their
+    hooks sit on the log-probs, which come from the same head and which every loss of TRL's reads.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        self.temperature = temperature
         self.request: SupportRequest | None = None
+        self.tokens = 0
         self.dists: list[SparseDist] = []
-        self._inner = model.forward
-        model.forward = types.MethodType(_wrapped_forward(self, model.forward), model)
+        inner = model.forward
+
+        @functools.wraps(type(model).forward)  # `generate` reads the model's own signature through it
+        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.request is None:
+                return inner(*args, **kwargs)
+            score = self._score_hidden if kwargs.get("fused_lm_head") else self._score_logits
+            return score(self.request, inner, *args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
 
     @contextmanager
-    def reporting(self, request: SupportRequest) -> Iterator[list[SparseDist]]:
-        """Inside, every scoring pass appends its support [B, completion tokens, K]."""
-        self.request, self.dists = request, []
+    def reporting(self, request: SupportRequest, tokens: int) -> Iterator[list[SparseDist]]:
+        """Inside, every pass appends the support of each row's last `tokens` tokens, [B T K]."""
+        self.request, self.tokens, self.dists = request, tokens, []
         try:
             yield self.dists
         finally:
-            self.request = None
+            self.request, self.dists = None, []
 
-    def score(self, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """One fused pass with our head in the place of TRL's."""
-        assert self.request is not None
-        kernel = _HeadKernel(self.request, labels[:, 1:] != -100)
-        original, trl_utils._ChunkedLogProbFunction = trl_utils._ChunkedLogProbFunction, kernel
+    def _score_hidden(self, request: SupportRequest, inner: Forward, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
+        """A fused pass with our head in the place of TRL's."""
+        head = _HeadFunction(request, labels[:, 1:] != -100, self.tokens)
+        original, trl_utils._ChunkedLogProbFunction = trl_utils._ChunkedLogProbFunction, head
         try:
-            output = self._inner(*args, labels=labels, fused_lm_head=True, **kwargs)
+            output = inner(*args, labels=labels, **kwargs)
         finally:
             trl_utils._ChunkedLogProbFunction = original
-        dist = kernel.dist()
+        assert head.dist is not None
+        self.dists.append(head.dist)
+        return output
+
+    def _score_logits(self, request: SupportRequest, inner: Forward, *, input_ids: Tensor, **kwargs: Any) -> Any:
+        """A pass that computes every logit."""
+        output = inner(input_ids=input_ids, **kwargs)
+        logits = output.logits[:, :-1][:, -self.tokens :]
+        logp = (logits.float() / self.temperature).log_softmax(-1)
+        if request.ids is not None:
+            dist = gather_support(logp, request.ids)
+        else:
+            assert request.top_k is not None
+            dist = top_k_support(logp, input_ids[:, -self.tokens :], k=min(request.top_k, logp.shape[-1]), mass=request.mass)
         self.dists.append(dist)
-        # Sharded training hooks the tensors that a forward returns: what the loss reads must be among them.
-        output["support_logp"], output["support_rest"] = dist.logp, dist.rest
         return output
 
 
-def _wrapped_forward(head: PolicyHead, inner: Any) -> Any:
-    def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        if head.request is not None and fused_lm_head:
-            assert labels is not None
-            return head.score(labels, *args, **kwargs)
-        if labels is not None:
-            kwargs["labels"] = labels
-        return inner(*args, **kwargs, **({"fused_lm_head": True} if fused_lm_head else {}))
-
-    forward.__wrapped__ = inner  # type: ignore[attr-defined]  # `generate` reads the model's own signature through it
-    return forward
-
-
-class _HeadKernel:
+class _HeadFunction:
     """Stands in for TRL's chunked log-prob function for one pass: same call, `corral.lm_head` inside."""
 
-    def __init__(self, request: SupportRequest, scored: Tensor) -> None:
-        self.request, self.scored = request, scored
-        self.output: HeadOutput | None = None
-        self.compact = False
+    def __init__(self, request: SupportRequest, scored: Tensor, tokens: int) -> None:
+        self.request, self.scored, self.completion = request, scored, scored[:, -tokens:]
+        self.dist: SparseDist | None = None
 
     def apply(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *rest: Any
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
     ) -> tuple[Tensor | None, ...]:
-        _, softcap, scale, outputs = rest
-        self.compact = len(tokens) != self.scored.numel()
-        output = lm_head(
-            hidden, weight, tokens,
-            bias=bias, scale=scale, softcap=softcap, temperature=temperature,
-            top_k=None if self.request.top_k is None else min(self.request.top_k, len(weight)),
-            mass=self.request.mass, ids=self._rows_of_ids(), entropy="entropy" in outputs,
-        )  # fmt: skip
-        self.output = output
-        return output.logp, output.entropy, None, None, None
+        """Log-probs and entropy of the rows that TRL passes: all of them on a CPU, the scored ones alone on a GPU."""
+        _, softcap, scale, outputs = how
+        rows = self.scored.to(hidden.device).flatten()
+        every_row = len(tokens) == len(rows)
+        if every_row:
+            hidden, tokens = hidden[rows], tokens[rows]
+        ids = None if self.request.ids is None else self.request.ids[self.completion]
+        empty = not len(tokens)
+        if empty:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
+            hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
+            ids = None if ids is None else ids.new_full((1, ids.shape[-1]), -1)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        with torch.autocast(device, enabled=False):  # half precision goes in, and is for products alone
+            head = lm_head(
+                hidden, weight, tokens,
+                bias=bias, scale=scale, softcap=softcap, temperature=temperature,
+                top_k=None if self.request.top_k is None else min(self.request.top_k, len(weight)),
+                mass=self.request.mass, ids=ids, entropy="entropy" in outputs,
+            )  # fmt: skip
+        assert head.dist is not None
+        keep = slice(0, 0 if empty else None)
+        self.dist = self._spread(SparseDist(head.dist.ids[keep], head.dist.logp[keep], head.dist.rest[keep]))
+        results = [None if x is None else x[keep] for x in (head.logp, head.entropy)]
+        if every_row:
+            results = [None if x is None else x.new_zeros(len(rows)).masked_scatter(rows, x) for x in results]
+        return (*results, None, None, None)
 
-    def _rows_of_ids(self) -> Tensor | None:
-        """Ids [B T K] of the completion → one row per scored position; prompts have none."""
-        if self.request.ids is None:
-            return None
-        prompt = self.scored.shape[1] - self.request.ids.shape[1]
-        ids = nn.functional.pad(self.request.ids, (0, 0, prompt, 0), value=-1)
-        return ids[self.scored] if self.compact else ids.flatten(0, 1)
-
-    def dist(self) -> SparseDist:
-        """The support of every position of the batch [B L−1 K]; empty where nothing was scored."""
-        assert self.output is not None
-        dist = self.output.dist
-        assert dist is not None
-        shape = self.scored.shape
-        if not self.compact:
-            return SparseDist(dist.ids.view(*shape, -1), dist.logp.view(*shape, -1), dist.rest.view(shape))
-        slots = dist.ids.shape[-1]
-        where = self.scored[..., None].expand(*shape, slots)
-        ids = dist.ids.new_full((*shape, slots), -1).masked_scatter(where, dist.ids)
-        logp = dist.logp.new_full((*shape, slots), -torch.inf).masked_scatter(where, dist.logp)
-        rest = dist.rest.new_zeros(shape).masked_scatter(self.scored, dist.rest)
-        return SparseDist(ids, logp, rest)
+    def _spread(self, dist: SparseDist) -> SparseDist:
+        """Scored rows [N K] → the completion [B T K], empty where nothing was scored."""
+        scored = self.completion.to(dist.rest.device)
+        slots = scored[..., None].expand(*scored.shape, dist.ids.shape[-1])
+        return SparseDist(
+            dist.ids.new_full(slots.shape, -1).masked_scatter(slots, dist.ids),
+            dist.logp.new_full(slots.shape, -torch.inf).masked_scatter(slots, dist.logp),
+            dist.rest.new_zeros(scored.shape).masked_scatter(scored, dist.rest),
+        )

@@ -55,7 +55,7 @@ class Objective:
 
 def make_objective(name: str, **config: Any) -> Objective:
     """The objective `name` with these settings; `objective_names()` lists what there is."""
-    if name not in OBJECTIVES:
+    if not isinstance(name, str) or name not in OBJECTIVES:
         raise ValueError(f"make_objective: there is no objective {name!r}.{nearest(name, OBJECTIVES)}")
     function, config_cls = OBJECTIVES[name]
     return Objective(name, function, build_config(name, config_cls, config))
@@ -74,6 +74,8 @@ def register_objective(name: str, function: ObjectiveFunction, config_cls: type[
         function: (TokenBatch, config) → ObjectiveOutput, with the loss unreduced and 0 where masked out.
         config_cls: its settings, a frozen dataclass derived from ObjectiveConfig.
     """
+    if not isinstance(name, str) or not name or not callable(function):
+        raise ValueError(f"register_objective: takes a name and a function of (batch, config); got {name!r} and {function!r}.")
     if name in OBJECTIVES:
         raise ValueError(f"register_objective: {name!r} is taken. Choose another name; objectives are never replaced.")
     # A subclass that is not decorated itself still counts as a dataclass, but its own settings are none.

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from corral.objective.config import NEEDS_SUPPORT
 from corral.types import SparseDist, TokenBatch
 
 ANCHOR_TOLERANCE = 1e-3
@@ -27,7 +26,7 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str]) -> None:
             raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {SUPPLY.get(field, 'it')}.")
     _check_shapes(name, batch)
     if not torch.compiler.is_compiling():
-        _raise_first(name, batch.mask, list(_bad_values(batch, NEEDS_SUPPORT & frozenset(needs))))
+        _raise_first(name, batch.mask, [*_bad_values(batch), *_bad_supports(batch)])
 
 
 def _check_shapes(name: str, batch: TokenBatch) -> None:
@@ -64,7 +63,7 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
         )
 
 
-def _bad_values(batch: TokenBatch, supports: frozenset[str]) -> Iterable[tuple[Tensor, str]]:
+def _bad_values(batch: TokenBatch) -> Iterable[tuple[Tensor, str]]:
     """Where [B T] a batch is wrong, and what to say of it; padding may hold anything."""
     mask = batch.mask
     yield ~mask.any().expand_as(mask), "mask has no live token, so there is nothing to train on. Skip this batch."
@@ -78,11 +77,14 @@ def _bad_values(batch: TokenBatch, supports: frozenset[str]) -> Iterable[tuple[T
             )
     advantages = batch.advantages[:, None] if batch.advantages.ndim == 1 else batch.advantages
     yield mask & ~advantages.isfinite(), "advantages are not finite at a live token. Look at the rewards first."
-    if not supports:
+
+
+def _bad_supports(batch: TokenBatch) -> Iterable[tuple[Tensor, str]]:
+    """The same for two policies on one support; where there is only one, nothing reads it."""
+    mask, new, old = batch.mask, batch.dist_new, batch.dist_old
+    if new is None or old is None:
         return
-    new, old = batch.dist_new, batch.dist_old
-    assert new is not None
-    assert old is not None
+    yield mask & (old.ids[..., 0] < 0), "slot 0 of dist_old.ids is padding. It must hold the sampled token."
     if new.ids is not old.ids:
         yield (
             mask & (new.ids != old.ids).any(-1),

@@ -117,7 +117,7 @@ class Correction:
 
 def make_correction(name: str, **config: Any) -> Correction:
     """The correction `name` with these settings: "tis", "seq_tis", "icepop" or "trm"."""
-    if name not in CORRECTIONS:
+    if not isinstance(name, str) or name not in CORRECTIONS:
         raise ValueError(f"make_correction: there is no correction {name!r}.{nearest(name, CORRECTIONS)}")
     return Correction(name, build_config(name, CORRECTIONS[name][1], config))
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_tv
+from corral.numerics import at_least_float32, number_in
 from corral.objective.check import check_batch
 from corral.objective.config import NEEDS_SUPPORT
 from corral.objective.ratio import bounded, live, log_ratio
@@ -62,9 +63,17 @@ def improvement_bound(
             f"improvement_bound: R(y) is one reward per sequence, so `advantages` must be [B]; got "
             f"{list(batch.advantages.shape)}."
         )
+    for name, value in (("reward_max", reward_max), ("horizon", horizon)):
+        if value is not None and not number_in(value, 0):
+            raise ValueError(f"improvement_bound: `{name}` must be ≥ 0, or None for the batch's own; got {value!r}.")
+    mask = batch.mask
+    rewards = torch.where(mask.any(-1), at_least_float32(batch.advantages), 0.0)
     if weights is None:
-        weights = torch.full_like(batch.logp_new[:, 0], 1 / len(batch.mask))
-    rewards, mask = batch.advantages, batch.mask
+        weights = torch.full_like(rewards, 1 / len(rewards))
+    elif weights.shape != rewards.shape:
+        raise ValueError(
+            f"improvement_bound: `weights` has one probability per sequence, [{len(rewards)}]; got {list(weights.shape)}."
+        )
     if batch.dist_new is not None and batch.dist_old is not None:
         moved = categorical_tv(live(batch.dist_new.with_rest(), mask), live(batch.dist_old.with_rest(), mask))
     else:

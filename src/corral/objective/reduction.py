@@ -49,7 +49,7 @@ def reduce_loss(
         raise ValueError(f"reduce_loss: loss and mask are both [B T]; got {list(loss.shape)} and {list(mask.shape)}.")
     if mask.dtype != torch.bool:
         raise ValueError(f"reduce_loss: mask must be bool, True where a token counts; got {mask.dtype}. Use .bool().")
-    if how == "seq-mean-token-sum-norm" and not (number_in(length, 0) and length):
+    if how == "seq-mean-token-sum-norm" and (length is None or not number_in(length, 0) or length in (0, torch.inf)):
         raise ValueError(
             f"reduce_loss: {how!r} divides by a fixed `length` > 0, the same for every batch (the longest completion "
             f"allowed, say); got {length!r}."
@@ -57,7 +57,9 @@ def reduce_loss(
     tokens = mask.sum(-1)
     if total is None:
         total = mask.sum() if how == "token-mean" else (tokens > 0).sum()
-    if not torch.compiler.is_compiling() and not bool(torch.as_tensor(total) > 0):
+    elif not (total.numel() == 1 if isinstance(total, Tensor) else isinstance(total, int | float)):
+        raise ValueError(f"reduce_loss: `total` is one number, over all micro-batches and ranks; got {total!r}.")
+    if not torch.compiler.is_compiling() and not 0 < float(total) < torch.inf:
         raise ValueError(
             f"reduce_loss: the batch has no live token to average over (total = {total}). Skip it, or pass `total` where "
             f"other micro-batches or ranks have some."

@@ -1,0 +1,56 @@
+"""The command line: `corral train`, `corral explain NAME`, `corral doctor`."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import corral
+from corral.objective.naming import nearest
+
+COMMANDS = {
+    "train": "train a language model under a trust region; without arguments, the embedded demo",
+    "explain": "formula, settings, needs and reference of an objective",
+    "doctor": "what is installed, what is supported, what is missing and how to get it",
+}
+"""Each is a module here with `add_arguments(parser)` and `run(arguments, rest)`, imported when it is called for."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="corral",
+        description="Trust regions for reinforcement learning.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n" + "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items()),
+    )
+    parser.add_argument("--version", action="version", version=f"corral {corral.__version__}")
+    parser.add_argument("command", nargs="?", help="one of those below; `corral COMMAND --help` says more")
+    arguments = parser.parse_args(argv[:1])
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    if arguments.command not in COMMANDS:
+        return refuse(f"there is no command {arguments.command!r}.{nearest(arguments.command, COMMANDS)}")
+    module = importlib.import_module(f"corral.cli.{arguments.command}")
+    return run_command(module, arguments.command, argv[1:])
+
+
+def run_command(module: object, name: str, argv: list[str]) -> int:
+    """Parse what follows the command, and do it."""
+    parser = argparse.ArgumentParser(
+        prog=f"corral {name}",
+        description=COMMANDS[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)  # type: ignore[attr-defined]  # every command has one
+    arguments, rest = parser.parse_known_args(argv)
+    return int(module.run(arguments, rest))  # type: ignore[attr-defined]
+
+
+def refuse(sentence: str, status: int = 2) -> int:
+    """Say on stderr why something cannot be done."""
+    sys.stderr.write(f"corral: {sentence}\n")
+    return status

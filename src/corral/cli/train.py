@@ -1,0 +1,125 @@
+"""`corral train`: settings from a recipe, a file and flags; then the job."""
+
+import argparse
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from corral.cli import refuse
+
+FLAGS = {
+    "model": "tiny, smollm2, or a folder or hub id",
+    "task": "what to learn",
+    "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",
+    "seed": "decides everything that is drawn",
+    "steps": "batches of rollouts",
+    "learning-rate": "of AdamW",
+    "guard": "on a collapse: warn, stop or off",
+    "report-to": "none, tensorboard, wandb, trackio",
+}
+"""Settings with a flag in the help. Every other one has a flag too, or goes through --set."""
+
+EPILOG = """
+Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
+Settings of a run: corral.llm.settings.Settings. Settings of the trainer: CorralConfig, and so TRL's GRPOConfig.
+Later ones win: recipe, then file, then flags. Without --recipe and --config, the recipe is `demo`.
+"""
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.epilog = EPILOG
+    parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
+    for name, what in FLAGS.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the run in this folder")
+    parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Train or resume, and turn what goes wrong into a sentence and a status."""
+    missing = [name for name in ("transformers", "trl", "accelerate", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        return refuse(f"training needs {', '.join(missing)}. Install them: pip install 'corral[llm]'.", 1)
+    hush()
+    from corral.llm.files import RunError
+
+    try:
+        summary = resumed(arguments, rest) if arguments.resume else started(arguments, rest)
+    except RunError as error:
+        if error.__cause__ is not None and type(error).__name__ == "RewardError":
+            traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
+        return refuse(str(error), 1)
+    except KeyboardInterrupt:
+        return refuse("interrupted before the first step.", INTERRUPTED)
+    return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], 1)
+
+
+def started(arguments: argparse.Namespace, rest: list[str]) -> dict[str, object]:
+    """A new run from layers of settings."""
+    from corral.llm.settings import nested, read_file, read_recipe, resolve
+    from corral.llm.train import train
+
+    recipe = arguments.recipe or (None if arguments.config else "demo")
+    layers = [read_recipe(recipe)] if recipe else []
+    layers += [read_file(arguments.config)] if arguments.config else []
+    return train(resolve([*layers, nested(flags(arguments, rest))]), out=arguments.out, quiet=arguments.quiet).summary
+
+
+def resumed(arguments: argparse.Namespace, rest: list[str]) -> dict[str, object]:
+    """The run's own settings; only what does not change its course can be given anew."""
+    from corral.llm.files import RunError
+    from corral.llm.train import resume
+
+    given = dict(flags(arguments, rest))
+    changes = {key: given.pop(key, None) for key in ("guard", "report_to")}
+    named = [name for name in ("recipe", "config", "out") if getattr(arguments, name) is not None]
+    if given or named:
+        raise RunError(
+            f"--resume goes on with the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
+            f"--guard, --report-to and --quiet can."
+        )
+    return resume(arguments.resume, quiet=arguments.quiet, **changes).summary
+
+
+def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str]]:
+    """Every setting that was given on the command line, in order: named flags, --set, then any other flag."""
+    from corral.llm.files import RunError
+
+    named = [(name.replace("-", "_"), getattr(arguments, name.replace("-", "_"))) for name in FLAGS]
+    pairs = [(key, value) for key, value in named if value is not None]
+    for text in arguments.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise RunError(f"--set takes key=value; got {text!r}.")
+        pairs.append((key, value))
+    rest = list(rest)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise RunError(f"{flag!r} belongs to no flag. Settings are given as --key value.")
+        key, equals, value = flag[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        pairs.append((key.replace("-", "_"), value))
+    return pairs
+
+
+def hush() -> None:
+    """No telemetry, no progress bars, no remarks of the libraries below a warning: the view says what matters."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every attempt to reach a hub that is not there
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")

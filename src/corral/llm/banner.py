@@ -1,0 +1,85 @@
+"""What is said before a run starts: what was asked, what was found, what was chosen, and what not to expect."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+
+import corral
+from corral.llm.session import RunTrainer
+from corral.llm.settings import Settings
+
+NO_REGION = {"reinforce"}
+"""Objectives without a trust region."""
+
+
+def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[str, str]]:
+    """Names and sentences, in the order in which they are shown."""
+    args, config = trainer.args, trainer.objective.config
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    prompts = args.generation_batch_size // args.num_generations
+    chosen = ", ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
+    lines = [
+        ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {short(parameters)} parameters"),
+        ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
+        ("anchor", anchor(trainer)),
+        ("support", support(trainer)),
+        ("step", f"{prompts} prompts × {args.num_generations} completions, then {trainer.updates_per_step} updates"),
+        ("device", device(trainer)),
+        ("run", str(where)),
+    ]
+    why = why_inactive(trainer)
+    return [*lines, ("note", f"tr/active_frac will be 0: {why}")] if why else lines
+
+
+def anchor(trainer: RunTrainer) -> str:
+    """Which policy is the centre of the region, and where it comes from."""
+    if trainer.anchor == "old":
+        return "old: the policy before the updates, recomputed by the trainer"
+    if trainer.args.use_vllm:
+        return "rollout: the log-probs that vLLM reports"
+    return "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
+
+
+def support(trainer: RunTrainer) -> str:
+    """How much of a distribution the objective looks at."""
+    if not trainer.needs_support:
+        return "none: this objective looks at the sampled token alone"
+    args = trainer.args
+    return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
+
+
+def device(trainer: RunTrainer) -> str:
+    """Where it runs and with what."""
+    kind = trainer.accelerator.device
+    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else f"{torch.get_num_threads()} threads"
+    processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
+    head = "corral's head (torch)" if trainer.needs_support and trainer.updates_per_step > 1 else "TRL's head"
+    return f"{kind.type} ({name}{processes}); {head}; TRL {trl.__version__}, transformers {transformers.__version__}"
+
+
+def why_inactive(trainer: RunTrainer) -> str | None:
+    """Why the trust region can never act; None if it can."""
+    config: Any = trainer.objective.config
+    if trainer.objective.name in NO_REGION:
+        return f"{trainer.objective.name} has no trust region."
+    bounds = [getattr(config, f.name) for f in dataclasses.fields(config) if f.name.startswith(("bound", "clip"))]
+    if any(b == float("inf") for b in bounds) and all(b in (None, float("inf")) for b in bounds):
+        return "the bound is infinite."
+    if trainer.updates_per_step == 1 and not trainer.args.use_vllm:
+        return (
+            "with one update per batch of rollouts the new policy is the old one. Raise steps_per_generation or "
+            "num_iterations to make the trust region matter."
+        )
+    return None
+
+
+def short(count: int) -> str:
+    """A number of parameters, as people say it."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return str(count)

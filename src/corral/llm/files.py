@@ -1,0 +1,120 @@
+"""Files that are there whole or not at all, and errors of the disk in sentences."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class RunError(Exception):
+    """A run cannot start or go on. The message is one for people: what, why, and what to do."""
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a file beside `path`, bring it to the disk, and only then give it its name."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(beside)
+        sync(beside)
+        os.replace(beside, path)
+        sync(path.parent)
+    except OSError as error:
+        raise RunError(disk_sentence(error, path)) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A JSON file, whole; NaN and infinities, which JSON does not have, become null and text."""
+    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
+    write_whole(path, lambda beside: beside.write_text(text))
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """One more line of JSON, in one write; should that fail, the file is as it was before."""
+    data = (json.dumps(plain(content), allow_nan=False) + "\n").encode()
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            before = os.fstat(file).st_size
+            try:
+                if os.write(file, data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file)
+            except OSError:
+                os.ftruncate(file, before)
+                raise
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise RunError(disk_sentence(error, path)) from error
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and value != value:
+        return None
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether this, or what caused it, says that the disk is full. torch.save tells only by a file position that is wrong."""
+    while error is not None:
+        text = str(error)
+        if (isinstance(error, OSError) and error.errno in FULL) or "No space left" in text:
+            return True
+        if isinstance(error, RuntimeError) and "inline_container.cc" in text and "unexpected pos" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def disk_sentence(error: BaseException, path: Path) -> str:
+    """What went wrong on the disk, and what to do."""
+    if is_disk_full(error):
+        there = next(parent for parent in path.absolute().parents if parent.exists())
+        free = shutil.disk_usage(there).free / 1e6
+        return f"the disk is full ({free:,.0f} MB left) and {path} could not be written. Free some space, then resume the run."
+    if isinstance(error, OSError) and error.errno in DENIED:
+        return f"{path} cannot be written: {error.strerror}. Choose another folder with --out."
+    return f"{path} could not be written: {error}"
+
+
+def lock(folder: Path) -> int:
+    """Hold a folder for this process; the system lets go when the process ends, however it ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(file)
+        raise RunError(f"another process is writing the run in {folder}. Wait for it, or stop it first.") from error
+    return file

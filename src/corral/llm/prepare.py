@@ -1,0 +1,89 @@
+"""Settings → everything they name, built and checked before a run writes its first file."""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from corral.llm.config import CorralConfig
+from corral.llm.files import RunError, plain
+from corral.llm.models import load_model
+from corral.llm.problems import Problems
+from corral.llm.settings import Settings
+from corral.task import make_task
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that settings stand for, checked, before anything is written."""
+
+    model: PreTrainedModel
+    problems: Problems
+    dataset: Dataset
+    held_out: list[str]
+    config: CorralConfig
+
+
+def prepare(settings: Settings) -> Parts:
+    """Build what the settings name; whatever is wrong with them comes out here."""
+    try:
+        task = make_task(settings.task, **settings.task_config)
+        config = trainer_config(settings, task.max_completion_length + 1)
+        model, tokenizer = load_model(settings.model)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
+    dataset = problems.dataset(problems_needed(settings, config), settings.seed)
+    held_out = task.held_out_prompts(settings.eval_size, settings.seed)
+    if not held_out:
+        raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
+    problems.check_length([*dataset["problem"], *held_out], model, config.max_completion_length)
+    return Parts(model, problems, dataset, held_out, config)
+
+
+def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
+    """TRL's settings: the run's own, then what the user gave."""
+    on_gpu = torch.cuda.is_available() and settings.device != "cpu"
+    if settings.device == "cuda" and not on_gpu:
+        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
+    chosen: dict[str, Any] = {
+        "max_completion_length": max_completion_length,
+        "bf16": on_gpu and settings.model != "tiny",
+        "objective": settings.objective,
+        "objective_config": settings.objective_config,
+        "seed": settings.seed,
+        "report_to": settings.report_to.split(","),
+        "use_cpu": not on_gpu,
+        "save_strategy": "no",  # the run says when
+        "disable_tqdm": True,
+        "shuffle_dataset": False,  # problems are drawn at random already
+    }
+    config = CorralConfig(output_dir="runs", **chosen | settings.trainer)
+    cycle = math.lcm(config.gradient_accumulation_steps, config.steps_per_generation * config.num_iterations)
+    config.logging_steps = cycle // config.gradient_accumulation_steps
+    config.max_steps = settings.steps * config.logging_steps
+    return config
+
+
+def problems_needed(settings: Settings, config: CorralConfig) -> int:
+    """Problems that the run will see, each once: nothing is repeated, so a resumed run has nothing to get wrong."""
+    every = config.steps_per_generation * config.num_iterations
+    rollouts = settings.steps * math.lcm(config.gradient_accumulation_steps, every) // every
+    return rollouts * config.generation_batch_size // config.num_generations
+
+
+def described(settings: Settings, parts: Parts) -> dict[str, Any]:
+    """The content of config.json."""
+    task = parts.problems.task
+    return {
+        "settings": settings.flat(),
+        "objective": {"name": settings.objective, **vars(parts.config.make_objective().config)},
+        "task": {"name": task.name, **vars(task)},
+        "model": {"name": settings.model, "parameters": sum(p.numel() for p in parts.model.parameters())},
+        "trainer": plain(parts.config.to_dict()),
+        "command": sys.argv,
+    }

@@ -1,0 +1,164 @@
+"""A task's problems as a model meets them: prompts to train on, rewards, and success on problems it never saw."""
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from corral.llm.files import RunError
+from corral.task import Task
+
+Prompt = str | list[dict[str, str]]
+Reward = Callable[..., list[float | None]]
+
+LONGEST = 1000
+"""How many prompts, the longest in characters, are tokenised to see whether they fit."""
+
+
+class RewardError(RunError):
+    """A reward function failed; the cause is chained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    """Problems of a task, worded for a model: in its chat template if it has one."""
+
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    instruction: str
+
+    def prompt(self, problem: str) -> Prompt:
+        """What the trainer passes to the model."""
+        text = self.instruction.replace("{problem}", problem)
+        return [{"role": "user", "content": text}] if self.tokenizer.chat_template else text
+
+    def tokens(self, problems: Sequence[str]) -> list[list[int]]:
+        """The same as token ids, as the trainer makes them."""
+        prompts = [self.prompt(problem) for problem in problems]
+        if self.tokenizer.chat_template:
+            texts = [self.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+            ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self.tokenizer(prompts)["input_ids"]
+        return ids
+
+    def dataset(self, count: int, seed: int) -> Dataset:
+        """`count` problems to train on, in the order in which they will be seen."""
+        problems = self.task.train_prompts(count, seed)
+        if len(problems) < count:
+            raise RunError(
+                f"the task {self.task.name} has {len(problems)} problems to train on, and this run needs {count}. Use fewer "
+                f"steps or a smaller batch, or mend `train_prompts`."
+            )
+        return Dataset.from_dict({"prompt": [self.prompt(problem) for problem in problems], "problem": problems})
+
+    def check_length(self, problems: Sequence[str], model: PreTrainedModel, max_completion_length: int) -> None:
+        """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
+        room = getattr(model.config, "max_position_embeddings", None)  # not every family has a limit
+        if room is None or not problems:
+            return
+        longest = sorted(set(problems), key=len)[-LONGEST:]
+        tokens, problem = max(zip(map(len, self.tokens(longest)), longest, strict=True))
+        if tokens + max_completion_length > room:
+            raise RunError(
+                f"a prompt has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "
+                f"{room} positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or "
+                f"another model."
+            )
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, which is a list of messages under a chat template."""
+    return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
+
+
+def verifier(task: Task) -> Reward:
+    """The task's own verifier as a reward function."""
+
+    def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[float]:
+        return [task.verify(one, text_of(completion)) for one, completion in zip(problem, completions, strict=True)]
+
+    return checked(f"{task.name}.verify", score)
+
+
+def reward_by_name(path: str) -> Reward:
+    """A user's function, from `module:function`."""
+    module, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RunError(f"`reward` is module:function, and {path!r} cannot be imported: {error}.") from error
+    return checked(path, function)
+
+
+def checked(name: str, score: Reward) -> Reward:
+    """`score`, with a clear error that names it and the completion whenever it fails."""
+
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        try:
+            rewards = list(score(prompts=prompts, completions=completions, **columns))
+        except Exception as error:  # whatever a user's function raises
+            culprit = _culprit(score, prompts, completions, columns)
+            raise RewardError(
+                f"the reward function {name} raised {type(error).__name__}: {error}. The completion was {culprit!r}."
+            ) from error
+        if len(rewards) != len(completions):
+            raise RewardError(
+                f"the reward function {name} gave {len(rewards)} rewards for {len(completions)} completions, the first of "
+                f"which was {text_of(completions[0])!r}. It must give one for each."
+            )
+        return [None if value is None else _finite(name, value, one) for value, one in zip(rewards, completions, strict=True)]
+
+    reward.__name__ = name.rpartition(":")[2]  # TRL logs under this name
+    return reward
+
+
+def _finite(name: str, value: Any, completion: Any) -> float:
+    """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(
+            f"the reward function {name} gave {value!r} for the completion {text_of(completion)!r}. A reward is a finite "
+            f"number, or None where there is nothing to judge."
+        )
+    return number
+
+
+def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns: dict[str, Any]) -> str:
+    """The first completion that fails by itself; the first of all if none does."""
+    for index, completion in enumerate(completions):
+        one = {key: [value[index]] if isinstance(value, list) else value for key, value in columns.items()}
+        try:
+            score(prompts=[prompts[index]], completions=[completion], **one)
+        except Exception:  # the same function, so the same freedom
+            return text_of(completion)
+    return text_of(completions[0])
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], max_new_tokens: int, *, greedy: bool
+) -> list[str]:
+    """One completion per prompt, greedy or sampled at temperature 1 from the whole policy."""
+    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
+    sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id,
+        **sampling,
+    )
+    tokens = model.generate(**batch, generation_config=config)
+    texts: list[str] = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts

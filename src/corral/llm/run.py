@@ -1,0 +1,235 @@
+"""A run is a folder: what was asked, what happened, how it ended, and enough to go on from.
+
+config.json          everything resolved, with versions and the commit
+metrics.jsonl        one line per step; step 0 is before any update
+summary.json         how it ended
+completions.parquet  a few completions of every step
+checkpoints/         checkpoint-<updates>, each with a manifest.json of sizes and digests, written last
+"""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import corral
+from corral.llm.files import RunError, append_line, digest, disk_sentence, lock, sync, write_json, write_whole
+
+Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow")
+
+COMPLETIONS = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("update", pa.int64()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was written to the end."""
+
+    path: Path
+    step: int
+
+
+class RunFolder:
+    """The files of one run. Nothing but this class writes them, and only the main process holds one open for writing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.metrics, self.summary = path / "config.json", path / "metrics.jsonl", path / "summary.json"
+        self.completions, self.checkpoints = path / "completions.parquet", path / "checkpoints"
+        self.writing = self.checkpoints / ".writing"
+        self._rows: list[dict[str, Any]] = []
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, out: Path | None, label: str) -> "RunFolder":
+        """A new folder: `out`, which must not exist or be empty, or one under runs/ named by the time and `label`."""
+        path = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}" if out is None else out
+        if out is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            resumable = path.is_dir() and (path / "config.json").exists()
+            hint = f"continue that run with --resume {path}, or choose" if resumable else "choose"
+            raise RunError(f"{path} is there already and is not an empty folder: {hint} another --out.")
+        try:
+            folder = cls(_unused(path) if out is None else path)
+            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            folder._lock = lock(folder.path)
+        except OSError as error:
+            raise RunError(disk_sentence(error, path)) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """A run that is there, to go on with."""
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise RunError(f"{path} is no run: it has no config.json. --resume takes the folder that `corral train` printed.")
+        try:
+            folder.checkpoints.mkdir(exist_ok=True)
+            folder._lock = lock(path)
+        except OSError as error:
+            raise RunError(disk_sentence(error, path)) from error
+        return folder
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_config(self, content: dict[str, Any]) -> None:
+        """What was asked, resolved, and with what it runs."""
+        write_json(self.config, content | {"versions": versions(), "commit": commit()})
+
+    def write_summary(self, content: dict[str, Any]) -> None:
+        """How the run ended."""
+        write_json(self.summary, content)
+
+    def read_config(self) -> dict[str, Any]:
+        """What was asked, as written."""
+        try:
+            content: dict[str, Any] = json.loads(self.config.read_text())
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.config} cannot be read: {error}") from error
+        return content
+
+    def append(self, line: dict[str, Any]) -> None:
+        """One more line of metrics."""
+        append_line(self.metrics, line)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of metrics that was written to the end."""
+        if not self.metrics.exists():
+            return []
+        lines = []
+        for text in self.metrics.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError):  # the last one, if the machine went down in the middle of it
+                lines.append(json.loads(text))
+        return lines
+
+    def cut_back(self, step: int) -> list[dict[str, Any]]:
+        """Forget what happened after `step`: it will happen again. Returns the lines that stay."""
+        lines = [line for line in self.lines() if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_whole(self.metrics, lambda beside: beside.write_text(text))
+        self._rows = []
+        if self.completions.exists():
+            with contextlib.suppress(pa.ArrowInvalid):  # damaged from outside: completions are worth no failure
+                self._rows = [row for row in pq.read_table(self.completions).to_pylist() if row["step"] <= step]
+        self.summary.unlink(missing_ok=True)
+        return lines
+
+    def add_completions(self, rows: list[dict[str, Any]]) -> None:
+        """Completions to keep; they reach the disk with the next checkpoint, or when the run ends."""
+        self._rows += rows
+
+    def write_completions(self) -> None:
+        """All completions kept so far."""
+        table = pa.Table.from_pylist(self._rows, schema=COMPLETIONS)
+        write_whole(self.completions, lambda beside: pq.write_table(table, beside))
+
+    def publish(self, name: str, step: int, keep: int) -> None:
+        """Give the checkpoint in `writing` its manifest and its name, and remove all but the `keep` newest."""
+        source, target = self.writing / name, self.checkpoints / name
+        files = sorted(path for path in source.rglob("*") if path.is_file())
+        listed = {str(path.relative_to(source)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files}
+        for path in files:
+            sync(path)
+        write_json(source / "manifest.json", {"step": step, "files": listed})
+        shutil.rmtree(target, ignore_errors=True)  # a damaged one of the same name
+        os.replace(source, target)
+        sync(self.checkpoints)
+        self.drop_unfinished()
+        for old in self._named()[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def drop_unfinished(self) -> None:
+        """Remove a checkpoint that was not written to the end."""
+        shutil.rmtree(self.writing, ignore_errors=True)
+
+    def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint whose files are all as written, and why newer ones are not used."""
+        complaints = []
+        for path in self._named():
+            why = damage(path)
+            if why is None:
+                return Checkpoint(path, json.loads((path / "manifest.json").read_text())["step"]), complaints
+            complaints.append(f"{path.name} is damaged ({why}) and is not used.")
+        return None, complaints
+
+    def _named(self) -> list[Path]:
+        """Checkpoints, newest first."""
+        found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+        return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files; None if nothing is."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "its manifest is missing or unreadable"
+    for name, (size, sha256) in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if digest(path) != sha256:
+            return f"{name} is not what was written"
+    return None
+
+
+def versions() -> dict[str, str | None]:
+    """Python's and the packages' versions; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "corral": corral.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit of corral's own checkout, with a + if files differ from it; None if this is no checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "config.py")  # a virtual environment inside somebody else's checkout is not ours
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, … that is free; made, so that nobody else takes it."""
+    for count in range(1, 1000):
+        candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")
+        with contextlib.suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            return candidate
+    raise RunError(f"{path} and 999 more like it exist already.")

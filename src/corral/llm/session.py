@@ -1,0 +1,234 @@
+"""What happens around the updates of a run: success is measured, lines and checkpoints are written, signals are obeyed."""
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.models.utils import unwrap_model_for_generation
+
+from corral.llm.files import RunError, disk_sentence, is_disk_full
+from corral.llm.guard import GuardCallback, on_any_process
+from corral.llm.problems import Problems, Reward, answer, text_of
+from corral.llm.run import RunFolder
+from corral.llm.settings import Settings
+from corral.llm.trainer import CorralTrainer
+from corral.llm.view import View
+
+NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
+"""What a line says where nothing was measured."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """What the parts of one running run share. Only the main process has a folder."""
+
+    settings: Settings
+    problems: Problems
+    held_out: list[str]
+    success: Reward
+    """What counts as success on them."""
+    folder: RunFolder | None
+    guard: GuardCallback
+    view: View
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Metrics so far; after a resume, those that were kept."""
+    interrupted: bool = False
+    patient: bool = False
+    """Whether a signal waits for the end of the step; before training it need not."""
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """One more line of metrics, for the folder and the eyes."""
+        self.lines.append(line)
+        if self.folder is not None:
+            self.folder.append(line)
+        self.view.line(line)
+
+    @contextmanager
+    def obeying_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the run at the next step's end, with a checkpoint; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._on_signal) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted or not self.patient:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        # A console may be in the middle of a write: go past it.
+        os.write(2, b"\nStopping after this step, with a checkpoint. Once more to stop at once.\n")
+
+
+class RunTrainer(CorralTrainer):
+    """CorralTrainer whose checkpoints appear in a run folder whole or not at all, and whose guard hears of every loss."""
+
+    session: Session
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates until the next batch of rollouts begins together with a new update: there, nothing is half done."""
+        every = self.args.steps_per_generation * self.args.num_iterations
+        return math.lcm(self.args.gradient_accumulation_steps, every) // self.args.gradient_accumulation_steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.session.guard.loss_is_finite &= bool(loss.isfinite())
+        return loss
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """None: config.json says it all, and TRL's card would be written in pieces."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(self.args.output_dir, ".writing")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder, update = self.session.folder, self.state.global_step
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if folder is not None:
+                folder.write_completions()
+                step = update // self.updates_per_step
+                folder.publish(f"checkpoint-{update}", step, self.session.settings.keep_checkpoints)
+            self.accelerator.wait_for_everyone()
+        except Exception as error:  # torch, safetensors and Python have one each for a full disk
+            if folder is not None:
+                folder.drop_unfinished()
+            if isinstance(error, OSError) or is_disk_full(error):
+                raise RunError(disk_sentence(error, self._path_of_checkpoint(update))) from error
+            raise
+
+    def _path_of_checkpoint(self, update: int) -> Any:
+        assert self.session.folder is not None
+        return self.session.folder.checkpoints / f"checkpoint-{update}"
+
+    def measure(self) -> dict[str, float]:
+        """Success on the held-out problems, sampled at temperature 1 and greedy. Training draws the same numbers afterwards."""
+        session, process = self.session, self.accelerator
+        mine = session.held_out[process.process_index :: process.num_processes]
+        devices = [process.device] if process.device.type == "cuda" else []
+        training, scores = self.model.training, []
+        self.model.eval()
+        try:
+            with (
+                torch.random.fork_rng(devices=devices),
+                unwrap_model_for_generation(self.model_wrapped, process) as model,
+            ):
+                for greedy in (False, True):
+                    torch.manual_seed(session.settings.seed + process.process_index)  # the same draws at every measurement
+                    scores.append(sum(self._scores(model, mine, greedy)))
+        finally:
+            self.model.train(training)
+        total = process.reduce(torch.tensor(scores, device=process.device), reduction="sum") / len(session.held_out)
+        return dict(zip(("success", "greedy"), total.tolist(), strict=True))
+
+    def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
+        """Rewards of one completion per problem."""
+        session, size = self.session, self.session.settings.eval_batch_size
+        for start in range(0, len(problems), size):
+            batch = problems[start : start + size]
+            ids = session.problems.tokens(batch)
+            texts = answer(model, self.processing_class, ids, self.args.max_completion_length, greedy=greedy)
+            yield from session.success(prompts=batch, completions=texts, problem=batch)
+
+    def newest_completions(self, count: int) -> list[dict[str, Any]]:
+        """The first completions of the newest rollouts, those of one prompt together."""
+        logs, update = self._logs, self.state.global_step
+        rewards = next(iter(logs["rewards"].values()), ())
+        columns = zip(logs["prompt"], logs["completion"], rewards, logs["advantages"], strict=False)
+        return [
+            {
+                "step": update // self.updates_per_step,
+                "update": update,
+                "prompt": text_of(prompt),
+                "completion": text_of(completion),
+                "reward": reward,
+                "advantage": advantage,
+            }
+            for (prompt, completion, reward, advantage), _ in zip(columns, range(count), strict=False)
+        ]
+
+
+class RunCallback(TrainerCallback):
+    """Acts at the ends of steps, where no rollout is half used: the places to measure, to save and to stop."""
+
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer, self.session = trainer, trainer.session
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Success before any update."""
+        session = self.session
+        if not session.lines:
+            measured = self.trainer.measure()
+            session.add({"step": 0, "update": 0, "seconds": self._seconds(), **NOT_MEASURED, **measured})
+        session.patient = True
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """At the first update of a step the new policy is still the old one."""
+        if state.global_step % self.trainer.updates_per_step == 0:
+            self.session.guard.check_first_update(self.trainer._metrics["train"].get("tr/active_frac", ()))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """TRL calls every update a step; a step of ours is over after `updates_per_step` of them."""
+        step, within = divmod(state.global_step, self.trainer.updates_per_step)
+        if within:
+            return
+        settings = self.session.settings
+        if step % settings.eval_every == 0 or step == settings.steps:
+            for name, value in self.trainer.measure().items():
+                self.trainer._metrics["train"][name].append(value)
+        if step % settings.checkpoint_every == 0 or step == settings.steps:
+            control.should_save = True
+        if on_any_process(self.session.interrupted):
+            self.session.interrupted = control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Every step has a line. The guard has read it by now."""
+        if "loss" not in logs:
+            return
+        session, seconds = self.session, self._seconds()
+        step, last = state.global_step // self.trainer.updates_per_step, session.lines[-1]
+        tokens = logs.get("num_tokens", 0) - (last.get("num_tokens") or 0)
+        line = {
+            "step": step,
+            "update": state.global_step,
+            "seconds": seconds,
+            "success": None,
+            "greedy": None,
+            "reward": None,
+            **logs,
+        }
+        line |= {"tokens_per_second": tokens / max(seconds - last["seconds"], 1e-9), "skipped": session.guard.skipped}
+        if session.guard.news:
+            line["warnings"], session.guard.news = session.guard.news, []
+        session.add(line)
+        rows = self.trainer.newest_completions(session.settings.keep_completions)
+        if session.folder is not None:
+            session.folder.add_completions(rows)
+        if line["success"] is not None:
+            session.view.completions(rows[:3])
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self.session.started

@@ -1,0 +1,219 @@
+"""What a run is told: recipe, file and flags in layers, every key checked, every value of the right type."""
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from corral.llm.config import CorralConfig
+from corral.llm.files import RunError
+from corral.objective import OBJECTIVES
+from corral.objective.naming import nearest
+from corral.task import TASKS
+
+RECIPES = Path(__file__).parent / "recipes"
+
+Guard = Literal["warn", "stop", "off"]
+Device = Literal["auto", "cpu", "cuda"]
+
+OURS = {
+    "output_dir": "--out",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "save_steps": "checkpoint_every",
+    "save_strategy": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints",
+    "eval_steps": "eval_every",
+    "eval_strategy": "eval_every",
+    "use_cpu": "device",
+    "resume_from_checkpoint": "--resume",
+    "disable_tqdm": "--quiet",
+    "log_completions": "keep_completions",
+    "logging_steps": "nothing: every step is logged",
+    "logging_strategy": "nothing: every step is logged",
+    "shuffle_dataset": "seed",
+    "data_seed": "seed",
+    "ignore_data_skip": "nothing: a resumed run goes on where it stopped",
+}
+"""Settings of TRL's that a run decides itself, and what to use instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run. Whatever is not named here is in `trainer`: any setting of CorralConfig, and so of TRL's GRPOConfig."""
+
+    model: str = "tiny"
+    """`tiny` (embedded), `smollm2` (after `make smollm2`), or a folder or hub id that transformers can load."""
+    task: str = "countdown"
+    """What to learn: a name from corral.task."""
+    task_config: dict[str, Any] = field(default_factory=dict)
+    """The task's own settings."""
+    objective: str = "troll"
+    """How: a name from corral.objective_names()."""
+    objective_config: dict[str, Any] = field(default_factory=dict)
+    """The objective's own settings."""
+    seed: int = 0
+    """Decides prompts, samples and everything else that is drawn."""
+    steps: int = 100
+    """Batches of rollouts to learn from; each gives one or more updates."""
+    eval_every: int = 10
+    """Steps between measurements of held-out success; the first and the last step are always measured."""
+    eval_size: int = 512
+    """Held-out problems to measure success on."""
+    eval_batch_size: int = 256
+    """How many of them are answered at a time."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    keep_completions: int = 16
+    """Completions of every step that go into completions.parquet."""
+    guard: Guard = "warn"
+    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
+    report_to: str = "none"
+    """Where TRL reports besides: none, tensorboard, wandb, trackio, or several of them with commas between."""
+    device: Device = "auto"
+    """`auto` is the GPU if there is one."""
+    instruction: str = "{problem}"
+    """What the model reads; {problem} is the task's prompt."""
+    reward: str | None = None
+    """`module:function` with TRL's signature, to use instead of the task's own verifier."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Settings of CorralConfig, checked but not yet applied."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("steps", 1), ("eval_every", 1), ("eval_size", 1), ("eval_batch_size", 1), ("seed", 0)):
+            if getattr(self, key) < least:
+                raise RunError(f"`{key}` must be at least {least}; got {getattr(self, key)}.")
+        for key, least in (("checkpoint_every", 1), ("keep_checkpoints", 1), ("keep_completions", 0)):
+            if getattr(self, key) < least:
+                raise RunError(f"`{key}` must be at least {least}; got {getattr(self, key)}.")
+        if "{problem}" not in self.instruction:
+            raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
+        for kind, name, known in (("objective", self.objective, OBJECTIVES), ("task", self.task, TASKS)):
+            if name not in known:
+                raise RunError(f"there is no {kind} {name!r}.{nearest(name, known)}")
+
+    def flat(self) -> dict[str, Any]:
+        """As in a file: the run's keys and the trainer's side by side."""
+        own = dataclasses.asdict(self)
+        return own | own.pop("trainer")
+
+
+def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
+    """Later layers win, key by key. A layer that changes the objective or the task drops its earlier settings."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for name in ("objective", "task"):
+            if name in layer and layer[name] != merged.get(name, layer[name]):
+                merged.pop(f"{name}_config", None)
+        for key, value in layer.items():
+            if key in ("objective_config", "task_config") and isinstance(value, Mapping):
+                merged[key] = {**merged.get(key, {}), **value}
+            else:
+                merged[key] = value
+    own, trainer = get_type_hints(Settings), _trainer_hints()
+    checked: dict[str, Any] = {"trainer": {}}
+    for key, value in merged.items():
+        if key in OURS:
+            raise RunError(f"`{key}` is decided by the run. Use {OURS[key]}.")
+        if key == "trainer" or (key not in own and key not in trainer):
+            raise RunError(f"there is no setting `{key}`.{_suggest(key, [*own, *trainer])}")
+        if key in own:
+            checked[key] = coerce(key, value, own[key])
+        else:
+            checked["trainer"][key] = coerce(key, value, trainer[key])
+    return Settings(**checked)
+
+
+def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Flags as a layer: `objective_config.bound` is a key of the table `objective_config`."""
+    layer: dict[str, Any] = {}
+    for key, value in pairs:
+        table, _, inner = key.replace("-", "_").partition(".")
+        if not inner:
+            layer[table] = value
+        elif table in ("objective_config", "task_config"):
+            layer.setdefault(table, {})[inner] = guess(value)
+        else:
+            raise RunError(f"there is no setting `{key}`: only objective_config and task_config have settings of their own.")
+    return layer
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A layer from a TOML or YAML file."""
+    try:
+        text = path.read_text()
+        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is not {'TOML' if path.suffix == '.toml' else 'YAML'}: {error}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path} should hold settings, `key = value` in TOML or `key: value` in YAML.")
+    return content
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """A layer from a recipe that ships with corral."""
+    known = {path.stem: path for path in RECIPES.glob("*.toml")}
+    if name not in known:
+        raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
+    return read_file(known[name])
+
+
+def guess(text: Any) -> Any:
+    """The value that a text on the command line stands for, where no type says it: as TOML has it, else the text itself."""
+    if not isinstance(text, str):
+        return text
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def coerce(key: str, value: Any, hint: Any) -> Any:
+    """`value` as the type that `key` has; a sentence if it cannot be."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")
+        return value
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
+    kinds = {get_origin(kind) or kind for kind in kinds}
+    read = value if str in kinds and not kinds & {dict, list} else guess(value)
+    if type(None) in kinds and (read is None or value == "none"):
+        return None
+    for kind in (bool, int, float, dict, list, str):
+        if kind in kinds and type(read) is kind:
+            return read
+    if float in kinds and isinstance(read, int | str) and not isinstance(read, bool):
+        try:
+            return float(read)  # YAML reads 1e-4 as text
+        except ValueError:
+            pass
+    if str in kinds:
+        return str(value)
+    if kinds & {bool, int, float, dict, list}:
+        wanted = " or ".join(sorted("none" if kind is type(None) else kind.__name__ for kind in kinds))
+        raise RunError(f"`{key}` is {wanted}; got {value!r}.")
+    return read
+
+
+def _trainer_hints() -> dict[str, Any]:
+    """Types of CorralConfig's settings that a user may give."""
+    known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
+    return {key: hint for key, hint in typing.get_type_hints(CorralConfig).items() if key in known}
+
+
+def _suggest(key: str, known: Iterable[str]) -> str:
+    """The nearest match, but not the 200 names that there are."""
+    guessed = nearest(key, known).split(" There are:")[0]
+    return f"{guessed} `corral train --help` says where to find them all."

@@ -1,0 +1,208 @@
+"""What a person sees of a run: a live panel in a terminal, plain lines elsewhere, next to nothing when told to be quiet."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+SHOWN = ("success", "greedy", "reward", "entropy", "tokens_per_second")
+"""What every line shows, in this order; then comes whatever starts with tr/."""
+
+IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after")
+"""How much of that fits into one line of text."""
+
+Line = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+class View:
+    """Quiet: warnings and the end. The base of the others."""
+
+    def __init__(self, console: Console, problems: Console) -> None:
+        self.console, self.problems = console, problems
+
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
+        """The run starts, or goes on after `done` steps."""
+
+    def line(self, line: Line) -> None:
+        """A step is over."""
+
+    def completions(self, rows: Sequence[Row]) -> None:
+        """A few of its completions."""
+
+    def warn(self, sentence: str) -> None:
+        """Something a person should know."""
+        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """Something good to know."""
+
+    def end(self, sentence: str) -> None:
+        """How it ended, and where it is."""
+        self.console.print(escape(sentence), soft_wrap=True, highlight=False)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+
+
+class PlainView(View):
+    """One line per step, without colours or cursor moves: for pipes, files and batch systems."""
+
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
+        self.steps, self.clock = steps, Clock(steps, done)
+        for name, text in banner:
+            self._print(f"{name:<10} {text}")
+
+    def line(self, line: Line) -> None:
+        left = self.clock.left(line["step"])
+        shown = {key: value for key, value in line.items() if not key.startswith("tr/") or key in IN_A_LINE}
+        values = [f"{name} {text}" for name, text in readable(shown)]
+        self._print("  ".join([f"step {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
+
+    def completions(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._print(f"  {mark(row['reward'])} {shorten(row['prompt'])}{shorten(row['completion'])}")
+
+    def say(self, sentence: str) -> None:
+        self._print(sentence)
+
+    def _print(self, text: str) -> None:
+        self.console.print(escape(text), soft_wrap=True, highlight=False)
+
+
+class LiveView(View):
+    """A panel that stays in place: progress with the time left, the newest numbers, and a few completions."""
+
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
+        self.clock = Clock(steps, done)
+        for name, text in banner:
+            self.console.print(f"[bold]{name:<10}[/] {escape(text)}", highlight=False)
+        self.progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeLeft(self.clock), expand=True
+        )
+        self.task = self.progress.add_task("steps", total=steps, completed=done)
+        self.newest: dict[str, Any] = {}
+        self.rows: Sequence[Row] = ()
+        self.live = Live(self._panel(), console=self.console, refresh_per_second=4, get_renderable=self._panel)
+        self.live.start()
+
+    def line(self, line: Line) -> None:
+        self.newest |= {key: value for key, value in line.items() if value is not None}
+        self.progress.update(self.task, completed=line["step"])
+        self.clock.left(line["step"])
+
+    def completions(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def say(self, sentence: str) -> None:
+        self.console.print(escape(sentence), highlight=False)
+
+    def end(self, sentence: str) -> None:
+        self.close()
+        super().end(sentence)
+
+    def close(self) -> None:
+        if hasattr(self, "live"):  # a run may fail before it begins
+            self.live.stop()
+
+    def _panel(self) -> Panel:
+        table = Table.grid(padding=(0, 3))
+        pairs = readable(self.newest)
+        for start in range(0, len(pairs), 4):
+            table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + 4]))
+        shown = [
+            Text.assemble(
+                (mark(row["reward"]), "green" if row["reward"] > 0 else "red"),
+                " ",
+                (shorten(row["prompt"]), "dim"),
+                shorten(row["completion"]),
+            )
+            for row in self.rows
+        ]
+        return Panel(Group(self.progress, table, *shown), title="corral", title_align="left")
+
+
+class TimeLeft(ProgressColumn):
+    """How long it will still take."""
+
+    def __init__(self, clock: "Clock") -> None:
+        super().__init__()
+        self.clock = clock
+
+    def render(self, task: Task) -> Text:
+        left = self.clock.left(int(task.completed))
+        return Text(f"{left} left" if left else "", style="cyan")
+
+
+class Clock:
+    """Time left, from the steps done since this process began."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.first, self.start = steps, done, time.monotonic()
+        self.at = done
+        self.rate: float | None = None
+
+    def left(self, step: int) -> str | None:
+        """Time left after `step`, as h:mm:ss; None before the first step."""
+        now = time.monotonic()
+        if step > self.at:
+            self.at, self.rate = step, (now - self.start) / (step - self.first)
+            self.seen = now
+        if self.rate is None:
+            return None
+        seconds = max(0, round((self.steps - self.at) * self.rate - (now - self.seen)))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+class PatientConsole(Console):
+    """A run outlives its reader: `corral train | head` goes on, without words."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
+        os.close(null)
+
+
+def make_view(*, quiet: bool) -> View:
+    """The view for where the output goes."""
+    console, problems = PatientConsole(), PatientConsole(stderr=True)
+    if quiet:
+        return View(console, problems)
+    # In a terminal, warnings must pass through the live panel's own console.
+    return LiveView(console, console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console, problems)
+
+
+def readable(line: Line) -> list[tuple[str, str]]:
+    """Names and numbers of a line that are worth showing."""
+    keys = [*SHOWN, *sorted(key for key in line if key.startswith("tr/"))]
+    pairs = [(key, line[key]) for key in keys if line.get(key) is not None]
+    if line.get("skipped"):
+        pairs.append(("skipped", line["skipped"]))
+    return [("tokens/s" if key == "tokens_per_second" else key, number(value)) for key, value in pairs]
+
+
+def number(value: float) -> str:
+    """Three digits, and thousands with commas."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def mark(reward: float) -> str:
+    """Right or wrong, at a glance."""
+    return "✓" if reward > 0 else "✗"
+
+
+def shorten(text: str, limit: int = 120) -> str:
+    """One line of a text."""
+    text = text.replace("\n", "⏎")
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,454 @@
+"""Whole runs on a model of a few thousand weights: resumed = uninterrupted, bit for bit, and every way to fail."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import Digits, save_model, small
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corral.llm.banner import banner
+from corral.llm.files import RunError
+from corral.llm.problems import RewardError
+from corral.llm.session import RunTrainer
+from corral.llm.train import resume, train
+from corral.llm.trainer import CorralTrainer
+from corral.task import TASKS
+
+TIMES = ("seconds", "tokens_per_second", "step_time")
+LONG = {"steps": 6, "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps without a break."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    train(small(model, **LONG), out=out, quiet=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same run in a process of its own, started early and killed in the middle of its fourth step or later."""
+    out = tmp_path_factory.mktemp("killed") / "run"
+    script = Path(__file__).with_name("small_runs.py")
+    process = subprocess.Popen([sys.executable, script, model, out], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes().splitlines()) >= 4:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    printed, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, printed.decode()
+    yield out
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    return json.loads((out / "summary.json").read_text())
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Metrics, completions, weights, optimizer, schedule and random state, bit for bit."""
+    assert lines(one) == lines(other)
+    assert pq.read_table(one / "completions.parquet").equals(pq.read_table(other / "completions.parquet"))
+    last = [max((out / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name[11:])) for out in (one, other)]
+    assert last[0].name == last[1].name
+    assert (last[0] / "model.safetensors").read_bytes() == (last[1] / "model.safetensors").read_bytes()
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        states = [torch.load(path / name, weights_only=False) for path in last]
+        assert repr(states[0]) == repr(states[1]), name
+    moments = [torch.load(path / "optimizer.pt", weights_only=True)["state"] for path in last]
+    for index, state in moments[0].items():
+        for key, value in state.items():
+            assert torch.equal(value, moments[1][index][key]), key
+    ended = [{**summary(out), "seconds": 0} for out in (one, other)]
+    assert ended[0] == ended[1]
+
+
+def test_a_run_leaves_what_the_design_promises(reference: Path, model: str) -> None:
+    config = json.loads((reference / "config.json").read_text())
+    assert config["settings"]["learning_rate"] == 1e-2
+    assert config["objective"] == {
+        "name": "troll",
+        "bound": 0.05,
+        **{k: config["objective"][k] for k in config["objective"] if k not in ("name", "bound")},
+    }
+    assert config["task"] == {"name": "digits", "prompt_length": 3}
+    assert config["trainer"]["max_steps"] == 12
+    assert {"versions", "commit", "command"} <= set(config)
+    metrics = lines(reference)
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["update"] for line in metrics] == [0, 2, 4, 6, 8, 10, 12]
+    assert [line["success"] is not None for line in metrics] == [True, False, True, False, True, False, True]
+    assert all(line["reward"] is not None and line["entropy"] > 0 and "tr/active_frac" in line for line in metrics[1:])
+    assert any(line["tr/active_frac"] > 0 for line in metrics[1:]), "the region acts, so there is something to compare"
+    ended = summary(reference)
+    measured = [line["success"] for line in metrics if line["success"] is not None]
+    assert (ended["success_start"], ended["success_best"], ended["success_final"]) == (measured[0], max(measured), measured[-1])
+    assert (ended["objective"], ended["task"], ended["model"], ended["seed"]) == ("troll", "digits", model, 0)
+    assert (ended["steps"], ended["stopped"], ended["why"]) == (6, "finished", None)
+    rows = pq.read_table(reference / "completions.parquet").to_pylist()
+    assert [row["step"] for row in rows] == [step for step in range(1, 7) for _ in range(8)]
+    assert all(row["reward"] == pytest.approx(Digits().verify(row["prompt"], row["completion"])) for row in rows)
+    assert sorted(path.name for path in (reference / "checkpoints").iterdir()) == [
+        "checkpoint-12",
+        "checkpoint-4",
+        "checkpoint-8",
+    ]
+
+
+def test_the_run_learned(reference: Path) -> None:
+    assert summary(reference)["success_final"] > summary(reference)["success_start"] + 0.1
+
+
+def test_a_checkpoint_is_an_ordinary_model(reference: Path, model: str) -> None:
+    last = reference / "checkpoints" / "checkpoint-12"
+    loaded, original = (AutoModelForCausalLM.from_pretrained(path) for path in (last, model))
+    assert set(load_file(last / "model.safetensors")) == set(load_file(Path(model) / "model.safetensors"))
+    same = {**loaded.config.to_dict(), "_name_or_path": None}
+    assert same == {**original.config.to_dict(), "_name_or_path": None}
+    tokens = AutoTokenizer.from_pretrained(last)("abc", return_tensors="pt")
+    assert loaded(**tokens).logits.isfinite().all()
+
+
+def test_a_killed_run_resumes_bit_for_bit(killed: Path, reference: Path) -> None:
+    assert not (killed / "summary.json").exists()
+    outcome = resume(killed, quiet=True)
+    assert outcome.summary["stopped"] == "finished"
+    assert_same_run(killed, reference)
+
+
+class Signalling(Digits):
+    """Sends this process a signal while it scores a chosen batch of rollouts."""
+
+    when: int = 3
+    calls: int = 0
+    number: int = signal.SIGINT
+    times: int = 1
+
+    def verify(self, prompt: str, completion: str) -> float:
+        if prompt[0] != "q":
+            type(self).calls += 1
+            if type(self).calls == 8 * self.when:
+                for _ in range(self.times):
+                    os.kill(os.getpid(), self.number)
+        return super().verify(prompt, completion)
+
+
+@pytest.fixture
+def signalling(monkeypatch: pytest.MonkeyPatch) -> type[Signalling]:
+    chosen = type("Chosen", (Signalling,), {})
+    monkeypatch.setitem(TASKS, "digits", chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_saves(
+    number: int, model: str, reference: Path, tmp_path: Path, signalling: type[Signalling], capfd: pytest.CaptureFixture[str]
+) -> None:
+    signalling.number = number
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    outcome = train(small(model, **LONG), out=tmp_path / "run", quiet=True)
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    assert (outcome.summary["stopped"], outcome.summary["steps"]) == ("interrupted", 3)
+    assert summary(tmp_path / "run") == outcome.summary
+    printed = capfd.readouterr()
+    assert "Stopping after this step" in printed.err
+    assert f"Go on with: corral train --resume {tmp_path / 'run'}" in printed.out
+    assert resume(tmp_path / "run", quiet=True).summary["stopped"] == "finished"
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_a_second_signal_ends_it_at_once(model: str, reference: Path, tmp_path: Path, signalling: type[Signalling]) -> None:
+    signalling.times = 2
+    outcome = train(small(model, **LONG), out=tmp_path / "run", quiet=True)
+    assert (outcome.summary["stopped"], outcome.summary["steps"]) == ("interrupted", 2)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
+    resume(tmp_path / "run", quiet=True)
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_a_damaged_checkpoint_is_passed_over(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(reference, tmp_path / "run")
+    with (run / "checkpoints" / "checkpoint-12" / "optimizer.pt").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"\xff\xff")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-8")
+    resume(run, quiet=False)
+    printed = capsys.readouterr()
+    assert "checkpoint-12 is damaged (optimizer.pt is not what was written) and is not used." in printed.err
+    assert "going on after step 2" in printed.out
+    assert_same_run(run, reference)
+
+
+def test_a_run_without_a_whole_checkpoint_starts_over(reference: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(reference, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    resume(run, quiet=True)
+    assert_same_run(run, reference)
+
+
+def test_a_finished_run_has_nothing_to_resume(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(reference, tmp_path / "run")
+    (run / "summary.json").unlink()  # killed between the last checkpoint and the summary
+    assert resume(run, quiet=True).summary == summary(reference)
+    assert capsys.readouterr().out.startswith("finished after 6 steps: held-out success")
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, updates: set[int], record: list[Any]) -> None:
+    """NaN losses at these updates; weights and moments before and after every update."""
+    compute = CorralTrainer._compute_loss
+
+    def poisoned(self: CorralTrainer, *args: Any) -> torch.Tensor:
+        loss = compute(self, *args)
+        state = [p.detach().clone() for p in self.model.parameters()]
+        state += [v.clone() for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        record.append(state)
+        return loss * float("nan") if self.state.global_step in updates else loss
+
+    monkeypatch.setattr(CorralTrainer, "_compute_loss", poisoned)
+
+
+def test_a_nan_changes_nothing_and_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[Any] = []
+    poison(monkeypatch, {2}, states)
+    outcome = train(small(model), out=tmp_path / "run", quiet=True)
+    same = [all(map(torch.equal, one, two)) for one, two in zip(states, states[1:], strict=False)]
+    assert same == [False, False, True, False, False], "the third update, and only that, left everything alone"
+    assert (outcome.summary["stopped"], outcome.summary["skipped"]) == ("finished", 1)
+    assert [line["skipped"] for line in lines(tmp_path / "run")[1:]] == [0, 1, 1]
+    assert lines(tmp_path / "run")[2]["warnings"] == ["update 3 had a non-finite loss and was skipped (1 so far)."]
+
+
+def test_without_the_guard_a_nan_is_the_end(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {2}, [])
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        train(small(model, guard="off"), out=tmp_path / "run", quiet=True)
+    assert summary(tmp_path / "run")["stopped"] == "failed"
+
+
+class Forgetful(Digits):
+    """Held-out problems that nobody can solve any more after the second measurement."""
+
+    calls: int = 0
+
+    def verify(self, prompt: str, completion: str) -> float:
+        if prompt[0] == "q":
+            type(self).calls += 1
+            return 0.8 if self.calls <= 2 * 16 else 0.0  # 8 problems, sampled and greedy
+        return super().verify(prompt, completion)
+
+
+@pytest.mark.parametrize("guard", ["warn", "stop"])
+def test_a_collapse_is_noticed(guard: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "digits", type("Chosen", (Forgetful,), {}))
+    settings = small(model, guard=guard, steps=5, eval_every=1, checkpoint_every=5)
+    outcome = train(settings, out=tmp_path / "run", quiet=True)
+    # .8 at steps 0 and 1, then 0 at 2, 3 and 4: the third time in a row.
+    assert lines(tmp_path / "run")[4]["warnings"][0].startswith("success fell from 0.8 to 0")
+    assert outcome.summary["stopped"] == ("collapsed" if guard == "stop" else "finished")
+    assert outcome.summary["steps"] == (4 if guard == "stop" else 5)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name == f"checkpoint-{2 * outcome.summary['steps']}"
+    assert (outcome.summary["why"] or "success fell").startswith("success fell")
+
+
+def test_a_sampler_that_differs_is_noticed(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_batch = CorralTrainer._token_batch
+
+    def stale(self: CorralTrainer, *args: Any, **kwargs: Any) -> Any:
+        batch = token_batch(self, *args, **kwargs)
+        return type(batch)(batch.logp_new, batch.logp_old - 1.0, batch.advantages, batch.mask)
+
+    monkeypatch.setattr(CorralTrainer, "_token_batch", stale)
+    train(small(model, objective="ppo_clip", steps=1), out=tmp_path / "run", quiet=True)
+    (warning,) = lines(tmp_path / "run")[1]["warnings"]
+    assert "of the tokens before any update" in warning
+
+
+def rewards_that(outcome: Any) -> Any:
+    class Broken(Digits):
+        def verify(self, prompt: str, completion: str) -> float:
+            if prompt[0] == "q":
+                return 0.0
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+    return Broken
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (ZeroDivisionError("by zero"), r"digits\.verify raised ZeroDivisionError: by zero\. The completion was '"),
+        (float("nan"), r"digits\.verify gave nan for the completion '.*A reward is a finite number"),
+        ("good", r"digits\.verify gave 'good' for the completion"),
+    ],
+)
+def test_a_broken_reward_is_named(
+    outcome: Any, message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASKS, "digits", rewards_that(outcome))
+    with pytest.raises(RewardError, match=message):
+        train(small(model), out=tmp_path / "run", quiet=True)
+    ended = summary(tmp_path / "run")
+    assert ended["stopped"] == "failed"
+    assert "digits.verify" in ended["why"]
+    assert len(lines(tmp_path / "run")) == 1, "what came before is kept"
+
+
+def test_a_reward_function_of_the_users_own(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+        "def short(prompts, completions, **columns):\n    return [1.0]\n"
+        "def long(prompts, completions, **columns):\n"
+        "    assert len(completions) < 2 or 'x' not in prompts[0]\n    raise KeyError(completions[-1])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    outcome = train(small(model, reward="my_rewards:length", steps=1), out=Path("run"), quiet=True)
+    assert "rewards/length/mean" in lines(outcome.path)[1]
+    with pytest.raises(RewardError, match="my_rewards:short gave 1 rewards for 8 completions, the first of which was '"):
+        train(small(model, reward="my_rewards:short"), out=Path("short"), quiet=True)
+    with pytest.raises(RewardError, match="my_rewards:long raised KeyError"):
+        train(small(model, reward="my_rewards:long"), out=Path("long"), quiet=True)
+    with pytest.raises(RunError, match="cannot be imported"):
+        train(small(model, reward="my_rewards:missing"), out=Path("missing"), quiet=True)
+
+
+def test_a_full_disk_loses_nothing(model: str, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, calls = torch.save, []
+
+    def full(content: Any, path: Any, *args: Any) -> None:
+        calls.append(path)
+        if "checkpoint-8" in str(path):
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+        save(content, path, *args)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RunError, match=r"the disk is full .* checkpoint-8 could not be written. Free some space, then resume"):
+        train(small(model, **LONG), out=tmp_path / "run", quiet=True)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
+    assert summary(tmp_path / "run")["stopped"] == "failed"
+    monkeypatch.undo()
+    resume(tmp_path / "run", quiet=True)
+    assert_same_run(tmp_path / "run", reference)
+
+
+class Empty(Digits):
+    def train_prompts(self, count: int, seed: int) -> list[str]:
+        return []
+
+
+class NothingHeldOut(Digits):
+    def held_out_prompts(self, count: int, seed: int) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        (Empty, {}, "digits has 0 problems to train on, and this run needs 6"),
+        (NothingHeldOut, {}, "no held-out problems"),
+        (
+            Digits,
+            {"task_config": {"prompt_length": 28}},
+            r"a prompt has 29 tokens, and with max_completion_length=5 .* 32 positions",
+        ),
+        (Digits, {"task_config": {"promt_length": 28}}, "there is no setting `promt_length`. Did you mean 'prompt_length'"),
+        (Digits, {"objective_config": {"bund": 1}}, "there is no setting `bund`. Did you mean 'bound'"),
+        (Digits, {"num_generations": 3}, "divisible"),
+        (Digits, {"model": "/no/such/folder"}, "could not be loaded"),
+        (Digits, {"model": "smollm2"}, "make smollm2"),
+    ],
+)
+def test_what_cannot_run_leaves_no_folder(
+    task: type, changes: dict[str, Any], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASKS, "digits", task)
+    monkeypatch.setattr("corral.llm.models.find_spec", lambda name: None)
+    with pytest.raises(RunError, match=message):
+        train(small(model, **changes), out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"steps_per_generation": 1, "per_device_train_batch_size": 8}, "with one update per batch of rollouts"),
+        ({"objective": "reinforce"}, "reinforce has no trust region"),
+        ({"objective_config": {"bound": float("inf")}}, "the bound is infinite"),
+        ({"objective": "dppo"}, None),
+        ({"objective": "gspo"}, None),
+    ],
+)
+def test_the_banner_says_when_the_region_cannot_act(
+    changes: dict[str, Any], note: str | None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, str] = {}
+    monkeypatch.setattr("corral.llm.train.banner", lambda *args: said.update(banner(*args)) or [])
+    train(small(model, steps=1, **changes), out=tmp_path / "run", quiet=True)
+    assert {"corral", "objective", "anchor", "support", "step", "device", "run"} <= set(said)
+    assert (note or "") in said.get("note", "")
+    assert ("note" in said) is (note is not None)
+    active = lines(tmp_path / "run")[1]["tr/active_frac"]
+    assert active == 0 or note is None
+
+
+def test_misaligned_accumulation_still_saves_only_between_rollouts(model: str, tmp_path: Path) -> None:
+    # 4 micro-batches per rollout, 3 per update: together again after 12, which are 4 updates and 3 rollouts.
+    settings = small(model, steps=2, steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=3)
+    train(settings, out=tmp_path / "whole", quiet=True)
+    assert [line["update"] for line in lines(tmp_path / "whole")] == [0, 4, 8]
+    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(cut / "checkpoints" / "checkpoint-8")
+    resume(cut, quiet=True)
+    assert_same_run(cut, tmp_path / "whole")
+
+
+def test_tensorboard_writes_beside_the_run(model: str, tmp_path: Path) -> None:
+    with contextlib.suppress(KeyError):
+        del os.environ["TENSORBOARD_LOGGING_DIR"]
+    train(small(model, steps=1, report_to="tensorboard"), out=tmp_path / "run", quiet=True)
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ
+
+
+def test_measuring_success_changes_nothing_else(model: str, tmp_path: Path) -> None:
+    for every in (1, 3):
+        train(small(model, eval_every=every), out=tmp_path / str(every), quiet=True)
+    weights = [tmp_path / str(every) / "checkpoints" / "checkpoint-6" / "model.safetensors" for every in (1, 3)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_updates_per_step() -> None:
+    class Arguments:
+        gradient_accumulation_steps, steps_per_generation, num_iterations = 2, 4, 3
+
+    trainer = RunTrainer.__new__(RunTrainer)
+    trainer.args = Arguments()
+    assert trainer.updates_per_step == 6

@@ -1,0 +1,865 @@
+"""CorralTrainer against stock GRPOTrainer, and against corral's own maths on every logit of the same batch."""
+
+import copy
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import trl.trainer.utils as trl_utils
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tiny_models import (
+    FAMILIES,
+    FakeVLLM,
+    Spy,
+    dense_logp,
+    even_words,
+    gradients,
+    loss_and_gradient,
+    make_trainer,
+    nudge,
+    prompts,
+    rollouts,
+    settings,
+    tiny_model,
+    tiny_tokenizer,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PrinterCallback, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+import corral
+import corral.llm.policy_head
+from corral import TokenBatch, gather_support, group_advantages, objective_names, reduce_loss, top_k_support
+from corral.llm import CorralConfig, CorralTrainer
+from corral.llm.config import REDUCTIONS
+from corral.objective import OBJECTIVES
+from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
+from corral.objective.metrics import region_metrics
+from corral.objective.ratio import credit, live, log_ratio
+from corral.types import ObjectiveOutput
+from tolerance import assert_close
+
+pytestmark = [
+    # torch's profiler reads a flag of its own that it has deprecated, at the first DataLoader
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+UNCLIPPED = {"epsilon": 1e9}
+UNBOUNDED = {"objective_config": {"bound": float("inf"), "regression": 0.0}}
+
+
+def stock(tmp: Path, *, model: Any = None, trainer_kwargs: dict[str, Any] | None = None, **given: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=tiny_model() if model is None else model,
+        reward_funcs=even_words,
+        args=GRPOConfig(**settings(tmp, **given)),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+        **(trainer_kwargs or {}),
+    )
+
+
+def run(trainer: GRPOTrainer) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """What was logged at every update, and the weights at the end."""
+    trainer.remove_callback(PrinterCallback)
+    set_seed(7)  # generation draws from the global state
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    return logged, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def assert_same_run(ours: GRPOTrainer, theirs: GRPOTrainer, atol: float = 1e-5) -> None:
+    """Loss, gradient norm and every metric that both know, update by update; then the weights."""
+    (mine, my_weights), (other, weights) = run(ours), run(theirs)
+    assert len(mine) == len(other)
+    assert {"loss", "grad_norm", "entropy", "reward"} <= mine[0].keys() & other[0].keys()
+    for step, (a, b) in enumerate(zip(mine, other, strict=True)):
+        for name in a.keys() & b.keys() - {"step_time"}:
+            assert a[name] == pytest.approx(b[name], abs=atol, rel=atol), f"{name} at update {step}"
+    for name, weight in weights.items():
+        torch.testing.assert_close(
+            my_weights[name], weight, atol=atol, rtol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+class TestSameAsStock:
+    """Where an objective is PPO's, or a region never acts, the trainer is TRL's own."""
+
+    @pytest.mark.parametrize(
+        ("objective", "given", "epsilon"),
+        [("ppo_clip", {}, {}), ("reinforce", {}, UNCLIPPED), ("troll", UNBOUNDED, UNCLIPPED)],
+        ids=["ppo_clip", "reinforce", "troll"],
+    )
+    def test_twenty_updates(self, tmp_path: Path, objective: str, given: dict[str, Any], epsilon: dict[str, Any]) -> None:
+        long = {"max_steps": 20, "num_iterations": 2, "learning_rate": 3e-3}
+        theirs = stock(tmp_path, **long, **epsilon)
+        ours = make_trainer(tmp_path, objective, **long, **given)
+        assert_same_run(ours, theirs)
+        moved = [row["tr/ratio_max"] for row in ours.state.log_history if "tr/ratio_max" in row]
+        assert max(moved) > 1.2, "the policy must have moved, or nothing was compared"
+
+    def test_what_the_clip_did_is_reported_under_another_name(self, tmp_path: Path) -> None:
+        given = {"max_steps": 4, "num_iterations": 2, "learning_rate": 3e-2}
+        (mine, _), (other, _) = run(make_trainer(tmp_path, "ppo_clip", **given)), run(stock(tmp_path, **given))
+        clipped = [row["clip_ratio/region_mean"] for row in other]
+        assert max(clipped) > 0
+        assert [row["tr/active_frac"] for row in mine] == pytest.approx(clipped, abs=1e-6)
+        assert not [name for row in mine for name in row if "clip_ratio" in name]
+
+    FEATURES: ClassVar[dict[str, dict[str, Any]]] = {
+        "gradient accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        "iterations": {"num_iterations": 3, "steps_per_generation": 1},
+        "accumulation within a batch of rollouts": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        "kl to a reference": {"beta": 0.1},
+        "kl without its correction": {"beta": 0.1, "use_bias_correction_kl": False},
+        "lora": {"lora": True},
+        "lora and kl": {"lora": True, "beta": 0.1},
+        "entropy bonus": {"entropy_coef": 0.05},
+        "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 4.0, "entropy_coef_delta": 0.05},
+        "entropy bonus, sequence by sequence": {"entropy_coef": 0.05, "loss_type": "grpo", "gradient_accumulation_steps": 2},
+        "top entropy": {"top_entropy_quantile": 0.5},
+        "truncated completions masked": {"mask_truncated_completions": True},
+        "rewards scaled by the batch": {"scale_rewards": "batch"},
+        "rewards not scaled": {"scale_rewards": "none"},
+        "padded to a multiple": {"pad_to_multiple_of": 4},
+        "gradient checkpointing": {"gradient_checkpointing": True},
+        "soft-capped head": {"family": "gemma2"},
+        "scaled head": {"family": "cohere"},
+        "divided head": {"family": "granite"},
+        "experts and their auxiliary loss": {"family": "qwen3_moe"},
+    }
+
+    @pytest.mark.parametrize("feature", FEATURES)
+    @pytest.mark.parametrize(
+        ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
+    )
+    def test_every_feature_of_trl_is_kept(
+        self, tmp_path: Path, feature: str, objective: str, given: dict[str, Any], epsilon: dict[str, Any]
+    ) -> None:
+        common = {"max_steps": 3, **self.FEATURES[feature]}
+        family = common.pop("family", "llama")
+        tiny_model(family).save_pretrained(tmp_path / "model")  # a reference is loaded from where the policy came from
+        lora = common.pop("lora", False)
+
+        def one(make: Callable[..., GRPOTrainer], *args: Any, **more: Any) -> GRPOTrainer:
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+            peft = (
+                {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)} if lora else {}
+            )
+            return make(tmp_path, *args, model=model, trainer_kwargs=peft, **common, **more)
+
+        ours, theirs = one(make_trainer, objective, **given), one(stock, **epsilon)
+        assert_same_run(ours, theirs)
+        logged = [row for row in ours.state.log_history if "loss" in row][-1]
+        assert ("kl" in logged) == ("kl" in feature)
+        assert ("aux_loss" in logged) == ("experts" in feature)
+        assert ("policy_loss" in logged) == ("entropy" in feature and "top" not in feature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideConfig(ObjectiveConfig):
+    pull: float = 0.3
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs | NEEDS_SUPPORT
+
+
+def outside(batch: TokenBatch, config: OutsideConfig) -> ObjectiveOutput:
+    """An objective from outside: importance-weighted, with a pull to the old policy's tail that is there at rest too."""
+    assert batch.dist_new is not None
+    assert batch.dist_old is not None
+    log_rho = log_ratio(batch)
+    pull = config.pull * live(batch.dist_old.rest, batch.mask).exp() * live(batch.dist_new.rest, batch.mask)
+    loss = torch.where(batch.mask, -log_rho.exp() * credit(batch) - pull, 0.0)
+    return ObjectiveOutput(loss, {**region_metrics(batch, log_rho, torch.zeros_like(batch.mask)), "outside/pull": pull.mean()})
+
+
+@pytest.fixture
+def outsider() -> Iterator[None]:
+    corral.register_objective("outside", outside, OutsideConfig)
+    yield
+    del OBJECTIVES["outside"]
+
+
+def direct(trainer: CorralTrainer, inputs: dict[str, Any], old_model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradient of the same micro-batch, from all logits, with corral's public functions alone."""
+    args, mask = trainer.args, inputs["completion_mask"].bool()
+    if "tool_mask" in inputs:
+        mask = mask & inputs["tool_mask"].bool()
+    with torch.no_grad():
+        logp_old = dense_logp(old_model, inputs, args.temperature)
+    logp_new = dense_logp(trainer.model, inputs, args.temperature)
+    full = getattr(trainer.objective.config, "estimator", None) == "full"
+    size, mass = (logp_old.shape[-1], 1.0) if full else (args.support_size, args.support_mass)
+    old = top_k_support(logp_old, inputs["completion_ids"], k=size, mass=mass)
+    new = gather_support(logp_new, old.ids)
+    batch = TokenBatch(new.logp[..., 0], old.logp[..., 0], inputs["advantages"], mask, new, old)
+    if not args.needs_support:
+        batch = replace(batch, dist_new=None, dist_old=None)
+    loss = trainer.objective(batch).loss
+    rows, steps = len(loss), args.gradient_accumulation_steps
+    reduced = {
+        "grpo": lambda: reduce_loss(loss, mask, "seq-mean-token-mean", total=rows * steps),
+        "bnpo": lambda: reduce_loss(loss, mask, "token-mean") / steps,
+        "dr_grpo": lambda: reduce_loss(
+            loss, mask, "seq-mean-token-sum-norm", total=rows * steps, length=args.max_completion_length
+        ),
+        "dapo": lambda: reduce_loss(
+            loss, mask, "token-mean", total=inputs["num_items_in_batch"] * steps / args.steps_per_generation
+        ),
+        "luspo": lambda: reduce_loss(loss, mask, "seq-mean-token-sum", total=rows * steps),
+    }[trainer.loss_type]()
+    reduced.backward()
+    return reduced.detach(), gradients(trainer.model)
+
+
+def assert_parity(trainer: CorralTrainer, inputs: dict[str, Any], old_model: Any) -> Tensor:
+    loss, gradient = loss_and_gradient(trainer, inputs)
+    expected, expected_gradient = direct(trainer, inputs, old_model)
+    assert expected_gradient.keys() == gradient.keys()
+    assert max(float(g.abs().max()) for g in gradient.values()) > 1e-3
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    for name, g in expected_gradient.items():
+        torch.testing.assert_close(gradient[name], g, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    return loss
+
+
+class TestParity:
+    """Every objective, the same loss and gradient as corral's maths on all logits of the buffered batch."""
+
+    VARIANTS: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {
+        **{name: (name, {}) for name in [*objective_names(), "outside"]},
+        "dppo topk kl": ("dppo", {"estimator": "topk", "divergence": "kl", "ratio_cap": 1.1}),
+        "dppo full": ("dppo", {"estimator": "full", "bound": 0.02}),
+        "troll fill": ("troll", {"tail": "fill", "vocab_size": 40, "bound": 0.01}),
+        "troll sequence": ("troll", {"level": "sequence", "gradient": "unprojected"}),
+    }
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_every_objective_with_every_reduction(self, tmp_path: Path, variant: str, outsider: None) -> None:
+        name, config = self.VARIANTS[variant]
+        given = {"objective_config": config, "gradient_accumulation_steps": 3, "steps_per_generation": 2}
+        trainer = make_trainer(tmp_path, name, **given)
+        inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
+        lengths = inputs["completion_mask"].sum(-1)
+        assert len(lengths.unique()) > 1, "completions must be padded on the right"
+        assert len(inputs["prompt_mask"].sum(-1).unique()) > 1, "prompts must be padded on the left"
+        nudge(trainer.model)
+        losses = []
+        for loss_type in REDUCTIONS:
+            trainer.loss_type = loss_type
+            losses.append(float(assert_parity(trainer, inputs, old)))
+        assert len({round(loss, 6) for loss in losses}) == len(REDUCTIONS), (
+            "the reductions must differ, or nothing was compared"
+        )
+        if name in ("troll", "ppo_clip"):
+            assert trainer._metrics["train"]["tr/active_frac"][0] > 0
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_every_kind_of_head(self, tmp_path: Path, family: str) -> None:
+        trainer = make_trainer(tmp_path, "troll", model=tiny_model(family), objective_config={"bound": 0.01})
+        if trainer.aux_loss_enabled:
+            trainer.router_aux_loss_coef = 0.0  # kept, and compared with stock above
+        inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
+        nudge(trainer.model)
+        assert_parity(trainer, inputs, old)
+        assert trainer._metrics["train"]["tr/active_frac"][0] > 0
+
+    def test_tokens_of_a_tool_are_left_out(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll")
+        inputs, old = dict(rollouts(trainer)[0]), copy.deepcopy(trainer.model)
+        inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
+        inputs["tool_mask"][:, 1:3] = 0
+        nudge(trainer.model)
+        with_mask = assert_parity(trainer, inputs, old)
+        del inputs["tool_mask"]
+        assert not torch.isclose(with_mask, assert_parity(trainer, inputs, old))
+
+    def test_padding_changes_nothing(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll", loss_type="luspo", objective_config={"bound": 0.01})
+        inputs = rollouts(trainer)[0]
+        nudge(trainer.model)
+        loss, gradient = loss_and_gradient(trainer, inputs)
+        alone = []
+        for row in range(len(loss_rows := inputs["completion_ids"])):
+            prompt, tokens = int(inputs["prompt_mask"][row].sum()), int(inputs["completion_mask"][row].sum())
+            one = {"num_items_in_batch": inputs["num_items_in_batch"]}
+            for key, value in inputs.items():
+                if key.startswith("prompt"):
+                    one[key] = value[row : row + 1, -prompt:]
+                elif key == "advantages":
+                    one[key] = value[row : row + 1]
+                elif key != "num_items_in_batch":
+                    one[key] = value[row : row + 1, :tokens]
+            alone.append(loss_and_gradient(trainer, one))
+        assert_close(torch.stack([x for x, _ in alone]).mean(), loss, atol=1e-6)
+        for name, g in gradient.items():
+            assert_close(sum(gs[name] for _, gs in alone) / len(loss_rows), g, atol=1e-5)
+
+    def test_gradient_accumulation_adds_up_to_the_whole(self, tmp_path: Path) -> None:
+        given = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "objective_config": {"bound": 0.01}}
+        trainer = make_trainer(tmp_path, "troll", **given)
+        micro = rollouts(trainer)
+        nudge(trainer.model)
+        window = [loss_and_gradient(trainer, inputs) for inputs in micro[:2]]
+        whole = {
+            key: value if value.ndim == 0 else torch.cat([inputs[key] for inputs in micro[:2]])
+            for key, value in micro[0].items()
+        }
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.args.steps_per_generation = 2
+        loss, gradient = loss_and_gradient(trainer, whole)
+        assert_close(window[0][0] + window[1][0], loss, atol=1e-6)
+        for name, g in gradient.items():
+            assert_close(window[0][1][name] + window[1][1][name], g, atol=1e-5)
+
+    def test_lora_trains_its_adapter_alone(self, tmp_path: Path) -> None:
+        adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        trainer = make_trainer(tmp_path, "troll", trainer_kwargs={"peft_config": adapter}, objective_config={"bound": 0.01})
+        inputs = rollouts(trainer)[0]
+        merged_old = copy.deepcopy(trainer.model).merge_and_unload()
+        nudge(trainer.model, 0.5)
+        loss, gradient = loss_and_gradient(trainer, inputs)
+        assert gradient
+        assert all("lora" in name for name in gradient)
+        merged = copy.deepcopy(trainer.model).merge_and_unload()
+        merged.requires_grad_(True)
+        plain = make_trainer(tmp_path, "troll", model=merged, objective_config={"bound": 0.01})
+        plain.current_gradient_accumulation_steps = 1
+        expected, _ = direct(plain, inputs, merged_old)
+        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+        assert trainer._metrics["train"]["tr/active_frac"][0] > 0
+
+    def test_half_precision_products_stay_close(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll", bf16=True)
+        inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
+        nudge(trainer.model)
+        with trainer.compute_loss_context_manager():
+            loss, gradient = loss_and_gradient(trainer, inputs)
+        expected, expected_gradient = direct(trainer, inputs, old)
+        assert inputs["corral_logp"].dtype == torch.float32
+        assert_close(loss, expected, torch.bfloat16)
+        for name, g in expected_gradient.items():
+            assert (gradient[name] - g).norm() < 0.05 * g.norm(), name
+
+
+def completions_of(trainer: GRPOTrainer) -> Tensor:
+    return torch.cat([inputs["completion_ids"] for inputs in trainer._buffered_inputs])
+
+
+class CountedCalls:
+    """How often a function was called, which runs as before."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.fixture
+def head_calls(monkeypatch: pytest.MonkeyPatch) -> CountedCalls:
+    counted = CountedCalls(corral.llm.policy_head.lm_head)
+    monkeypatch.setattr(corral.llm.policy_head, "lm_head", counted)
+    return counted
+
+
+def backbone_passes(trainer: GRPOTrainer) -> CountedCalls:
+    backbone = trainer.model.get_decoder()
+    backbone.forward = CountedCalls(backbone.forward)
+    return backbone.forward
+
+
+class TestNoNeedlessWork:
+    @pytest.mark.parametrize("objective", ["troll", "ppo_clip", "dppo"])
+    @pytest.mark.parametrize("accumulation", [1, 2], ids=["off-policy", "one update per batch"])
+    def test_as_many_forward_passes_as_stock(self, tmp_path: Path, objective: str, accumulation: int) -> None:
+        counts = []
+        for trainer in (make_trainer(tmp_path, objective), stock(tmp_path, **UNCLIPPED)):
+            trainer.args.gradient_accumulation_steps = accumulation
+            passes = backbone_passes(trainer)
+            for inputs in rollouts(trainer):
+                trainer.compute_loss(trainer.model, inputs)
+            counts.append(passes.count)
+        assert counts[0] == counts[1]
+
+    def test_the_old_support_comes_from_the_old_pass(self, tmp_path: Path, head_calls: CountedCalls) -> None:
+        trainer = make_trainer(tmp_path, "troll")
+        micro = rollouts(trainer)
+        assert head_calls.count == 2, "the old pass is made in two pieces, and nothing else reads the head"
+        for inputs in micro:
+            old = dense_logp(trainer.model, inputs, 0.9).detach()
+            expected = top_k_support(old, inputs["completion_ids"], k=8, mass=0.95)
+            mask = inputs["completion_mask"].bool()
+            assert torch.equal(inputs["corral_ids"][mask].long(), expected.ids[mask][..., : inputs["corral_ids"].shape[-1]])
+            assert_close(inputs["corral_rest"][mask], expected.rest[mask])
+            assert_close(inputs["corral_logp"][..., 0][mask], inputs["old_per_token_logps"][mask])
+            assert inputs["corral_ids"].dtype == torch.int32
+            trainer.compute_loss(trainer.model, inputs)
+        assert head_calls.count == 4
+
+    def test_a_reference_that_is_the_model_itself_gets_no_support(self, tmp_path: Path, head_calls: CountedCalls) -> None:
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        trainer = make_trainer(tmp_path, "troll", beta=0.1, trainer_kwargs={"peft_config": adapter})
+        (inputs, _) = rollouts(trainer)
+        assert head_calls.count == 2
+        with trainer.model.disable_adapter():
+            free = dense_logp(trainer.model.get_base_model(), inputs, 0.9)
+        with_adapter = dense_logp(trainer.model.get_base_model(), inputs, 0.9)
+        mask, tokens = inputs["completion_mask"].bool(), inputs["completion_ids"][..., None]
+        assert_close(inputs["ref_per_token_logps"][mask], free.gather(-1, tokens)[..., 0][mask])
+        assert_close(inputs["corral_logp"][..., 0][mask], with_adapter.gather(-1, tokens)[..., 0][mask])
+        assert not torch.allclose(free, with_adapter)
+
+    @pytest.mark.parametrize(("objective", "config"), [("troll", {}), ("dppo", {"estimator": "topk"})])
+    def test_one_update_per_batch_needs_no_support(
+        self,
+        tmp_path: Path,
+        objective: str,
+        config: dict[str, Any],
+        head_calls: CountedCalls,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        with caplog.at_level(logging.INFO, logger="corral"):
+            trainer = make_trainer(tmp_path, objective, objective_config=config, gradient_accumulation_steps=2)
+            inputs = rollouts(trainer)[0]
+            loss, gradient = loss_and_gradient(trainer, inputs)
+            loss_and_gradient(trainer, inputs)
+        assert [record.message for record in caplog.records if "One update per batch" in record.message].__len__() == 1
+        assert head_calls.count == 0
+        assert "corral_ids" not in inputs
+        assert "old_per_token_logps" not in inputs
+        expected, expected_gradient = direct(trainer, inputs, copy.deepcopy(trainer.model))
+        assert_close(loss, expected, atol=1e-6)
+        for name, g in expected_gradient.items():
+            assert_close(gradient[name], g, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("objective", "config"),
+        [
+            ("outside", {}),
+            ("troll", {"ratio_cap": 0.5}),
+            ("troll", {"tail": "fill", "vocab_size": 40}),
+            ("dppo", {"estimator": "topk", "ratio_cap": 0.5}),
+        ],
+    )
+    def test_what_is_not_the_plain_gradient_at_rest_keeps_its_own(
+        self, tmp_path: Path, objective: str, config: dict[str, Any], outsider: None
+    ) -> None:
+        trainer = make_trainer(tmp_path, objective, objective_config=config, gradient_accumulation_steps=2)
+        inputs = rollouts(trainer)[0]
+        assert "old_per_token_logps" not in inputs
+        passes = backbone_passes(trainer)
+        loss, gradient = loss_and_gradient(trainer, inputs)
+        assert passes.count == 1
+        expected, expected_gradient = direct(trainer, inputs, copy.deepcopy(trainer.model))
+        assert_close(loss, expected, atol=1e-6)
+        for name, g in expected_gradient.items():
+            assert_close(gradient[name], g, atol=1e-5)
+        plain = make_trainer(tmp_path, "reinforce", model=trainer.model, gradient_accumulation_steps=2)
+        plain.current_gradient_accumulation_steps = 2
+        _, plain_gradient = loss_and_gradient(plain, inputs)
+        assert max(float((plain_gradient[name] - g).abs().max()) for name, g in gradient.items()) > 1e-3
+
+    def test_the_buffer_is_left_as_it_was(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll")
+        inputs = rollouts(trainer)[0]
+        before = {key: value.clone() for key, value in inputs.items()}
+        nudge(trainer.model)
+        loss_and_gradient(trainer, inputs)
+        assert before.keys() == inputs.keys()
+        assert all(torch.equal(before[key], inputs[key]) for key in before)
+        assert trainer._scored is None, "the graph of a micro-batch must not outlive it"
+
+    def test_generation_is_left_alone(self, tmp_path: Path) -> None:
+        ours, theirs = make_trainer(tmp_path, "troll"), stock(tmp_path)
+        rollouts(ours)
+        rollouts(theirs)
+        assert torch.equal(completions_of(ours), completions_of(theirs))
+        assert inspect.signature(ours.model.forward) == inspect.signature(tiny_model().forward)
+        assert trl_utils._ChunkedLogProbFunction is trl_utils.__dict__["_ChunkedLogProbFunction"]
+        assert "corral" not in trl_utils._ChunkedLogProbFunction.__module__
+
+
+class TestMasked:
+    @pytest.mark.parametrize("objective", ["troll", "ppo_clip", "gspo"])
+    def test_a_micro_batch_without_a_live_token_gives_zeros(self, tmp_path: Path, objective: str) -> None:
+        trainer = make_trainer(tmp_path, objective, mask_truncated_completions=True, max_completion_length=2)
+        trainer.eos_token_ids = []
+        trainer._tokenizer.pad_token_id = 39  # nothing ends, so every completion is truncated
+        micro = rollouts(trainer)
+        assert not any(inputs["completion_mask"].any() for inputs in micro)
+        for loss_type in REDUCTIONS:
+            trainer.loss_type = loss_type
+            loss, gradient = loss_and_gradient(trainer, micro[0])
+            assert loss == 0
+            assert "lm_head.weight" in gradient, "data parallelism waits for every weight"
+            assert all(not g.any() for g in gradient.values())
+        assert not [name for name in trainer._metrics["train"] if name.startswith("tr/")]
+
+    def test_some_completions_masked(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll", mask_truncated_completions=True, objective_config={"bound": 0.01})
+        inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
+        live = inputs["completion_mask"].any(-1)
+        assert live.any()
+        assert not live.all()
+        nudge(trainer.model)
+        assert_parity(trainer, inputs, old)
+
+
+class TestMetrics:
+    def test_regions_are_reported_as_the_objective_has_them(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll")
+        spy = Spy.on(trainer)
+        inputs = rollouts(trainer)[0]
+        nudge(trainer.model)
+        trainer.compute_loss(trainer.model, inputs)
+        (out,) = spy.outputs
+        assert {
+            "tr/active_frac",
+            "tr/kl_before",
+            "tr/kl_after",
+            "tr/dual",
+            "tr/rest_mass",
+            "tr/unconverged",
+        } <= out.metrics.keys()
+        for name, value in out.metrics.items():
+            assert trainer._metrics["train"][name] == [pytest.approx(value.item(), abs=1e-6)]
+
+    def test_evaluation_has_its_own(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll", per_device_eval_batch_size=4, num_generations_eval=2)
+        found = trainer.evaluate(prompts(4))
+        assert found["eval_tr/active_frac"] == 0
+        assert found["eval_tr/kl_max"] == pytest.approx(0, abs=1e-6)
+        assert "eval_loss" in found
+
+
+class TestAdvantages:
+    @pytest.mark.parametrize("how", ["grpo", "dr_grpo", "rloo", "reinforce++"])
+    def test_they_are_group_advantages_of_the_weighted_rewards(self, tmp_path: Path, how: str) -> None:
+        seen: list[Tensor] = []
+
+        def second(completions: list[str], **_: Any) -> list[float]:
+            seen.append(torch.tensor(even_words(completions)) + 2 * torch.tensor([float(len(text)) for text in completions]))
+            return [float(len(text)) for text in completions]
+
+        trainer = make_trainer(
+            tmp_path, "troll", rewards=[even_words, second], reward_weights=[1.0, 2.0], advantage=how, num_generations=2
+        )
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.model.train()
+        output = trainer._generate_and_score_completions(batch)
+        expected = group_advantages(seen[0], torch.arange(8) // 2, how)
+        assert expected.abs().max() > 0.1
+        assert_close(output["advantages"], expected, atol=1e-5)
+        assert list(trainer._logs["advantages"]) == pytest.approx(expected.tolist(), abs=1e-5)
+
+    @pytest.mark.parametrize(("how", "scale"), [("grpo", "group"), ("dr_grpo", "none")])
+    def test_two_are_also_trls_own(self, tmp_path: Path, how: str, scale: str) -> None:
+        ours, theirs = make_trainer(tmp_path, "troll", advantage=how), stock(tmp_path, scale_rewards=scale)
+        for mine, other in zip(rollouts(ours), rollouts(theirs), strict=True):
+            assert torch.equal(mine["completion_ids"], other["completion_ids"])
+            assert_close(mine["advantages"], other["advantages"], atol=1e-5)
+
+    @pytest.mark.parametrize("scale", ["group", "batch", "none"])
+    def test_without_one_trl_scales_as_it_is_told(self, tmp_path: Path, scale: str) -> None:
+        ours, theirs = make_trainer(tmp_path, "troll", scale_rewards=scale), stock(tmp_path, scale_rewards=scale)
+        for mine, other in zip(rollouts(ours), rollouts(theirs), strict=True):
+            assert torch.equal(mine["advantages"], other["advantages"])
+
+    @pytest.mark.parametrize("how", ["grpo", "rloo"])
+    def test_completions_that_nothing_scored_have_none(self, tmp_path: Path, how: str) -> None:
+        given = [None, None, None, 1.0, None, 1.0, 2.0, 4.0]  # in groups of four: one left alone, then three
+        trainer = make_trainer(tmp_path, "troll", advantage=how, rewards=lambda completions, **_: given[: len(completions)])
+        trainer.model.train()
+        output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+        expected = group_advantages(torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3, dtype=torch.long), how)
+        assert_close(output["advantages"], torch.cat([torch.zeros(5), expected]))
+
+    @pytest.mark.filterwarnings("ignore:Mean of empty slice|.*degrees of freedom.*")  # TRL's statistics of no reward
+    def test_nothing_scored_at_all(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll", advantage="rloo", rewards=lambda completions, **_: [None] * len(completions))
+        trainer.model.train()
+        output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+        assert not output["advantages"].any()
+
+    def test_evaluation_groups_by_its_own_number(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, "troll", advantage="rloo", num_generations_eval=1, per_device_eval_batch_size=4)
+        assert trainer.evaluate(prompts(4))["eval_loss"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """vLLM faked: a sampler that is a little off, and reports as vLLM does. Settings that switch it on."""
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
+    return {"use_vllm": True, "vllm_importance_sampling_correction": False}
+
+
+def sampled(trainer: GRPOTrainer) -> Tensor:
+    """What the faked sampler drew with, padded as TRL pads it [B T]."""
+    rows = [torch.tensor(row) for row in trainer.vllm_generation.sampled]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class TestSamplers:
+    """Which numbers become the anchor; the whole table of docs/trl.md is walked in test_config.py."""
+
+    def test_vllm_reports_the_rollout_anchor(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
+        trainer = make_trainer(tmp_path, "dppo", steps_per_generation=1, num_iterations=2, **vllm)
+        spy = Spy.on(trainer)
+        (inputs,) = rollouts(trainer)
+        trainer.compute_loss(trainer.model, inputs)
+        (batch,) = spy.batches
+        assert_close(batch.logp_old, inputs["sampling_per_token_logps"])
+        mine, reported = batch.logp_old[batch.mask].sort().values, sampled(trainer)
+        assert_close(mine, reported[reported != 0].sort().values, atol=1e-5)
+        assert (batch.logp_old - inputs["old_per_token_logps"])[batch.mask].abs().max() > 0.05, "the sampler must be off"
+        assert trainer._metrics["train"]["tr/mismatch"] == [0.0]
+
+    def test_with_the_old_anchor_the_mismatch_is_reported(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
+        trainer = make_trainer(tmp_path, "troll", **vllm)
+        trainer.compute_loss(trainer.model, rollouts(trainer)[0])
+        assert trainer._metrics["train"]["tr/mismatch"][0] > 1e-3
+
+    def test_vllms_ranking_would_mistake_the_sampled_token(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
+        # What TRL makes of ranked log-probs: those of the likeliest token, whichever was sampled.
+        theirs = stock(tmp_path, **vllm)
+        theirs.vllm_generation.logprobs = 3
+        inputs = theirs._generate_and_score_completions(next(iter(theirs.get_train_dataloader())))
+        mask, reported = inputs["completion_mask"].bool(), sampled(theirs)
+        assert (inputs["sampling_per_token_logps"] - reported)[mask].max() > 0.1
+        assert bool((inputs["sampling_per_token_logps"] >= reported - 1e-6)[mask].all())
+        trainer = make_trainer(tmp_path, "dppo", **vllm)
+        trainer.vllm_generation.logprobs = 3
+        with pytest.raises(ValueError, match="ranks tokens by likelihood"):
+            rollouts(trainer)
+
+    def test_a_token_that_vllm_could_not_score_has_no_mismatch(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
+        trainer = make_trainer(tmp_path, "dppo", steps_per_generation=1, num_iterations=2, **vllm)
+        spy = Spy.on(trainer)
+        inputs = dict(rollouts(trainer)[0])
+        inputs["sampling_per_token_logps"] = inputs["sampling_per_token_logps"].clone()
+        inputs["sampling_per_token_logps"][0, 0] = torch.nan
+        trainer.compute_loss(trainer.model, inputs)
+        assert spy.batches[0].logp_old[0, 0] == inputs["old_per_token_logps"][0, 0]
+
+    @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+    def test_trls_own_correction_is_kept(self, tmp_path: Path, vllm: dict[str, Any], mode: str) -> None:
+        given = {**vllm, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": mode}
+        given |= {"vllm_importance_sampling_clip_max": 1.05, "max_steps": 3}
+        assert_same_run(make_trainer(tmp_path, "ppo_clip", **given), stock(tmp_path, **given))
+        assert_same_run(make_trainer(tmp_path, "troll", **given, **UNBOUNDED), stock(tmp_path, **given, **UNCLIPPED))
+
+    def test_one_update_with_trls_correction_needs_no_support(
+        self, tmp_path: Path, vllm: dict[str, Any], head_calls: CountedCalls
+    ) -> None:
+        given = {**vllm, "vllm_importance_sampling_correction": True, "gradient_accumulation_steps": 2, "max_steps": 2}
+        assert_same_run(make_trainer(tmp_path, "troll", **given, **UNBOUNDED), stock(tmp_path, **given, **UNCLIPPED))
+        assert head_calls.count == 0
+
+    @pytest.mark.parametrize("name", ["tis", "seq_tis", "icepop", "trm"])
+    @pytest.mark.parametrize("accumulation", [1, 2], ids=["off-policy", "one update per batch"])
+    def test_corrections_weigh_the_loss(self, tmp_path: Path, vllm: dict[str, Any], name: str, accumulation: int) -> None:
+        given = {"loss_type": "luspo", "gradient_accumulation_steps": accumulation, **vllm}
+        config = {"bound": 0.001} if name == "trm" else {}
+        trainer = make_trainer(tmp_path, "troll", correction=name, correction_config=config, **given)
+        spy = Spy.on(trainer)
+        inputs = rollouts(trainer)[0]
+        loss = trainer.compute_loss(trainer.model, inputs)
+        with torch.no_grad():
+            old = dense_logp(trainer.model, inputs, 0.9).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+        mask = inputs["completion_mask"].bool()
+        batch = TokenBatch(old, old, inputs["advantages"], mask, logp_rollout=inputs["sampling_per_token_logps"])
+        weight = corral.make_correction(name, **config)(batch)
+        assert not torch.allclose(weight, mask.float(), atol=1e-3)
+        per_token = -inputs["advantages"][:, None] * weight  # the ratio is 1: nothing was updated yet
+        assert_close(loss, per_token.sum(-1).mean() / accumulation, atol=1e-5)
+        assert len(spy.batches) == (accumulation == 1), "one update per batch is plain REINFORCE"
+
+    def test_a_rollout_function_reports_the_anchor_too(self, tmp_path: Path) -> None:
+        def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+            ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
+            return {
+                "prompt_ids": ids,
+                "completion_ids": [[3, 4, 5]] * len(ids),
+                "logprobs": report and [[-1.0, -2.0, -3.0]] * len(ids),
+            }
+
+        report: Any = True
+        given = {"trainer_kwargs": {"rollout_func": rollout}}
+        trainer = make_trainer(tmp_path, "dppo", **given)
+        spy = Spy.on(trainer)
+        trainer.compute_loss(trainer.model, rollouts(trainer)[0])
+        assert spy.batches[0].logp_old[0].tolist() == [-1.0, -2.0, -3.0]
+        corrected = make_trainer(tmp_path, "ppo_clip", correction="tis", **given)
+        corrected.compute_loss(corrected.model, rollouts(corrected)[0])
+        report = None
+        with pytest.raises(ValueError, match="reported none"):
+            trainer.compute_loss(trainer.model, rollouts(trainer)[0])
+        with pytest.raises(ValueError, match=r"tis: needs `logp_rollout`"):
+            corrected.compute_loss(corrected.model, rollouts(corrected)[0])
+
+    def test_with_transformers_the_old_pass_is_the_rollout_anchor(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.INFO, logger="corral"):
+            trainer = make_trainer(tmp_path, "dppo")
+            spy = Spy.on(trainer)
+            inputs = rollouts(trainer)[0]
+            trainer.compute_loss(trainer.model, inputs)
+        assert torch.equal(spy.batches[0].logp_old, inputs["old_per_token_logps"])
+        assert sum("trainer's own model" in record.message for record in caplog.records) == 1
+
+
+class TestRefusals:
+    def test_a_plain_config_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="must be a CorralConfig; got GRPOConfig"):
+            CorralTrainer(tiny_model(), even_words, GRPOConfig(**settings(tmp_path)), prompts())
+
+    def test_without_one_the_defaults_are_taken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        trainer = CorralTrainer(tiny_model(), even_words, train_dataset=prompts(), processing_class=tiny_tokenizer())
+        assert trainer.objective.name == "troll"
+
+    def test_zero_3_is_refused(self, tmp_path: Path) -> None:
+        args = CorralConfig(**settings(tmp_path))
+        args.deepspeed_plugin = type("Plugin", (), {"zero_stage": 3})()
+        with pytest.raises(ValueError, match="ZeRO-3 is untested"):
+            CorralTrainer(tiny_model(), even_words, args, prompts(), processing_class=tiny_tokenizer())
+
+    def test_unsloths_class_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(GRPOTrainer, "__module__", "unsloth_compiled_cache.UnslothGRPOTrainer")
+        with pytest.raises(ValueError, match="Unsloth has replaced GRPOTrainer"):
+            make_trainer(tmp_path)
+
+    def test_a_correction_without_reported_log_probs_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="transformers' generation reports none"):
+            make_trainer(tmp_path, "troll", correction="tis")
+
+    def test_an_old_pass_that_never_came_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = make_trainer(tmp_path, "troll", gradient_accumulation_steps=2)
+        monkeypatch.setattr(CorralTrainer, "off_policy", True)
+        with pytest.raises(RuntimeError, match="TRL made no old-policy pass"):
+            rollouts(trainer)
+
+
+class TestContract:
+    """What of TRL is leaned on. A failure here means that TRL has changed, and says where corral must follow."""
+
+    SIGNATURES: ClassVar[dict[str, list[str]]] = {
+        "__init__": ["self", "model", "reward_funcs", "args"],
+        "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+        "_generate_and_score_completions": ["self", "inputs"],
+        "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],
+        "_compute_loss": ["self", "model", "inputs"],
+    }
+
+    @pytest.mark.parametrize("name", SIGNATURES)
+    def test_overridden_methods_take_what_they_took(self, name: str) -> None:
+        found = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+        expected = self.SIGNATURES[name]
+        assert found[: len(expected)] == expected, (
+            f"TRL changed GRPOTrainer.{name}: it takes {found}, corral's override passes {expected} on. Adapt "
+            f"src/corral/llm/trainer.py, then widen TRL_RANGE in config.py."
+        )
+        assert name in vars(CorralTrainer), f"corral no longer overrides {name}; take it out of this list"
+
+    def test_nothing_else_of_trls_is_overridden(self) -> None:
+        overridden = {
+            name for name in vars(CorralTrainer) if callable(vars(CorralTrainer)[name]) and hasattr(GRPOTrainer, name)
+        }
+        assert overridden - {"__doc__", "__module__"} == set(self.SIGNATURES)
+
+    def test_the_head_function_is_called_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = []
+
+        class Recorded:
+            @staticmethod
+            def apply(*args: Any) -> Any:
+                result = original.apply(*args)
+                calls.append((args, result))
+                return result
+
+        original = trl_utils._ChunkedLogProbFunction
+        trainer = stock(tmp_path)
+        inputs = rollouts(trainer)[0]
+        monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Recorded)
+        trainer.compute_loss(trainer.model, inputs)
+        assert calls, "TRL no longer looks up trl.trainer.utils._ChunkedLogProbFunction; adapt src/corral/llm/policy_head.py"
+        ((hidden, weight, bias, tokens, temperature, chunk, softcap, scale, outputs), result) = calls[0]
+        assert weight is trainer.model.lm_head.weight
+        assert bias is None
+        assert hidden.shape == (len(tokens), weight.shape[1])
+        assert (temperature, softcap, scale, outputs) == (0.9, None, 1.0, ("log_probs", "entropy"))
+        assert isinstance(chunk, int)
+        assert [None if x is None else x.shape for x in result] == [tokens.shape, tokens.shape, None, None, None]
+
+    @pytest.mark.parametrize("accumulation", [1, 2, 4])
+    @pytest.mark.parametrize(("per_generation", "iterations"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+    def test_the_old_policy_is_kept_when_updates_follow(
+        self, tmp_path: Path, accumulation: int, per_generation: int, iterations: int
+    ) -> None:
+        given = {
+            "gradient_accumulation_steps": accumulation,
+            "steps_per_generation": per_generation,
+            "num_iterations": iterations,
+        }
+        trainer = make_trainer(tmp_path, "ppo_clip", **given)
+        assert ("old_per_token_logps" in rollouts(trainer)[0]) == trainer.off_policy
+
+    def test_the_passes_return_what_they_returned(self, tmp_path: Path) -> None:
+        trainer = stock(tmp_path)
+        inputs = rollouts(trainer)[0]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        tokens = inputs["completion_ids"].shape[1]
+        result = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attention, tokens, compute_entropy=True)
+        assert len(result) == 3
+        assert result[0].shape == result[1].shape == inputs["completion_ids"].shape
+
+
+LOAD_WITHOUT_CORRAL = """
+import sys, torch
+sys.modules["corral"] = None
+from transformers import AutoModelForCausalLM, PrinterCallback, set_seed
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+torch.save(model(torch.arange(12).reshape(2, 6)).logits, sys.argv[2])
+try:
+    import corral
+except ImportError:
+    print("corral was not there")
+"""
+
+
+def test_inference_does_not_know_that_there_was_a_projection(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "before")
+    trainer = make_trainer(tmp_path / "run", "troll", model=model, max_steps=4, objective_config={"bound": 0.01})
+    logged, _ = run(trainer)
+    assert max(row["tr/active_frac"] for row in logged) > 0
+    trainer.save_model(str(tmp_path / "after"))
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_WITHOUT_CORRAL, str(tmp_path / "after"), str(tmp_path / "logits.pt")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "corral was not there" in done.stdout
+    with torch.no_grad():
+        logits = trainer.model.eval()(torch.arange(12).reshape(2, 6)).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "before" / "config.json").read_text() == (tmp_path / "after" / "config.json").read_text()
