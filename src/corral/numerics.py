@@ -47,16 +47,16 @@ def logsumexp(x: Float[Tensor, "*b K"]) -> Float[Tensor, "*b"]:
 
 
 def expm1_minus(x: Tensor) -> Tensor:
-    """eˣ − 1 − x ≥ 0, to full relative precision however small x is.
-
-    The plain form cancels to x²/2 out of terms of size x. For |x| < ½ the series x² Σ xⁿ/(n+2)! is summed instead, until
-    its terms no longer count.
-    """
+    """eˣ − 1 − x ≥ 0, to full relative precision however small x is."""
     near = x.abs() < NEAR
-    s = torch.where(near, x, 0.0)
-    terms = 15 if x.dtype == torch.float64 else 8
-    series = torch.full_like(s, 1 / math.factorial(terms + 1))
-    for n in range(terms, 1, -1):
-        series = series * s + 1 / math.factorial(n)
     far = torch.where(near, 1.0, x)
-    return torch.where(near, s * s * series, torch.expm1(far) - far)
+    return torch.where(near, expm1_minus_series(torch.where(near, x, 0.0)), torch.expm1(far) - far)
+
+
+def expm1_minus_series(x: Tensor) -> Tensor:
+    """eˣ − 1 − x for |x| < ½, as x² Σ xⁿ/(n+2)! until the terms no longer count: the plain form cancels to x²/2."""
+    terms = 15 if x.dtype == torch.float64 else 8
+    series = torch.full_like(x, 1 / math.factorial(terms + 1))
+    for n in range(terms, 1, -1):
+        series = torch.addcmul(x.new_tensor(1 / math.factorial(n)), series, x)
+    return x * x * series

@@ -74,7 +74,11 @@ def save_model(folder: Path, hidden: int = 16) -> str:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
-        do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+        do_sample=True,
+        top_k=0,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -91,7 +95,7 @@ def small(model: str, **changes: Any) -> Settings:
         "eval_size": 8,
         "checkpoint_every": 1,
         "keep_checkpoints": 3,
-        "learning_rate": 1e-2,
+        "learning_rate": 0.15,  # linearly down to 0, as is the default
         "per_device_train_batch_size": 4,
         "steps_per_generation": 2,
         "num_generations": 4,

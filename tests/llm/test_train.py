@@ -1,6 +1,7 @@
 """Whole runs on a model of a few thousand weights: resumed = uninterrupted, bit for bit, and every way to fail."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -8,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def reference(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in a process of its own, started early and killed in the middle of its fourth step or later."""
     out = tmp_path_factory.mktemp("killed") / "run"
     script = Path(__file__).with_name("small_runs.py")
@@ -58,7 +58,7 @@ def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     process.send_signal(signal.SIGKILL)
     printed, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, printed.decode()
-    yield out
+    return out
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -90,12 +90,9 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def test_a_run_leaves_what_the_design_promises(reference: Path, model: str) -> None:
     config = json.loads((reference / "config.json").read_text())
-    assert config["settings"]["learning_rate"] == 1e-2
-    assert config["objective"] == {
-        "name": "troll",
-        "bound": 0.05,
-        **{k: config["objective"][k] for k in config["objective"] if k not in ("name", "bound")},
-    }
+    assert config["settings"]["learning_rate"] == 0.15
+    assert config["objective"]["name"] == "troll"
+    assert config["objective"]["bound"] == 0.05
     assert config["task"] == {"name": "digits", "prompt_length": 3}
     assert config["trainer"]["max_steps"] == 12
     assert {"versions", "commit", "command"} <= set(config)
@@ -236,7 +233,7 @@ def test_a_nan_changes_nothing_and_is_counted(model: str, tmp_path: Path, monkey
     states: list[Any] = []
     poison(monkeypatch, {2}, states)
     outcome = train(small(model), out=tmp_path / "run", quiet=True)
-    same = [all(map(torch.equal, one, two)) for one, two in zip(states, states[1:], strict=False)]
+    same = [all(map(torch.equal, one, two)) for one, two in itertools.pairwise(states)]
     assert same == [False, False, True, False, False], "the third update, and only that, left everything alone"
     assert (outcome.summary["stopped"], outcome.summary["skipped"]) == ("finished", 1)
     assert [line["skipped"] for line in lines(tmp_path / "run")[1:]] == [0, 1, 1]
@@ -245,7 +242,7 @@ def test_a_nan_changes_nothing_and_is_counted(model: str, tmp_path: Path, monkey
 
 def test_without_the_guard_a_nan_is_the_end(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {2}, [])
-    with pytest.raises(RuntimeError, match="probability tensor"):
+    with pytest.raises(ValueError, match="logp_new is not finite"):
         train(small(model, guard="off"), out=tmp_path / "run", quiet=True)
     assert summary(tmp_path / "run")["stopped"] == "failed"
 
@@ -350,7 +347,7 @@ def test_a_full_disk_loses_nothing(model: str, reference: Path, tmp_path: Path, 
         save(content, path, *args)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(RunError, match=r"the disk is full .* checkpoint-8 could not be written. Free some space, then resume"):
+    with pytest.raises(RunError, match=r"the disk is full .*checkpoint-8 could not be written. Free some space, then resume"):
         train(small(model, **LONG), out=tmp_path / "run", quiet=True)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
     assert summary(tmp_path / "run")["stopped"] == "failed"
@@ -392,7 +389,7 @@ def test_what_cannot_run_leaves_no_folder(
     monkeypatch.setitem(TASKS, "digits", task)
     monkeypatch.setattr("corral.llm.models.find_spec", lambda name: None)
     with pytest.raises(RunError, match=message):
-        train(small(model, **changes), out=tmp_path / "run", quiet=True)
+        train(small(**{"model": model, **changes}), out=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
 

@@ -21,6 +21,7 @@ from tiny_models import (
     Spy,
     dense_logp,
     even_words,
+    fixed_rollout,
     gradients,
     loss_and_gradient,
     make_trainer,
@@ -40,17 +41,13 @@ import corral.llm.policy_head
 from corral import TokenBatch, gather_support, group_advantages, objective_names, reduce_loss, top_k_support
 from corral.llm import CorralConfig, CorralTrainer
 from corral.llm.config import REDUCTIONS
+from corral.llm.policy_head import SupportRequest, _HeadFunction
 from corral.objective import OBJECTIVES
 from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, live, log_ratio
 from corral.types import ObjectiveOutput
 from tolerance import assert_close
-
-pytestmark = [
-    # torch's profiler reads a flag of its own that it has deprecated, at the first DataLoader
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-]
 
 UNCLIPPED = {"epsilon": 1e9}
 UNBOUNDED = {"objective_config": {"bound": float("inf"), "regression": 0.0}}
@@ -339,17 +336,35 @@ class TestParity:
         torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
         assert trainer._metrics["train"]["tr/active_frac"][0] > 0
 
-    def test_half_precision_products_stay_close(self, tmp_path: Path) -> None:
+    def test_half_precision_stays_close(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, "troll", bf16=True)
         inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
         nudge(trainer.model)
-        with trainer.compute_loss_context_manager():
-            loss, gradient = loss_and_gradient(trainer, inputs)
+        loss, gradient = loss_and_gradient(trainer, inputs)
         expected, expected_gradient = direct(trainer, inputs, old)
         assert inputs["corral_logp"].dtype == torch.float32
         assert_close(loss, expected, torch.bfloat16)
         for name, g in expected_gradient.items():
-            assert (gradient[name] - g).norm() < 0.05 * g.norm(), name
+            assert (gradient[name] - g).norm() < 0.1 * g.norm(), name
+
+    def test_half_precision_is_for_products_alone(self) -> None:
+        hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+        tokens, scored = torch.arange(5), torch.ones(1, 5, dtype=torch.bool)
+        head = _HeadFunction(SupportRequest(top_k=4), scored, tokens=5)
+        with torch.autocast("cpu", torch.bfloat16):
+            logp, entropy, *_ = head.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))
+        rounded = hidden.bfloat16().float() @ weight.bfloat16().float().T
+        expected = (rounded / 0.7).log_softmax(-1)
+        assert_close(logp, logp_of(expected, tokens))
+        assert_close(entropy, -(expected.exp() * expected).sum(-1))
+        assert_close(head.dist.logp[0], top_k_support(expected, tokens, k=4).logp)
+        got = torch.autograd.grad(logp.sum(), (hidden, weight), retain_graph=True)
+        for mine, other in zip(got, torch.autograd.grad(logp_of(expected, tokens).sum(), (hidden, weight)), strict=True):
+            assert_close(mine, other, torch.bfloat16)  # gradients go back through half-precision weights
+
+
+def logp_of(logp: Tensor, tokens: Tensor) -> Tensor:
+    return logp.gather(-1, tokens[..., None])[..., 0]
 
 
 def completions_of(trainer: GRPOTrainer) -> Tensor:
@@ -416,9 +431,9 @@ class TestNoNeedlessWork:
         with trainer.model.disable_adapter():
             free = dense_logp(trainer.model.get_base_model(), inputs, 0.9)
         with_adapter = dense_logp(trainer.model.get_base_model(), inputs, 0.9)
-        mask, tokens = inputs["completion_mask"].bool(), inputs["completion_ids"][..., None]
-        assert_close(inputs["ref_per_token_logps"][mask], free.gather(-1, tokens)[..., 0][mask])
-        assert_close(inputs["corral_logp"][..., 0][mask], with_adapter.gather(-1, tokens)[..., 0][mask])
+        mask, tokens = inputs["completion_mask"].bool(), inputs["completion_ids"]
+        assert_close(inputs["ref_per_token_logps"][mask], logp_of(free, tokens)[mask])
+        assert_close(inputs["corral_logp"][..., 0][mask], logp_of(with_adapter, tokens)[mask])
         assert not torch.allclose(free, with_adapter)
 
     @pytest.mark.parametrize(("objective", "config"), [("troll", {}), ("dppo", {"estimator": "topk"})])
@@ -494,9 +509,8 @@ class TestNoNeedlessWork:
 class TestMasked:
     @pytest.mark.parametrize("objective", ["troll", "ppo_clip", "gspo"])
     def test_a_micro_batch_without_a_live_token_gives_zeros(self, tmp_path: Path, objective: str) -> None:
-        trainer = make_trainer(tmp_path, objective, mask_truncated_completions=True, max_completion_length=2)
-        trainer.eos_token_ids = []
-        trainer._tokenizer.pad_token_id = 39  # nothing ends, so every completion is truncated
+        cut_off = {"rollout_func": fixed_rollout()}
+        trainer = make_trainer(tmp_path, objective, mask_truncated_completions=True, trainer_kwargs=cut_off)
         micro = rollouts(trainer)
         assert not any(inputs["completion_mask"].any() for inputs in micro)
         for loss_type in REDUCTIONS:
@@ -677,7 +691,7 @@ class TestSamplers:
         inputs = rollouts(trainer)[0]
         loss = trainer.compute_loss(trainer.model, inputs)
         with torch.no_grad():
-            old = dense_logp(trainer.model, inputs, 0.9).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+            old = logp_of(dense_logp(trainer.model, inputs, 0.9), inputs["completion_ids"])
         mask = inputs["completion_mask"].bool()
         batch = TokenBatch(old, old, inputs["advantages"], mask, logp_rollout=inputs["sampling_per_token_logps"])
         weight = corral.make_correction(name, **config)(batch)
@@ -687,27 +701,26 @@ class TestSamplers:
         assert len(spy.batches) == (accumulation == 1), "one update per batch is plain REINFORCE"
 
     def test_a_rollout_function_reports_the_anchor_too(self, tmp_path: Path) -> None:
-        def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-            ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
-            return {
-                "prompt_ids": ids,
-                "completion_ids": [[3, 4, 5]] * len(ids),
-                "logprobs": report and [[-1.0, -2.0, -3.0]] * len(ids),
-            }
-
-        report: Any = True
-        given = {"trainer_kwargs": {"rollout_func": rollout}}
-        trainer = make_trainer(tmp_path, "dppo", **given)
+        reporting = {"rollout_func": fixed_rollout([-1.0, -2.0, -3.0])}
+        trainer = make_trainer(tmp_path, "dppo", trainer_kwargs=reporting)
         spy = Spy.on(trainer)
         trainer.compute_loss(trainer.model, rollouts(trainer)[0])
         assert spy.batches[0].logp_old[0].tolist() == [-1.0, -2.0, -3.0]
-        corrected = make_trainer(tmp_path, "ppo_clip", correction="tis", **given)
+        corrected = make_trainer(tmp_path, "ppo_clip", correction="tis", trainer_kwargs=reporting)
         corrected.compute_loss(corrected.model, rollouts(corrected)[0])
-        report = None
-        with pytest.raises(ValueError, match="reported none"):
-            trainer.compute_loss(trainer.model, rollouts(trainer)[0])
-        with pytest.raises(ValueError, match=r"tis: needs `logp_rollout`"):
-            corrected.compute_loss(corrected.model, rollouts(corrected)[0])
+        assert corrected._metrics["train"]["tr/mismatch"][0] > 0.1
+
+    @pytest.mark.parametrize(
+        ("objective", "correction", "why"), [("dppo", None, "reported none"), ("ppo_clip", "tis", r"tis: needs `logp_rollout`")]
+    )
+    def test_a_rollout_function_that_reports_nothing_is_refused(
+        self, tmp_path: Path, objective: str, correction: str | None, why: str
+    ) -> None:
+        silent = {"rollout_func": fixed_rollout()}
+        trainer = make_trainer(tmp_path, objective, correction=correction, trainer_kwargs=silent)
+        inputs = rollouts(trainer)[0]
+        with pytest.raises(ValueError, match=why):
+            trainer.compute_loss(trainer.model, inputs)
 
     def test_with_transformers_the_old_pass_is_the_rollout_anchor(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -727,7 +740,11 @@ class TestRefusals:
             CorralTrainer(tiny_model(), even_words, GRPOConfig(**settings(tmp_path)), prompts())
 
     def test_without_one_the_defaults_are_taken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
+        class OnTheCPU(CorralConfig):
+            def __init__(self) -> None:
+                super().__init__(**settings(tmp_path))
+
+        monkeypatch.setattr("corral.llm.trainer.CorralConfig", OnTheCPU)
         trainer = CorralTrainer(tiny_model(), even_words, train_dataset=prompts(), processing_class=tiny_tokenizer())
         assert trainer.objective.name == "troll"
 
@@ -844,7 +861,10 @@ except ImportError:
 def test_inference_does_not_know_that_there_was_a_projection(tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path / "before")
-    trainer = make_trainer(tmp_path / "run", "troll", model=model, max_steps=4, objective_config={"bound": 0.01})
+    # Without `use_cache` transformers' own Trainer turns it off in the configuration, whoever computes the loss.
+    trainer = make_trainer(
+        tmp_path / "run", "troll", model=model, max_steps=4, objective_config={"bound": 0.01}, use_cache=True
+    )
     logged, _ = run(trainer)
     assert max(row["tr/active_frac"] for row in logged) > 0
     trainer.save_model(str(tmp_path / "after"))

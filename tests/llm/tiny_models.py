@@ -16,6 +16,7 @@ from typing import Any
 # Nothing here is to look for a network; the variables are read when transformers is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions are experimental, and say so
 
 import torch
 from datasets import Dataset
@@ -42,7 +43,7 @@ from corral.types import ObjectiveOutput, TokenBatch
 logging.set_verbosity_error()
 
 PAD, EOS, VOCABULARY = 0, 1, 40
-ENDS = [EOS, 5, 19, 26]  # several words end a completion, so that lengths differ
+ENDS = [EOS, 12, 19, 33]  # several words end a completion, so that lengths differ
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
@@ -102,9 +103,11 @@ def settings(tmp: Path | str, **given: Any) -> dict[str, Any]:
     """Defaults of the tests: on the CPU in float32, quiet, two updates per batch of rollouts (so the old policy is kept)."""
     return {
         "output_dir": str(tmp), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
-        "save_strategy": "no", "gradient_checkpointing": False, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6,
-        "steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 1e-2, "max_steps": 2, "logging_steps": 1,
-        "temperature": 0.9, "seed": 3, "lr_scheduler_type": "constant", **given,
+        "save_strategy": "no", "gradient_checkpointing": False, "per_device_train_batch_size": 4, "num_generations": 4,
+        "temperature": 0.9, "max_completion_length": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1,
+        "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 3,
+        "adam_epsilon": 1e-3,  # else the sign of a gradient that is all rounding moves a weight by the whole learning rate
+        **given,
     }  # fmt: skip
 
 
@@ -223,3 +226,17 @@ class FakeVLLM:
             reported.append(ranked)
             self.sampled.append(drawn)
         return prompts, completions, reported, None
+
+
+def fixed_rollout(logprobs: list[float] | None = None) -> Any:
+    """A rollout function whose every completion is w0 w1 w2, cut off before its end, with these log-probs."""
+
+    def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [[3, 4, 5] for _ in ids],
+            "logprobs": None if logprobs is None else [logprobs for _ in ids],
+        }
+
+    return rollout

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.numerics import NEAR, at_least_float32, expm1_minus
+from corral.numerics import NEAR, at_least_float32, expm1_minus_series
 
 
 def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"]) -> Float[Tensor, "*b"]:
@@ -38,7 +38,7 @@ def kl_terms(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
     """p (eˣ − 1 − x) for x = `gap` = log q − log p, which the caller may know better than its two logarithms."""
     near = gap.abs() < NEAR
     # eˣ overflows where p underflows; far apart nothing cancels, so the term is multiplied out to q − p − p x.
-    return torch.where(near, p * expm1_minus(torch.where(near, gap, 0.0)), q - p - p * gap)
+    return torch.where(near, p * expm1_minus_series(torch.where(near, gap, 0.0)), q - p - p * gap)
 
 
 def categorical_tv(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"]) -> Float[Tensor, "*b"]:

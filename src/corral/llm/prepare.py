@@ -34,6 +34,8 @@ def prepare(settings: Settings) -> Parts:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
         model, tokenizer = load_model(settings.model)
+        # transformers would write its own default into the configuration that checkpoints carry.
+        config.use_cache = settings.trainer.get("use_cache", model.config.use_cache)
     except ValueError as error:
         raise RunError(str(error)) from error
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)

@@ -137,7 +137,9 @@ class RunTrainer(CorralTrainer):
                     scores.append(sum(self._scores(model, mine, greedy)))
         finally:
             self.model.train(training)
-        total = process.reduce(torch.tensor(scores, device=process.device), reduction="sum") / len(session.held_out)
+        total = process.reduce(torch.tensor(scores, device=process.device, dtype=torch.float64), reduction="sum") / len(
+            session.held_out
+        )
         return dict(zip(("success", "greedy"), total.tolist(), strict=True))
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:

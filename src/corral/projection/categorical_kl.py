@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.categorical import categorical_kl, kl_terms
-from corral.numerics import at_least_float32, logsumexp
+from corral.numerics import at_least_float32, logsumexp, number_in
 from corral.projection.root import Root, find_root
 
 Gradient = Literal["exact", "constant_dual"]
@@ -79,18 +79,25 @@ def _normalised(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tu
     for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
         if not x.is_floating_point():
             raise ValueError(f"project_categorical_kl: `{name}` holds log-probabilities; got dtype {x.dtype}.")
-    if logp_new.shape[-1:] != logp_old.shape[-1:] or not logp_new.shape[-1:].numel():
+    if logp_new.shape[-1:] != logp_old.shape[-1:] or not logp_new.ndim or not logp_new.shape[-1]:
         raise ValueError(
             f"project_categorical_kl: both policies need the same categories on the last axis, at least one; "
             f"got {list(logp_new.shape)} and {list(logp_old.shape)}."
         )
     new, old = at_least_float32(logp_new), at_least_float32(logp_old.detach())
     dtype = torch.promote_types(new.dtype, old.dtype)
-    new, old = torch.broadcast_tensors(new.to(dtype), old.to(dtype))
     if not isinstance(bound, Tensor):
-        _check_bound(bound, bound >= 0)
-    row_bound = torch.as_tensor(bound, dtype=dtype, device=new.device).detach().expand(new.shape[:-1])
-    return new.log_softmax(-1), old.log_softmax(-1), row_bound
+        _check_bound(bound, number_in(bound, 0))
+    row_bound = torch.as_tensor(bound, dtype=dtype, device=new.device).detach()
+    try:
+        rows = torch.broadcast_shapes(new.shape[:-1], old.shape[:-1], row_bound.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"project_categorical_kl: one bound per row of the policies, or one for all; got bound {list(row_bound.shape)} and "
+            f"policies {list(logp_new.shape)} and {list(logp_old.shape)}."
+        ) from None
+    new, old = new.to(dtype).expand(*rows, -1), old.to(dtype).expand(*rows, -1)
+    return new.log_softmax(-1), old.log_softmax(-1), row_bound.expand(rows)
 
 
 def _check_bound(bound: object, valid: bool) -> None:
