@@ -74,7 +74,7 @@ def test_a_group_of_one_has_no_others_to_compare_with():
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 10.1, 1000.1])
 def test_equal_rewards_give_no_credit(how, dtype, reward):
     # The mean of seven 0.1 is off by rounding, which the floor of 1e-4 keeps small.
     advantages = group_advantages(torch.full((7,), reward, dtype=dtype), torch.zeros(7, dtype=torch.int64), how)

@@ -55,6 +55,7 @@ def group_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how
 
     count = size[member]
     centred = rewards - group_sum(rewards) / count
+    centred = centred - group_sum(centred) / count  # the mean's rounding, which a tiny spread would blow up
     if how == "dr_grpo":
         return centred
     if how == "rloo":

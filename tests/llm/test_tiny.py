@@ -22,7 +22,6 @@ logging.disable_progress_bar()
 
 MODEL, TOKENIZER = build_tiny(0)
 PROMPTS = ["3 7 12>22:", "19 18 17>54:", "1 2 3>6:"]  # 10, 12 and 8 characters
-SHIPPED = pytest.mark.skipif(not TINY_FOLDER.is_dir(), reason="the weights are not in this tree yet")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +113,7 @@ def test_golden_tokens() -> None:
     assert TOKENIZER.convert_ids_to_tokens(TOKENIZER("3 7>10:")["input_ids"]) == [BOS, "3", " ", "7", ">", "1", "0", ":"]
     assert TOKENIZER("3 7>10:", add_special_tokens=False)["input_ids"] == [7, 98, 11, 85, 5, 4, 81]
     assert TOKENIZER.convert_tokens_to_ids([PAD, BOS, EOS, UNKNOWN]) == [0, 1, 2, 3]
+    assert TOKENIZER("\n\n\t", add_special_tokens=False)["input_ids"] == [99, 99, 3]  # `.` in a pattern would not part these
 
 
 @given(text=st.text(CHARACTERS, max_size=60))
@@ -154,13 +154,11 @@ def test_missing_weights_are_named_with_what_to_do(tmp_path: Path, monkeypatch: 
     assert str(raised.value).startswith(wanted)  # and config.json, which is there, is not named
 
 
-@SHIPPED
 def test_the_shipped_folder_is_small_and_whole() -> None:
     assert {path.name for path in TINY_FOLDER.iterdir()} == {*FILES, "warm_start.json"}
     assert (TINY_FOLDER / "model.safetensors").stat().st_size <= 4_000_000
 
 
-@SHIPPED
 def test_the_shipped_model_is_what_build_tiny_builds_but_trained() -> None:
     model, tokenizer = load_tiny()
     assert model.dtype == torch.float32
@@ -171,7 +169,6 @@ def test_the_shipped_model_is_what_build_tiny_builds_but_trained() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@SHIPPED
 def test_the_shipped_model_solves_held_out_problems_greedily_and_seldom_when_sampled(warm_start: ModuleType) -> None:
     # 200 prompts: three standard deviations are at most .11.
     card = json.loads((TINY_FOLDER / "warm_start.json").read_text())["held_out_success"]

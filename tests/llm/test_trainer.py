@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import trl
 import trl.trainer.utils as trl_utils
+from packaging.version import Version
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import (
@@ -48,6 +50,9 @@ from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, live, log_ratio
 from corral.types import ObjectiveOutput
 from tolerance import assert_close
+
+FUSED = Version(trl.__version__) >= Version("1.15")
+"""Whether TRL's head is fused, and corral's takes its place; older releases compute all logits."""
 
 UNCLIPPED = {"epsilon": 1e9}
 UNBOUNDED = {"objective_config": {"bound": float("inf"), "regression": 0.0}}
@@ -114,7 +119,8 @@ class TestSameAsStock:
     FEATURES: ClassVar[dict[str, dict[str, Any]]] = {
         "gradient accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
         "iterations": {"num_iterations": 3, "steps_per_generation": 1},
-        "accumulation within a batch of rollouts": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        **{f"reduction {how}": {"loss_type": how, "gradient_accumulation_steps": 2} for how in REDUCTIONS},
+        "several batches of rollouts per update": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
         "kl to a reference": {"beta": 0.1},
         "kl without its correction": {"beta": 0.1, "use_bias_correction_kl": False},
         "lora": {"lora": True},
@@ -151,6 +157,7 @@ class TestSameAsStock:
             peft = (
                 {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)} if lora else {}
             )
+            set_seed(1)  # adapters are random here
             return make(tmp_path, *args, model=model, trainer_kwargs=peft, **common, **more)
 
         ours, theirs = one(make_trainer, objective, **given), one(stock, **epsilon)
@@ -411,7 +418,7 @@ class TestNoNeedlessWork:
     def test_the_old_support_comes_from_the_old_pass(self, tmp_path: Path, head_calls: CountedCalls) -> None:
         trainer = make_trainer(tmp_path, "troll")
         micro = rollouts(trainer)
-        assert head_calls.count == 2, "the old pass is made in two pieces, and nothing else reads the head"
+        assert head_calls.count == 2 * FUSED, "the old pass is made in two pieces, and nothing else reads the head"
         for inputs in micro:
             old = dense_logp(trainer.model, inputs, 0.9).detach()
             expected = top_k_support(old, inputs["completion_ids"], k=8, mass=0.95)
@@ -421,13 +428,13 @@ class TestNoNeedlessWork:
             assert_close(inputs["corral_logp"][..., 0][mask], inputs["old_per_token_logps"][mask])
             assert inputs["corral_ids"].dtype == torch.int32
             trainer.compute_loss(trainer.model, inputs)
-        assert head_calls.count == 4
+        assert head_calls.count == 4 * FUSED
 
     def test_a_reference_that_is_the_model_itself_gets_no_support(self, tmp_path: Path, head_calls: CountedCalls) -> None:
         adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         trainer = make_trainer(tmp_path, "troll", beta=0.1, trainer_kwargs={"peft_config": adapter})
         (inputs, _) = rollouts(trainer)
-        assert head_calls.count == 2
+        assert head_calls.count == 2 * FUSED
         with trainer.model.disable_adapter():
             free = dense_logp(trainer.model.get_base_model(), inputs, 0.9)
         with_adapter = dense_logp(trainer.model.get_base_model(), inputs, 0.9)
@@ -735,7 +742,7 @@ class TestSamplers:
 
 
 class TestRefusals:
-    def test_a_plain_config_is_refused(self, tmp_path: Path) -> None:
+    def test_a_plain_config_is_refused(self, tmp_path: Path, unchecked_shapes: None) -> None:
         with pytest.raises(ValueError, match="must be a CorralConfig; got GRPOConfig"):
             CorralTrainer(tiny_model(), even_words, GRPOConfig(**settings(tmp_path)), prompts())
 
@@ -781,6 +788,7 @@ class TestContract:
         "_compute_loss": ["self", "model", "inputs"],
     }
 
+    @pytest.mark.skipif(trl.__version__.startswith("1.14."), reason="only 1.14 hides its parameters behind *args")
     @pytest.mark.parametrize("name", SIGNATURES)
     def test_overridden_methods_take_what_they_took(self, name: str) -> None:
         found = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
@@ -797,6 +805,7 @@ class TestContract:
         }
         assert overridden - {"__doc__", "__module__"} == set(self.SIGNATURES)
 
+    @pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")
     def test_the_head_function_is_called_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
 

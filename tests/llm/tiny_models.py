@@ -10,6 +10,7 @@
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import GRPOTrainer
 
 from corral.llm import CorralConfig, CorralTrainer
-from corral.objective import Objective
+from corral.objective import ObjectiveFunction
+from corral.objective.config import ObjectiveConfig
 from corral.types import ObjectiveOutput, TokenBatch
 
 logging.set_verbosity_error()
@@ -176,21 +178,22 @@ def dense_logp(model: PreTrainedModel, inputs: dict[str, Any], temperature: floa
 
 
 class Spy:
-    """An objective that records the batches it is given and what comes out."""
+    """An objective's function that records the batches it is given and what comes out."""
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective, self.config, self.name = objective, objective.config, objective.name
+    def __init__(self, function: ObjectiveFunction) -> None:
+        self.function = function
         self.batches: list[TokenBatch] = []
         self.outputs: list[ObjectiveOutput] = []
 
     @classmethod
     def on(cls, trainer: CorralTrainer) -> "Spy":
-        trainer.objective = cls(trainer.objective)
-        return trainer.objective
+        spy = cls(trainer.objective.function)
+        trainer.objective = replace(trainer.objective, function=spy)
+        return spy
 
-    def __call__(self, batch: TokenBatch) -> ObjectiveOutput:
+    def __call__(self, batch: TokenBatch, config: ObjectiveConfig) -> ObjectiveOutput:
         self.batches.append(batch)
-        self.outputs.append(self.objective(batch))
+        self.outputs.append(self.function(batch, config))
         return self.outputs[-1]
 
 

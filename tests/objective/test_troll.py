@@ -110,12 +110,12 @@ def test_golden_fill_gives_every_dropped_token_1e12th():
     batch, logits = policies([[0.3, 0.3, 0.2, 0.1, 0.1]], [[0.4, 0.3, 0.2, 0.06, 0.04]], [1.0], k=3)
     config = {"bound": INF, "tail": "fill", "vocab_size": 3 + 10**11}
     loss, grad = loss_and_logit_grad(batch, logits, **config)
-    assert_close(loss, row([-5 / 6]), torch.float32)
+    assert_close(loss, row([-5 / 6]))
     # −5/6 (e_0 − q̃) on the kept three, q̃ = (3, 3, 2, 1)/9.  The fill ignores the softmax's normaliser: + π_j · 5/6 · 1/9.
     expected = -5 / 6 * per_logit(6 / 9, -3 / 9, -2 / 9, 0.0, 0.0) + 5 / 54 * per_logit(0.3, 0.3, 0.2, 0.1, 0.1)
-    assert_close(grad, expected, torch.float32)
+    assert_close(grad, expected)
     kl_before = 1 / 3 * math.log(5 / 6) + 2 / 3 * math.log(10 / 9)
-    assert make_objective("troll", **config)(batch).metrics["tr/kl_before"].item() == pytest.approx(kl_before, rel=1e-5)
+    assert make_objective("troll", **config)(batch).metrics["tr/kl_before"].item() == pytest.approx(kl_before, rel=1e-10)
 
 
 def test_golden_a_capped_weight_keeps_its_gradient():
@@ -569,8 +569,9 @@ def test_every_reduction_sees_sequences(level):
 
 @pytest.mark.parametrize("config", [{}, {"tail": "fill", "vocab_size": 6}, {"level": "sequence"}, {"gradient": "unprojected"}])
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 1e30])
-def test_padding_may_hold_anything(config, garbage):
-    batch, _ = random_batch(3, 4, 6, 3, step=0.7)
+@pytest.mark.parametrize("k", [3, 6])
+def test_padding_may_hold_anything(config, garbage, k):
+    batch, _ = random_batch(3, 4, 6, k, step=0.7)
     objective = make_objective("troll", **config)
     out, poisoned = objective(batch), objective(poison_padding(batch, garbage))
     assert torch.equal(out.loss, poisoned.loss)

@@ -14,7 +14,7 @@ from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
 
 TRL_RANGE = ("1.10", "1.17")
-"""First TRL release that works, and the first that is unknown. Before 1.10 its reductions were others, release by release."""
+"""First TRL release that works, and the first that is unknown. Before 1.10 its dapo and luspo averages were off."""
 
 REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """TRL's loss types that differ from PPO's clip in nothing but how they average."""

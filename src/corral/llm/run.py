@@ -77,11 +77,13 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> "RunFolder":
-        """A run that is there, to go on with."""
+    def open(cls, path: Path, *, write: bool = True) -> "RunFolder":
+        """A run that is there, to go on with, or only to read."""
         folder = cls(path)
         if not folder.config.is_file():
             raise RunError(f"{path} is no run: it has no config.json. --resume takes the folder that `corral train` printed.")
+        if not write:
+            return folder
         try:
             folder.checkpoints.mkdir(exist_ok=True)
             folder._lock = lock(path)

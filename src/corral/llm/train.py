@@ -37,15 +37,13 @@ def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -
     if is_main():
         folder = RunFolder.create(out, f"{settings.task}-{settings.objective}-{settings.seed}")
         folder.write_config(described(settings, parts))
-    return _run(settings, parts, folder, None, [], make_view(quiet=quiet or not is_main()))
+    return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
 
 
 def resume(path: Path, *, quiet: bool = False, guard: str | None = None, report_to: str | None = None) -> Outcome:
     """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same."""
-    folder = RunFolder.open(path)
-    if not is_main():
-        folder.close()
-    view = make_view(quiet=quiet or not is_main())
+    folder = RunFolder.open(path, write=is_main())
+    view = make_view(quiet=quiet, silent=not is_main())
     content = folder.read_config()
     changes = {key: value for key, value in (("guard", guard), ("report_to", report_to)) if value is not None}
     settings = resolve([content["settings"], changes])
@@ -141,8 +139,9 @@ def already_finished(settings: Settings, folder: RunFolder, view: View) -> Outco
     """All steps are done; perhaps the process ended before it could say so."""
     lines = folder.lines()
     summary = summarise(settings, lines, "finished", None)
-    folder.write_summary(summary)
-    folder.close()
+    if is_main():
+        folder.write_summary(summary)
+        folder.close()
     view.end(last_words(summary, folder.path))
     return Outcome(folder.path, summary)
 

@@ -117,8 +117,9 @@ class LiveView(View):
     def _panel(self) -> Panel:
         table = Table.grid(padding=(0, 3))
         pairs = readable(self.newest)
-        for start in range(0, len(pairs), 4):
-            table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + 4]))
+        across = max(1, (self.console.width - 4) // 25)
+        for start in range(0, len(pairs), across):
+            table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + across]))
         shown = [
             Text.assemble(
                 (mark(row["reward"]), "green" if row["reward"] > 0 else "red"),
@@ -174,10 +175,10 @@ class PatientConsole(Console):
         os.close(null)
 
 
-def make_view(*, quiet: bool) -> View:
-    """The view for where the output goes."""
-    console, problems = PatientConsole(), PatientConsole(stderr=True)
-    if quiet:
+def make_view(*, quiet: bool, silent: bool = False) -> View:
+    """The view for where the output goes; a silent one, for processes beside the main one, shows nothing at all."""
+    console, problems = PatientConsole(quiet=silent), PatientConsole(quiet=silent, stderr=True)
+    if quiet or silent:
         return View(console, problems)
     # In a terminal, warnings must pass through the live panel's own console.
     return LiveView(console, console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console, problems)
@@ -193,7 +194,9 @@ def readable(line: Line) -> list[tuple[str, str]]:
 
 
 def number(value: float) -> str:
-    """Three digits, and thousands with commas."""
+    """Three digits, thousands with commas, and no rounding errors."""
+    if abs(value) < 1e-9:
+        return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

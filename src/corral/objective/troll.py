@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import categorical_kl
-from corral.numerics import number_in
+from corral.numerics import at_least_float32, number_in
 from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
 from corral.objective.metrics import live_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
@@ -106,7 +106,7 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
         raise ValueError(
             f"troll: `vocab_size` counts every token, and a support has {int(kept.max())} of them; got {config.vocab_size}."
         )
-    rest = ((config.vocab_size - kept) * FILL).to(dist.rest.dtype).log()
+    rest = (config.vocab_size - kept).to(at_least_float32(dist.rest).dtype).mul(FILL).log()
     return SparseDist(dist.ids, dist.logp, rest).with_rest()
 
 
