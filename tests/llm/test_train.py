@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import Digits, save_model, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.llm.banner import banner
@@ -26,6 +25,7 @@ from corral.llm.session import RunTrainer
 from corral.llm.train import resume, train
 from corral.llm.trainer import CorralTrainer
 from corral.task import TASKS
+from small_runs import Digits, save_model, small
 
 TIMES = ("seconds", "tokens_per_second", "step_time")
 LONG = {"steps": 6, "checkpoint_every": 2}
@@ -48,7 +48,7 @@ def reference(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in a process of its own, started early and killed in the middle of its fourth step or later."""
     out = tmp_path_factory.mktemp("killed") / "run"
-    script = Path(__file__).with_name("small_runs.py")
+    script = Path(__file__).parents[1] / "small_runs.py"
     process = subprocess.Popen([sys.executable, script, model, out], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:

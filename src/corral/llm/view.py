@@ -41,7 +41,7 @@ class View:
 
     def warn(self, sentence: str) -> None:
         """Something a person should know."""
-        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True)
+        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
     def say(self, sentence: str) -> None:
         """Something good to know."""

@@ -1,0 +1,265 @@
+"""The command line: layers of settings, sentences for mistakes, and what is printed where."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import corral
+from corral.cli import doctor, main
+from corral.cli.explain import field_docs
+from corral.llm.files import RunError
+from corral.llm.settings import RECIPES, Settings, coerce, nested, read_file, read_recipe, resolve
+from corral.objective import OBJECTIVES
+from corral.objective.correction import CORRECTIONS
+from corral.objective.troll import TROLLConfig
+from small_runs import save_model
+
+SMALL = "--task digits --eval-size 8 --per-device-train-batch-size 4 --steps-per-generation 2 --num-generations 4 --device cpu"
+
+
+WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """The settings that a command line would train with."""
+    seen: list[Any] = []
+
+    def remember(settings: Settings, **how: Any) -> Any:
+        seen.append(settings)
+        return type("Outcome", (), {"summary": {"stopped": "finished"}})
+
+    monkeypatch.setattr("corral.llm.train.train", remember)
+
+    def run(*argv: str) -> Settings:
+        assert main(["train", *argv]) == 0
+        return seen[-1]
+
+    return run
+
+
+def test_no_arguments_mean_the_demo(settings_of: Callable[..., Settings]) -> None:
+    settings = settings_of()
+    assert settings == resolve([read_recipe("demo")])
+    assert (settings.model, settings.task, settings.objective) == ("tiny", "countdown", "troll")
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_recipe(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("seed = 5\nsteps = 7\nlearning_rate = 1e-3\n[objective_config]\nbound = 0.1\nregression = 2.0\n")
+    settings = settings_of(
+        "--recipe", "demo", "--config", str(path), "--steps", "9", "--set", "objective_config.bound=inf", "--beta=0.5"
+    )  # fmt: skip
+    assert (settings.seed, settings.steps, settings.trainer["learning_rate"]) == (5, 9, 1e-3)
+    assert settings.objective_config == {"bound": float("inf"), "regression": 2.0}
+    assert settings.trainer["beta"] == 0.5
+    assert settings.trainer["num_generations"] == read_recipe("demo")["num_generations"]
+    assert "num_generations" not in settings_of("--config", str(path)).trainer, "a file alone has no recipe under it"
+
+
+def test_yaml_is_read_as_well(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("objective: dppo\nlearning_rate: 1e-4\nbf16: false\nobjective_config:\n  divergence: kl\n")
+    settings = settings_of("--config", str(path))
+    assert settings.trainer == {"learning_rate": 1e-4, "bf16": False}
+    assert (settings.objective, settings.objective_config) == ("dppo", {"divergence": "kl"})
+
+
+def test_another_objective_does_not_inherit_settings() -> None:
+    troll = {"objective": "troll", "objective_config": {"regression": 2.0}}
+    assert resolve([troll, {"objective": "dppo"}]).objective_config == {}
+    assert resolve([troll, {"objective": "troll"}]).objective_config == {"regression": 2.0}
+    assert resolve([troll, {"objective": "dppo", "objective_config": {"bound": 0.1}}]).objective_config == {"bound": 0.1}
+
+
+def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) -> None:
+    assert settings_of("--mask-truncated-completions", "--seed", "3").trainer["mask_truncated_completions"] is True
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lerning-rate", "1"], "no setting `lerning_rate`. Did you mean 'learning_rate'?"),
+        (["--set", "stepz=1"], "no setting `stepz`. Did you mean 'steps'?"),
+        (["--set", "steps"], "--set takes key=value; got 'steps'"),
+        (["--objective", "trol"], "no objective 'trol'. Did you mean 'troll'?"),
+        (["--task", "count-down"], "no task 'count-down'. Did you mean 'countdown'?"),
+        (["--recipe", "dmo"], "no recipe 'dmo'. Did you mean 'demo'?"),
+        (["--steps", "many"], "`steps` is int; got 'many'"),
+        (["--steps", "0"], "`steps` must be at least 1; got 0"),
+        (["--learning-rate", "fast"], "`learning_rate` is float; got 'fast'"),
+        (["--guard", "maybe"], "`guard` is one of warn, stop, off; got 'maybe'"),
+        (["--max-steps", "3"], "`max_steps` is decided by the run. Use steps"),
+        (["--optim.lr", "3"], "only objective_config and task_config have settings of their own"),
+        (["--instruction", "Solve it."], "`instruction` must contain {problem}"),
+        (["quickly"], "'quickly' belongs to no flag"),
+        (["--config", "/no/such.toml"], "cannot be read: No such file"),
+        (["--resume", "/no/such/run"], "is no run"),
+        (["--resume", "/no/such/run", "--seed", "1", "--out", "x"], "so seed, out cannot be given with it"),
+        pytest.param(["--device", "cuda"], "torch finds no GPU", marks=WITHOUT_A_GPU),
+    ],
+)
+def test_mistakes_get_a_sentence(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *argv]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("corral: ")
+    assert message in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "steps = = 3"), ("a.yaml", "steps: [3"), ("b.yaml", "- 3")])
+def test_a_file_that_is_none_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RunError, match=r"TOML|YAML"):
+        read_file(tmp_path / name)
+
+
+def test_recipes_fit_on_a_screen_and_resolve() -> None:
+    recipes = sorted(RECIPES.glob("*.toml"))
+    assert recipes
+    for path in recipes:
+        assert len(path.read_text().splitlines()) <= 40
+        resolve([read_file(path)])
+
+
+def test_settings_survive_being_saved() -> None:
+    settings = resolve([read_recipe("demo"), nested([("objective_config.bound", "0.2"), ("seed", "4")])])
+    assert resolve([json.loads(json.dumps(settings.flat()))]) == settings
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        ("1e-4", float, 1e-4), (1, float, 1.0), ("none", float | None, None), (None, int | None, None), ("3", int | None, 3),
+        ("true", bool, True), ("{a = 1}", dict | str | None, {"a": 1}), ("[1, 2]", list[float] | None, [1, 2]), ("8", str, "8"),
+    ],
+)  # fmt: skip
+def test_values_become_the_type_of_their_setting(value: Any, hint: Any, expected: Any) -> None:
+    assert coerce("key", value, hint) == expected
+
+
+@pytest.mark.parametrize(("value", "hint"), [("yes", bool), (1.5, int), (True, int), (None, float), ("[1]", dict)])
+def test_values_of_another_type_are_refused(value: Any, hint: Any) -> None:
+    with pytest.raises(RunError, match="`key` is"):
+        coerce("key", value, hint)
+
+
+def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["train", *SMALL.split(), "--model", model, "--steps", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed, "no colours, no cursor moves"
+    rows = printed.splitlines()
+    assert [row.split()[0] for row in rows[:7]] == ["corral", "objective", "anchor", "support", "step", "device", "run"]
+    assert [row.split("  ")[0] for row in rows if row.startswith("step ") and "/" in row[:9]] == [
+        "step 0/2",
+        "step 1/2",
+        "step 2/2",
+    ]
+    assert all(word in printed for word in ("success", "reward", "entropy", "tr/active_frac", "tokens/s", "left"))
+    assert rows[-1].startswith("finished after 2 steps: held-out success")
+    assert rows[-1].endswith(f"The run is in {out}")
+    saved = json.loads((out / "config.json").read_text())
+    assert saved["settings"]["lr_scheduler_type"] == "constant", "from the recipe"
+    assert main(["train", *SMALL.split(), "--model", model, "--out", str(out)]) == 1
+    assert f"continue that run with --resume {out}" in capsys.readouterr().err
+
+
+def test_quiet_says_only_how_it_ended(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*SMALL.split(), "--model", model, "--steps", "1", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main(["train", *argv]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [printed.out.strip()]
+    assert printed.out.startswith("finished after 1 steps")
+    assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0, "a finished run stays finished"
+
+
+def test_training_without_the_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "trl" else find(name, *rest))
+    assert main(["train"]) == 1
+    assert "training needs trl. Install them: pip install 'corral[llm]'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, *CORRECTIONS])
+def test_explain_knows_every_objective_and_correction(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{name}\n")
+    assert "settings\n" in text
+    assert "Args:" not in text
+    if name in OBJECTIVES:
+        assert "Ref:" in text
+        assert "needs    advantages," in text
+        assert "anchor   " in text
+
+
+def test_explain_shows_defaults_and_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain", "troll"])
+    text = capsys.readouterr().out
+    assert "  bound = 0.05\n      ε: KL(projected‖old) of every token" in text
+    assert "L_t = − (π̃(a_t) / π_old(a_t)) Â_t" in text
+    assert set(field_docs(TROLLConfig)) == {"bound", "regression", "tail", "vocab_size", "level", "gradient", "ratio_cap"}
+
+
+def test_explain_lists_and_guesses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in [*OBJECTIVES, *CORRECTIONS])
+    assert main(["explain", "dpo"]) == 2
+    assert "no objective or correction 'dpo'. Did you mean 'dppo'?" in capsys.readouterr().err
+    assert main(["explain", "troll", "dppo"]) == 2
+
+
+def test_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor"])
+    text = capsys.readouterr().out
+    for name in ("python", "torch", "trl", "transformers", "device", "embedded", "vllm"):
+        assert f"\n{name} " in text
+    assert text.startswith(f"corral        {corral.__version__}")
+    assert ("`corral train` can run." in text) is (status == 0)
+    assert main(["doctor", "please"]) == 2
+
+
+def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"trl": None, "transformers": "5.1.0"}
+    found = doctor.found
+    monkeypatch.setattr(doctor, "found", lambda name: known.get(name, found(name)))
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "missing: trl (at least 1.10): pip install 'corral[llm]'" in text
+    assert "missing: transformers 5.17 or newer, found 5.1.0" in text
+
+
+def test_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "commands:\n  train" in capsys.readouterr().out
+    assert main(["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    assert "--objective" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_module_without_loading_trl() -> None:
+    script = "import sys; from corral.cli import main; main(['explain', 'dppo']); sys.exit('trl' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-m", "corral.cli", "explain", "dpo"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "Did you mean 'dppo'?" in done.stderr

@@ -1,0 +1,275 @@
+"""CorralConfig: what it takes, what it refuses and why, and the page that says so."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FakeVLLM, Spy, fixed_rollout, make_trainer, rollouts, settings
+from trl import GRPOConfig, TrlParser
+
+from corral.llm import CorralConfig
+from corral.llm.config import REDUCTIONS, TRL_RANGE, check_trl
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "trl.md").read_text()
+OWN_FIELDS = [field.name for field in dataclasses.fields(CorralConfig) if field.name not in GRPOConfig.__dataclass_fields__]
+
+
+def config(**given: Any) -> CorralConfig:
+    return CorralConfig(**settings("out", **given))
+
+
+def table(first_header: str) -> list[list[str]]:
+    """Rows of the table on the page whose first column has this header, cell by cell."""
+    lines = PAGE.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_header} |")) + 2
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+class TestDefaults:
+    def test_troll_with_its_own_settings(self) -> None:
+        args = config()
+        assert args.make_objective().name == "troll"
+        assert (args.support_size, args.support_mass) == (64, 1 - 1e-5)
+        assert args.make_correction() is None
+
+    def test_settings_reach_objective_and_correction(self) -> None:
+        args = config(
+            objective="dppo", anchor="old", objective_config={"bound": 0.1}, correction="tis", correction_config={"cap": 3.0}
+        )
+        assert args.make_objective().config.bound == 0.1
+        assert args.make_correction().config.cap == 3.0
+
+    def test_everything_comes_from_a_command_line(self) -> None:
+        line = "--output_dir out --objective dppo --anchor rollout --support_size 16 --support_mass 0.5 --use_cpu --bf16 false"
+        parsed: CorralConfig
+        (parsed,) = TrlParser(CorralConfig).parse_args_and_config(
+            [*line.split(), "--objective_config", '{"divergence": "kl", "bound": Infinity}', "--advantage", "rloo"]
+        )
+        assert parsed.make_objective().config.bound == float("inf")
+        assert (parsed.anchor, parsed.support_size, parsed.support_mass, parsed.advantage) == ("rollout", 16, 0.5, "rloo")
+
+    def test_every_field_has_help_that_argparse_can_print(self) -> None:
+        for field in dataclasses.fields(CorralConfig):
+            if field.name in OWN_FIELDS:
+                assert field.metadata["help"] % {}, field.name
+
+    @pytest.mark.parametrize(
+        ("objective", "objective_config", "anchor", "expected"),
+        [
+            ("troll", {}, "auto", "old"),
+            ("ppo_clip", {}, "auto", "old"),
+            ("dppo", {}, "auto", "rollout"),
+            ("dppo", {"estimator": "topk"}, "auto", "old"),
+            ("dppo", {}, "old", "old"),
+            ("ppo_clip", {}, "rollout", "rollout"),
+            ("troll", {}, "rollout", "rollout"),
+        ],
+    )
+    def test_the_anchor_is_settled(self, objective: str, objective_config: dict[str, Any], anchor: str, expected: str) -> None:
+        args = config(objective=objective, objective_config=objective_config, anchor=anchor)
+        assert args.resolve_anchor() == expected
+
+
+VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [
+            ({"objective": "trol"}, "Did you mean 'troll'"),
+            ({"objective_config": {"bond": 1.0}}, "there is no setting `bond`"),
+            ({"objective_config": "bound=1"}, "`objective_config` is a dictionary"),
+            ({"objective_config": {"bound": -1.0}}, "must be ≥ 0"),
+            ({"correction": "tiss"}, "Did you mean 'tis'"),
+            ({"correction_config": {"cap": 1.0}}, "there is no `correction` to set"),
+            ({"anchor": "new"}, "`anchor` is auto, old or rollout"),
+            ({"advantage": "gae"}, "needs a critic.*verl"),
+            ({"advantage": "mean"}, "`advantage` is one of grpo, dr_grpo, rloo, reinforce"),
+            ({"advantage": "rloo", "scale_rewards": "batch"}, "takes the place of `scale_rewards`"),
+            ({"advantage": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "takes the place of"),
+            ({"support_size": 0}, "`support_size` is ≥ 1"),
+            ({"support_mass": 0.0}, "`support_mass` in"),
+            ({"support_mass": float("nan")}, "`support_mass` in"),
+            ({"loss_type": "cispo"}, "Did you mean objective='cispo'"),
+            ({"loss_type": "sapo"}, "Did you mean objective='sapo'"),
+            ({"loss_type": "vespo"}, "chooses the reduction here"),
+            ({"epsilon": 0.1}, "objective='ppo_clip'"),
+            ({"epsilon_high": 0.28}, "objective='ppo_clip'"),
+            ({"delta": 2.0}, "objective='dual_clip'"),
+            ({"importance_sampling_level": "sequence"}, "objective='gspo'"),
+            ({"off_policy_mask_threshold": 0.5}, "correction='trm'"),
+            ({"use_liger_kernel": True}, "use_liger_kernel"),
+            ({**VLLM, "objective": "dppo", "vllm_importance_sampling_correction": True}, "is in the ratio already"),
+            ({**VLLM, "correction": "tis", "vllm_importance_sampling_correction": True}, "would both correct"),
+            ({**VLLM, "correction": "tis", "objective": "dppo"}, "they are one"),
+            ({**VLLM, "generation_kwargs": {"logprobs": 5}}, "ranks tokens by likelihood"),
+            ({**VLLM, "objective": "dppo", "top_p": 0.9}, "renormalise"),
+            ({**VLLM, "objective": "dppo", "top_k": 10}, "renormalise"),
+            ({**VLLM, "objective": "dppo", "min_p": 0.1}, "renormalise"),
+            ({**VLLM, "objective": "dppo", "generation_kwargs": {"top_p": 0.9}}, "renormalise"),
+            ({**VLLM, "anchor": "rollout"}, "not its top-K"),
+        ],
+        ids=str,
+    )
+    def test_each_with_a_sentence(self, given: dict[str, Any], why: str) -> None:
+        with pytest.raises(ValueError, match=why):
+            config(**given)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {**VLLM, "objective": "dppo"},
+            {**VLLM, "objective": "dppo", "generation_kwargs": {"top_p": 1.0}},
+            {**VLLM, "objective": "dppo", "anchor": "old", "top_p": 0.9},
+            {**VLLM, "objective": "troll", "top_p": 0.9},
+            {**VLLM, "objective": "troll", "vllm_importance_sampling_correction": True},
+            {**VLLM, "objective": "troll", "correction": "icepop"},
+            {"objective": "dppo", "top_p": 0.9},
+            *({"loss_type": how} for how in REDUCTIONS),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_refused(self, given: dict[str, Any]) -> None:
+        config(**given)
+
+    def test_unsloth_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+        with pytest.raises(ValueError, match="Unsloth rewrites GRPOTrainer's methods"):
+            config()
+
+    def test_releases_of_trl(self) -> None:
+        low, high = TRL_RANGE
+        for version in (low, f"{low}.1", "1.16.0", "1.16.5"):
+            check_trl(version)
+        for version in ("0.29.1", "1.7.0", "1.9.2", high, f"{high}.0", "2.0.0"):
+            with pytest.raises(ImportError, match=rf"pip install 'trl>={low},<{high}'"):
+                check_trl(version)
+
+    def test_another_trl_is_refused_where_it_is_imported(self) -> None:
+        code = "import trl; trl.__version__ = '1.9.0'\nfrom corral.llm import CorralTrainer"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.returncode != 0
+        assert "found 1.9.0" in done.stderr
+
+
+SAMPLERS = ("transformers", "vLLM", "rollout_func")
+CELLS = [(row[0], row[1], sampler, cell) for row in table("anchor") for sampler, cell in zip(SAMPLERS, row[2:], strict=True)]
+
+
+class TestAnchorTable:
+    """Every cell of the page's table is made and looked at."""
+
+    def test_the_table_is_whole(self) -> None:
+        assert len(CELLS) == 18
+        assert {cell.partition(":")[0] for *_, cell in CELLS} == {"old pass", "sampler", "refused"}
+
+    @pytest.mark.parametrize(("anchor", "reads", "sampler", "cell"), CELLS, ids=[" · ".join(cell[:3]) for cell in CELLS])
+    def test_a_cell(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anchor: str, reads: str, sampler: str, cell: str
+    ) -> None:
+        monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
+        objectives = {
+            "the sampled token": [("ppo_clip", {}), ("dppo", {})],
+            "the sampled token, by `dppo`": [("dppo", {})],
+            "a support": [("troll", {}), ("dppo", {"estimator": "topk"})],
+        }[reads]
+        given: dict[str, Any] = {"anchor": anchor.split("`")[1]}
+        if "top_p" in anchor:
+            given["top_p"] = 0.9
+        if sampler == "vLLM":
+            given |= VLLM
+        elif sampler == "rollout_func":
+            given["trainer_kwargs"] = {"rollout_func": fixed_rollout([-0.5, -1.0, -1.5])}
+        for objective, objective_config in objectives:
+            if cell.startswith("refused"):
+                with pytest.raises(ValueError, match="renormalise" if "top_p" in anchor else "not its top-K"):
+                    make_trainer(tmp_path, objective, objective_config=objective_config, **given)
+                continue
+            trainer = make_trainer(tmp_path, objective, objective_config=objective_config, **given)
+            spy = Spy.on(trainer)
+            inputs = rollouts(trainer)[0]
+            trainer.compute_loss(trainer.model, inputs)
+            (batch,) = spy.batches
+            source = "old_per_token_logps" if cell.startswith("old pass") else "sampling_per_token_logps"
+            torch.testing.assert_close(batch.logp_old[batch.mask], inputs[source][batch.mask])
+            assert (batch.dist_old is not None) == (reads == "a support")
+            if "sampling_per_token_logps" in inputs:
+                gap = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"])[batch.mask]
+                assert gap.abs().max() > 0.01, "the two sources must differ, or nothing was told apart"
+
+
+class TestPage:
+    def test_every_setting_is_there_with_its_default(self) -> None:
+        rows = {row[0].strip("`"): row[1] for row in table("setting")}
+        assert list(rows) == OWN_FIELDS
+        defaults = {field.name: field.default for field in dataclasses.fields(CorralConfig)}
+        for name, shown in rows.items():
+            assert eval(shown.strip("`")) == pytest.approx(defaults[name], abs=1e-12), name
+
+    def test_reductions_and_releases(self) -> None:
+        assert all(f"`{how}` (" in PAGE for how in REDUCTIONS)
+        low, high = TRL_RANGE
+        last = f"1.{int(high.split('.')[1]) - 1}"
+        assert f"TRL {low} – {last}" in PAGE
+        assert f"| TRL before {low} |" in PAGE
+        assert f"| TRL {high} and later |" in PAGE
+
+    def test_links_lead_somewhere(self) -> None:
+        for target in re.findall(r"\]\(([^)#]+)", PAGE):
+            assert (ROOT / "docs" / target).exists(), target
+
+
+LIGHT = """
+import sys
+import corral.llm
+assert "trl" not in sys.modules and "transformers" not in sys.modules, "importing corral.llm is to be light"
+from corral.llm import CorralConfig, CorralTrainer
+assert "trl" in sys.modules
+assert CorralTrainer.__mro__[1].__name__ == "GRPOTrainer"
+try:
+    corral.llm.Nothing
+except AttributeError as error:
+    assert "Nothing" in str(error)
+else:
+    raise SystemExit("corral.llm.Nothing is there")
+"""
+
+
+def test_the_door_opens_when_it_is_used() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_is_stock_but_for_three_lines(tmp_path: Path) -> None:
+    example = (ROOT / "examples" / "plug_into_trl.py").read_text()
+    changed = re.findall(r"^.*# stock: (.+)$", example, re.MULTILINE)
+    assert 0 < len(changed) <= 3
+    stock = re.sub(r"^( *).*# stock: (.+)$", r"\1\2", example, flags=re.MULTILINE)
+    assert "corral" not in stock.split('"""')[2]
+    for name, script in (("corral", example), ("stock", stock)):
+        (tmp_path / f"{name}.py").write_text(script)
+        done = subprocess.run(
+            [sys.executable, f"{name}.py"], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=_quiet()
+        )
+        assert done.returncode == 0, done.stderr
+        start, end = (float(x) for x in re.findall(r"reward: ([\d.]+) → ([\d.]+)", done.stdout)[0])
+        assert end > start + 0.1, done.stdout
+
+
+def _quiet() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
