@@ -1,4 +1,4 @@
-"""A stock GRPO script of TRL's, and the three lines that give it a trust region. Half a minute on one CPU core.
+"""A stock GRPO script of TRL's, and the three lines that give it a trust region. Ten seconds on one CPU core.
 
     python examples/plug_into_trl.py        needs: pip install 'corral[llm]'
 

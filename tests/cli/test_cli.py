@@ -172,7 +172,7 @@ def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: 
     assert rows[-1].startswith("finished after 2 steps: held-out success")
     assert rows[-1].endswith(f"The run is in {out}")
     saved = json.loads((out / "config.json").read_text())
-    assert saved["settings"]["lr_scheduler_type"] == "constant", "from the recipe"
+    assert saved["settings"]["loss_type"] == "dr_grpo", "from the recipe"
     assert main(["train", *SMALL.split(), "--model", model, "--out", str(out)]) == 1
     assert f"continue that run with --resume {out}" in capsys.readouterr().err
 
@@ -182,7 +182,7 @@ def test_quiet_says_only_how_it_ended(model: str, tmp_path: Path, capsys: pytest
     assert main(["train", *argv]) == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [printed.out.strip()]
-    assert printed.out.startswith("finished after 1 steps")
+    assert printed.out.startswith("finished after 1 step:")
     assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0, "a finished run stays finished"
 
 

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.llm.banner import banner
 from corral.llm.files import RunError
-from corral.llm.problems import RewardError
+from corral.llm.guard import GuardCallback
+from corral.llm.prepare import prepare
+from corral.llm.problems import RewardError, verifier
 from corral.llm.session import RunTrainer
 from corral.llm.train import resume, train
 from corral.llm.trainer import CorralTrainer
@@ -172,6 +174,7 @@ def test_a_signal_ends_the_step_and_saves(
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
     assert (outcome.summary["stopped"], outcome.summary["steps"]) == ("interrupted", 3)
     assert summary(tmp_path / "run") == outcome.summary
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-6").is_dir(), "between the regular ones"
     printed = capfd.readouterr()
     assert "Stopping after this step" in printed.err
     assert f"Go on with: corral train --resume {tmp_path / 'run'}" in printed.out
@@ -206,6 +209,12 @@ def test_a_run_without_a_whole_checkpoint_starts_over(reference: Path, tmp_path:
     shutil.rmtree(run / "checkpoints")
     resume(run, quiet=True)
     assert_same_run(run, reference)
+
+
+def test_an_infinite_bound_survives_being_saved(model: str, tmp_path: Path) -> None:
+    train(small(model, steps=2, objective_config={"bound": float("inf")}), out=tmp_path / "run", quiet=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-4")
+    assert resume(tmp_path / "run", quiet=True).summary["stopped"] == "finished"
 
 
 def test_a_finished_run_has_nothing_to_resume(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,6 +254,24 @@ def test_without_the_guard_a_nan_is_the_end(model: str, tmp_path: Path, monkeypa
     with pytest.raises(ValueError, match="logp_new is not finite"):
         train(small(model, guard="off"), out=tmp_path / "run", quiet=True)
     assert summary(tmp_path / "run")["stopped"] == "failed"
+
+
+def test_the_guard_serves_any_trainer(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {1, 4}, [])
+    parts = prepare(small(model))
+    parts.config.output_dir = str(tmp_path)
+    guard = GuardCallback("stop", say=lambda _: None)
+    trainer = CorralTrainer(
+        parts.model,
+        verifier(parts.problems.task),
+        parts.config,
+        parts.dataset,
+        processing_class=parts.problems.tokenizer,
+        callbacks=[guard],
+    )
+    trainer.train()
+    assert guard.skipped == 2
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
 class Forgetful(Digits):

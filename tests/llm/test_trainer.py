@@ -48,6 +48,7 @@ from corral.objective import OBJECTIVES
 from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, live, log_ratio
+from corral.objective.troll import TROLLConfig, troll
 from corral.types import ObjectiveOutput
 from tolerance import assert_close
 
@@ -187,11 +188,18 @@ def outside(batch: TokenBatch, config: OutsideConfig) -> ObjectiveOutput:
     return ObjectiveOutput(loss, {**region_metrics(batch, log_rho, torch.zeros_like(batch.mask)), "outside/pull": pull.mean()})
 
 
+def twice_troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
+    """Another from outside, with settings that are known but a loss that is not."""
+    out = troll(batch, config)
+    return ObjectiveOutput(2 * out.loss, out.metrics)
+
+
 @pytest.fixture
 def outsider() -> Iterator[None]:
     corral.register_objective("outside", outside, OutsideConfig)
+    corral.register_objective("twice_troll", twice_troll, TROLLConfig)
     yield
-    del OBJECTIVES["outside"]
+    del OBJECTIVES["outside"], OBJECTIVES["twice_troll"]
 
 
 def direct(trainer: CorralTrainer, inputs: dict[str, Any], old_model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -277,6 +285,18 @@ class TestParity:
         nudge(trainer.model)
         assert_parity(trainer, inputs, old)
         assert trainer._metrics["train"]["tr/active_frac"][0] > 0
+
+    @pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")
+    def test_on_a_gpu_trl_passes_the_scored_rows_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = make_trainer(tmp_path, "troll", objective_config={"bound": 0.01})
+        monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)  # our head needs no Triton, only TRL's does
+        inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
+        nudge(trainer.model)
+        assert_parity(trainer, inputs, old)
+        nothing = {**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}
+        loss, gradient = loss_and_gradient(trainer, nothing)
+        assert loss == 0
+        assert "lm_head.weight" in gradient
 
     def test_tokens_of_a_tool_are_left_out(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, "troll")
@@ -470,6 +490,7 @@ class TestNoNeedlessWork:
         ("objective", "config"),
         [
             ("outside", {}),
+            ("twice_troll", {}),
             ("troll", {"ratio_cap": 0.5}),
             ("troll", {"tail": "fill", "vocab_size": 40}),
             ("dppo", {"estimator": "topk", "ratio_cap": 0.5}),
@@ -690,11 +711,12 @@ class TestSamplers:
 
     @pytest.mark.parametrize("name", ["tis", "seq_tis", "icepop", "trm"])
     @pytest.mark.parametrize("accumulation", [1, 2], ids=["off-policy", "one update per batch"])
-    def test_corrections_weigh_the_loss(self, tmp_path: Path, vllm: dict[str, Any], name: str, accumulation: int) -> None:
+    def test_corrections_weigh_the_loss(
+        self, tmp_path: Path, vllm: dict[str, Any], name: str, accumulation: int, head_calls: CountedCalls
+    ) -> None:
         given = {"loss_type": "luspo", "gradient_accumulation_steps": accumulation, **vllm}
         config = {"bound": 0.001} if name == "trm" else {}
         trainer = make_trainer(tmp_path, "troll", correction=name, correction_config=config, **given)
-        spy = Spy.on(trainer)
         inputs = rollouts(trainer)[0]
         loss = trainer.compute_loss(trainer.model, inputs)
         with torch.no_grad():
@@ -705,7 +727,7 @@ class TestSamplers:
         assert not torch.allclose(weight, mask.float(), atol=1e-3)
         per_token = -inputs["advantages"][:, None] * weight  # the ratio is 1: nothing was updated yet
         assert_close(loss, per_token.sum(-1).mean() / accumulation, atol=1e-5)
-        assert len(spy.batches) == (accumulation == 1), "one update per batch is plain REINFORCE"
+        assert (head_calls.count > 0) == (FUSED and accumulation == 1)
 
     def test_a_rollout_function_reports_the_anchor_too(self, tmp_path: Path) -> None:
         reporting = {"rollout_func": fixed_rollout([-1.0, -2.0, -3.0])}

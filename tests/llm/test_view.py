@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from corral.llm.view import Clock, LiveView, PatientConsole, PlainView, View, make_view, number, readable, shorten
+from corral.llm.view import Clock, LiveView, PatientConsole, PlainView, View, count, make_view, number, readable, shorten
 
 LINE = {
     "step": 1, "update": 8, "success": 0.25, "reward": 0.3, "entropy": 0.5, "tokens_per_second": 12345.6, "loss": 1.0,
@@ -107,6 +107,7 @@ def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_and_texts() -> None:
     assert [number(value) for value in (0.0, 7e-15, 0.12345, 999.4, 12345.6)] == ["0", "0", "0.123", "999", "12,346"]
+    assert [count(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
     assert shorten("a\nb") == "a⏎b"
     assert len(shorten("x" * 500)) == 120
     assert readable({"success": None, "reward": 0.5, "skipped": 2, "warnings": []}) == [("reward", "0.5"), ("skipped", "2")]

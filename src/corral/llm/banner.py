@@ -11,6 +11,7 @@ import trl
 import corral
 from corral.llm.session import RunTrainer
 from corral.llm.settings import Settings
+from corral.llm.view import count
 
 NO_REGION = {"reinforce"}
 """Objectives without a trust region."""
@@ -21,13 +22,14 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     args, config = trainer.args, trainer.objective.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
     prompts = args.generation_batch_size // args.num_generations
+    updates = count(trainer.updates_per_step, "update")
     chosen = ", ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {short(parameters)} parameters"),
         ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
         ("anchor", anchor(trainer)),
         ("support", support(trainer)),
-        ("step", f"{prompts} prompts × {args.num_generations} completions, then {trainer.updates_per_step} updates"),
+        ("step", f"{count(prompts, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", device(trainer)),
         ("run", str(where)),
     ]

@@ -115,7 +115,8 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
                 merged.pop(f"{name}_config", None)
         for key, value in layer.items():
             if key in ("objective_config", "task_config") and isinstance(value, Mapping):
-                merged[key] = {**merged.get(key, {}), **value}
+                # Neither JSON nor YAML has inf as people write it.
+                merged[key] = {**merged.get(key, {}), **{inner: guess(given) for inner, given in value.items()}}
             else:
                 merged[key] = value
     own, trainer = get_type_hints(Settings), _trainer_hints()
@@ -140,7 +141,7 @@ def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         if not inner:
             layer[table] = value
         elif table in ("objective_config", "task_config"):
-            layer.setdefault(table, {})[inner] = guess(value)
+            layer.setdefault(table, {})[inner] = value
         else:
             raise RunError(f"there is no setting `{key}`: only objective_config and task_config have settings of their own.")
     return layer

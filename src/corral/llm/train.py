@@ -19,7 +19,7 @@ from corral.llm.problems import reward_by_name, verifier
 from corral.llm.run import Checkpoint, RunFolder, Stopped, versions
 from corral.llm.session import RunCallback, RunTrainer, Session
 from corral.llm.settings import Settings, resolve
-from corral.llm.view import View, make_view
+from corral.llm.view import View, count, make_view
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def last_words(summary: dict[str, Any], where: Path) -> str:
         change = f"held-out success {summary['success_start']:.1%} → {summary['success_final']:.1%}, "
     took = f"{summary['seconds']:.0f} s. The run is in {where}"
     go_on = "" if summary["stopped"] == "finished" else f"\nGo on with: corral train --resume {where}"
-    return f"{summary['stopped']} after {summary['steps']} steps: {change}{took}{go_on}"
+    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{go_on}"
 
 
 def is_main() -> bool:

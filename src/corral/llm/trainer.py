@@ -13,8 +13,8 @@ from corral.advantage import group_advantages
 from corral.llm.config import CorralConfig
 from corral.llm.policy_head import PolicyHead, SupportRequest
 from corral.objective import Objective, make_objective
-from corral.objective.dppo import DPPOConfig
-from corral.objective.troll import TROLLConfig
+from corral.objective.dppo import dppo
+from corral.objective.troll import troll
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ class CorralTrainer(GRPOTrainer):
         sampler_anchor = self.anchor == "rollout" and self.reports_logps
         if not self.off_policy and not sampler_anchor:
             logger.warning(
-                "One update per batch of rollouts: the new policy is the old one, every objective has the plain policy "
-                "gradient and tr/active_frac stays 0. Raise num_iterations or steps_per_generation to make the region matter."
+                "One update per batch of rollouts: the new policy is the old one, no trust region acts, and tr/active_frac "
+                "stays 0. Raise num_iterations or steps_per_generation to make the region matter."
             )
         elif self.anchor == "rollout" and not sampler_anchor:
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
@@ -98,7 +98,7 @@ class CorralTrainer(GRPOTrainer):
         if self.needs_support and self.off_policy:
             if scored is None or scored.dist is None or "old_per_token_logps" not in output:
                 raise RuntimeError(
-                    "CorralTrainer: TRL made no old-policy pass where its documentation says it does. Report it."
+                    "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."
                 )
             slots = max(1, int((scored.dist.ids >= 0).sum(-1).max()))  # the others are padding
             support = scored.dist.ids[..., :slots].int(), scored.dist.logp[..., :slots], scored.dist.rest
@@ -260,10 +260,10 @@ class CorralTrainer(GRPOTrainer):
 
 def _plain_at_rest(objective: Objective) -> bool:
     """Whether at π = π_old the objective is known to be the plain policy gradient, whatever the support."""
-    config = objective.config
-    if isinstance(config, TROLLConfig):
+    config: Any = objective.config  # one of the two's, once the function is known
+    if objective.function is troll:
         return config.ratio_cap is None and config.tail == "bucket"
-    return isinstance(config, DPPOConfig) and config.ratio_cap is None
+    return objective.function is dppo and config.ratio_cap is None
 
 
 def _check_surroundings(args: CorralConfig) -> None:

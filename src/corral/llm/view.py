@@ -200,6 +200,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def count(number: int, thing: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def mark(reward: float) -> str:
     """Right or wrong, at a glance."""
     return "✓" if reward > 0 else "✗"

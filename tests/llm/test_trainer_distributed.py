@@ -1,0 +1,142 @@
+"""Two processes on gloo: data parallelism and FSDP2 give the gradient of one process, and nobody waits for ever."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from tiny_models import gradients, loss_and_gradient, make_trainer, nudge, prompts, rollouts, tiny_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from corral import group_advantages
+from corral.llm import CorralTrainer
+
+CASES: dict[str, dict[str, Any]] = {
+    "troll": {"objective": "troll", "objective_config": {"bound": 0.01}},
+    "troll, sequence by sequence": {"objective": "troll", "loss_type": "grpo"},
+    "dppo on a support": {"objective": "dppo", "objective_config": {"estimator": "topk", "bound": 0.01}},
+    "ppo_clip": {"objective": "ppo_clip"},
+    "top entropy": {"objective": "troll", "top_entropy_quantile": 0.5},
+    "one process has nothing to train on": {"objective": "troll", "top_entropy_quantile": 0.5},
+}
+WRAPPERS = ("data parallel", "data parallel, looking for unused weights", "FSDP2")
+GROUPS = {"num_generations": 4, "per_device_train_batch_size": 2, "steps_per_generation": 1, "num_iterations": 2}
+
+
+def prepared(folder: Path, case: str) -> CorralTrainer:
+    """The policy after an update, the same in every process."""
+    trainer = make_trainer(folder, ddp_timeout=60, **CASES[case])  # seconds: a test that waits for ever says nothing
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    nudge(trainer.model)
+    return trainer
+
+
+def wrapped(trainer: CorralTrainer, wrapper: str) -> Any:
+    if wrapper == "FSDP2":
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in trainer.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(trainer.model, mesh=mesh)
+    return torch.nn.parallel.DistributedDataParallel(trainer.model, find_unused_parameters="unused" in wrapper)
+
+
+def work(rank: int, port: int, folder: Path) -> None:
+    """One of two processes: its half of every case, under every wrapper; then a whole training run."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    results: dict[str, Any] = {}
+    for case in CASES:
+        inputs = torch.load(folder / f"{case}.pt")
+        half = {key: value if value.ndim == 0 else value[2 * rank : 2 * rank + 2] for key, value in inputs.items()}
+        for wrapper in WRAPPERS:
+            trainer = prepared(folder, case)
+            assert trainer.accelerator.num_processes == 2
+            model = wrapped(trainer, wrapper)
+            trainer.compute_loss(model, half).backward()
+            found = gradients(trainer.model)
+            results[case, wrapper] = {
+                name: gradient.full_tensor() if wrapper == "FSDP2" else gradient for name, gradient in found.items()
+            }
+            results[case, wrapper, "metrics"] = {name: v for name, v in trainer._metrics["train"].items() if name[:3] == "tr/"}
+    results["advantages"], results["rewards"], results["weights"] = trained(folder)
+    torch.save(results, folder / f"rank {rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def trained(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """A run through `train` itself, with groups that lie across both processes."""
+    trainer = make_trainer(folder, "troll", advantage="rloo", max_steps=2, **GROUPS)
+    trainer.train()
+    (inputs,) = trainer._buffered_inputs
+    return inputs["advantages"], trainer._rewards[:, 0], trainer.model.lm_head.weight.detach().clone()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What one process makes of each whole micro-batch, and what two make of its halves."""
+    folder = tmp_path_factory.mktemp("distributed")
+    alone = {}
+    for case, given in CASES.items():
+        inputs = dict(rollouts(make_trainer(folder, **given))[0])
+        if "nothing" in case:
+            inputs["completion_mask"] = inputs["completion_mask"].clone()
+            inputs["completion_mask"][2:] = 0
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum() * 2  # of a batch of two micro-batches
+        torch.save(inputs, folder / f"{case}.pt")
+        trainer = prepared(folder, case)
+        alone[case] = loss_and_gradient(trainer, inputs)[1]
+        alone[case, "metrics"] = {name: v for name, v in trainer._metrics["train"].items() if name[:3] == "tr/"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port, folder), nprocs=2)
+    return alone, [torch.load(folder / f"rank {rank}.pt") for rank in range(2)]
+
+
+Results = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_two_processes_have_the_gradient_of_one(results: Results, case: str, wrapper: str) -> None:
+    alone, ranks = results
+    assert max(float(g.abs().max()) for g in alone[case].values()) > 1e-3
+    for rank in ranks:
+        assert rank[case, wrapper].keys() == alone[case].keys()
+        for name, gradient in alone[case].items():
+            torch.testing.assert_close(rank[case, wrapper][name], gradient, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_are_of_all_live_tokens(results: Results, case: str) -> None:
+    alone, ranks = results
+    for rank in ranks:
+        found = rank[case, "FSDP2", "metrics"]
+        assert {"tr/active_frac", "tr/kl_max"} <= found.keys() == alone[case, "metrics"].keys()
+        for name, (value,) in alone[case, "metrics"].items():
+            if name != "tr/dual":  # a mean over the projected tokens alone
+                assert found[name] == [pytest.approx(value, abs=1e-5)], name
+
+
+def test_groups_may_lie_across_processes(results: Results) -> None:
+    _, ranks = results
+    rewards = ranks[0]["rewards"]
+    assert torch.equal(rewards, ranks[1]["rewards"])
+    expected = group_advantages(rewards, torch.zeros(4, dtype=torch.long), "rloo")
+    assert expected.abs().max() > 0.01
+    shuffled = torch.cat([rank["advantages"] for rank in ranks])
+    torch.testing.assert_close(shuffled.sort().values, expected.sort().values)
+
+
+def test_both_processes_end_with_one_policy(results: Results) -> None:
+    _, (first, second) = results
+    assert torch.equal(first["weights"], second["weights"])
+    assert not torch.equal(first["weights"], tiny_model().lm_head.weight)
+    assert len(prompts()) > 4
