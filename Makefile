@@ -1,5 +1,5 @@
-# make demo   train three objectives side by side          make test   every test, from a fresh clone
-# make check  lint, types, fast tests                      make bench  benchmarks, results kept in benchmarks/results.json
+# make demo   a language model learns under a trust region     make test   the tests (make test-llm: those that train through TRL)
+# make check  lint, types, fast tests                          make bench  benchmarks, results kept in benchmarks/results.json
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest --numprocesses 2 --jaxtyping-packages corral,typecheck.checked
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check lint types bench clean
+.PHONY: setup demo test test-llm check lint types bench clean
 
 setup: $(READY)
 
@@ -18,13 +18,16 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(RUN) examples/troll_in_100_lines.py
+	$(RUN) -m corral.cli train
 
 test: setup
-	$(PYTEST) --cov --cov-report term
+	$(PYTEST) -m 'not llm' --cov --cov-report term
+
+test-llm: setup
+	$(PYTEST) -m llm
 
 check: lint types
-	$(PYTEST) -m 'not wheel'
+	$(PYTEST) -m 'not llm and not wheel'
 
 lint: setup
 	$(RUN) -m ruff check .

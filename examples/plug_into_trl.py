@@ -2,7 +2,7 @@
 
     python examples/plug_into_trl.py        needs: pip install 'corral[llm]'
 
-What stock TRL would have in a line's place stands behind it. The model is a random one, built here: it learns to say even numbers.
+What stock TRL would have in a line's place stands behind it. The model is a random one, built here: it learns even numbers.
 """
 
 import torch

@@ -19,10 +19,10 @@ torch.set_num_threads(1)  # two workers that each take every core are far slower
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if {"llm", "cli"} & set(item.path.parts):
+            item.add_marker(pytest.mark.llm)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

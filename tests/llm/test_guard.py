@@ -1,16 +1,16 @@
 """Guards: a poisoned update changes nothing, and collapses are told from ordinary learning."""
 
-from types import SimpleNamespace
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerControl
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from corral.llm.guard import CollapseWatch, GuardCallback, Limits, drop_gradients, finite_gradients, on_any_process
 
-ARGS = SimpleNamespace(fp16=False)
+ARGS = TrainingArguments(output_dir="nowhere", use_cpu=True, bf16=False)
 
 
 def observe(lines: list[dict[str, Any]], **limits: Any) -> list[str]:
@@ -54,7 +54,7 @@ def tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def pre_step(guard: GuardCallback, model: nn.Module, update: int = 0) -> None:
-    guard.on_pre_optimizer_step(ARGS, SimpleNamespace(global_step=update), TrainerControl(), model=model)
+    guard.on_pre_optimizer_step(ARGS, TrainerState(global_step=update), TrainerControl(), model=model)
 
 
 def test_poisoned_updates_are_skipped_and_counted() -> None:
@@ -75,9 +75,11 @@ def test_poisoned_updates_are_skipped_and_counted() -> None:
 
 
 def test_off_means_off_and_fp16_has_a_scaler_of_its_own() -> None:
-    for guard, args in ((GuardCallback("off"), ARGS), (GuardCallback("stop"), SimpleNamespace(fp16=True))):
+    half = copy.copy(ARGS)
+    half.fp16 = True  # refused in the constructor where there is no GPU
+    for guard, args in ((GuardCallback("off"), ARGS), (GuardCallback("stop"), half)):
         bad = model_with_gradients(float("nan"))
-        guard.on_pre_optimizer_step(args, SimpleNamespace(global_step=0), TrainerControl(), model=bad)
+        guard.on_pre_optimizer_step(args, TrainerState(global_step=0), TrainerControl(), model=bad)
         assert bad.weight.grad is not None
         assert guard.skipped == 0
 
@@ -129,7 +131,7 @@ def test_equal_rewards_for_long_are_reported() -> None:
 
 def on_log(guard: GuardCallback, line: dict[str, Any]) -> TrainerControl:
     control = TrainerControl()
-    guard.on_log(ARGS, SimpleNamespace(global_step=1), control, logs={"loss": 0.0, **line})
+    guard.on_log(ARGS, TrainerState(global_step=1), control, logs={"loss": 0.0, **line})
     return control
 
 
@@ -147,7 +149,7 @@ def test_a_collapse_warns_or_stops_with_a_checkpoint(mode: Any) -> None:
 
 def test_the_last_words_of_a_trainer_are_no_line() -> None:
     guard = GuardCallback("stop", Limits(patience=1), say=lambda _: None)
-    guard.on_log(ARGS, SimpleNamespace(global_step=1), TrainerControl(), logs={"train_runtime": 1.0, "tr/kl_before": 9.0})
+    guard.on_log(ARGS, TrainerState(global_step=1), TrainerControl(), logs={"train_runtime": 1.0, "tr/kl_before": 9.0})
     assert guard.collapsed is None
 
 

@@ -79,9 +79,11 @@ def assert_same_run(one: Path, other: Path) -> None:
     last = [max((out / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name[11:])) for out in (one, other)]
     assert last[0].name == last[1].name
     assert (last[0] / "model.safetensors").read_bytes() == (last[1] / "model.safetensors").read_bytes()
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        states = [torch.load(path / name, weights_only=False) for path in last]
-        assert repr(states[0]) == repr(states[1]), name
+    schedules = [torch.load(path / "scheduler.pt", weights_only=True) for path in last]
+    assert schedules[0] == schedules[1]
+    drawn = [torch.load(path / "rng_state.pth", weights_only=False) for path in last]
+    assert torch.equal(drawn[0]["cpu"], drawn[1]["cpu"])
+    assert repr(drawn[0]["numpy"]) == repr(drawn[1]["numpy"])  # Python's own is left out: shape checks in tests draw from it
     moments = [torch.load(path / "optimizer.pt", weights_only=True)["state"] for path in last]
     for index, state in moments[0].items():
         for key, value in state.items():
@@ -275,14 +277,14 @@ def test_the_guard_serves_any_trainer(model: str, tmp_path: Path, monkeypatch: p
 
 
 class Forgetful(Digits):
-    """Held-out problems that nobody can solve any more after the second measurement."""
+    """Held-out problems that nobody can solve any more after the first measurement."""
 
     calls: int = 0
 
     def verify(self, prompt: str, completion: str) -> float:
         if prompt[0] == "q":
             type(self).calls += 1
-            return 0.8 if self.calls <= 2 * 16 else 0.0  # 8 problems, sampled and greedy
+            return 0.8 if self.calls <= 16 else 0.0  # 8 problems, sampled and greedy
         return super().verify(prompt, completion)
 
 
@@ -291,10 +293,10 @@ def test_a_collapse_is_noticed(guard: str, model: str, tmp_path: Path, monkeypat
     monkeypatch.setitem(TASKS, "digits", type("Chosen", (Forgetful,), {}))
     settings = small(model, guard=guard, steps=5, eval_every=1, checkpoint_every=5)
     outcome = train(settings, out=tmp_path / "run", quiet=True)
-    # .8 at steps 0 and 1, then 0 at 2, 3 and 4: the third time in a row.
-    assert lines(tmp_path / "run")[4]["warnings"][0].startswith("success fell from 0.8 to 0")
+    # .8 at step 0, then 0 at 1, 2 and 3: the third time in a row.
+    assert lines(tmp_path / "run")[3]["warnings"][0].startswith("success fell from 0.8 to 0")
     assert outcome.summary["stopped"] == ("collapsed" if guard == "stop" else "finished")
-    assert outcome.summary["steps"] == (4 if guard == "stop" else 5)
+    assert outcome.summary["steps"] == (3 if guard == "stop" else 5)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert checkpoint.name == f"checkpoint-{2 * outcome.summary['steps']}"
     assert (outcome.summary["why"] or "success fell").startswith("success fell")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-import corral
 from corral.cli import refuse
 
+PACKAGE = Path(__file__).parents[1]
 NEEDED = {"torch": "2.6", "jaxtyping": "0.3"}
 TRAINING = {"trl": "1.10", "transformers": "5.17", "accelerate": "1.10", "datasets": "4", "peft": "0.18", "rich": "14"}
 OPTIONAL = {
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"doctor takes no arguments; got {' '.join(rest)}.")
     trouble: list[str] = []
-    rows = [("corral", corral.__version__, str(Path(corral.__file__).parent)), ("python", platform.python_version(), "")]
+    rows = [("corral", version("corral"), str(PACKAGE)), ("python", platform.python_version(), "")]
     for group, remedy in ((NEEDED, "pip install corral"), (TRAINING, "pip install 'corral[llm]'")):
         for name, least in group.items():
             rows.append((name, *judged(name, least, remedy, trouble)))
@@ -99,7 +99,7 @@ def memory() -> float:
 
 def embedded(trouble: list[str]) -> tuple[str, str]:
     """The embedded model's weights."""
-    folder = Path(corral.__file__).parent / "llm" / "tiny"
+    folder = PACKAGE / "llm" / "tiny"
     if (folder / "model.safetensors").is_file():
         return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
     trouble.append(f"the embedded model in {folder}: reinstall corral, or python scripts/warm_start.py --out {folder}")

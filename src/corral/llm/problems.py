@@ -81,7 +81,7 @@ def text_of(completion: Any) -> str:
 def verifier(task: Task) -> Reward:
     """The task's own verifier as a reward function."""
 
-    def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[float]:
+    def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
         return [task.verify(one, text_of(completion)) for one, completion in zip(problem, completions, strict=True)]
 
     return checked(f"{task.name}.verify", score)

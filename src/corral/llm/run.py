@@ -22,12 +22,11 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import corral
 from corral.llm.files import RunError, append_line, digest, disk_sentence, lock, sync, write_json, write_whole
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow")
+PACKAGES = ("corral", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow")
 
 COMPLETIONS = pa.schema(
     [
@@ -204,7 +203,7 @@ def damage(checkpoint: Path) -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Python's and the packages' versions; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "corral": corral.__version__}
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)

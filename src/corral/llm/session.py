@@ -181,6 +181,7 @@ class RunCallback(TrainerCallback):
         if not session.lines:
             measured = self.trainer.measure()
             session.add({"step": 0, "update": 0, "seconds": self._seconds(), **NOT_MEASURED, **measured})
+            session.guard.restore(session.lines)  # a run that only falls has its best success here
         session.patient = True
 
     def on_pre_optimizer_step(
