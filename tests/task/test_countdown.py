@@ -284,7 +284,8 @@ def test_the_smallest_settings_have_both_splits() -> None:
 
 
 def test_the_registry_makes_every_task() -> None:
-    assert names() == sorted(TASKS) == ["countdown"]
+    assert names() == sorted(TASKS)  # other tests may have added their own
+    assert "countdown" in names()
     assert make_task("countdown") == TASK
     assert make_task("countdown", n=4, n_max=13) == Countdown(n=4, n_max=13)
     assert all(make_task(name).name == name for name in names())
