@@ -57,7 +57,7 @@ def support(trainer: RunTrainer) -> str:
 def device(trainer: RunTrainer) -> str:
     """Where it runs and with what."""
     kind = trainer.accelerator.device
-    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
     processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
     head = "corral's head (torch)" if trainer.needs_support and trainer.updates_per_step > 1 else "TRL's head"
     return f"{kind.type} ({name}{processes}); {head}; TRL {trl.__version__}, transformers {transformers.__version__}"
