@@ -52,6 +52,7 @@ class TestDefaults:
         assert args.make_objective().config.bound == 0.1
         assert args.make_correction().config.cap == 3.0
 
+    @pytest.mark.usefixtures("unchecked_shapes")  # TRL's parser passes types that its own annotations do not have
     def test_everything_comes_from_a_command_line(self) -> None:
         line = "--output_dir out --objective dppo --anchor rollout --support_size 16 --support_mass 0.5 --use_cpu --bf16 false"
         parsed: CorralConfig
