@@ -4,8 +4,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
+import corral
 from corral.objective.naming import nearest
 
 COMMANDS = {
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="commands:\n" + "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items()),
     )
-    parser.add_argument("--version", action="version", version=f"corral {version('corral')}")
+    parser.add_argument("--version", action="version", version=f"corral {corral.__version__}")
     parser.add_argument("command", nargs="?", help="one of those below; `corral COMMAND --help` says more")
     arguments = parser.parse_args(argv[:1])
     if arguments.command is None:

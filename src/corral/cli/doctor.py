@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import corral
 from corral.cli import refuse
 
 PACKAGE = Path(__file__).parents[1]
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"doctor takes no arguments; got {' '.join(rest)}.")
     trouble: list[str] = []
-    rows = [("corral", version("corral"), str(PACKAGE)), ("python", platform.python_version(), "")]
+    rows = [("corral", corral.__version__, str(PACKAGE)), ("python", platform.python_version(), "")]
     for group, remedy in ((NEEDED, "pip install corral"), (TRAINING, "pip install 'corral[llm]'")):
         for name, least in group.items():
             rows.append((name, *judged(name, least, remedy, trouble)))

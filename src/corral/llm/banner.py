@@ -1,7 +1,6 @@
 """What is said before a run starts: what was asked, what was found, what was chosen, and what not to expect."""
 
 import dataclasses
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 import transformers
 import trl
 
+import corral
 from corral.llm.session import RunTrainer
 from corral.llm.settings import Settings
 from corral.llm.view import count
@@ -25,7 +25,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     updates = count(trainer.updates_per_step, "update")
     chosen = ", ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
     lines = [
-        ("corral", f"{version('corral')}: {settings.task} with {settings.model}, {short(parameters)} parameters"),
+        ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {short(parameters)} parameters"),
         ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
         ("anchor", anchor(trainer)),
         ("support", support(trainer)),

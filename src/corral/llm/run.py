@@ -22,11 +22,12 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import corral
 from corral.llm.files import RunError, append_line, digest, disk_sentence, lock, sync, write_json, write_whole
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
-PACKAGES = ("corral", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow")
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow")
 
 COMPLETIONS = pa.schema(
     [
@@ -203,7 +204,7 @@ def damage(checkpoint: Path) -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Python's and the packages' versions; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "corral": corral.__version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)
