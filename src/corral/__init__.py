@@ -1,14 +1,36 @@
 """corral keeps a policy inside its trust region while reinforcement learning improves it."""
 
 from corral.advantage import gae, group_advantages
-from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv, kl_k1, kl_k2, kl_k3
+from corral.divergence import (
+    GaussianDistance,
+    binary_kl,
+    binary_tv,
+    categorical_kl,
+    categorical_tv,
+    gaussian_entropy,
+    gaussian_frobenius,
+    gaussian_kl,
+    gaussian_wasserstein,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+)
 from corral.kernels import HeadOutput, lm_head
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
 from corral.objective.improvement import ImprovementBound, improvement_bound
 from corral.objective.reduction import reduce_loss
-from corral.projection import CategoricalProjection, project_categorical_kl
+from corral.projection import (
+    CategoricalProjection,
+    EntropyProjection,
+    GaussianProjection,
+    project_categorical_kl,
+    project_entropy_floor,
+    project_gaussian_frobenius,
+    project_gaussian_kl,
+    project_gaussian_wasserstein,
+)
 from corral.support import gather_support, top_k_support
 from corral.types import ObjectiveOutput, PackedSparseDist, SparseDist, TokenBatch
 
@@ -16,6 +38,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CategoricalProjection",
+    "EntropyProjection",
+    "GaussianDistance",
+    "GaussianProjection",
     "HeadOutput",
     "ImprovementBound",
     "ObjectiveConfig",
@@ -29,6 +54,10 @@ __all__ = [
     "categorical_tv",
     "gae",
     "gather_support",
+    "gaussian_entropy",
+    "gaussian_frobenius",
+    "gaussian_kl",
+    "gaussian_wasserstein",
     "group_advantages",
     "improvement_bound",
     "kl_k1",
@@ -39,6 +68,10 @@ __all__ = [
     "make_objective",
     "objective_names",
     "project_categorical_kl",
+    "project_entropy_floor",
+    "project_gaussian_frobenius",
+    "project_gaussian_kl",
+    "project_gaussian_wasserstein",
     "reduce_loss",
     "register_objective",
     "top_k_support",

@@ -1,0 +1,192 @@
+"""The least entropy that a Gaussian policy may have, with or without a KL bound to keep."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
+from corral.numerics import at_least_float32, expm1_minus, number_in
+from corral.projection.gaussian import check_factor, checked_bound
+from corral.projection.gaussian_kl import solve_tilt
+from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
+from corral.projection.root import find_root
+
+NAME = "project_entropy_floor"
+MAX_STEPS = 128
+"""Newton's method needs a few steps; far-apart policies put the root at a t near 0, which halving reaches at last."""
+
+
+@dataclass(frozen=True, eq=False)
+class EntropyProjection:
+    """The covariance with enough entropy, and what was done to each row."""
+
+    chol: Float[Tensor, "... D"]
+    """L̃ [*, D, D], or standard deviations [*, D]; the only field that carries a gradient, in `chol` alone."""
+    active: Bool[Tensor, "*c"]
+    """True where the covariance was changed."""
+    entropy_before: Float[Tensor, "*c"]
+    entropy_after: Float[Tensor, "*c"]
+    converged: Bool[Tensor, "*c"]
+    """False where the KL bound leaves no room for the floor, or an input was not a Gaussian."""
+
+
+def project_entropy_floor(
+    chol: Float[Tensor, "... D"],
+    floor: float | Float[Tensor, "..."],
+    *,
+    old_chol: Float[Tensor, "... D"] | None = None,
+    cov_bound: float | Float[Tensor, "..."] | None = None,
+    diagonal: bool = False,
+) -> EntropyProjection:
+    """The nearest covariance whose entropy is at least the floor, and, if asked, whose KL to the old one is within bounds.
+
+        Σ̃ = c Σ,                                     c = exp(2 max(0, β − H(Σ)) / D)          with the floor β alone
+        Σ̃ = c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹             H(Σ̃) ≥ β,  KL(Σ̃‖Σ_o) ≤ ε               with `old_chol`, `cov_bound`
+
+    Both minimise KL(Σ̃‖Σ) under their constraints. The first, after a KL projection, may leave the ball, as published; the
+    second stays inside it. Give it the new factor before the projection, and it is the projection; or after, and it changes
+    only what the floor asks for.
+
+    Gradients flow to `chol` alone: where a constraint binds, none along what it holds. Rows that satisfy both are returned
+    unchanged.
+
+    Args:
+        chol, old_chol: lower Cholesky factors [*, D, D]; with `diagonal`, standard deviations [*, D].
+        floor: β in nats, one for all rows or one per row; −inf switches it off.
+        cov_bound: ε ≥ 0 in nats; given with `old_chol` or not at all.
+    Returns:
+        EntropyProjection. Where no covariance in the ball reaches the floor, the one of most entropy, a multiple of the old
+        one, with gradient 0 and converged = False: of the two, the bound is kept.
+    Ref:
+        Otto et al. 2021, arXiv:2101.09207, after Akrour et al. 2019. Invariant: H after = max(H before, β).
+    """
+    new, row_floor, old, bound = _checked(chol, floor, old_chol, cov_bound, diagonal)
+    if old is None:
+        return _scaled(new, row_floor, diagonal)
+    return _inside_ball(new, row_floor, old, bound, diagonal)
+
+
+def _checked(
+    chol: Tensor, floor: float | Tensor, old_chol: Tensor | None, cov_bound: float | Tensor | None, diagonal: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Everything in one dtype and on one set of rows; the bound is 0, and unused, where there is no old factor."""
+    if (old_chol is None) != (cov_bound is None):
+        raise ValueError(f"{NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
+    for key, x in {"chol": chol, "old_chol": chol if old_chol is None else old_chol}.items():
+        if not x.is_floating_point() or not x.ndim:
+            raise ValueError(f"{NAME}: `{key}` must hold floating-point numbers; got {x.dtype} {list(x.shape)}.")
+        check_factor(NAME, key, x, chol.shape[-1], diagonal)
+    new = at_least_float32(chol)
+    old = None if old_chol is None else at_least_float32(old_chol.detach())
+    if old is not None:
+        dtype = torch.promote_types(new.dtype, old.dtype)
+        new, old = new.to(dtype), old.to(dtype)
+    row_floor = _checked_floor(floor, new)
+    bound = new.new_zeros(()) if cov_bound is None else checked_bound(NAME, "cov_bound", cov_bound, new)
+    axes = 1 if diagonal else 2
+    shapes = [new.shape[:-axes], row_floor.shape, bound.shape, *([] if old is None else [old.shape[:-axes]])]
+    try:
+        rows = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ValueError(
+            f"{NAME}: leading axes do not fit together: chol {list(new.shape)}, floor {list(row_floor.shape)}, cov_bound "
+            f"{list(bound.shape)}, old_chol {None if old is None else list(old.shape)}."
+        ) from None
+    matrix = new.shape[-axes:]
+    old = None if old is None else old.expand(*rows, *matrix)
+    return new.expand(*rows, *matrix), row_floor.expand(rows), old, bound.expand(rows)
+
+
+def _checked_floor(floor: float | Tensor, like: Tensor) -> Tensor:
+    if not (bool((floor < math.inf).all()) if isinstance(floor, Tensor) else number_in(floor, -math.inf) and floor < math.inf):
+        raise ValueError(f"{NAME}: `floor` is an entropy in nats, below inf (−inf switches it off); got {floor}.")
+    return torch.as_tensor(floor, dtype=like.dtype, device=like.device).detach()
+
+
+def _scaled(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
+    entropy = gaussian_entropy(chol, diagonal=diagonal)
+    active = entropy < floor
+    # A zero on the diagonal has entropy −inf, and no multiple of it has more.
+    reachable = active & entropy.isfinite()
+    missing = torch.where(reachable, floor - entropy, 0.0) / chol.shape[-1]
+    out = chol * missing.exp()[(..., None) if diagonal else (..., None, None)]
+    before = entropy.detach()
+    return EntropyProjection(out, active, before, torch.where(reachable, floor, before), before.isfinite())
+
+
+def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> EntropyProjection:
+    with torch.no_grad():
+        entropy = gaussian_entropy(chol, diagonal=diagonal)
+        kl = kl_of_covariances(chol, old, diagonal)
+        active = (entropy < floor) | (kl > bound)
+    after, converged = entropy.clone(), ~(entropy.isnan() | kl.isnan())
+    active = active & converged
+    if not bool(active.any()):
+        return EntropyProjection(chol, active, entropy, after, converged)
+    rows = chol[active], old[active]
+    with torch.no_grad():
+        precision = relative_precision(*rows, diagonal)
+        old_entropy = gaussian_entropy(rows[1], diagonal=diagonal)
+        need = 2 * (floor[active] - old_entropy) / chol.shape[-1]
+        t, log_scale, solved = _solve_both(precision, need, bound[active])
+    out = chol.clone()
+    out[active] = tilted_factor(*rows, precision, t, log_scale, diagonal)
+    with torch.no_grad():
+        after[active] = gaussian_entropy(out[active], diagonal=diagonal)
+    converged[active] = solved
+    return EntropyProjection(out, active, entropy, after, converged)
+
+
+def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """t, log c and converged. Along the path of solutions, KL(Σ̃‖Σ_o) rises with t whether the floor binds or not.
+
+    With r_i = 1 + t q_i, the floor asks for log c = max(0, need + mean log r), need = 2 (β − H(Σ_o))/D, and the eigenvalues
+    of L_o⁻¹ Σ̃ L_o⁻ᵀ are e^{g_i}, g_i = log c − log r_i:
+
+        K(t) = ½ Σ (e^g − 1 − g)          K′(t) = ½ Σ (e^g − 1) g′          g_i′ = (log c)′ − q_i / r_i
+
+    At t = 0 that is the old covariance times c: if it lies outside the ball, no other does better.
+    """
+    eps = torch.finfo(need.dtype).eps
+    q = precision.values.clamp(min=eps - 1)
+
+    def path(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r = 1 + t[..., None] * q
+        log_r = torch.log1p(t[..., None] * q)
+        log_scale = (need + log_r.mean(-1)).clamp(min=0)
+        g = log_scale[..., None] - log_r
+        rise = torch.where(log_scale > 0, (q / r).mean(-1), 0.0)[..., None] - q / r
+        return log_scale, 0.5 * expm1_minus(g).sum(-1), 0.5 * (torch.expm1(g) * rise).sum(-1)
+
+    zeros, ones = torch.zeros_like(need), torch.ones_like(need)
+    room = precision.finite & (path(zeros)[1] <= bound)
+    outside = room & (path(ones)[1] > bound)
+    binding = outside & (bound > 0)
+    target = (2 * torch.where(binding, bound, 1.0)).sqrt()
+
+    def excess(t: Tensor) -> tuple[Tensor, Tensor]:
+        _, kl, slope = path(t)
+        root = (2 * kl).sqrt()
+        return torch.where(binding, root - target, 0.0), slope / root
+
+    start = torch.where(binding, solve_tilt(precision, torch.where(binding, bound, 1.0))[0], ones)
+    found = find_root(excess, start, scale=target, max_steps=MAX_STEPS)
+    t = torch.where(binding, found.x, torch.where(room & ~outside, ones, zeros))
+    log_scale = torch.where(room, path(t)[0], _widest(need.clamp(min=0), bound, q.shape[-1]))
+    return t, log_scale, found.converged & room
+
+
+def _widest(need: Tensor, bound: Tensor, dimension: int) -> Tensor:
+    """log c ≤ need of the largest multiple of the old covariance inside the ball: D/2 (c − 1 − log c) = ε."""
+    outside = (need > 0) & (bound > 0) & (0.5 * dimension * expm1_minus(need) > bound)
+    top, target = torch.where(outside, need, 1.0), (2 * torch.where(outside, bound, 1.0) / dimension).sqrt()
+
+    def excess(x: Tensor) -> tuple[Tensor, Tensor]:
+        root = expm1_minus(x * top).sqrt()
+        return torch.where(outside, root - target, 0.0), 0.5 * top * torch.expm1(x * top) / root
+
+    found = find_root(excess, torch.ones_like(top), scale=target, max_steps=MAX_STEPS)
+    return torch.where(outside, found.x * top, torch.where(bound > 0, need, 0.0))
