@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "corral"
 
 LAYERS = {
     "types": 0, "numerics": 0, "support": 1, "advantage": 1, "divergence": 1, "projection": 2, "kernels": 2, "objective": 3,
-    "task": 4, "llm": 5, "cli": 6,
+    "task": 4, "llm": 5, "robot": 5, "cli": 6,
 }  # fmt: skip
 """A unit imports from its own layer or below; `corral` itself, the list of public names, sits on top."""
 
@@ -87,7 +87,8 @@ def test_public_names_are_sorted_whole_and_importable() -> None:
 CONTRACT = """
     SparseDist top_k_support gather_support categorical_kl categorical_tv binary_kl binary_tv project_categorical_kl
     CategoricalProjection TokenBatch ObjectiveOutput make_objective objective_names register_objective make_correction
-    reduce_loss group_advantages gae improvement_bound lm_head
+    reduce_loss group_advantages gae improvement_bound lm_head project_gaussian_kl project_gaussian_wasserstein
+    project_gaussian_frobenius project_entropy_floor GaussianProjection gaussian_kl gaussian_entropy
 """
 
 

@@ -1,0 +1,175 @@
+"""How long does one policy epoch of TCE take, and one batch of trajectories?
+
+An epoch is a projection, the likelihood of every segment, the loss with its regression term, and the backward pass, at box
+pushing's size: 152 episodes × 24 segments × 63 parameters, one covariance for all. Against the equations as they are written,
+pair by pair, and against the same without a loop but with the covariance copied to every pair. All three share one
+projection, so that what differs is the likelihood. Gradients are compared before anything is timed.
+
+Trajectories and their covariance against mp_pytorch (if installed), with its error: relative, at its worst entry, to ours,
+which agrees with an integrator of the differential equation to 1e-11.
+
+    python benchmarks/tce_update.py [--episodes 152] [--points 25] [--repeats 5] [--save]
+"""
+
+import argparse
+import importlib.util
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from results import save_results
+from straightforward_tce import log_prob, log_prob_expanded
+from torch import Tensor
+
+from corral import gaussian_kl, project_gaussian_kl
+from corral.robot import ProDMP, draw_pairs, segment_jitter, segment_log_prob
+
+BOX_PUSHING = ProDMP(7, 8, 2.0, alpha=10.0, weights_scale=0.3, goal_scale=0.3, auto_scale=True)
+STEPS, MEAN_BOUND, COV_BOUND = 100, 0.05, 0.0005
+
+LogProb = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Update:
+    """A batch of episodes, and a policy that has left the trust region in mean and covariance."""
+
+    def __init__(self, episodes: int, points: int) -> None:
+        torch.manual_seed(0)
+        size = BOX_PUSHING.parameters
+        self.times = BOX_PUSHING.tau * torch.arange(1, STEPS + 1).double() / STEPS
+        self.rows = BOX_PUSHING.design(self.times).position[draw_pairs(STEPS, points)]
+        self.old_mean, noise, step = torch.randn(3, episodes, size).double()
+        self.old_chol = (torch.eye(size) + 0.1 * torch.randn(size, size).tril(-1)).double()
+        self.params = self.old_mean + noise @ self.old_chol.mT
+        self.mean = (self.old_mean + 0.1 * step).requires_grad_()
+        self.chol = (self.old_chol + 0.02 * torch.randn(size, size).double().tril()).requires_grad_()
+        self.jitter = segment_jitter(self.rows, self.old_chol)
+        self.logp_old = segment_log_prob(self.rows, self.params, self.old_mean, self.old_chol, self.jitter)
+        self.advantages = torch.randn_like(self.logp_old)
+
+    def epoch(self, likelihood: LogProb) -> tuple[Tensor, ...]:
+        """−mean ρ A + KL(π‖π̃), and its gradients."""
+        near = self.project()
+        logp = likelihood(self.rows, self.params, near.mean, near.chol, self.jitter)
+        away = gaussian_kl(self.mean, self.chol, near.mean.detach(), near.chol.detach())
+        loss = -((logp - self.logp_old).exp() * self.advantages).mean() + away.total.mean()
+        return loss.detach(), *torch.autograd.grad(loss, (self.mean, self.chol))
+
+    def project(self) -> Any:
+        return project_gaussian_kl(
+            self.mean, self.chol, self.old_mean, self.old_chol, mean_bound=MEAN_BOUND, cov_bound=COV_BOUND
+        )
+
+    def project_backward(self) -> None:
+        near = self.project()
+        torch.autograd.grad(near.mean.sum() + near.chol.sum(), (self.mean, self.chol))
+
+    def likelihood_backward(self) -> None:
+        logp = segment_log_prob(self.rows, self.params, self.mean, self.chol, self.jitter)
+        torch.autograd.grad(logp.sum(), (self.mean, self.chol))
+
+
+def milliseconds(*runs: Callable[[], Any], repeats: int) -> list[float]:
+    """Median time of each, taken in turns so that whatever else the machine does falls on all alike."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(1 + repeats):
+        for run, taken in zip(runs, seconds, strict=True):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+    return [1e3 * statistics.median(taken[1:]) for taken in seconds]  # the first run is a warm-up
+
+
+def gap(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """Largest difference, relative to the largest entry of its tensor."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(actual, expected, strict=True))
+
+
+def time_epochs(update: Update, repeats: int) -> list[dict[str, Any]]:
+    ways: dict[str, LogProb] = {"corral": segment_log_prob, "pair by pair": log_prob, "copied to every pair": log_prob_expanded}
+    reference = update.epoch(log_prob)
+    gaps = {name: gap(update.epoch(way), reference) for name, way in ways.items()}
+    near = update.project()
+    assert bool(near.active_mean.all() & near.active_cov.all()), "the benchmark projects every row"
+    times = milliseconds(*[lambda way=way: update.epoch(way) for way in ways.values()], repeats=repeats)
+    rows = [
+        {"part": "epoch", "way": name, "ms": round(ms, 2), "times": round(ms / times[0], 1), "gap": float(f"{gaps[name]:.1g}")}
+        for (name, ms) in zip(ways, times, strict=True)
+    ]
+    parts = milliseconds(update.project_backward, update.likelihood_backward, repeats=10 * repeats)
+    names = ("projection with gradient", "likelihood with gradient")
+    return rows + [{"part": name, "way": "corral", "ms": round(ms, 2)} for name, ms in zip(names, parts, strict=True)]
+
+
+def mp_pytorch(update: Update) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]:
+    """Its trajectories of the batch, and its covariance of one episode, at the step of the task, 0.02 s."""
+    from mp_pytorch.mp import MPFactory
+
+    logging.disable(logging.WARNING)
+    p, episodes = BOX_PUSHING, len(update.params)
+    arguments = {
+        "num_basis": p.basis, "basis_bandwidth_factor": p.bandwidth, "num_basis_outside": 0, "dt": p.tau / STEPS,
+        "alpha": p.alpha, "alpha_phase": p.alpha_phase, "weights_scale": p.weights_scale, "goal_scale": p.goal_scale,
+        "auto_scale_basis": p.auto_scale,
+    }  # fmt: skip
+    model = MPFactory.init_mp(mp_type="prodmp", mp_args=arguments, num_dof=p.dof, tau=p.tau, dtype=torch.float64)
+
+    def start(count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros(count).double(), torch.zeros(count, p.dof).double(), torch.zeros(count, p.dof).double()
+
+    def trajectory() -> tuple[Tensor, ...]:
+        model.update_inputs(update.times.expand(episodes, -1), update.params, None, *start(episodes))
+        return model.get_traj_pos(), model.get_traj_vel()
+
+    def covariance() -> tuple[Tensor, ...]:
+        model.update_inputs(update.times[None], update.params[:1], update.old_chol[None], *start(1))
+        return (model.get_traj_pos_cov(reg=0.0)[0],)
+
+    return trajectory, covariance
+
+
+def time_trajectories(update: Update, repeats: int) -> list[dict[str, Any]]:
+    rest = torch.zeros(len(update.params), BOX_PUSHING.dof).double()
+    ours = {
+        "trajectories": lambda: BOX_PUSHING.trajectory(update.times, update.params, rest, rest),
+        "covariance": lambda: (BOX_PUSHING.covariance(update.times, update.old_chol @ update.old_chol.mT),),
+    }
+    rows = []
+    for (part, run), theirs in zip(ours.items(), mp_pytorch(update), strict=True):
+        ms, ms_theirs = milliseconds(run, theirs, repeats=5 * repeats)
+        rows.append({"part": part, "way": "corral", "ms": round(ms, 2)})
+        error = float(f"{gap(theirs(), run()):.1g}")
+        rows.append(
+            {"part": part, "way": "mp_pytorch", "ms": round(ms_theirs, 2), "times": round(ms_theirs / ms, 1), "gap": error}
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=152)
+    parser.add_argument("--points", type=int, default=25)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="write the rows to benchmarks/results.json")
+    args = parser.parse_args()
+
+    update = Update(args.episodes, args.points)
+    print(
+        f"{args.episodes} episodes × {len(update.rows)} segments × {BOX_PUSHING.parameters} parameters, float64, "
+        f"{torch.get_num_threads()} threads"
+    )
+    rows = time_epochs(update, args.repeats)
+    if importlib.util.find_spec("mp_pytorch"):
+        rows += time_trajectories(update, args.repeats)
+    print("part                       way                          ms  times slower  relative gap")
+    for row in rows:
+        print(f"{row['part']:25s}  {row['way']:20s}  {row['ms']:9.2f}  {row.get('times', ''):>12}  {row.get('gap', ''):>12}")
+    if args.save:
+        save_results("tce_update", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""BBRL: one plan per episode, one return for all of it."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from corral.robot.episode import Episodes
+from corral.robot.learner import Learner, LearnerConfig
+from corral.robot.segment import normalise_advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class BBRLConfig(LearnerConfig):
+    """Settings of BBRL: TCE's, less those of segments. The critic sees contexts only, and γ and λ play no part."""
+
+
+class BBRL(Learner):
+    """Black-box learning of plans: what happens on the way is not looked at.
+
+        ρ = N(w; π̃) / N(w; π_old)          A = Σ_t r_t − V(c)
+
+    Ref:
+        Otto et al. 2023, arXiv:2210.09622.
+    """
+
+    name: ClassVar[str] = "bbrl"
+
+    def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
+        white = torch.linalg.solve_triangular(chol, (params - mean).mT, upper=False)
+        log_det = chol.diagonal().log().sum()
+        return (-0.5 * white.square().sum(0) - log_det - 0.5 * len(chol) * math.log(2 * math.pi))[:, None]
+
+    def credit(self, episodes: Episodes, values: Tensor) -> tuple[Tensor, Tensor]:
+        advantages = (episodes.returns.to(self.dtype) - values[:, 0])[:, None]
+        mask = torch.ones_like(advantages, dtype=torch.bool)
+        return normalise_advantages(advantages, mask), mask
+
+    def fit_critic(self, episodes: Episodes, states: Tensor, values: Tensor) -> float:
+        return self.regress(states[:, 0], episodes.returns.to(self.dtype))

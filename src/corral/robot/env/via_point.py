@@ -1,0 +1,156 @@
+"""A planar arm of five links that must be at one point half-way through and at another in the end.
+
+Each joint is a double integrator, so that an episode costs microseconds and every difference between methods is theirs:
+
+    q̈ = 40 u,   |u| ≤ 1,   Δt = 0.02 s,   100 steps,   links of 1 m
+
+    dense    r_t = −0.2 ‖tip_t − p‖ − 0.002 ‖u‖²          p: the via-point in the first half, the goal in the second
+    sparse   r_t = −10 ‖tip_t − p‖ [t = 50 or t = 100] − 0.002 ‖u‖²
+
+Observation, 15 numbers: five angles (rad, relative), five velocities (rad/s), via-point and goal (m), elapsed share.
+"""
+
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+Reward = Literal["dense", "sparse"]
+
+LINKS, STEPS, DT, STRENGTH = 5, 100, 0.02, 40.0
+REACHED = 0.25
+"""Metres from the via-point and from the goal that still count as success: 5 % of the arm's length."""
+RADIUS = (1.5, 4.0)
+"""Metres from the base to either point; the via-point lies to the right of the base, the goal to the left, both above it."""
+
+OBSERVATION = gymnasium.spaces.Box(-np.inf, np.inf, (2 * LINKS + 5,), np.float64)
+ACTION = gymnasium.spaces.Box(-1.0, 1.0, (LINKS,), np.float32)
+
+
+def joints(angles: Array) -> Array:
+    """Positions of the base, the joints and the tip [* 6 2] of arms with these relative angles [* 5]."""
+    heading = angles.cumsum(-1)
+    steps = np.stack([np.cos(heading), np.sin(heading)], -1)
+    return np.concatenate([np.zeros_like(steps[..., :1, :]), steps.cumsum(-2)], -2)
+
+
+class Arms:
+    """The state of many arms: what both environments below are made of."""
+
+    def __init__(self, count: int, reward: Reward) -> None:
+        if reward not in ("dense", "sparse"):
+            raise ValueError(f"ViaPointReacher: `reward` is 'dense' or 'sparse'; got {reward!r}.")
+        self.reward, self.time = reward, 0
+        self.angles, self.velocities = np.zeros((count, LINKS)), np.zeros((count, LINKS))
+        self.via, self.goal, self.missed = np.zeros((count, 2)), np.zeros((count, 2)), np.zeros(count)
+
+    def reset(self, generators: list[np.random.Generator]) -> None:
+        """Arms nearly straight up, at rest; new points. Each arm draws from its own generator."""
+        self.time = 0
+        draws = np.stack([generator.uniform(size=LINKS + 4) for generator in generators])
+        self.angles = 0.2 * (draws[:, :LINKS] - 0.5)
+        self.angles[:, 0] += np.pi / 2
+        self.velocities = np.zeros_like(self.angles)
+        radius = RADIUS[0] + (RADIUS[1] - RADIUS[0]) * draws[:, LINKS : LINKS + 2]
+        angle = np.pi / 2 * draws[:, LINKS + 2 :] + np.array([0.0, np.pi / 2])
+        points = radius[..., None] * np.stack([np.cos(angle), np.sin(angle)], -1)
+        self.via, self.goal = points[:, 0], points[:, 1]
+
+    def step(self, action: Array) -> Array:
+        """Apply torques [N 5] for one Δt; returns rewards [N]."""
+        torque = np.clip(action, -1.0, 1.0).astype(np.float64)
+        self.velocities = self.velocities + STRENGTH * DT * torque
+        self.angles = self.angles + DT * self.velocities
+        self.time += 1
+        distance = self.distance()
+        if self.time == STEPS // 2:
+            self.missed = distance
+        if self.reward == "dense":
+            gain = -0.2 * distance
+        else:
+            gain = -10.0 * distance if self.time in (STEPS // 2, STEPS) else np.zeros_like(distance)
+        return gain - 2e-3 * np.square(torque).sum(-1)
+
+    def distance(self) -> Array:
+        """From each tip to the point that counts now."""
+        target = self.via if self.time <= STEPS // 2 else self.goal
+        return np.linalg.norm(joints(self.angles)[:, -1] - target, axis=-1)
+
+    def observation(self) -> Array:
+        """[N 15]."""
+        elapsed = np.full((len(self.angles), 1), self.time / STEPS)
+        return np.concatenate([self.angles, self.velocities, self.via, self.goal, elapsed], -1)
+
+    def outcome(self) -> dict[str, Array]:
+        """What an episode came to: distances at the two moments [N], and whether both were small."""
+        goal = self.distance()
+        return {"via_distance": self.missed, "goal_distance": goal, "success": (np.maximum(self.missed, goal) < REACHED) * 1.0}
+
+
+class ViaPointReachers(VectorEnv):
+    """Many arms in one array. They start and end together; sub-environment i draws from seed + i, as in `SyncVectorEnv`."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # noqa: RUF012  # Gymnasium's own form
+
+    def __init__(self, num_envs: int = 1, reward: Reward = "dense", **_: Any) -> None:
+        self.num_envs, self.arms = num_envs, Arms(num_envs, reward)
+        self.single_observation_space, self.single_action_space = OBSERVATION, ACTION
+        self.observation_space, self.action_space = batch_space(OBSERVATION, num_envs), batch_space(ACTION, num_envs)
+        self._generators = [np.random.default_rng() for _ in range(num_envs)]
+
+    def reset(
+        self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        if seed is not None:
+            seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
+            self._generators = [gymnasium.utils.seeding.np_random(one)[0] for one in seeds]
+        self.arms.reset(self._generators)
+        return self.arms.observation(), {}
+
+    def step(self, actions: Array) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        nobody = np.zeros(self.num_envs, bool)
+        if self.arms.time == STEPS:  # the step after the last one starts the next episodes
+            return self.reset()[0], np.zeros(self.num_envs), nobody, nobody.copy(), {}
+        rewards = self.arms.step(actions)
+        over = self.arms.time == STEPS
+        return self.arms.observation(), rewards, nobody, nobody | over, self.arms.outcome() if over else {}
+
+
+class ViaPointReacher(gymnasium.Env):
+    """One such arm, with a picture."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
+    observation_space, action_space = OBSERVATION, ACTION
+
+    def __init__(self, reward: Reward = "dense", render_mode: str | None = None) -> None:
+        self.render_mode, self.arms = render_mode, Arms(1, reward)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.arms.reset([self.np_random])
+        return self.arms.observation()[0], {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        reward = self.arms.step(np.asarray(action)[None])
+        over = self.arms.time == STEPS
+        info = {key: float(value[0]) for key, value in self.arms.outcome().items()} if over else {}
+        return self.arms.observation()[0], float(reward[0]), False, over, info
+
+    def render(self) -> NDArray[np.uint8]:
+        """The arm, the via-point (circle) and the goal (cross), 480 × 480."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure((4.8, 4.8), dpi=100)
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(-5.2, 5.2), ylim=(-5.2, 5.2), aspect="equal")
+        axes.axis("off")
+        axes.plot(*self.arms.via[0], "o", ms=14, mfc="none", mew=3, color="tab:orange")
+        axes.plot(*self.arms.goal[0], "x", ms=14, mew=3, color="tab:green")
+        axes.plot(*joints(self.arms.angles)[0].T, "o-", lw=5, ms=7, color="tab:blue", solid_capstyle="round")
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

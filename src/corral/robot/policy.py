@@ -1,0 +1,112 @@
+"""Context → a Gaussian over trajectory parameters, and state → value: the two networks of an episodic learner."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU}
+
+
+def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain: float) -> nn.Sequential:
+    """Orthogonal layers; `gain` scales the last one."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"mlp: `activation` is one of {', '.join(ACTIVATIONS)}; got {activation!r}.")
+    layers: list[nn.Module] = []
+    for width_in, width_out in zip([inputs, *hidden[:-1]], hidden, strict=True):
+        layers += [nn.Linear(width_in, width_out), ACTIVATIONS[activation]()]
+    layers.append(nn.Linear(hidden[-1], outputs))
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    for layer in linear:
+        nn.init.orthogonal_(layer.weight, gain if layer is linear[-1] else math.sqrt(2))
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
+
+
+class GaussianPolicy(nn.Module):
+    """N(μ(c), L Lᵀ): the mean depends on the context, the covariance is one for all.
+
+        L = strict lower part + diag(softplus(v) + min_std)
+
+    One covariance makes the projection and the likelihood of a whole batch a matter of one matrix each.
+    """
+
+    def __init__(
+        self,
+        context: int,
+        parameters: int,
+        hidden: Sequence[int] = (64, 64),
+        *,
+        activation: str = "tanh",
+        std: float = 1.0,
+        min_std: float = 1e-4,
+    ) -> None:
+        super().__init__()
+        if not std > min_std > 0:
+            raise ValueError(f"GaussianPolicy: 0 < min_std < std; got min_std={min_std}, std={std}.")
+        self.mean = mlp(context, hidden, parameters, activation, gain=0.01)
+        self.min_std = min_std
+        start = math.log(math.expm1(std - min_std))  # the inverse of softplus
+        self.log_diagonal = nn.Parameter(torch.full((parameters,), start))
+        self.lower = nn.Parameter(torch.zeros(parameters * (parameters - 1) // 2))
+        rows, columns = torch.tril_indices(parameters, parameters, -1)
+        self.register_buffer("_below", rows * parameters + columns, persistent=False)
+
+    def cholesky(self) -> Float[Tensor, "W W"]:
+        """L."""
+        size = self.log_diagonal.numel()
+        below = torch.zeros(size * size, dtype=self.lower.dtype, device=self.lower.device).index_copy(
+            0, self._below, self.lower
+        )
+        return below.view(size, size) + torch.diag(nn.functional.softplus(self.log_diagonal) + self.min_std)
+
+    @torch.no_grad()
+    def set_cholesky(self, chol: Float[Tensor, "W W"]) -> None:
+        """Make `cholesky()` return this factor, as far as `min_std` allows."""
+        excess = (chol.diagonal() - self.min_std).clamp(min=torch.finfo(chol.dtype).tiny)
+        self.log_diagonal.copy_(excess + torch.log(-torch.expm1(-excess)))  # log(e^x − 1), without overflow
+        self.lower.copy_(chol.flatten()[self._below])
+
+    def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "W W"]]:
+        """Means and the shared Cholesky factor."""
+        return self.mean(context), self.cholesky()
+
+
+class Normaliser(nn.Module):
+    """Running mean and standard deviation of what it has seen, entry by entry (Chan's parallel update)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("variance", torch.ones(size))
+
+    @torch.no_grad()
+    def update(self, values: Float[Tensor, "N S"]) -> None:
+        """Learn from a batch."""
+        count, mean, variance = len(values), values.mean(0), values.var(0, unbiased=False)
+        total = self.count + count
+        shift = mean - self.mean
+        spread = self.variance * self.count + variance * count + shift**2 * self.count * count / total
+        self.mean += shift * count / total
+        self.variance.copy_(spread / total)
+        self.count.copy_(total)
+
+    def forward(self, values: Float[Tensor, "*b S"]) -> Float[Tensor, "*b S"]:
+        """(x − mean) / std; an entry that never changed becomes 0."""
+        return (values - self.mean) / (self.variance.sqrt() + 1e-8)
+
+
+class Critic(nn.Module):
+    """V(s): expected sum of the rewards from here to the end. Observations carry the time, so no discount is needed."""
+
+    def __init__(self, observation: int, hidden: Sequence[int] = (64, 64), *, activation: str = "tanh") -> None:
+        super().__init__()
+        self.normaliser = Normaliser(observation)
+        self.value = mlp(observation, hidden, 1, activation, gain=1.0)
+
+    def forward(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
+        """Values."""
+        return self.value(self.normaliser(observations)).squeeze(-1)

@@ -1,0 +1,298 @@
+"""ProDMP: parameters → a smooth trajectory from any state, linear in both, with its velocity and covariance."""
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property, wraps
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from corral.numerics import at_least_float32, expm1_minus, number_in
+
+Built = TypeVar("Built")
+
+HORIZON = 6
+"""Plans reach this many τ past their delay; at the usual phase the force has decayed to e^−18 by then."""
+
+NODES = 10
+"""Points of the Gauss–Legendre rule inside a panel."""
+
+
+def _constant(build: Callable[["ProDMP"], Built]) -> "cached_property[Built]":
+    """A cached property of plain CPU tensors, whatever mode or default device they are first asked for in."""
+
+    @wraps(build)
+    def plain(prodmp: "ProDMP") -> Built:
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            return build(prodmp)
+
+    return cached_property(plain)
+
+
+@dataclass(frozen=True, eq=False)
+class Design:
+    """What a plan is linear in: joint by joint, (y, v) = (`position`, `velocity`) @ params + `start` @ (y_b, v_b)."""
+
+    position: Float[Tensor, "*b T M"]
+    """∂y/∂params of one joint: the n weights, then the goal, scaled."""
+    velocity: Float[Tensor, "*b T M"]
+    """Its derivative in time."""
+    start: Float[Tensor, "*b T 2 2"]
+    """∂(y, v)/∂(y_b, v_b)."""
+
+    def to(self, like: Tensor) -> "Design":
+        """The same on another tensor's device and in its dtype."""
+        return Design(self.position.to(like), self.velocity.to(like), self.start.to(like))
+
+
+@dataclass(frozen=True)
+class ProDMP:
+    """A critically damped spring towards a goal, pushed by a learned force that fades.
+
+        τ² y″ = α (α/4 (g − y) − τ y′) + x Σ_i w_i ψ_i(x)        x = e^{−α_x s},   s = max(0, (t − delay)/τ)
+
+    From (y_b, v_b) at time t_b on, with a = α/2 and u = s − s_b, the solution is linear in state, weights and goal:
+
+        y = ξ₁ y_b + ξ₂ τ v_b + Σ_i w_i (Φ_i(s) − ξ₁ Φ_i(s_b) − ξ₂ Φ_i′(s_b)) + g Φ_g(u)
+        ξ₁ = (1 + a u) e^{−a u}        ξ₂ = u e^{−a u}        Φ_g(u) = 1 − ξ₁
+        Φ_i(s) = ∫₀ˢ (s − z) e^{−a(s − z)} x(z) ψ_i(x(z)) dz
+
+    ψ_i are normalised Gaussians in x, centred at equal steps of time over [delay, delay + τ]. Every exponential decays,
+    so a late start loses no digits. Velocity is the exact derivative: 0 before the delay, where a plan rests at y_b.
+
+    A frozen value: nothing depends on earlier calls. Φ is tabulated once at the ends of short panels, in float64, and
+    integrated to rounding from there, so that results are differentiable in parameters, state and time.
+
+    Ref:
+        Li et al. 2023, arXiv:2210.01531. Invariant: a plan made anew from any state on its way is the same plan.
+    """
+
+    dof: int
+    """D: joints."""
+    basis: int
+    """n: weights per joint. Parameters are [w_1 … w_n, goal] of joint 1, then of joint 2, …"""
+    tau: float
+    """τ: seconds over which the ψ are spread."""
+    _: KW_ONLY
+    alpha: float = 25.0
+    """α: stiffness; the free spring decays as e^{−α s / 2}."""
+    alpha_phase: float = 3.0
+    """α_x: how fast the force fades."""
+    bandwidth: float = 3.0
+    """Narrowness of ψ_i: its precision in x is bandwidth / (distance to the next centre)²."""
+    delay: float = 0.0
+    """Seconds at rest before the motion begins."""
+    weights_scale: float = 1.0
+    """What a weight of 1 stands for."""
+    goal_scale: float = 1.0
+    """What a goal of 1 stands for."""
+    auto_scale: bool = False
+    """Divide each column by its largest value over the horizon first, so that all parameters matter alike."""
+    relative_goal: bool = False
+    """The goal is an offset from y_b instead of a position."""
+
+    def __post_init__(self) -> None:
+        for name in ("dof", "basis"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not number_in(value, 1):
+                raise ValueError(f"ProDMP: `{name}` is a whole number ≥ 1; got {value!r}.")
+        for name in ("tau", "alpha", "alpha_phase", "bandwidth", "weights_scale", "goal_scale"):
+            value = getattr(self, name)
+            if not (number_in(value, 0) and 0 < value < math.inf):
+                raise ValueError(f"ProDMP: `{name}` must be finite and > 0; got {value!r}.")
+        if not (number_in(self.delay, 0) and self.delay < math.inf):
+            raise ValueError(f"ProDMP: `delay` is in seconds, finite and ≥ 0; got {self.delay!r}.")
+
+    @property
+    def columns(self) -> int:
+        """M = n + 1: parameters of one joint."""
+        return self.basis + 1
+
+    @property
+    def parameters(self) -> int:
+        """W = D (n + 1): length of a parameter vector."""
+        return self.dof * self.columns
+
+    def trajectory(
+        self,
+        times: Float[Tensor, "*t T"],
+        params: Float[Tensor, "*p W"],
+        position: Float[Tensor, "*q D"],
+        velocity: Float[Tensor, "*r D"],
+        start_time: float | Float[Tensor, "*s"] = 0.0,
+    ) -> tuple[Float[Tensor, "*b T D"], Float[Tensor, "*b T D"]]:
+        """Desired positions and velocities; leading axes broadcast.
+
+        Args:
+            times: seconds [T], or [*, T] where plans differ. Earlier than `start_time`, the curve that leads to its state.
+            params: [*, W]; results have its dtype (float32 at least) and device.
+            position, velocity: the state y_b, v_b at `start_time` [*, D]; at rest if that is before the delay.
+            start_time: t_b, one for all plans or one per plan [*].
+        Returns:
+            Positions and velocities [*, T, D].
+        """
+        self._check("params", params, self.parameters)
+        self._check("position", position, self.dof)
+        self._check("velocity", velocity, self.dof)
+        self._check_wait(velocity, start_time)
+        params = at_least_float32(params)
+        design = self._design(times, start_time).to(params)
+        weights = params.unflatten(-1, (self.dof, self.columns))
+        # The state is two more parameters of each joint: one product [T, M + 2] for all plans and joints.
+        state = torch.stack(torch.broadcast_tensors(position.to(params), velocity.to(params)), -1)
+        batch = torch.broadcast_shapes(weights.shape[:-1], state.shape[:-1])
+        inputs = torch.cat([weights.expand(*batch, -1), state.expand(*batch, -1)], -1)
+        y, v = (
+            torch.einsum("...tm,...dm->...td", torch.cat([columns, start], -1), inputs)
+            for columns, start in zip((design.position, design.velocity), design.start.unbind(-2), strict=True)
+        )
+        return y, v
+
+    def covariance(
+        self, times: Float[Tensor, "*t T"], cov: Float[Tensor, "*c W W"], start_time: float | Float[Tensor, "*s"] = 0.0
+    ) -> Float[Tensor, "*b DT DT"]:
+        """Covariance of the positions when the parameters have covariance `cov` and the start is certain.
+
+            Cov = (I_D ⊗ H) Σ (I_D ⊗ H)ᵀ
+
+        Args:
+            times: seconds [T] or [*, T].
+            cov: Σ [*, W, W].
+            start_time: t_b, one for all plans or one per plan [*].
+        Returns:
+            [*, D·T, D·T], joint by joint: entry (d T + i, e T + j) belongs to joint d at time i and joint e at time j.
+        """
+        self._check("cov", cov, self.parameters)
+        cov = at_least_float32(cov)
+        rows = self._design(times, start_time).to(cov).position
+        blocks = cov.unflatten(-1, (self.dof, self.columns)).unflatten(-3, (self.dof, self.columns))
+        return torch.einsum("...im,...dmen,...jn->...diej", rows, blocks, rows).flatten(-2).flatten(-3, -2)
+
+    def design(self, times: Float[Tensor, "*t T"], start_time: float | Float[Tensor, "*s"] = 0.0) -> Design:
+        """The linear map from parameters and start state to the plan, in the dtype and on the device of `times`."""
+        return self._design(times, start_time).to(times)
+
+    def _design(self, times: Tensor, start_time: float | Tensor) -> Design:
+        """In float64 on the CPU: a few thousand operations, whatever the batch. Gradients flow back to the times' device."""
+        if not times.is_floating_point() or not times.ndim:
+            raise ValueError(f"ProDMP: `times` is [*, T] in seconds, floating point; got {list(times.shape)} {times.dtype}.")
+        times = times.cpu().double()
+        begin = torch.as_tensor(start_time, dtype=torch.float64, device="cpu")[..., None]
+        s, s_b = (((t - self.delay) / self.tau).clamp(min=0) for t in (times, begin))
+        for name, x in (("times", s), ("start_time", s_b)):
+            if x.numel() and not bool((x <= HORIZON * (1 + 1e-6)).all()):
+                raise ValueError(
+                    f"ProDMP: `{name}` must end by {HORIZON} τ + delay = {HORIZON * self.tau + self.delay:g} s; got "
+                    f"{x.max().item() * self.tau + self.delay:g} s. Use a longer tau."
+                )
+        free = _free(s - s_b, self.alpha / 2)  # [* T 2 2]
+        forced = self._response(s) - free @ self._response(s_b)  # [* T 2 n]
+        goal = _goal(s - s_b, self.alpha / 2)  # [* T 2]
+        columns = torch.cat([forced, goal[..., None]], -1) * self._scale
+        start = torch.stack([free[..., 0] + goal if self.relative_goal else free[..., 0], self.tau * free[..., 1]], -1)
+        rate = torch.stack([torch.ones_like(times), (times >= self.delay) / times.new_tensor(self.tau)], -1)[..., None]
+        position, velocity = (columns * rate).unbind(-2)
+        return Design(position, velocity, start * rate)
+
+    def _response(self, s: Tensor) -> Tensor:
+        """Φ and Φ′ [*, 2, n] of the weights at scaled times s [*]: free motion since the panel began, and the force since."""
+        width, table = self._table
+        panel = (s.detach() / width).long().clamp(max=len(table) - 1)
+        begin = panel.double() * width
+        return _free(s - begin, self.alpha / 2) @ table[panel] + self._push(begin, s - begin)
+
+    def _push(self, begin: Tensor, u: Tensor) -> Tensor:
+        """∫₀ᵘ (G, G′)(u − z) x ψ_i(x) dz [*, 2, n] with x at begin + z: what the force of one panel adds to Φ and Φ′."""
+        node, weight = self._rule
+        rest = u[..., None] * (1 - node)  # u − z
+        green = _free(rest, self.alpha / 2)[..., 1]  # (G, G′) is the answer to a unit velocity
+        return torch.einsum("...mk,...mi->...ki", green * (u[..., None] * weight)[..., None], self._force(begin, u, node))
+
+    def _force(self, begin: Tensor, u: Tensor, node: Tensor) -> Tensor:
+        """x ψ_i(x) [*, m, n] at scaled times begin + u·node."""
+        x = torch.exp(-self.alpha_phase * (begin[..., None] + u[..., None] * node))[..., None]
+        centre, precision = self._gaussians
+        log_psi = -0.5 * precision * (x - centre) ** 2
+        # Normalised by softmax: past the end all of many narrow ψ underflow, and 0/0 would follow. One alone is not normalised.
+        return x * (log_psi.softmax(-1) if self.basis > 1 else log_psi.exp())
+
+    @_constant
+    def _rule(self) -> tuple[Tensor, Tensor]:
+        """Nodes and weights of the Gauss–Legendre rule on [0, 1] [m], from its Jacobi matrix (Golub and Welsch 1969)."""
+        k = torch.arange(1, NODES, dtype=torch.float64)
+        off = k / (4 * k * k - 1).sqrt()
+        node, vector = torch.linalg.eigh(torch.diag(off, -1) + torch.diag(off, 1))
+        return (node + 1) / 2, vector[0] ** 2
+
+    @_constant
+    def _gaussians(self) -> tuple[Tensor, Tensor]:
+        """Centres and precisions of the ψ in x [n]; a centre past the end closes the last gap, twice as wide if n = 2."""
+        if self.basis == 1:
+            centre, precision = torch.tensor([[math.exp(-0.5 * self.alpha_phase)], [self.bandwidth]], dtype=torch.float64)
+            return centre, precision
+        s = torch.arange(self.basis + 1, dtype=torch.float64) / (self.basis - 1)
+        centre = torch.exp(-self.alpha_phase * s)
+        gap = centre.diff()
+        if self.basis == 2:
+            gap[-1] *= 2
+        return centre[:-1], self.bandwidth / gap**2
+
+    @_constant
+    def _table(self) -> tuple[float, Tensor]:
+        """Width of a panel, and Φ, Φ′ at the beginning of each [P, 2, n].
+
+        A quarter of the centres' distance, less for narrower ψ, resolves the force to rounding with ten nodes; half a time
+        constant of spring and phase does the same for them.
+        """
+        finest = max(4 * self.basis * max(1.0, self.bandwidth / 3), self.alpha, 2 * self.alpha_phase)
+        panels = math.ceil(HORIZON * finest)
+        width = HORIZON / panels
+        begin = torch.arange(panels, dtype=torch.float64) * width
+        pushes = self._push(begin, torch.full_like(begin, width))
+        carry = _free(torch.tensor(width, dtype=torch.float64), self.alpha / 2)
+        states = [torch.zeros_like(pushes[0])]
+        for push in pushes[:-1]:
+            states.append(carry @ states[-1] + push)
+        return width, torch.stack(states)
+
+    @_constant
+    def _scale(self) -> Tensor:
+        """What each column is multiplied by [M]."""
+        scale = torch.tensor([self.weights_scale] * self.basis + [self.goal_scale], dtype=torch.float64)
+        if not self.auto_scale:
+            return scale
+        s = torch.linspace(0, HORIZON, 1000 * HORIZON + 1, dtype=torch.float64)
+        peak = torch.cat([self._response(s)[:, 0], _goal(s, self.alpha / 2)[:, :1]], -1).amax(0)
+        return scale / peak
+
+    def _check(self, name: str, x: Tensor, size: int) -> None:
+        if not x.is_floating_point() or x.shape[-1:] != (size,):
+            raise ValueError(
+                f"ProDMP: `{name}` has {size} entries on its last axis for {self.dof} joints and {self.basis} weights each, "
+                f"floating point; got {list(x.shape)} {x.dtype}."
+            )
+
+    def _check_wait(self, velocity: Tensor, start_time: float | Tensor) -> None:
+        """A plan that waits for its delay cannot be moving."""
+        waits = torch.as_tensor(start_time, device=velocity.device) < self.delay
+        if self.delay and bool((waits[..., None] & (velocity != 0)).any()):
+            raise ValueError(
+                f"ProDMP: a plan rests until its delay of {self.delay:g} s is over and cannot start earlier with a velocity; "
+                f"got up to {velocity.abs().max().item():g}. Pass zeros, or a later start_time."
+            )
+
+
+def _free(u: Tensor, a: float) -> Tensor:
+    """[[ξ₁, ξ₂], [ξ₁′, ξ₂′]] [*, 2, 2]: the free motion after scaled time u from (1, 0) and from (0, 1)."""
+    decay = torch.exp(-a * u)
+    rows = [torch.stack([1 + a * u, u], -1), torch.stack([-a * a * u, 1 - a * u], -1)]
+    return torch.stack(rows, -2) * decay[..., None, None]
+
+
+def _goal(u: Tensor, a: float) -> Tensor:
+    """Φ_g = 1 − (1 + a u) e^{−a u} and Φ_g′ = a² u e^{−a u} [*, 2], without the cancellation at small u."""
+    z = a * u
+    return torch.stack([-z * torch.expm1(-z) - expm1_minus(-z), a * z * torch.exp(-z)], -1)

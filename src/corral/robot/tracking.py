@@ -1,0 +1,67 @@
+"""Desired joint states → actions: how a trajectory is followed in an environment that wants something else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+
+COMMANDS = ("torque", "velocity", "position")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """A proportional-derivative controller that reads the joints off the observation.
+
+        torque     u = (p (y − q) + d (ẏ − q̇)) / scale
+        velocity   u = (ẏ + p (y − q)) / scale
+        position   u = y / scale
+
+    Any Gymnasium environment with joints in a flat observation is followed this way; actions outside its action space are
+    clipped to it, as motors do. Torques of a normalised action space have gains in units of that space.
+    """
+
+    joints: tuple[int, int]
+    """First entry of the joint positions in the observation, and the one after the last."""
+    velocities: tuple[int, int]
+    """The same for the joint velocities."""
+    command: Literal["torque", "velocity", "position"] = "torque"
+    """What an action is."""
+    p: float | Sequence[float] = 0.0
+    """Gain on the position's error, one number or one per joint."""
+    d: float | Sequence[float] = 0.0
+    """Gain on the velocity's error; torque only."""
+    scale: float | Sequence[float] = 1.0
+    """What an action of 1 stands for."""
+
+    def __post_init__(self) -> None:
+        if self.command not in COMMANDS:
+            raise ValueError(f"Tracking: `command` is one of {', '.join(COMMANDS)}; got {self.command!r}.")
+        if self.joints[1] - self.joints[0] != self.velocities[1] - self.velocities[0] or self.dof < 1:
+            raise ValueError(
+                f"Tracking: `joints` and `velocities` are ranges of the same length in the observation; got {self.joints} and "
+                f"{self.velocities}."
+            )
+        for name in ("p", "d", "scale"):
+            if np.size(getattr(self, name)) not in (1, self.dof):
+                raise ValueError(f"Tracking: `{name}` is one number, or one for each of {self.dof} joints.")
+
+    @property
+    def dof(self) -> int:
+        """D: joints."""
+        return self.joints[1] - self.joints[0]
+
+    def state(self, observation: Array) -> tuple[Array, Array]:
+        """Joint positions and velocities [* D] in observations [* O]."""
+        return observation[..., slice(*self.joints)], observation[..., slice(*self.velocities)]
+
+    def action(self, position: Array, velocity: Array, observation: Array) -> Array:
+        """Actions [* D] that lead from the observed state to the desired one; not yet clipped."""
+        q, speed = self.state(observation)
+        p, d, scale = np.asarray(self.p), np.asarray(self.d), np.asarray(self.scale)
+        if self.command == "torque":
+            return (p * (position - q) + d * (velocity - speed)) / scale
+        return (velocity + p * (position - q) if self.command == "velocity" else position) / scale

@@ -1,0 +1,60 @@
+"""The Gaussian policy, its covariance, the critic and its normaliser."""
+
+import pytest
+import torch
+
+from corral.robot.policy import Critic, GaussianPolicy, Normaliser, mlp
+
+
+def test_it_starts_near_zero_with_the_asked_spread() -> None:
+    policy = GaussianPolicy(4, 6, std=0.7).double()
+    mean, chol = policy(torch.randn(10, 4, dtype=torch.float64))
+    assert mean.abs().max() < 0.2
+    torch.testing.assert_close(chol, 0.7 * torch.eye(6, dtype=torch.float64))
+
+
+def test_golden_cholesky() -> None:
+    # softplus(0) = log 2; the strict lower part is filled row by row.
+    policy = GaussianPolicy(1, 3, min_std=0.1).double()
+    with torch.no_grad():
+        policy.log_diagonal.zero_()
+        policy.lower.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    d = torch.log(torch.tensor(2.0, dtype=torch.float64)).item() + 0.1
+    torch.testing.assert_close(policy.cholesky(), torch.tensor([[d, 0, 0], [1, d, 0], [2, 3, d]], dtype=torch.float64))
+
+
+def test_a_covariance_that_is_set_is_returned() -> None:
+    policy = GaussianPolicy(2, 5, min_std=1e-3).double()
+    chol = torch.randn(5, 5, dtype=torch.float64).tril(-1) + torch.diag(torch.tensor([1e-2, 0.1, 1.0, 10.0, 60.0]).double())
+    policy.set_cholesky(chol)
+    torch.testing.assert_close(policy.cholesky(), chol, rtol=1e-12, atol=1e-12)
+    policy.set_cholesky(torch.diag(torch.full((5,), 1e-5, dtype=torch.float64)))  # below min_std
+    torch.testing.assert_close(policy.cholesky().diagonal(), torch.full((5,), 1e-3, dtype=torch.float64))
+
+
+def test_gradients_reach_every_entry_of_the_covariance() -> None:
+    policy = GaussianPolicy(2, 4).double()
+    policy.cholesky().square().sum().backward()
+    assert (policy.log_diagonal.grad != 0).all()
+    torch.testing.assert_close(policy.lower.grad, 2 * policy.lower.detach())
+
+
+def test_the_normaliser_knows_all_it_has_seen() -> None:
+    values = torch.randn(60, 3, dtype=torch.float64) * torch.tensor([1.0, 10.0, 0.0]) + 5
+    normaliser = Normaliser(3).double()
+    for part in values.split([1, 20, 39]):
+        normaliser.update(part)
+    torch.testing.assert_close(normaliser.mean, values.mean(0))
+    torch.testing.assert_close(normaliser.variance, values.var(0, unbiased=False), atol=1e-12, rtol=1e-10)
+    assert (normaliser(values)[:, 2] == 0).all()
+
+
+def test_the_critic_gives_one_value_per_state() -> None:
+    assert Critic(3)(torch.randn(2, 7, 3)).shape == (2, 7)
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 < min_std < std"):
+        GaussianPolicy(1, 1, std=1e-5)
+    with pytest.raises(ValueError, match="one of tanh, relu, leaky_relu; got 'sin'"):
+        mlp(1, [2], 1, "sin", 1.0)
