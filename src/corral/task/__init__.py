@@ -1,9 +1,23 @@
 """Prompts and verifiers: what a policy is asked, and what counts as right. This file is the one registry."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from corral.objective.naming import build_config, nearest
+from corral.task.arithmetic import Arithmetic
+from corral.task.code import APPS, MBPP, Code, HumanEval
+from corral.task.competition import AIME24, AIME25, AMC, MATH500, DAPOMath
 from corral.task.countdown import Countdown
+from corral.task.expression import Expression
+from corral.task.grader import grader_counts
+from corral.task.gsm8k import GSM8K
+from corral.task.imports import by_path
+from corral.task.jsonl import Jsonl
+from corral.task.reasoning_gym import ReasoningGym
+from corral.task.sandbox import SandboxResult, run_python
+
+__all__ = ["TASKS", "SandboxResult", "Task", "find_task", "grader_counts", "make_task", "names", "run_python", "verify_all"]
 
 
 @runtime_checkable
@@ -11,7 +25,11 @@ class Task(Protocol):
     """Something to learn: prompts to train on, prompts never trained on, and a verifier for both.
 
     Implementations are frozen dataclasses whose fields are the settings. Prompts are drawn by seed, the same ones on every
-    machine, with replacement; the first prompts of a longer draw are those of a shorter one.
+    machine; the first prompts of a longer draw are those of a shorter one. A procedural task draws with replacement. A finite
+    one goes through its training problems once per epoch, reshuffled each time, and gives each held-out problem at most once.
+
+    A prompt is the problem's text and the key to its answer, so it is unique inside a task. A task that grades many completions
+    faster together than one by one has a method `verify_all(prompts, completions)` besides.
     """
 
     name: ClassVar[str]
@@ -22,7 +40,7 @@ class Task(Protocol):
 
     @property
     def max_completion_length(self) -> int:
-        """Characters of the longest right completion. Allow one more token, for the end of the sequence."""
+        """Tokens that a right completion may need; characters for tasks of the embedded model. One more is for the end."""
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
         """Prompts to learn from."""
@@ -35,7 +53,21 @@ class Task(Protocol):
 
 
 TASKS: dict[str, type[Task]] = {
+    "aime24": AIME24,
+    "aime25": AIME25,
+    "amc": AMC,
+    "apps": APPS,
+    "arithmetic": Arithmetic,
+    "code": Code,
     "countdown": Countdown,
+    "dapo_math": DAPOMath,
+    "expression": Expression,
+    "gsm8k": GSM8K,
+    "humaneval": HumanEval,
+    "jsonl": Jsonl,
+    "math500": MATH500,
+    "mbpp": MBPP,
+    "reasoning_gym": ReasoningGym,
 }
 
 
@@ -44,9 +76,50 @@ def names() -> list[str]:
     return sorted(TASKS)
 
 
+def find_task(name: str) -> type[Any]:
+    """The class of a registered task, or of a user's own, by its dotted path `module:Class`."""
+    if ":" not in name:
+        if name not in TASKS:
+            raise ValueError(f"make_task: there is no task {name!r}.{nearest(name, TASKS)} Or your own: module:Class.")
+        return TASKS[name]
+    found = by_path(name, "a task of your own is module:Class")
+    if not isinstance(found, type):
+        raise ValueError(f"a task of your own is module:Class, and {name!r} is {type(found).__name__}, not a class.")
+    missing = [part for part in PARTS if not hasattr(found, part) and part not in _fields(found)]
+    if missing:
+        raise ValueError(f"{name} is not a task: it has no {', '.join(missing)}. corral.task.Task says what they are.")
+    return found
+
+
 def make_task(name: str, **settings: Any) -> Task:
-    """The task `name` with these settings; `names()` lists what there is."""
-    if name not in TASKS:
-        raise ValueError(f"make_task: there is no task {name!r}.{nearest(name, TASKS)}")
-    task: Task = build_config(name, TASKS[name], settings)
-    return task
+    """The task `name` with these settings; `names()` lists what there is, and a user's own class is `module:Class`."""
+    task_cls = find_task(name)
+    if dataclasses.is_dataclass(task_cls):
+        task: Task = build_config(name, task_cls, settings)
+        return task
+    try:
+        own: Task = task_cls(**settings)
+        return own
+    except TypeError as error:  # settings that its __init__ does not have
+        raise ValueError(f"{name} cannot be made with {settings}: {error}.") from error
+
+
+def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Rewards of many completions: by the task's own `verify_all` if it has one, else one `verify` after another."""
+    if len(prompts) != len(completions):
+        raise ValueError(f"verify_all: there are {len(prompts)} prompts for {len(completions)} completions.")
+    together = getattr(task, "verify_all", None)
+    if together is None:
+        return [task.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    rewards = list(together(prompts, completions))
+    if len(rewards) != len(completions):
+        raise ValueError(f"{task.name}.verify_all gave {len(rewards)} rewards for {len(completions)} completions.")
+    return rewards
+
+
+PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
+"""What makes a class a task."""
+
+
+def _fields(task_cls: type) -> set[str]:
+    return {item.name for item in dataclasses.fields(task_cls)} if dataclasses.is_dataclass(task_cls) else set()

@@ -1,12 +1,12 @@
 """Countdown with a checked scratchpad: reach a target with every number once, and write down each step."""
 
-import hashlib
-import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
+
+from corral.task.draws import PATIENCE, checked_count, checked_whole, in_held_out_share, shown, uniform
 
 OPERATORS = "+-*"
 
@@ -16,12 +16,6 @@ OPERATORS = "+-*"
 NUMBER = re.compile(r"[1-9][0-9]*")
 PROMPT = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
 STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
-
-HELD_OUT_SHARE = 10
-"""One problem in this many is held out."""
-
-PATIENCE = 100_000
-"""Draws without a problem of the wanted kind after which there is none; below 1 in 10,000 drawing would be hopeless anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +40,7 @@ class Countdown:
 
     def __post_init__(self) -> None:
         for key, low, high in (("n", 2, 9), ("n_max", 5, 999), ("value_max", self.n_max, 99_999)):
-            value = getattr(self, key)
-            if type(value) is not int or not low <= value <= high:
-                raise ValueError(f"countdown: `{key}` is a whole number in {low}..{high}; got {value!r}.")
+            checked_whole(self.name, key, getattr(self, key), low, high)
 
     @property
     def max_prompt_length(self) -> int:
@@ -67,11 +59,11 @@ class Countdown:
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
         """`count` prompts to evaluate on: the problems of 1/10 of (numbers, target), which training never sees in any order."""
-        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(count))]
+        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(self.name, count))]
 
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
         """`train_prompts(count, seed)`, each with an answer drawn uniformly from all that reach its target."""
-        return list(islice(self._draw(seed, held_out=False), checked_count(count)))
+        return list(islice(self._draw(seed, held_out=False), checked_count(self.name, count)))
 
     def verify(self, prompt: str, completion: str) -> float:
         """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text.
@@ -102,8 +94,7 @@ class Countdown:
         """The numbers and the target of a prompt; ValueError where these settings could not have drawn it."""
         match = PROMPT.fullmatch(prompt)
         if match is None:
-            shown = prompt if len(prompt) <= 60 else prompt[:60] + "…"
-            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {shown!r}. Is it another task's?")
+            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {shown(prompt)}. Is it another task's?")
         numbers, target = [int(number) for number in match[1].split(" ")], int(match[2])
         if len(numbers) != self.n or max(numbers) > self.n_max or target > self.value_max:
             raise ValueError(f"countdown: {prompt!r} is no problem of {self}. Was it drawn with other settings?")
@@ -111,22 +102,21 @@ class Countdown:
 
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
         """Endless (prompt, answer) of one split: uniform numbers and operators, rejected until all fits."""
-        # A text seeds through SHA-512, and random() alone is promised to give the same numbers in every Python version.
-        uniform = random.Random(f"countdown {'held out' if held_out else 'train'} {seed}").random
+        draw = uniform(self.name, seed, held_out=held_out)
         misses = 0
         while misses < PATIENCE:
             misses += 1
-            numbers = [1 + int(uniform() * self.n_max) for _ in range(self.n)]
+            numbers = [1 + int(draw() * self.n_max) for _ in range(self.n)]
             value, answer = numbers[0], str(numbers[0])
             for number in numbers[1:]:
-                operator = OPERATORS[int(uniform() * len(OPERATORS))]
+                operator = OPERATORS[int(draw() * len(OPERATORS))]
                 value = apply(operator, value, number)
                 if not 0 <= value <= self.value_max:
                     break
                 answer += f"{operator}{number}={value}"
             else:
                 if is_held_out(numbers, value) is held_out:
-                    numbers.sort(key=lambda _: uniform())  # the order of the numbers must not give the answer away
+                    numbers.sort(key=lambda _: draw())  # the order of the numbers must not give the answer away
                     yield f"{' '.join(map(str, numbers))}>{value}:", answer
                     misses = 0
         split = "held-out" if held_out else "training"
@@ -135,8 +125,7 @@ class Countdown:
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
     """Whether a problem is for evaluation only. It does not depend on the numbers' order, the settings or the machine."""
-    text = f"{' '.join(map(str, sorted(numbers)))}>{target}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % HELD_OUT_SHARE == 0
+    return in_held_out_share(f"{' '.join(map(str, sorted(numbers)))}>{target}")
 
 
 def apply(operator: str, left: int, right: int) -> int:
@@ -144,10 +133,3 @@ def apply(operator: str, left: int, right: int) -> int:
     if operator == "+":
         return left + right
     return left - right if operator == "-" else left * right
-
-
-def checked_count(count: int) -> int:
-    """A number of prompts, or the reason why it is none."""
-    if count < 0:
-        raise ValueError(f"countdown: `count` is a number of prompts and cannot be negative; got {count}.")
-    return count

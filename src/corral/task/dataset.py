@@ -1,0 +1,191 @@
+"""Finite tasks: problems with answers from a file or the hub, split once, shuffled by seed."""
+
+import functools
+import warnings
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from itertools import count as from_zero
+from pathlib import Path
+from typing import Any, ClassVar
+
+from corral.task.draws import checked_count, checked_whole, digest, shown, shuffled, uniform
+from corral.task.rows import Malformed, Row, find_split, read_file, read_hub
+
+LISTED = 10
+"""How many rows an error or a warning shows; it counts them all."""
+
+Rows = Iterable[tuple[str, Row | Malformed]]
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where a data set is on the hub. Without a training split, or without a held-out one, there is but the other."""
+
+    name: str
+    config: str | None = None
+    train: str | None = "train"
+    held_out: str | None = None
+
+
+class _Data:
+    """The problems are kept in slots: `vars(task)` are its settings, which a run writes down."""
+
+    __slots__ = ("_answers", "_held_out", "_train")
+    _answers: dict[str, Any]
+    _train: list[str]
+    _held_out: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finite(_Data):
+    """What all finite tasks share. One gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
+
+    name: ClassVar[str]
+    HUB: ClassVar[Hub | None] = None
+
+    path: str | None = None
+    """A file of problems (.jsonl, .json, .parquet), or a folder with one per split (train.…, test.…); None: the hub."""
+    held_out: str | float | int | None = None
+    """A file of held-out problems, or the share of `path`'s problems that is held out; None: the data's own test split."""
+    skip_malformed: bool = False
+    """Go on without the rows that cannot be used, with a warning that counts and names them. By default they are an error."""
+    max_completion_length: int = 1024
+    """Tokens that a right completion may need."""
+
+    def __post_init__(self) -> None:
+        checked_whole(self.name, "max_completion_length", self.max_completion_length, 1, 1_000_000)
+        if isinstance(self.held_out, bool | int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
+            raise ValueError(f"{self.name}: `held_out` is a file, or a share above 0 and up to 1; got {self.held_out!r}.")
+        train, held_out = self._load()
+        if not held_out:
+            raise ValueError(f"{self.name}: there is no held-out problem to measure success on.")
+        for slot, value in (("_answers", train | held_out), ("_train", list(train)), ("_held_out", list(held_out))):
+            object.__setattr__(self, slot, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy reads its files anew."""
+        return functools.partial(type(self), **vars(self)), ()
+
+    def problem(self, row: Row) -> tuple[str, Any]:
+        """The prompt and the answer of a row; Malformed where it has none."""
+        raise NotImplementedError
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Characters of the longest prompt."""
+        return max(map(len, self._answers))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many problems there are to train on, and how many are held out."""
+        return len(self._train), len(self._held_out)
+
+    def train_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to learn from: all problems once, then all again in another order, as long as needed."""
+        prompts: list[str] = []
+        if checked_count(self.name, count) and not self._train:
+            raise ValueError(
+                f"{self.name}: every problem is held out, as the data are for evaluation. To train, give `held_out` as a "
+                f"share, 0.2 say, or other problems as `path` and these as `held_out`."
+            )
+        for epoch in from_zero():
+            if len(prompts) >= count:
+                break
+            order = shuffled(len(self._train), uniform(f"{self.name} epoch {epoch}", seed, held_out=False))
+            prompts += [self._train[index] for index in order[: count - len(prompts)]]
+        return prompts
+
+    def held_out_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to evaluate on, each at most once: fewer where there are fewer."""
+        order = shuffled(len(self._held_out), uniform(self.name, seed, held_out=True))
+        return [self._held_out[index] for index in order[: checked_count(self.name, count)]]
+
+    def answer(self, prompt: str) -> Any:
+        """The right answer to one of the task's prompts."""
+        if prompt not in self._answers:
+            raise ValueError(
+                f"{self.name}: {shown(prompt)} is no prompt of this task. Is it another task's, or another file's?"
+            )
+        return self._answers[prompt]
+
+    def _load(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Problems to train on and held-out ones."""
+        first, second = self._sources()
+        if first is None or second is None:
+            problems = self._gathered(first or second or ())
+            if isinstance(self.held_out, str | None):
+                raise ValueError(f"{self.name}: {self.path or 'the hub'} has one split. Say with `held_out` what is held out.")
+            return split_by_share(problems, float(self.held_out))
+        held_out = self._gathered(second)
+        return self._gathered(first, leaked=held_out), held_out
+
+    def _sources(self) -> tuple[Rows | None, Rows | None]:
+        """Rows to train on and held-out ones; None for one of them where a share is to be taken from the other."""
+        by_share = isinstance(self.held_out, bool | int | float)
+        apart = None if by_share or self.held_out is None else read_file(Path(str(self.held_out)).expanduser(), self.name)
+        if self.path is None:
+            if self.HUB is None:
+                raise ValueError(f"{self.name}: `path` is missing: a file of problems.")
+            splits = (self.HUB.train, None if by_share or apart else self.HUB.held_out)
+            rows = [read_hub(self.HUB.name, self.HUB.config, split, self.name) if split else None for split in splits]
+            return rows[0], apart or rows[1]
+        path = Path(self.path).expanduser()
+        if not path.is_dir():
+            return read_file(path, self.name), apart
+        own = None if by_share or apart else read_file(find_split(path, "test", self.name), self.name)
+        return read_file(find_split(path, "train", self.name), self.name), apart or own
+
+    def _gathered(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, Any]:
+        """Prompt → answer of all rows. Those that cannot be used are an error, or a warning where they are to be skipped."""
+        found, bad, repeated = gather(self.problem, rows, leaked)
+        if bad and not self.skip_malformed:
+            hint = "Mend them, or go on without them: skip_malformed=true."
+            raise ValueError(f"{self.name}: {listed(bad, 'malformed')}\n{hint}")
+        for places, what in ((bad, "malformed and skipped"), (repeated, "repeated and used once")):
+            if places:
+                warnings.warn(f"{self.name}: {listed(places, what)}", stacklevel=2)
+        return found
+
+
+def gather(
+    problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str] = ()
+) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
+    """Prompt → answer of all rows; (place, why) of those that cannot be used; (place, as which) of those that are repeated.
+
+    A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
+    """
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    bad: list[tuple[str, str]] = []
+    repeated: list[tuple[str, str]] = []
+    for place, row in rows:
+        try:
+            if isinstance(row, Malformed):
+                raise row
+            prompt, answer = problem(row)
+            if prompt in leaked:
+                raise Malformed("this prompt is held out")
+            if prompt in found and found[prompt] != answer:
+                raise Malformed(f"the prompt of {places[prompt]} with another answer")
+        except Malformed as error:
+            bad.append((place, str(error)))
+            continue
+        if prompt in found:
+            repeated.append((place, f"as {places[prompt]}"))
+        else:
+            found[prompt], places[prompt] = answer, place
+    return found, bad, repeated
+
+
+def listed(places: list[tuple[str, str]], what: str) -> str:
+    """How many rows, and the places of the first of them."""
+    first = "".join(f"\n  {place}: {why}" for place, why in places[:LISTED])
+    more = f"\n  … and {len(places) - LISTED} more" if len(places) > LISTED else ""
+    return f"{len(places)} {'row is' if len(places) == 1 else 'rows are'} {what}:{first}{more}"
+
+
+def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The share of the problems whose digests are smallest is held out, at least one: whatever their order, on any machine."""
+    held_out = set(sorted(problems, key=lambda prompt: (digest(prompt), prompt))[: max(1, round(share * len(problems)))])
+    train = {prompt: answer for prompt, answer in problems.items() if prompt not in held_out}
+    return train, {prompt: answer for prompt, answer in problems.items() if prompt in held_out}

@@ -1,0 +1,51 @@
+"""What every procedural task draws with: numbers by seed, a split that never leaks, and counts that make sense."""
+
+import hashlib
+import random
+from collections.abc import Callable
+
+HELD_OUT_SHARE = 10
+"""One problem in this many is held out."""
+
+PATIENCE = 100_000
+"""Draws without a problem of the wanted kind after which there is none; below 1 in 10,000 drawing would be hopeless anyway."""
+
+
+def uniform(task: str, seed: int, *, held_out: bool) -> Callable[[], float]:
+    """Numbers in 0..1, the same for the same task, split and seed on every machine."""
+    # A text seeds through SHA-512, and random() alone is promised to give the same numbers in every Python version.
+    return random.Random(f"{task} {'held out' if held_out else 'train'} {seed}").random
+
+
+def in_held_out_share(text: str, share: int = HELD_OUT_SHARE) -> bool:
+    """Whether a problem, written in one way only, is for evaluation only. It depends on nothing else."""
+    return digest(text) % share == 0
+
+
+def digest(text: str) -> int:
+    """64 bits that stand for a text; lone surrogates, which no UTF-8 has, are a text too."""
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def shuffled(count: int, draw: Callable[[], float]) -> list[int]:
+    """0 to count − 1 in a random order."""
+    keys = [draw() for _ in range(count)]
+    return sorted(range(count), key=keys.__getitem__)
+
+
+def checked_count(task: str, count: int) -> int:
+    """A number of prompts, or the reason why it is none."""
+    if count < 0:
+        raise ValueError(f"{task}: `count` is a number of prompts and cannot be negative; got {count}.")
+    return count
+
+
+def checked_whole(task: str, key: str, value: object, low: int, high: int) -> None:
+    """Refuse a setting that is no whole number in low..high."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{task}: `{key}` is a whole number in {low}..{high}; got {value!r}.")
+
+
+def shown(prompt: str, length: int = 60) -> str:
+    """A prompt as an error quotes it."""
+    return repr(prompt if len(prompt) <= length else prompt[:length] + "…")

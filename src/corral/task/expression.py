@@ -1,0 +1,172 @@
+"""One-expression code completion: find a Python expression in x from what it gives. Nothing is executed."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
+
+from corral.task.draws import PATIENCE, checked_count, checked_whole, in_held_out_share, shown, uniform
+
+PROMPT = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
+ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
+BOUND = 9999
+"""The largest absolute value of anything on the way."""
+
+OPERATORS: dict[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%",
+}  # fmt: skip
+SHAPES = (
+    "x{0}{a}", "{a}{0}x", "x{0}x{1}{a}", "x{0}{a}{1}{b}", "{a}{0}x{1}{b}", "(x{0}{a}){1}{b}", "(x{0}{a}){1}x",
+    "x{0}x{1}{a}{2}{b}", "x{0}{a}{1}x{2}{b}", "(x{0}{a}){1}(x{2}{b})", "(x{0}{a}){1}x{2}{b}", "{a}{0}x{1}x{2}{b}",
+)  # fmt: skip
+"""What expressions are drawn from: operators 0, 1 and 2, constants a and b."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expression:
+    """Complete `f = lambda x: …`, given f(1), f(2), …
+
+        prompt      "1>3 2>5 3>7 4>9:"      inputs, always 1 to `pairs`, and outputs
+        completion  "2*x+1"                 any expression that gives them: whole numbers, x, + - * // % and brackets, no spaces
+
+    The reward is 1 iff the expression maps every input to its output, as Python would compute it, with nothing on the way
+    beyond ±9999; else 0. The text is parsed with `ast`, checked against this grammar and evaluated here: it is never run.
+    """
+
+    name: ClassVar[str] = "expression"
+
+    pairs: int = 4
+    """How many inputs are shown."""
+    constant_max: int = 9
+    """The largest constant of the expressions that problems are made from; an answer may have larger ones."""
+    value_max: int = 99
+    """The largest absolute value of an output."""
+    max_length: int = 16
+    """Characters of the longest expression that is read."""
+
+    def __post_init__(self) -> None:
+        for key, low, high in (("pairs", 2, 9), ("constant_max", 1, 99), ("value_max", 9, BOUND), ("max_length", 9, 64)):
+            checked_whole(self.name, key, getattr(self, key), low, high)
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Characters of the longest prompt: an input, ">", an output with its sign, and a space or ":" for every pair."""
+        return self.pairs * (1 + 1 + 1 + len(str(self.value_max)) + 1)
+
+    @property
+    def max_completion_length(self) -> int:
+        """Characters of the longest expression that is read."""
+        return self.max_length
+
+    def train_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to learn from, drawn with replacement."""
+        return [prompt for prompt, _ in self.demonstrations(count, seed)]
+
+    def held_out_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to evaluate on. Inputs never vary, so whoever gives the same outputs is the same problem."""
+        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(self.name, count))]
+
+    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
+        """`train_prompts(count, seed)`, each with the expression that it was made from."""
+        return list(islice(self._draw(seed, held_out=False), checked_count(self.name, count)))
+
+    def verify(self, prompt: str, completion: str) -> float:
+        """1.0 iff `completion` is an expression that gives every output of `prompt`; 0.0 for any other text.
+
+        Args:
+            prompt: as drawn by this task; anything else is a ValueError, since a reward of 0 would hide the mistake.
+            completion: any text at all, without the tokens that end it.
+        """
+        outputs = self.parse_prompt(prompt)
+        tree = parsed(completion, self.max_length)
+        if tree is None:
+            return 0.0
+        return float(all(evaluated(tree, x) == output for x, output in enumerate(outputs, 1)))
+
+    def parse_prompt(self, prompt: str) -> list[int]:
+        """f(1), f(2), …; ValueError where these settings could not have drawn it."""
+        if PROMPT.fullmatch(prompt) is None:
+            raise ValueError(f"expression: a prompt looks like '1>3 2>5 3>7 4>9:'; got {shown(prompt)}. Is it another task's?")
+        pairs = [pair.split(">") for pair in prompt[:-1].split(" ")]
+        outputs = [int(output) for _, output in pairs]
+        if prompt != worded(outputs) or len(outputs) != self.pairs or max(map(abs, outputs)) > self.value_max:
+            raise ValueError(f"expression: {shown(prompt)} is no problem of {self}. Was it drawn with other settings?")
+        return outputs
+
+    def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
+        """Endless (prompt, expression) of one split: shapes, operators and constants, rejected until all fits."""
+        draw = uniform(self.name, seed, held_out=held_out)
+        signs = list(OPERATORS.values())
+        misses = 0
+        while misses < PATIENCE:
+            misses += 1
+            a, b = (1 + int(draw() * self.constant_max) for _ in range(2))
+            shape = SHAPES[int(draw() * len(SHAPES))]
+            text = shape.format(*(signs[int(draw() * len(signs))] for _ in range(3)), a=a, b=b)
+            tree = parsed(text, self.max_length)
+            outputs = [None if tree is None else evaluated(tree, x) for x in range(1, self.pairs + 1)]
+            found = [value for value in outputs if value is not None and abs(value) <= self.value_max]
+            if len(found) < self.pairs or len(set(found)) == 1:  # a constant says nothing of x
+                continue
+            if in_held_out_share(worded(found)) is held_out:
+                yield worded(found), text
+                misses = 0
+        raise ValueError(f"{self}: no {'held-out' if held_out else 'training'} problem in {PATIENCE} draws.")
+
+
+def worded(outputs: list[int]) -> str:
+    """The prompt that shows f(1), f(2), …"""
+    return " ".join(f"{x}>{output}" for x, output in enumerate(outputs, 1)) + ":"
+
+
+def parsed(text: str, max_length: int) -> ast.expr | None:
+    """The tree of an expression of the grammar; None for any other text."""
+    # Length and characters first: a short text of these alone can neither exhaust the parser nor make it warn.
+    if len(text) > max_length or not ALLOWED.fullmatch(text) or re.search(r"[0-9x]x|x[0-9]", text):
+        return None
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    return tree if all(map(_is_allowed, ast.walk(tree))) else None
+
+
+def _is_allowed(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) is int
+    if isinstance(node, ast.Name):
+        return node.id == "x"
+    return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.USub, ast.Load, *OPERATORS))
+
+
+def evaluated(tree: ast.expr, x: int) -> int | None:
+    """The value of a tree that `parsed` allowed; None where it divides by zero or leaves ±BOUND."""
+    if isinstance(tree, ast.Constant):
+        value = int(tree.value)
+    elif isinstance(tree, ast.Name):
+        value = x
+    elif isinstance(tree, ast.UnaryOp):
+        inner = evaluated(tree.operand, x)
+        if inner is None:
+            return None
+        value = -inner
+    else:
+        assert isinstance(tree, ast.BinOp)
+        left, right = evaluated(tree.left, x), evaluated(tree.right, x)
+        if left is None or right is None:
+            return None
+        sign = OPERATORS[type(tree.op)]
+        if sign in ("//", "%") and right == 0:
+            return None
+        value = _combined(sign, left, right)
+    return value if abs(value) <= BOUND else None
+
+
+def _combined(sign: str, left: int, right: int) -> int:
+    if sign == "//":
+        return left // right
+    if sign == "%":
+        return left % right
+    return left * right if sign == "*" else left + right if sign == "+" else left - right

@@ -1,0 +1,75 @@
+"""The grader's own process: reads questions from its standard input, writes one line for each.
+
+This file is run as a script, by its path: it imports nothing of corral, so that a worker has no torch in it. A question is
+eight bytes of length and a pickle of (seconds, arguments); an answer is "score 0.5", or "error" and what was raised.
+"""
+
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MEMORY = 4 * 2**30
+"""Bytes of address space; a tower of exponents ends in MemoryError instead of taking the machine."""
+
+
+def load_math() -> Callable[..., float]:
+    """(gold, answer) → whether math-verify finds them equal."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    latex = [LatexExtractionConfig(boxed_match_priority=0)]
+
+    def read(text: str) -> Any:
+        # The time limit is ours: math-verify's own is an alarm that it would set for itself.
+        return parse(rf"\boxed{{{text}}}", latex, fallback_mode="no_fallback", parsing_timeout=None)
+
+    def score(gold: str, answer: str) -> float:
+        return float(verify(read(gold), read(answer), timeout_seconds=None, raise_on_error=True))
+
+    return score
+
+
+def load_reasoning_gym() -> Callable[..., float]:
+    """(generator, its settings, entry, answer) → the generator's own score."""
+    import reasoning_gym
+
+    made: dict[str, Any] = {}
+
+    def score(generator: str, settings: dict[str, Any], entry: dict[str, Any], answer: str) -> float:
+        key = repr((generator, settings))
+        if key not in made:
+            made[key] = reasoning_gym.create_dataset(generator, **settings, seed=0, size=1)
+        return float(made[key].score_answer(answer, entry))
+
+    return score
+
+
+LOADERS: dict[str, Callable[[], Callable[..., float]]] = {"math": load_math, "reasoning_gym": load_reasoning_gym}
+
+
+def main(kind: str) -> None:
+    """Answer until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which still has a step to finish
+    answers = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (for as long as the process lives)
+    sys.stdout = sys.stderr  # a library that prints must not answer
+    score = LOADERS[kind]()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers.write("ready\n")
+    questions = sys.stdin.buffer
+    while len(header := questions.read(8)) == 8:
+        seconds, arguments = pickle.loads(questions.read(int.from_bytes(header, "big")))
+        # Processor time, so that a busy machine grades as an idle one does. SIGPROF ends the process, whatever it is doing.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            line = f"score {score(*arguments)!r}"
+        except BaseException as error:  # anything at all that a grader raises is an answer
+            line = f"error {type(error).__name__}"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

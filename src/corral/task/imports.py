@@ -1,0 +1,32 @@
+"""A user's own class or function, by its dotted path, and libraries that are there only if an extra was installed."""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def by_path(path: str, what: str) -> Any:
+    """The object at `module:name`, from a module that is installed or lies beside the user.
+
+    Args:
+        path: as in `my_tasks:Sorting`.
+        what: the setting it is for, and how it is written: "`reward` is module:function".
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{what}; got {path!r}.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module can fail in any way when it is imported
+        raise ValueError(f"{what}, and {path!r} cannot be imported: {error}.") from error
+
+
+def library(name: str, owner: str) -> ModuleType:
+    """A library of the extra `task`, or a sentence that says how to get it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"{owner} needs {name}. Install it: pip install 'corral[task]'.") from error

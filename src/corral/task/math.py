@@ -1,0 +1,109 @@
+r"""Mathematics: whether an answer is right, and how much of the reward is for having put it where it was asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
+from corral.task.dataset import Finite
+from corral.task.grader import Verdict, pool
+
+KNOWN: dict[tuple[str, str, float], bool] = {}
+"""Verdicts of math-verify so far: completions of a group often agree."""
+KNOWN_LIMIT = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathTask(Finite):
+    r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the asked form], with w = `format_weight`.
+
+    "In the asked form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
+    extracted from otherwise: corral.task.answer.
+    """
+
+    form: Literal["boxed", "####"] = "boxed"
+    """The form that the instruction asks for."""
+    format_weight: float = 0.0
+    """The share of the reward for the form alone, 0 to 1. With 0, any form will do."""
+    time_limit: float = 2.0
+    """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
+
+    def __post_init__(self) -> None:
+        if self.form not in ("boxed", "####"):
+            raise ValueError(f"{self.name}: `form` is boxed or ####; got {self.form!r}.")
+        for key, high in (("format_weight", 1.0), ("time_limit", 3600.0)):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+                raise ValueError(f"{self.name}: `{key}` is a number from 0 to {high:g}; got {value!r}.")
+        if self.time_limit == 0:
+            raise ValueError(f"{self.name}: `time_limit` is above 0.")
+        super().__post_init__()
+
+    def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
+        """Whether each answer is right: by math-verify, unless a task knows better."""
+        return same_mathematics(golds, answers, self.time_limit)
+
+    def verify(self, prompt: str, completion: str) -> float:
+        """The reward of a completion, which may be any text; ValueError where the prompt is not this task's."""
+        return self.verify_all([prompt], [completion])[0]
+
+    def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """`verify` of many at once, by several graders beside each other."""
+        golds = [self.answer(prompt) for prompt in prompts]
+        found = [extract(completion) for completion in completions]
+        right = self.right(golds, ["" if answer is None else answer.text for answer in found])
+        return [self._reward(answer, ok) for answer, ok in zip(found, right, strict=True)]
+
+    def _reward(self, answer: Answer | None, right: bool) -> float:
+        in_form = answer is not None and answer.form == self.form and answer.text != ""
+        return (1 - self.format_weight) * right + self.format_weight * in_form
+
+
+def same_number(gold: str, answer: str) -> bool:
+    """Whether both are one number, and the same, exactly: 1,234.50 is 1234.5, and 50% is 50."""
+    right = _gold_number(gold)
+    return right is not None and one_number(answer) == right
+
+
+def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
+    """Whether math-verify finds each answer equal to its gold. What it cannot read, or not in time, is wrong.
+
+    Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
+    do not match, or with a box inside, is wrong.
+    """
+    pairs = [(gold.strip(), answer.strip(), seconds) for gold, answer in zip(golds, answers, strict=True)]
+    quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
+    known = {pair: KNOWN.get(pair) if verdict is None else verdict for pair, verdict in quick.items()}
+    asked = [pair for pair, verdict in known.items() if verdict is None]
+    graded = {pair: verdict.score == 1.0 for pair, verdict in zip(asked, _graded(asked, seconds), strict=True)}
+    if len(KNOWN) + len(graded) > KNOWN_LIMIT:
+        KNOWN.clear()
+    KNOWN.update(graded)
+    return [bool(graded[pair] if known[pair] is None else known[pair]) for pair in pairs]
+
+
+def _graded(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verdict]:
+    if not pairs:
+        return []
+    if find_spec("math_verify") is None:
+        raise ValueError("grading mathematics needs math-verify. Install it: pip install 'corral[task]'.")
+    return pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
+
+
+def _without_grader(gold: str, answer: str) -> bool | None:
+    """The verdict where it is plain; None where math-verify is needed."""
+    if not answer or len(answer) > LONGEST or r"\boxed" in answer or not is_balanced(answer):
+        return False
+    if gold == answer:
+        return True
+    whole = [text.removeprefix("-") for text in (gold, answer)]
+    if all(text.isascii() and text.isdecimal() and len(text) <= 60 for text in whole):
+        return int(gold) == int(answer)
+    return None
+
+
+@lru_cache(maxsize=10_000)
+def _gold_number(gold: str) -> object:
+    return one_number(gold)

@@ -1,0 +1,164 @@
+"""Many programs, several at a time: a warm interpreter behind the wall per worker, results in order, no wait without an end."""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import TracebackType
+from typing import TypeVar
+
+from corral.task.sandbox.result import Job, SandboxResult
+from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
+from corral.task.sandbox.view import SandboxUnavailable
+from corral.task.sandbox.worker import Worker, WorkerLost, available_backend
+
+USES = 2000
+"""Programs after which a worker is replaced, so that nothing in it can grow without end."""
+
+Result = TypeVar("Result")
+
+
+class Pool:
+    """Workers that run programs of unknown origin; a context manager.
+
+    A worker is started when it is first needed. One that dies or hangs is replaced: a program that was under way when a worker
+    died is run once more, since it may not have been its fault; one whose worker hung counts as timed out.
+
+    Args:
+        workers: programs at a time; None for one per core that this process may use.
+        backend: "bwrap" or "unshare"; None takes the first that works.
+        unsafe_code_execution: where neither works, run programs as the user, with limits and no wall, instead of refusing.
+    """
+
+    def __init__(self, workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> None:
+        self.size = cores() if workers is None else workers
+        if type(self.size) is not int or self.size < 1:
+            raise ValueError(f"pool: `workers` is a whole number above 0, or None for one per core; got {workers!r}.")
+        self.backend: str | None
+        try:
+            self.backend = available_backend(backend)
+        except SandboxUnavailable:
+            if not unsafe_code_execution:
+                raise
+            self.backend = None
+        self._owner = os.getpid()
+        self._idle: list[tuple[Worker, int]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="corral-pool")
+        _open_pools.add(self)
+
+    def run(self, jobs: Iterable[Job]) -> list[SandboxResult]:
+        """Run every program; results in the order of the jobs."""
+        return self._map(self.run_one, list(jobs))
+
+    def run_one(self, job: Job) -> SandboxResult:
+        """Run one program, in this thread."""
+        if self.backend is None:
+            return run_unsafe(job)
+        return self._with_worker(lambda worker: worker.run(job), lambda status, why: SandboxResult(status, "", why, 0.0))
+
+    def run_connected(self, first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
+        """Run two programs side by side, each reading what the other writes, in this thread."""
+        if self.backend is None:
+            return run_unsafe_connected(first, second)
+        return self._with_worker(
+            lambda worker: worker.run_connected(first, second), lambda status, why: (SandboxResult(status, "", why, 0.0),) * 2
+        )
+
+    def map(self, function: Callable[..., Result], *items: Sequence) -> list[Result]:
+        """`function` of every item, several at a time, in order; it may call `run_one` and `run_connected`."""
+        return self._map(function, *items)
+
+    def _map(self, function: Callable[..., Result], *items: Sequence) -> list[Result]:
+        if self._closed:
+            raise RuntimeError("pool: it has been closed.")
+        if self._owner != os.getpid():
+            raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
+        if len(items[0]) <= 1:
+            return [function(*row) for row in zip(*items, strict=True)]
+        return list(self._threads.map(function, *items))
+
+    def _with_worker(self, use: Callable[[Worker], Result], give_up: Callable[..., Result]) -> Result:
+        """Borrow a worker; replace it where it fails."""
+        for last in (False, True):
+            worker, uses = self._take()
+            try:
+                result = use(worker)
+            except WorkerLost as lost:
+                self._discard(worker)
+                if lost.hung:
+                    return give_up("timeout", str(lost))
+                if last:
+                    return give_up("error", str(lost))
+            except BaseException:
+                self._discard(worker)
+                raise
+            else:
+                self._put(worker, uses + 1)
+                return result
+        raise AssertionError("unreachable")
+
+    def _take(self) -> tuple[Worker, int]:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("pool: it has been closed.")
+            if self._idle:
+                return self._idle.pop()
+        assert self.backend is not None
+        return Worker(self.backend), 0
+
+    def _put(self, worker: Worker, uses: int) -> None:
+        with self._lock:
+            if not self._closed and uses < USES:
+                self._idle.append((worker, uses))
+                return
+        worker.close()
+
+    def _discard(self, worker: Worker) -> None:
+        worker.kill()
+        worker.close()
+
+    def close(self) -> None:
+        """Wait for what is under way, which its time limits bound, and end every worker. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for worker, _ in idle:
+            worker.close()
+        if self._owner == os.getpid():  # threads do not survive a fork
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+_open_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_open_pools):
+        if pool._owner == os.getpid():
+            pool.close()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
+
+
+@cache
+def _shared(owner: int, workers: int | None, backend: str | None, unsafe_code_execution: bool) -> Pool:
+    return Pool(workers, backend=backend, unsafe_code_execution=unsafe_code_execution)
+
+
+def shared_pool(workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> Pool:
+    """The pool of this process with these settings: opened at the first call, closed when the process ends."""
+    return _shared(os.getpid(), workers, backend, unsafe_code_execution)

@@ -1,0 +1,49 @@
+"""The one place where text written by a model is executed. docs/safety.md says what it promises and what it does not."""
+
+from corral.task.sandbox.result import Job, Limits, SandboxResult, Status
+from corral.task.sandbox.unsafe import run_unsafe
+from corral.task.sandbox.view import SandboxUnavailable
+from corral.task.sandbox.worker import Worker, WorkerLost, available_backend
+
+__all__ = ["Job", "Limits", "SandboxResult", "SandboxUnavailable", "Status", "Worker", "available_backend", "run_python"]
+
+
+def run_python(
+    code: str,
+    stdin: str = "",
+    timeout: float = 5.0,
+    memory_mb: int = 512,
+    *,
+    backend: str | None = None,
+    unsafe_code_execution: bool = False,
+) -> SandboxResult:
+    """Run a program of unknown origin, apart from everything that is the user's.
+
+    Args:
+        code: Python, standard library only.
+        stdin: what it reads; it writes to `stdout` and `stderr`, at most 1 MiB each.
+        timeout: seconds of wall time.
+        memory_mb: memory beyond the bare interpreter's, in MiB, all its processes together.
+        backend: "bwrap" or "unshare"; None takes the first that works.
+        unsafe_code_execution: where neither works, run it as the user, with limits and no wall, instead of refusing.
+    Returns:
+        How it ended, and what it wrote. Never raises for what the program does.
+    """
+    job = Job(code=code, stdin=stdin, limits=Limits(timeout=timeout, memory_mb=memory_mb))
+    try:
+        chosen = available_backend(backend)
+    except SandboxUnavailable:
+        if not unsafe_code_execution:
+            raise
+        return run_unsafe(job)
+    for last in (False, True):
+        with Worker(chosen) as worker:
+            try:
+                return worker.run(job)
+            except WorkerLost as lost:
+                worker.kill()
+                if lost.hung:
+                    return SandboxResult("timeout", "", str(lost), timeout)
+                if last:
+                    return SandboxResult("error", "", str(lost), 0.0)
+    raise AssertionError("unreachable")

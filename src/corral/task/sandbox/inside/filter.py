@@ -1,0 +1,96 @@
+"""The system-call filter: whatever is not on the list does not exist.
+
+A filter is a small program for the kernel's packet-filter machine. It sees the call's number, the architecture and the
+arguments' values, not what pointers point to. Calls that are not listed fail with ENOSYS, as on a kernel without them, so
+that libraries fall back; a few are let through for some arguments only and fail with EPERM otherwise.
+"""
+
+import ctypes
+import errno
+import struct
+from collections.abc import Sequence
+
+from corral.task.sandbox.inside import kernel
+from corral.task.sandbox.inside.syscalls import ARCHITECTURES, allowed_numbers
+
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+"""What becomes of a call: allowed, the process killed, refused with the error number added."""
+
+_LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+FARTHEST = 255
+"""How many instructions a conditional jump can skip."""
+
+NAMESPACES = 0x7E020000
+"""Flags of `clone` that make a namespace: mount, cgroup, uts, ipc, user, pid, net."""
+
+UNIX = 1
+TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""ioctl: is it a terminal, its group and size, bytes to read, non-blocking, close on exec or not."""
+NAME_REQUESTS = (1, 2, 3, 15, 16)
+"""prctl: the signal at the parent's end, is memory hidden, the thread's name."""
+
+ONLY: dict[str, tuple[int, Sequence[int]]] = {
+    "socket": (0, (UNIX,)),
+    "socketpair": (0, (UNIX,)),
+    "ioctl": (1, TERMINAL_REQUESTS),
+    "prctl": (0, NAME_REQUESTS),
+    "prlimit64": (0, (0,)),  # one's own limits, not those of the process that watches
+}
+"""Calls allowed for some values of one argument only: which argument, which values."""
+
+
+def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One instruction; jumps count the instructions that are skipped."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def build(machine: str) -> bytes:
+    """The filter for one architecture, as the kernel takes it."""
+    bodies = {number: _body(name) for name, number in allowed_numbers(machine).items()}
+    missing = [instruction(_RETURN, REFUSE | errno.ENOSYS)]
+    starts: list[tuple[int, list[bytes]]] = []  # numbers from here on, up to the next start, have this body
+    for number in range(max(bodies) + 2):  # beyond the last one all are missing, those of x32 among them
+        body = bodies.get(number, missing)
+        if not starts or starts[-1][1] != body:
+            starts.append((number, body))
+    head = [
+        instruction(_LOAD, _ARCHITECTURE),
+        instruction(_EQUAL, ARCHITECTURES[machine], 1, 0),
+        instruction(_RETURN, KILL),
+        instruction(_LOAD, _NUMBER),
+    ]
+    return b"".join([*head, *_search(starts)])
+
+
+def _body(name: str) -> list[bytes]:
+    """What is done with one call."""
+    allow, refuse = instruction(_RETURN, ALLOW), instruction(_RETURN, REFUSE | errno.EPERM)
+    if name == "clone":
+        return [instruction(_LOAD, _ARGUMENTS), instruction(_ANY_BIT, NAMESPACES, 0, 1), refuse, allow]
+    if name not in ONLY:
+        return [allow]
+    index, values = ONLY[name]
+    body = [instruction(_LOAD, _ARGUMENTS + 8 * index)]  # the low half: these arguments have 32 bits
+    for value in values:
+        body += [instruction(_EQUAL, value, 0, 1), allow]
+    return [*body, refuse]
+
+
+def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
+    """A binary search: the kernel tries a new filter on every number, and a list would cost each program half a millisecond."""
+    if len(starts) == 1:
+        return starts[0][1]
+    middle = len(starts) // 2
+    low, high = _search(starts[:middle]), _search(starts[middle:])
+    if len(low) <= FARTHEST:
+        return [instruction(_AT_LEAST, starts[middle][0], len(low), 0), *low, *high]
+    return [instruction(_AT_LEAST, starts[middle][0], 0, 1), instruction(_JUMP, len(low)), *low, *high]
+
+
+def install(program: bytes) -> None:
+    """Put the filter on this process and all it will start; it cannot be taken off. Needs `forbid_new_privileges` first."""
+    text = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(text))
+    buffer = ctypes.create_string_buffer(header, len(header))
+    kernel.prctl(22, 2, ctypes.addressof(buffer))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

@@ -1,0 +1,148 @@
+"""System calls that Python does not wrap: namespaces, mounts, capabilities, limits that no child can lift."""
+
+import ctypes
+import os
+import struct
+
+MACHINE = os.uname().machine
+NUMBERS = {"x86_64": {"clone": 56, "pivot_root": 155, "capset": 126}, "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91}}
+NUMBER = {
+    **NUMBERS.get(MACHINE, {}),  # those below have one number everywhere
+    "open_tree": 428, "move_mount": 429, "close_range": 436, "mount_setattr": 442,
+}  # fmt: skip
+
+NEW_MOUNTS, NEW_CGROUP, NEW_HOSTNAME, NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+NEW_USER, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+
+READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
+"""Flags of a mount; the old and the new calls agree on these four."""
+
+_AT_CWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
+_CLONE_TREE, _CLOSE_ON_EXEC, _MOVE_FROM_EMPTY_PATH = 1, 0o2000000, 4
+_MS_REC, _MS_SLAVE, _DETACH = 16384, 1 << 19, 2
+_PR_SET_DEATH_SIGNAL, _PR_SET_DUMPABLE, _PR_NO_NEW_PRIVILEGES, _PR_AMBIENT, _PR_SET_SECUREBITS = 1, 4, 38, 47, 28
+
+# PyDLL keeps the interpreter's lock: between `clone` and its return in the child nothing else may run.
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: int | bytes) -> int:
+    """One system call by name; OSError with its name where it fails."""
+    number = NUMBER[name]
+    wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return _checked(name, _libc.syscall(ctypes.c_long(number), *wide))
+
+
+def _checked(name: str, result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def prctl(option: int, *arguments: int) -> int:
+    """prctl(2), with unused arguments 0."""
+    padded = [*arguments, 0, 0, 0, 0][:4]
+    return _checked(f"prctl {option}", _libc.prctl(option, *[ctypes.c_ulong(value) for value in padded]))
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces named by `flags` for new ones."""
+    _checked("unshare", _libc.unshare(flags))
+
+
+def fork_into(flags: int) -> int:
+    """Fork, with the child in new namespaces: 0 in the child, the child's id in the parent.
+
+    Python is not told (its hooks seed generators anew and reset locks, which takes longer than the fork): the process must have
+    one thread, and the child should do little more than fork again, by os.fork.
+    """
+    flags |= 17  # SIGCHLD at the end
+    number = ctypes.c_long(NUMBER["clone"])
+    return _checked("clone", _libc.syscall(number, ctypes.c_long(flags), None, None, None, None))
+
+
+def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
+    """Be user `inside` of a fresh user namespace, and nobody else: one user and one group exist in it.
+
+    Args:
+        proc: an open folder /proc of this or an outer namespace.
+        inside: the number in the namespace.
+        uid, gid: the numbers outside of it.
+    """
+    for file, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
+        write_at(proc, f"self/{file}", text)
+
+
+def write_at(folder: int, path: str, text: str) -> None:
+    """Write a short text into an existing file."""
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def detached(path: str, flags: int) -> int:
+    """A bind mount of `path` and all below it, with `flags` throughout, that is not attached anywhere yet."""
+    tree = call("open_tree", _AT_CWD, os.fsencode(path), _CLONE_TREE | _CLOSE_ON_EXEC | _AT_RECURSIVE)
+    restrict(tree, flags)
+    return tree
+
+
+def restrict(mount: int, flags: int) -> None:
+    """Add `flags` to a mount and all mounts below it."""
+    attributes = struct.pack("=QQQQ", flags, 0, 0, 0)
+    call("mount_setattr", mount, b"", _AT_EMPTY_PATH | _AT_RECURSIVE, attributes, len(attributes))
+
+
+def attach(mount: int, path: str) -> None:
+    """Put a detached mount at `path`."""
+    call("move_mount", mount, b"", _AT_CWD, os.fsencode(path), _MOVE_FROM_EMPTY_PATH)
+    os.close(mount)
+
+
+def mount_memory(path: str, flags: int, options: str) -> None:
+    """A file system in memory at `path`."""
+    _checked("mount tmpfs", _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()))
+
+
+def keep_mounts_private() -> None:
+    """What is mounted here no longer reaches the outside."""
+    _checked("mount", _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None))
+
+
+def enter_root(path: str) -> None:
+    """Make `path`, a mount point, the root, and let go of the old one."""
+    os.chdir(path)
+    call("pivot_root", b".", b".")
+    _checked("umount", _libc.umount2(b".", _DETACH))
+    os.chdir("/")
+
+
+def drop_privileges() -> None:
+    """Give up every capability for good: without new privileges, nothing that is executed later can bring one back."""
+    prctl(_PR_AMBIENT, 4)  # clear all
+    prctl(_PR_SET_SECUREBITS, 0b101111)  # no root by user id, no keeping over a change of user, both locked
+    call("capset", struct.pack("=II", 0x20080522, 0), bytes(24))  # version 3, this process; three empty sets
+    forbid_new_privileges()
+
+
+def forbid_new_privileges() -> None:
+    """No set-uid program raises this process or its children, ever."""
+    prctl(_PR_NO_NEW_PRIVILEGES, 1)
+
+
+def hide_memory(hidden: bool) -> None:
+    """Whether other processes of the same user are kept from this one's memory and /proc files."""
+    prctl(_PR_SET_DUMPABLE, 0 if hidden else 1)
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the parent ends."""
+    prctl(_PR_SET_DEATH_SIGNAL, 9)
+
+
+def close_files_from(first: int) -> None:
+    """Close every open file from `first` on."""
+    call("close_range", first, 0xFFFFFFFF, 0)

@@ -1,0 +1,142 @@
+"""The last steps before a program, and the program: from here on the process belongs to whoever wrote it."""
+
+import atexit
+import contextlib
+import errno
+import io
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import types
+
+from corral.task.sandbox.inside import filter, kernel
+
+OUT_OF_MEMORY = signal.SIGRTMAX
+"""How a program that ended by a MemoryError goes: a signal that nothing else sends. Whoever forges it only loses."""
+
+SPARE = 16 << 20
+"""Address space that is kept back for saying that memory has run out."""
+
+ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
+
+NAME = "<program>"
+
+# Kept from before the program ran: what it puts in their place is its own affair.
+_exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, resource.getrlimit, resource.RLIMIT_AS
+
+
+def set_limits(limits: dict[str, int | float]) -> None:
+    """What the kernel counts for each process, and for the user: none of it can be raised again."""
+    memory = int(limits["address_space"])
+    cpu = math.ceil(limits["timeout"]) + 1
+    for kind, soft, hard in (
+        (resource.RLIMIT_AS, memory, memory + SPARE),
+        (resource.RLIMIT_CPU, cpu, cpu + 1),
+        (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
+        (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
+        (resource.RLIMIT_NOFILE, limits["files"], limits["files"]),
+        (resource.RLIMIT_STACK, 64 << 20, 64 << 20),
+        (resource.RLIMIT_SIGPENDING, 256, 256),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ):
+        _, most = resource.getrlimit(kind)
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (int(soft), int(hard)))
+
+
+def prepare(limits: dict[str, int | float], code: int, streams: list[int], instructions: bytes) -> bytes:
+    """Limits, files 0 to 2 and no other, the filter; returns the program's text."""
+    set_limits(limits)
+    with open(code, "rb", closefd=False) as file:
+        source = file.read()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.chdir("/tmp")
+    os.umask(0o077)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    filter.install(instructions)
+    kernel.close_files_from(3)
+    return source
+
+
+def run(source: bytes) -> None:
+    """Run `source` as `python program.py` would, up to and including the exit status. Does not return."""
+    sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")
+    sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")
+    sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", line_buffering=True)
+    sys.argv = ["program.py"]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    for name in [name for name in sys.modules if name.partition(".")[0] == "corral"]:
+        del sys.modules[name]  # of no use to a program, and not what it would get elsewhere
+    code = 0
+    try:
+        exec(compile(source, NAME, "exec", dont_inherit=True), main.__dict__)
+    except MemoryError as error:
+        code = _out_of_memory(error, main)
+    except OSError as error:
+        code = _out_of_memory(error, main) if error.errno == errno.ENOMEM else _failed(error)
+    except BaseException as error:
+        code = _failed(error)
+    _exit(_finish(main) or code)
+
+
+def _failed(error: BaseException) -> int:
+    """Report an exception as the interpreter does; the exit status."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        with contextlib.suppress(BaseException):
+            sys.stderr.write(f"{error.code}\n")
+    else:
+        trace = error.__traceback__
+        error.__traceback__ = trace.tb_next if trace else None  # without the line that ran it
+        _report(error)
+    return 1
+
+
+def _report(error: BaseException) -> None:
+    """By the program's own hook, if it has one; what that raises is its own affair."""
+    with contextlib.suppress(BaseException):
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _out_of_memory(error: BaseException, main: types.ModuleType) -> int:
+    """Make room, report, and leave by the signal that says so."""
+    _setrlimit(_ADDRESS_SPACE, (_getrlimit(_ADDRESS_SPACE)[1],) * 2)
+    error.__traceback__ = None
+    main.__dict__.clear()
+    _report(error)
+    _finish(main)
+    signal.signal(OUT_OF_MEMORY, signal.SIG_DFL)
+    os.kill(os.getpid(), OUT_OF_MEMORY)
+    return 1
+
+
+def _finish(main: types.ModuleType) -> int:
+    """Wait for threads, run what was left for the end, let go of the program's objects, flush. The interpreter itself is not
+    taken down: that takes longer than most programs. 120 where output is lost, as the interpreter has it."""
+    code = 0
+    for step in (threading._shutdown, atexit._run_exitfuncs, main.__dict__.clear):
+        try:
+            step()
+        except BaseException as error:
+            _failed(error)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:  # the program may have closed it, or put anything there
+            code = 0 if getattr(stream, "closed", True) else 120
+    return code
+
+
+def _stream(number: int, mode: str, errors: str, line_buffering: bool = False) -> io.TextIOWrapper:
+    binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
+    return io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)

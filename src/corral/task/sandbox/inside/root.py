@@ -1,0 +1,86 @@
+"""A file system with nothing in it but an interpreter, and namespaces around it: what bubblewrap does, in few calls."""
+
+import os
+import socket
+
+from corral.task.sandbox.inside import kernel
+
+NOBODY = 65534
+"""Who programs run as: the user that owns nothing."""
+
+HOST = "sandbox"
+"""The machine's name inside."""
+
+ALL = kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOSTNAME | kernel.NEW_CGROUP
+
+
+def leave(view: dict[str, list], proc: int) -> None:
+    """Go where nothing of the outside is left: new namespaces, a new root, the first process of its own world.
+
+    Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
+    of processes. Everyone else gets one, in which they may mount; so does a root that may not mount, as in many containers,
+    after becoming nobody.
+
+    Args:
+        view: what stays visible; see corral.task.sandbox.view.
+        proc: an open folder /proc.
+    """
+    with_power = os.geteuid() == 0
+    if with_power:
+        try:
+            kernel.unshare(ALL)
+        except PermissionError:
+            with_power = False
+    if not with_power:
+        become_nobody()
+        uid, gid = os.geteuid(), os.getegid()
+        kernel.unshare(ALL | kernel.NEW_USER)
+        kernel.map_user(proc, uid, uid, gid)
+    socket.sethostname(HOST)
+    build(view)
+    if child := os.fork():
+        kernel.close_files_from(3)  # the pipe ends of the world inside must close with it
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    if not with_power:
+        kernel.drop_privileges()
+
+
+def build(view: dict[str, list]) -> None:
+    """Mount what stays visible under a new root, and make that the root."""
+    kernel.keep_mounts_private()
+    quiet = kernel.READ_ONLY | kernel.NO_SETUID
+    trees = [(path, kernel.detached(path, quiet | kernel.NO_DEVICES)) for path in view["paths"]]
+    trees += [(path, kernel.detached(path, quiet | kernel.NO_EXEC)) for path in view["devices"]]
+    base = "/tmp"  # everything has been picked up before this covers it
+    kernel.mount_memory(base, kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755,size=1m,nr_inodes=1k")
+    for target, link in view["links"]:
+        os.makedirs(os.path.dirname(base + link), exist_ok=True)
+        os.symlink(target, base + link)
+    for path, tree in trees:
+        make_mount_point(base + path, os.stat(tree).st_mode & 0o170000 == 0o040000)
+        kernel.attach(tree, base + path)
+    for path in view["hidden"]:
+        kernel.mount_memory(base + path, quiet | kernel.NO_DEVICES | kernel.NO_EXEC, "mode=755,size=4k,nr_inodes=2")
+    os.mkdir(base + "/tmp")
+    kernel.enter_root(base)
+    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    kernel.restrict(root, quiet)
+    os.close(root)
+
+
+def make_mount_point(path: str, folder: bool) -> None:
+    """An empty folder or file to mount on, where there is none yet."""
+    os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
+    if not folder and not os.path.lexists(path):
+        os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o444))
+
+
+def become_nobody() -> None:
+    """Root gives up being root; for everyone else nothing changes. Then nothing gives privileges back."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    kernel.forbid_new_privileges()
+    kernel.hide_memory(False)  # a change of user hides /proc/self, where the next namespace's users are written

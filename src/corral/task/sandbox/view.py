@@ -1,0 +1,89 @@
+"""What a program can see of the file system: an interpreter, its libraries, four devices. Nothing of a user's."""
+
+import os
+import site
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass
+from functools import cache
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
+LIBRARIES = (
+    "/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/nix/store", "/gnu/store",
+)  # fmt: skip
+TEMPORARY = "/tmp"
+
+
+class SandboxUnavailable(RuntimeError):
+    """This system cannot keep a program apart from its user; the message says why, and what can be done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Absolute paths, outer ones before inner ones; all of it is read-only."""
+
+    paths: list[str]
+    """Files and folders that look the same inside as outside."""
+    links: list[tuple[str, str]]
+    """Symbolic links: where they point, where they are."""
+    hidden: list[str]
+    """Folders below `paths` that are empty inside: installed packages, among which are this one's problems and answers."""
+    devices: list[str]
+
+    def plain(self) -> dict[str, Any]:
+        """As a dictionary of lists."""
+        return asdict(self)
+
+
+def interpreter() -> str:
+    """The interpreter itself, not a virtual environment's link to it."""
+    path = getattr(sys, "_base_executable", None) or sys.executable  # undocumented, and missing where Python is embedded
+    if not path:
+        raise SandboxUnavailable("sandbox: this Python does not know its own executable (sys.executable is empty).")
+    return os.path.realpath(path)
+
+
+@cache
+def view() -> View:
+    """The view for this interpreter, wherever it lives: of its prefix the executable and the libraries, not the rest."""
+    python = interpreter()
+    prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
+    own = {os.path.join(prefix, folder) for prefix in prefixes for folder in ("lib", "lib64", sys.platlibdir)}
+    own.add(os.path.realpath(sysconfig.get_path("stdlib")))
+    links, paths = [("/tmp", "/dev/shm")], {python}
+    for path in sorted({*LIBRARIES, *own, "/etc/ld.so.cache", "/usr/share/zoneinfo"}):
+        if os.path.islink(path) and os.path.dirname(path) == "/":
+            links.append((os.readlink(path), path))
+        elif os.path.exists(path):
+            paths.add(os.path.realpath(path))
+    paths = {path for path in paths if not any(inside(path, other) for other in paths if other != path)}
+    for path in paths:
+        if inside(path, TEMPORARY):
+            raise SandboxUnavailable(
+                f"sandbox: the interpreter uses {path}, and programs get a {TEMPORARY} of their own. Move it elsewhere."
+            )
+    return View(
+        paths=sorted(paths),
+        links=links,
+        hidden=sorted(path for path in packages(prefixes) if any(inside(path, other) for other in paths)),
+        devices=[path for path in DEVICES if os.path.exists(path)],
+    )
+
+
+def packages(prefixes: set[str]) -> set[str]:
+    """Every folder of installed packages, and this package's own."""
+    found = {*site.getsitepackages(), site.getusersitepackages(), *(path for path in sys.path if path.endswith("-packages"))}
+    for prefix in (*prefixes, "/usr", "/usr/local"):
+        for folder in ("lib", "lib64"):
+            found |= set(glob(f"{prefix}/{folder}/python3*/*-packages"))
+    found = {os.path.realpath(path) for path in found if os.path.isdir(path)}
+    ours = str(Path(__file__).resolve().parents[2])
+    return found if any(inside(ours, path) for path in found) else {*found, ours}
+
+
+def inside(path: str, folder: str) -> bool:
+    """Whether `path` is `folder` or lies below it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")

@@ -1,0 +1,278 @@
+"""The near side of the wall: starts a warm interpreter behind it, hands over programs, collects what they write.
+
+Every wait has a deadline. The interpreter inside keeps time; should it hang itself, it is ended from here, with all it holds.
+"""
+
+import array
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
+from corral.task.sandbox.result import Job, SandboxResult, encode
+from corral.task.sandbox.view import SandboxUnavailable, view
+
+START = 30.0
+"""Seconds within which an interpreter behind the wall must have started, on a machine that is busy with other things."""
+GRACE = 5.0
+"""Seconds after a program's own limit at which the interpreter behind the wall counts as hung."""
+FAREWELL = 2.0
+"""Seconds to leave in peace before being killed."""
+CHUNK = 1 << 16
+
+
+class WorkerLost(RuntimeError):
+    """The interpreter behind the wall has gone or hangs; `hung` says which."""
+
+    def __init__(self, message: str, *, hung: bool) -> None:
+        super().__init__(message)
+        self.hung = hung
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A program under way: what it wrote so far, by file, and how it ended."""
+
+    id: int
+    job: Job
+    streams: dict[int, bytearray]
+    open: set[int] = field(default_factory=set)
+    overflowed: bool = False
+    report: dict[str, Any] | None = None
+
+    def result(self) -> SandboxResult:
+        assert self.report is not None
+        status = "output" if self.overflowed else self.report["status"]
+        texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
+        return SandboxResult(status, texts[0] if len(texts) > 1 else "", texts[-1], self.report["seconds"])
+
+
+class Worker:
+    """One warm interpreter behind one wall; a context manager. Used by one thread at a time."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._next = 0
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._log = os.memfd_create("log")
+        seen = view().plain() if backend == "unshare" else None
+        told = memory_file(payload({"mode": backend, "control": theirs.fileno(), "proc": proc, "view": seen}))
+        try:
+            self.process = subprocess.Popen(
+                command(backend, told),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                env=ENVIRONMENT,
+                cwd="/",
+                pass_fds=(theirs.fileno(), proc, told),
+                start_new_session=True,
+            )
+        except BaseException:
+            self.control.close()
+            os.close(self._log)
+            raise
+        finally:
+            theirs.close()
+            os.close(proc)
+            os.close(told)
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        self.control.settimeout(START)
+        try:
+            message = json.loads(self.control.recv(CHUNK) or b"{}")
+        except TimeoutError:
+            message = {"failed": f"it did not start within {START:g} s"}
+        except OSError:
+            message = {}
+        if "ready" not in message:
+            log = os.pread(self._log, CHUNK, 0).decode(errors="replace").strip()
+            self.close()
+            raise SandboxUnavailable(message.get("failed") or (log.splitlines() or ["it ended at once"])[-1])
+
+    def run(self, job: Job) -> SandboxResult:
+        """Run one program to its end."""
+        with _Input(job.stdin) as stdin, _Pipe() as out, _Pipe() as err:
+            running = self._start(job, stdin, out, err, capture=(out, err))
+            self._collect([running])
+        return running.result()
+
+    def run_connected(self, first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
+        """Run two programs side by side, each reading what the other writes; their own `stdin` is not used."""
+        with _Pipe() as there, _Pipe() as back, _Pipe() as err_first, _Pipe() as err_second:
+            pair = [
+                self._start(first, back.reader, there, err_first, capture=(err_first,)),
+                self._start(second, there.reader, back, err_second, capture=(err_second,)),
+            ]
+            for pipe in (there, back):
+                pipe.close()  # else neither would see the other's end
+            self._collect(pair)
+        return pair[0].result(), pair[1].result()
+
+    def _start(self, job: Job, stdin: int, out: "_Pipe", err: "_Pipe", capture: tuple["_Pipe", ...]) -> _Running:
+        self._next += 1
+        code = memory_file(encode(job.code))
+        limits = asdict(job.limits)
+        order = json.dumps({"run": self._next, "limits": limits}).encode()
+        files = array.array("i", [code, stdin, out.writer, err.writer])
+        try:
+            self.control.settimeout(GRACE)
+            self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        except OSError as error:
+            raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=isinstance(error, TimeoutError)) from error
+        finally:
+            os.close(code)
+        for pipe in capture:
+            pipe.close_writer()
+        readers = [pipe.reader for pipe in capture]
+        return _Running(id=self._next, job=job, streams={reader: bytearray() for reader in readers}, open=set(readers))
+
+    def _collect(self, programs: list[_Running]) -> None:
+        """Read until every program has ended and every one of its streams is closed."""
+        deadline = time.monotonic() + max(one.job.limits.timeout for one in programs) + GRACE
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.control, selectors.EVENT_READ, None)
+            for one in programs:
+                for reader in one.open:
+                    selector.register(reader, selectors.EVENT_READ, one)
+            while any(one.report is None or one.open for one in programs):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready and time.monotonic() >= deadline:
+                    raise WorkerLost("sandbox: the worker does not answer.", hung=True)
+                for key, _ in ready:
+                    if key.data is None:
+                        self._note(programs)
+                    elif not self._read(key.data, key.fd):
+                        selector.unregister(key.fd)
+                        key.data.open.discard(key.fd)
+
+    def _note(self, programs: list[_Running]) -> None:
+        """A message from inside."""
+        try:
+            text = self.control.recv(CHUNK)
+        except OSError:
+            text = b""
+        if not text:
+            raise WorkerLost("sandbox: the worker has gone.", hung=False)
+        message = json.loads(text)
+        if message["status"] == "failed":
+            raise refusal(f"{self.backend}: {message['why']}")
+        for one in programs:
+            if one.id == message["done"]:
+                one.report = message
+
+    def _read(self, one: _Running, file: int) -> bool:
+        """Take what is there; False at the end of the stream. Beyond the limit the program is ended, and the rest ignored."""
+        data = os.read(file, CHUNK)
+        kept = one.streams[file]
+        if len(kept) <= one.job.limits.output:
+            kept += data
+        if len(kept) > one.job.limits.output and not one.overflowed:
+            one.overflowed = True
+            try:
+                self.control.send(json.dumps({"kill": one.id}).encode())
+            except OSError as error:
+                raise WorkerLost("sandbox: the worker has gone.", hung=False) from error
+        return bool(data)
+
+    def close(self) -> None:
+        """End the interpreter inside and all it holds; wait until they have gone. A second call does nothing."""
+        if self.control.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # it leaves when it sees this, even if a forked process has the socket too
+        self.control.close()
+        try:
+            self.process.wait(FAREWELL)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        os.close(self._log)
+
+    def kill(self) -> None:
+        """End it at once; the process group has the interpreter and whatever started it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
+            self.process.wait(FAREWELL)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Pipe:
+    """A pipe whose ends are closed once each, at the latest on leaving the context."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+
+    def close_writer(self) -> None:
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+    def close(self) -> None:
+        self.close_writer()
+        if self.reader >= 0:
+            os.close(self.reader)
+            self.reader = -1
+
+    def __enter__(self) -> "_Pipe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Input:
+    """A program's input as an open file: all of it is there from the start, whatever its size, and no one has to feed it."""
+
+    def __init__(self, text: str) -> None:
+        self.file = memory_file(encode(text))
+
+    def __enter__(self) -> int:
+        return self.file
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.file)
+
+
+def memory_file(data: bytes) -> int:
+    """An open file that exists in memory only, holds `data`, can be read and not be written."""
+    written = os.memfd_create("input", os.MFD_CLOEXEC)
+    try:
+        view_left = memoryview(data)
+        while view_left:
+            view_left = view_left[os.write(written, view_left) :]
+        return os.open(f"/proc/self/fd/{written}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(written)
+
+
+@cache
+def why_not(backend: str) -> str:
+    """Why a backend does not work here, found by running an empty program; "" where it does."""
+    try:
+        with Worker(backend) as worker:
+            worker.run(Job(code=""))
+    except (SandboxUnavailable, WorkerLost, OSError) as error:
+        return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: ")
+    return ""
+
+
+def available_backend(backend: str | None = None) -> str:
+    """The backend that programs run behind; SandboxUnavailable with the reasons where there is none."""
+    return choose(why_not, backend)

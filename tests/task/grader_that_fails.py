@@ -1,0 +1,45 @@
+"""A grader's process for tests of the pool: the real one, with a grader that does what it is told, good or bad."""
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "src" / "corral" / "task" / "grader_worker.py"
+
+
+def obey(what: str) -> float:
+    """Spin, sleep, die, print an answer, exhaust the memory, raise; or give the number that stands there."""
+    if what == "spin":
+        while True:
+            pass
+    if what == "sleep":
+        time.sleep(3600)
+    if what == "die":
+        os._exit(3)
+    if what == "print":
+        print("score 1.0")  # noqa: T201
+        os.write(1, b"")
+    if what == "memory":
+        return float(len(bytearray(2**40)))
+    if what == "exit":
+        raise SystemExit
+    if what == "pid":
+        return float(os.getpid())
+    return float(what)
+
+
+def load() -> Callable[..., float]:
+    return obey
+
+
+if __name__ == "__main__":
+    spec = importlib.util.spec_from_file_location("grader_worker", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    worker.LOADERS["test"] = load
+    worker.main(sys.argv[1])

@@ -1,0 +1,134 @@
+"""Graders in processes of their own: whatever a grader does, an answer comes, and in time."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import corral.task.grader as grader
+from corral.task.grader import Pool, Verdict, grader_counts, pool
+
+SCRIPT = Path(__file__).with_name("grader_that_fails.py")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    monkeypatch.setattr(grader, "SCRIPT", SCRIPT)
+    one = Pool("test", 2)
+    yield one
+    one.close()
+
+
+def scores(verdicts: list[Verdict]) -> list[tuple[str, float]]:
+    return [(verdict.status, verdict.score) for verdict in verdicts]
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [
+        ("spin", "timeout"),  # by the limit on processor time
+        ("sleep", "timeout"),  # by the clock
+        ("die", "died"),
+        ("print", "error"),  # what it prints is no answer: float("print") is a ValueError
+        ("memory", "error"),
+        ("exit", "error"),
+        ("nonsense", "error"),
+    ],
+)
+def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(failing: Pool, what: str, status: str) -> None:
+    started = time.monotonic()
+    assert scores(failing.grade([(what,), ("0.5",)], 0.3)) == [(status, 0.0), ("graded", 0.5)]
+    assert scores(failing.grade([("0.25",)], 0.3)) == [("graded", 0.25)]
+    assert failing.counts == {status: 1, "graded": 2}
+    assert time.monotonic() - started < 60
+
+
+def test_many_answers_keep_their_order(failing: Pool) -> None:
+    questions = [(str(number),) if number % 7 else ("die",) for number in range(40)]
+    expected = [("graded", float(number)) if number % 7 else ("died", 0.0) for number in range(40)]
+    assert scores(failing.grade(questions, 1.0)) == expected
+    assert failing.grade([], 1.0) == []
+
+
+def test_any_thread_may_ask(failing: Pool) -> None:
+    found: list[Verdict] = []
+    threads = [threading.Thread(target=lambda: found.extend(failing.grade([("spin",), ("1",)], 0.2))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(scores(found)) == [("graded", 1.0)] * 3 + [("timeout", 0.0)] * 3
+
+
+def test_a_worker_that_someone_else_killed_is_replaced(failing: Pool) -> None:
+    (one,) = failing.grade([("pid",)], 1.0)
+    os.kill(int(one.score), signal.SIGKILL)
+    (other,) = failing.grade([("pid",)], 1.0)
+    assert other.status == "graded"
+    assert other.score != one.score
+    assert failing.counts == {"graded": 2}
+
+
+def test_workers_are_kept_and_ended(failing: Pool) -> None:
+    first, second = (failing.grade([("pid",)], 1.0)[0].score for _ in range(2))
+    assert first == second
+    failing.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first), 0)
+
+
+def test_a_forked_process_has_workers_of_its_own(failing: Pool) -> None:
+    failing.owner = -1  # as it looks from a fork
+    (one,) = failing.grade([("pid",)], 1.0)
+    failing.close()
+    os.kill(int(one.score), 0)  # it lives: it is not this process's to end
+    failing.owner = os.getpid()
+
+
+def test_ctrl_c_is_not_for_graders(failing: Pool) -> None:
+    (one,) = failing.grade([("pid",)], 1.0)
+    os.kill(int(one.score), signal.SIGINT)
+    time.sleep(0.1)
+    assert failing.grade([("pid",)], 1.0) == [one]
+
+
+def test_failures_are_said_at_the_first_the_tenth_and_so_on(failing: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="corral.task"):
+        failing.grade([("nonsense",)] * 12, 1.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"grader test: error, {number} so far; such answers count as wrong." for number in (1, 10)
+    ]
+
+
+def test_a_grader_that_cannot_start_is_an_error_and_not_a_zero() -> None:
+    with pytest.raises(RuntimeError, match=r"does not start: .* says why"):
+        Pool("no such kind", 1).grade([("1",)], 1.0)
+
+
+def test_graders_end_with_their_process(tmp_path: Path) -> None:
+    script = (
+        "from corral.task.grader import Pool\nimport corral.task.grader as grader, pathlib, os, signal\n"
+        f"grader.SCRIPT = pathlib.Path({str(SCRIPT)!r})\n"
+        "print(int(Pool('test', 1).grade([('pid',)], 1.0)[0].score), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        state = Path(f"/proc/{done.stdout.strip()}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the grader outlived its process")
+
+
+def test_one_pool_of_a_kind_per_process() -> None:
+    assert pool("math") is pool("math")
+    assert "math" in grader_counts()

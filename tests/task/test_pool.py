@@ -1,0 +1,197 @@
+"""The pool: results in order, workers that die or hang, an end that leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sandboxes import EVERY_BACKEND, alive_after_a_while, needs_a_sandbox, pool
+
+import corral.task.pool as module
+import corral.task.sandbox.worker as workers
+from corral.task.pool import Pool, shared_pool
+from corral.task.sandbox import Job, Limits, SandboxResult, SandboxUnavailable, Worker
+from corral.task.sandbox.backend import BACKENDS, choose
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_golden_results_come_in_order(backend: str) -> None:
+    # Later programs end first: 40 ms, 30 ms, …, 0 ms.
+    jobs = [Job(code=f"import time; time.sleep({(4 - i) / 100}); print({i}, input())", stdin=str(i * i)) for i in range(5)]
+    with Pool(3, backend=backend) as pool:
+        results = pool.run(jobs)
+    assert [result.stdout for result in results] == ["0 0\n", "1 1\n", "2 4\n", "3 9\n", "4 16\n"]
+
+
+@needs_a_sandbox
+@settings(max_examples=10)
+@given(ends=st.lists(st.sampled_from(["ok", "error", "output", "memory", "timeout"]), max_size=8))
+def test_every_mixture_of_ends_keeps_its_order(ends: list[str]) -> None:
+    codes = {
+        "ok": "print(1)", "error": "1/0", "output": "while True: print('x' * 999)", "memory": "bytearray(1 << 40)",
+        "timeout": "while True: pass",
+    }  # fmt: skip
+    limits = {end: Limits(timeout=0.15 if end == "timeout" else 10.0) for end in codes}
+    jobs = [Job(code=codes[end], limits=limits[end]) for end in ends]
+    assert [result.status for result in shared_pool(2).run(jobs)] == ends
+
+
+@needs_a_sandbox
+def test_no_programs_no_results() -> None:
+    assert shared_pool(2).run([]) == []
+
+
+def during(backend: str, act: Callable[[Worker], None], job: Job, size: int = 1) -> tuple[SandboxResult, SandboxResult, float]:
+    """Run `job`, do something to its worker meanwhile, and run another one after it."""
+    started: list[Worker] = []
+
+    class Watched(Worker):
+        def __init__(self, backend: str) -> None:
+            super().__init__(backend)
+            started.append(self)
+
+    with pytest.MonkeyPatch.context() as patch, Pool(size, backend=backend) as pool:
+        patch.setattr(module, "Worker", Watched)
+        patch.setattr(workers, "GRACE", 1.0)
+        pool.run_one(Job(code=""))
+        threading.Timer(0.2, act, [started[0]]).start()
+        begin = time.monotonic()
+        result = pool.run_one(job)
+        seconds = time.monotonic() - begin
+        after = pool.run_one(Job(code="print('after')"))
+        leaders = [worker.process.pid for worker in started]
+    assert [alive_after_a_while(leader) for leader in leaders] == [[]] * len(leaders)
+    return result, after, seconds
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_a_killed_worker_is_replaced_and_its_program_run_again(backend: str) -> None:
+    job = Job(code="import time; time.sleep(.5); print('done')")
+    result, after, _ = during(backend, lambda worker: os.killpg(worker.process.pid, signal.SIGKILL), job)
+    assert (result.status, result.stdout, after.stdout) == ("ok", "done\n", "after\n")
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_a_hung_worker_does_not_hang_anyone(backend: str) -> None:
+    job = Job(code="import time; time.sleep(.5)", limits=Limits(timeout=1.0))
+    result, after, seconds = during(backend, lambda worker: os.killpg(worker.process.pid, signal.SIGSTOP), job)
+    assert (result.status, after.stdout) == ("timeout", "after\n")
+    assert seconds < 8
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_a_worker_that_always_dies_is_an_error_not_a_loop(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doomed(Worker):
+        def run(self, job: Job) -> SandboxResult:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return super().run(job)
+
+    monkeypatch.setattr(module, "Worker", Doomed)
+    with Pool(1, backend=backend) as pool:
+        result = pool.run_one(Job(code="print(1)"))
+    assert result.status == "error"
+    assert "worker has gone" in result.stderr
+
+
+@needs_a_sandbox
+def test_workers_are_replaced_after_long_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "USES", 2)
+    with Pool(1) as pool:
+        first = pool._take()
+        pool._put(*first)
+        for _ in range(3):
+            assert pool.run_one(Job(code="print(1)")).status == "ok"
+        second = pool._take()
+        pool._put(*second)
+    assert first[0] is not second[0]
+
+
+@needs_a_sandbox
+def test_a_closed_pool_says_so() -> None:
+    with Pool(1) as pool:
+        pool.run([Job(code="")])
+    pool.close()
+    with pytest.raises(RuntimeError, match="it has been closed"):
+        pool.run([Job(code="")] * 2)
+    with pytest.raises(RuntimeError, match="it has been closed"):
+        pool.run_one(Job(code=""))
+
+
+@needs_a_sandbox
+def test_settings_share_one_pool() -> None:
+    assert shared_pool(2) is shared_pool(2)
+    assert shared_pool(2) is not shared_pool(1)
+
+
+@pytest.mark.parametrize("workers_", [0, -1])
+def test_impossible_sizes_are_refused(workers_: int) -> None:
+    with pytest.raises(ValueError, match="`workers` is a whole number above 0"):
+        Pool(workers_)
+
+
+def test_without_namespaces_it_refuses_or_runs_unsafely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_backend", lambda _: choose(lambda name: "it is switched off"))
+    with pytest.raises(SandboxUnavailable, match="--unsafe-code-execution"):
+        Pool(1)
+    with Pool(2, unsafe_code_execution=True) as pool:
+        assert [result.stdout for result in pool.run([Job(code="print(1)"), Job(code="print(2)")])] == ["1\n", "2\n"]
+        first, second = pool.run_connected(Job(code="print(1)"), Job(code="assert input() == '1'"))
+        assert (first.status, second.status) == ("ok", "ok")
+
+
+@needs_a_sandbox
+def test_a_process_that_just_ends_leaves_nothing() -> None:
+    code = """
+        from corral.task.pool import Pool
+        from corral.task.sandbox import Job
+        pool = Pool(2)
+        pool.run([Job(code="")] * 4)
+        print(*[worker.process.pid for worker, _ in pool._idle])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    leaders = done.stdout.split()
+    assert [alive_after_a_while(int(leader)) for leader in leaders] == [[], []]
+
+
+@needs_a_sandbox
+def test_after_a_fork_the_pool_of_the_parent_is_left_alone() -> None:
+    parents = shared_pool(2)
+    parents.run([Job(code="")])
+    child = os.fork()
+    if child == 0:
+        try:
+            parents.run([Job(code="")] * 2)
+        except RuntimeError:
+            ours = shared_pool(2)
+            os._exit(0 if ours is not parents and ours.run_one(Job(code="print(1)")).stdout == "1\n" else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert parents.run([Job(code="print(2)")])[0].stdout == "2\n"
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_many_threads_may_share_a_pool(backend: str) -> None:
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda i=i: found.append(pool(backend).run_one(Job(code=f"print({i})")).stdout))
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == [f"{i}\n" for i in range(8)]
+
+
+def test_backends_are_tried_in_order() -> None:
+    tried: list[str] = []
+    assert choose(lambda name: tried.append(name) or ("" if name == "unshare" else "no")) == "unshare"
+    assert tried == list(BACKENDS) == ["bwrap", "unshare"]
