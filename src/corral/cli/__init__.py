@@ -1,4 +1,4 @@
-"""The command line: `corral train`, `corral explain NAME`, `corral doctor`."""
+"""The command line: `corral train`, `corral eval`, `corral bench NAME`, `corral explain NAME`, `corral doctor`."""
 
 import argparse
 import importlib
@@ -10,6 +10,8 @@ from corral.objective.naming import nearest
 
 COMMANDS = {
     "train": "train a language model under a trust region; without arguments, the embedded demo",
+    "eval": "how well a run or a model does on held-out problems: pass@k, greedy, intervals",
+    "bench": "run a benchmark again on this machine, from a source checkout",
     "explain": "formula, settings, needs and reference of an objective",
     "doctor": "what is installed, what is supported, what is missing and how to get it",
 }

@@ -26,8 +26,10 @@ FLAGS = {
 EPILOG = """
 Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
 Settings of a run: corral.llm.settings.Settings. Settings of the trainer: CorralConfig, and so TRL's GRPOConfig.
-Later ones win: recipe, then file, then flags. Without --recipe and --config, the recipe is `demo`.
+Later ones win: recipe, then file, then --smoke, then flags. Without --recipe and --config, the recipe is `demo`.
 """
+
+UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -42,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the run in this folder")
+    parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
+    parser.add_argument("--smoke", action="store_true", help="two steps with a random model and a few problems, to see it run")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
 
 
@@ -67,12 +71,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def started(arguments: argparse.Namespace, rest: list[str]) -> dict[str, object]:
     """A new run from layers of settings."""
     from corral.llm.settings import nested, read_file, read_recipe, resolve
+    from corral.llm.smoke import smoke_layers
     from corral.llm.train import train
 
     recipe = arguments.recipe or (None if arguments.config else "demo")
     layers = [read_recipe(recipe)] if recipe else []
     layers += [read_file(arguments.config)] if arguments.config else []
-    return train(resolve([*layers, nested(flags(arguments, rest))]), out=arguments.out, quiet=arguments.quiet).summary
+    unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
+    given = nested([*flags(arguments, rest), *unsafe])
+    layers += smoke_layers([*layers, given]) if arguments.smoke else []
+    return train(resolve([*layers, given]), out=arguments.out, quiet=arguments.quiet).summary
 
 
 def resumed(arguments: argparse.Namespace, rest: list[str]) -> dict[str, object]:
@@ -82,7 +90,7 @@ def resumed(arguments: argparse.Namespace, rest: list[str]) -> dict[str, object]
 
     given = dict(flags(arguments, rest))
     changes = {key: given.pop(key, None) for key in ("guard", "report_to")}
-    named = [name for name in ("recipe", "config", "out") if getattr(arguments, name) is not None]
+    named = [name for name in ("recipe", "config", "out", "smoke", "unsafe_code_execution") if getattr(arguments, name)]
     if given or named:
         raise RunError(
             f"--resume goes on with the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "

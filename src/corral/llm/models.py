@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.llm.files import RunError
+from corral.llm.smoke import build_smoke
 from corral.llm.tiny import load_tiny
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -14,8 +15,13 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-def load_model(name: str) -> Loaded:
-    """A causal LM in float32 and its tokenizer: `tiny`, `smollm2`, or what transformers finds under this name."""
+def load_model(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
+    """A causal LM and its tokenizer: `tiny`, `smollm2`, `smoke` (random), or what transformers finds under this name.
+
+    Weights of a folder or the hub come in `dtype`, and the three others in float32.
+    """
+    if name == "smoke":
+        return build_smoke()
     if name == "tiny":
         try:
             return load_tiny()
@@ -24,7 +30,7 @@ def load_model(name: str) -> Loaded:
     if name == "smollm2":
         return load_smollm2()
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise RunError(

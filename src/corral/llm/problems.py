@@ -1,18 +1,17 @@
 """A task's problems as a model meets them: prompts to train on, rewards, and success on problems it never saw."""
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.llm.files import RunError
-from corral.task import Task
+from corral.task import Task, verify_all
+from corral.task.imports import by_path
 
 Prompt = str | list[dict[str, str]]
 Reward = Callable[..., list[float | None]]
@@ -50,7 +49,10 @@ class Problems:
 
     def dataset(self, count: int, seed: int) -> Dataset:
         """`count` problems to train on, in the order in which they will be seen."""
-        problems = self.task.train_prompts(count, seed)
+        try:
+            problems = self.task.train_prompts(count, seed)
+        except ValueError as error:
+            raise RunError(str(error)) from error
         if len(problems) < count:
             raise RunError(
                 f"the task {self.task.name} has {len(problems)} problems to train on, and this run needs {count}. Use fewer "
@@ -58,9 +60,9 @@ class Problems:
             )
         return Dataset.from_dict({"prompt": [self.prompt(problem) for problem in problems], "problem": problems})
 
-    def check_length(self, problems: Sequence[str], model: PreTrainedModel, max_completion_length: int) -> None:
+    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, max_completion_length: int) -> None:
         """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
-        room = getattr(model.config, "max_position_embeddings", None)  # not every family has a limit
+        room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
         if room is None or not problems:
             return
         longest = sorted(set(problems), key=len)[-LONGEST:]
@@ -82,21 +84,17 @@ def verifier(task: Task) -> Reward:
     """The task's own verifier as a reward function."""
 
     def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
-        return [task.verify(one, text_of(completion)) for one, completion in zip(problem, completions, strict=True)]
+        return verify_all(task, problem, [text_of(completion) for completion in completions])
 
     return checked(f"{task.name}.verify", score)
 
 
 def reward_by_name(path: str) -> Reward:
     """A user's function, from `module:function`."""
-    module, _, name = path.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RunError(f"`reward` is module:function, and {path!r} cannot be imported: {error}.") from error
-    return checked(path, function)
+        return checked(path, by_path(path, "`reward` is module:function"))
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def checked(name: str, score: Reward) -> Reward:
@@ -146,19 +144,50 @@ def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns:
     return text_of(completions[0])
 
 
-@torch.no_grad()
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], max_new_tokens: int, *, greedy: bool
 ) -> list[str]:
     """One completion per prompt, greedy or sampled at temperature 1 from the whole policy."""
+    tokens = generate(model, tokenizer, ids, max_new_tokens, greedy=greedy)
+    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[list[int]],
+    max_new_tokens: int,
+    *,
+    greedy: bool,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> list[list[int]]:
+    """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
-    sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    ends = ends_of(model, tokenizer)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p, "min_p": 0.0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id,
-        **sampling,
+        eos_token_id=sorted(ends) or None,
+        # What is not given here comes from the model's folder, and some come with a penalty that is no part of the policy.
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        **({"do_sample": False} if greedy else sampling),
     )
-    tokens = model.generate(**batch, generation_config=config)
-    texts: list[str] = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return texts
+    tokens = model.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
+    return [until(row, ends) for row in tokens]
+
+
+def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end a completion; instruction-tuned models often have several."""
+    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def until(tokens: list[int], ends: set[int]) -> list[int]:
+    """The tokens up to the first that ends the sequence, and with it: what follows is padding."""
+    last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]

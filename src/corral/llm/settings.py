@@ -22,6 +22,9 @@ RECIPES = Path(__file__).parent / "recipes"
 Guard = Literal["warn", "stop", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 
+TABLES = ("objective_config", "task_config", "lora")
+"""Settings that are tables: layers add to them, key by key."""
+
 OURS = {
     "output_dir": "--out",
     "max_steps": "steps",
@@ -51,13 +54,15 @@ class Settings:
     model: str = "tiny"
     """`tiny` (embedded), `smollm2` (after `make smollm2`), or a folder or hub id that transformers can load."""
     task: str = "countdown"
-    """What to learn: a name from corral.task."""
+    """What to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)
     """The task's own settings."""
     objective: str = "troll"
     """How: a name from corral.objective_names()."""
     objective_config: dict[str, Any] = field(default_factory=dict)
     """The objective's own settings."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Settings of peft's LoraConfig, such as r and lora_alpha: an adapter is trained. Empty: every weight is."""
     seed: int = 0
     """Decides prompts, samples and everything else that is drawn."""
     steps: int = 100
@@ -97,7 +102,7 @@ class Settings:
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         for kind, name, known in (("objective", self.objective, OBJECTIVES), ("task", self.task, TASKS)):
-            if name not in known:
+            if name not in known and not (kind == "task" and ":" in name):  # a user's own task, module:Class
                 raise RunError(f"there is no {kind} {name!r}.{nearest(name, known)}")
 
     def flat(self) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
             if name in layer and layer[name] != merged.get(name, layer[name]):
                 merged.pop(f"{name}_config", None)
         for key, value in layer.items():
-            if key in ("objective_config", "task_config") and isinstance(value, Mapping):
+            if key in TABLES and isinstance(value, Mapping):
                 # Neither JSON nor YAML has inf as people write it.
                 merged[key] = {**merged.get(key, {}), **{inner: guess(given) for inner, given in value.items()}}
             else:
@@ -140,10 +145,12 @@ def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         table, _, inner = key.replace("-", "_").partition(".")
         if not inner:
             layer[table] = value
-        elif table in ("objective_config", "task_config"):
+        elif table in TABLES:
             layer.setdefault(table, {})[inner] = value
         else:
-            raise RunError(f"there is no setting `{key}`: only objective_config and task_config have settings of their own.")
+            raise RunError(
+                f"there is no setting `{key}`: only {', '.join(TABLES[:-1])} and {TABLES[-1]} have settings of their own."
+            )
     return layer
 
 

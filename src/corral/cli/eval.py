@@ -1,0 +1,107 @@
+"""`corral eval`: a run or a model, a task, and how many samples; then the job."""
+
+import argparse
+import importlib.util
+import signal
+from pathlib import Path
+from typing import Any
+
+from corral.cli import refuse
+from corral.cli.train import UNSAFE, hush
+
+FLAGS = {
+    "task": "what to ask; by default the run's own task",
+    "samples": "completions per problem, besides the greedy one (4)",
+    "problems": "held-out problems (all of a data set, 512 of a procedural task)",
+    "checkpoint": "of a run: latest, best, or the number of a step (latest)",
+    "instruction": "what the model reads, with {problem} in it",
+    "temperature": "of the samples (1)",
+    "top-p": "of the samples (1)",
+    "max-tokens": "longest completion (the run's, or what the task needs)",
+    "batch-size": "prompts at a time (256; vLLM 2048)",
+    "seed": "decides problems and samples (0)",
+    "device": "auto, cpu or cuda",
+    "backend": "auto, transformers or vllm",
+}
+
+EPILOG = """
+A task's own settings: --set task_config.path=problems.jsonl.
+Stopped in the middle, the same command goes on where it was. Done, it shows what was found.
+"""
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.epilog = EPILOG
+    parser.add_argument("model", metavar="RUN|MODEL", nargs="?", help="a run's folder, or tiny, smollm2, a folder, a hub id")
+    for name, what in FLAGS.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the results; by default RUN/evals/… or evals/…")
+    parser.add_argument("--against", metavar="DIR", type=Path, help="an evaluation of the same problems to compare with")
+    parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
+    parser.add_argument("--smoke", action="store_true", help="a random model and two problems, to see that it runs")
+    parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and what came out")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Evaluate, and turn what goes wrong into a sentence and a status."""
+    missing = [name for name in ("transformers", "trl", "accelerate", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        return refuse(f"evaluating needs {', '.join(missing)}. Install them: pip install 'corral[llm]'.", 1)
+    if rest:
+        return refuse(f"eval has no {rest[0]!r}. `corral eval --help` lists what it has.")
+    hush()
+    from corral.llm.files import RunError
+
+    try:
+        evaluated(arguments)
+    except RunError as error:
+        return refuse(str(error), 1)
+    except KeyboardInterrupt:
+        return refuse("interrupted. What is answered is kept: the same command goes on with it.", INTERRUPTED)
+    return 0
+
+
+def evaluated(arguments: argparse.Namespace) -> None:
+    """Settings from the flags, the evaluation, and the comparison if one is wanted."""
+    from corral.llm.eval_view import comparison, make_eval_view
+    from corral.llm.evaluate import evaluate
+    from corral.llm.passk import LEVEL
+    from corral.llm.results import compare
+
+    view = make_eval_view(quiet=arguments.quiet)
+    outcome = evaluate(settings_of(arguments), view, out=arguments.out)
+    if arguments.against is not None:
+        view.console.print(comparison(compare(arguments.against, outcome.path), LEVEL))
+
+
+def settings_of(arguments: argparse.Namespace) -> Any:
+    """The flags, each of its setting's type."""
+    from typing import get_type_hints
+
+    from corral.llm.evaluate import EvalSettings
+    from corral.llm.files import RunError
+    from corral.llm.settings import coerce, guess, nested
+    from corral.llm.smoke import EVALUATION, TASK_CONFIG
+
+    hints = get_type_hints(EvalSettings)
+    given = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in ("model", *FLAGS)}
+    chosen = {key: coerce(key, value, hints[key]) for key, value in given.items() if value is not None}
+    pairs = [text.partition("=") for text in arguments.set]
+    if not all(equals and key.startswith("task_config.") for key, equals, _ in pairs):
+        raise RunError(f"--set takes task_config.key=value; got {' '.join(arguments.set)!r}.")
+    config = nested([(key, value) for key, _, value in pairs]).get("task_config", {})
+    chosen["task_config"] = {key: guess(value) for key, value in config.items()}
+    if arguments.unsafe_code_execution:
+        chosen["task_config"]["unsafe_code_execution"] = True
+    if arguments.smoke:
+        if "model" in chosen:
+            raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")
+        chosen = {"task": "countdown", **EVALUATION, **chosen}
+        chosen["task_config"] = {**TASK_CONFIG.get(chosen["task"], {}), **chosen["task_config"]}
+    if "model" not in chosen:
+        raise RunError("eval takes a run's folder or a model: `corral eval tiny --task countdown`.")
+    return EvalSettings(**chosen)

@@ -1,0 +1,272 @@
+"""How well a model does on problems it never saw: settings → completions, batch by batch → rewards → numbers with intervals."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from corral.llm.eval_view import EvalView
+from corral.llm.files import RunError, plain
+from corral.llm.passk import RIGHT
+from corral.llm.problems import Problems, Reward, RewardError, verifier
+from corral.llm.results import EvalFolder, Row, summarise
+from corral.llm.run import commit, versions
+from corral.llm.sampler import Backend, Sampler, Sampling, choose_backend, make_sampler
+from corral.llm.subject import Subject, find_subject
+from corral.task import Task, make_task
+
+PROCEDURAL = 512
+"""How many problems of a task that has no end of them."""
+
+BATCH = {"transformers": 256, "vllm": 2048}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """What to evaluate, and how. None means: as the run did, or what suits the task."""
+
+    model: str
+    """A run's folder, or a model: tiny, smollm2, a folder, or a name on the hub."""
+    task: str | None = None
+    """What to ask: a name from corral.task; a run's own by default."""
+    task_config: dict[str, Any] = field(default_factory=dict)
+    """The task's own settings, on top of the run's."""
+    instruction: str | None = None
+    """What the model reads; {problem} is the task's prompt."""
+    checkpoint: str | None = None
+    """Of a run: latest, best (by measured success), or the number of a step."""
+    problems: int | None = None
+    """Held-out problems; by default all of a data set, and 512 of a task that draws its own."""
+    samples: int = 4
+    """Completions per problem, besides the greedy one."""
+    temperature: float = 1.0
+    """Of the samples; 1 is the policy itself."""
+    top_p: float = 1.0
+    """Probability that the samples' tokens are taken from; 1 is the policy itself."""
+    max_tokens: int | None = None
+    """The longest completion."""
+    batch_size: int | None = None
+    """Prompts answered at a time: 256 with transformers, 2048 with vLLM."""
+    seed: int = 0
+    """Decides which problems, and every sample."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "transformers", "vllm"] = "auto"
+
+    def __post_init__(self) -> None:
+        for key, least in (("problems", 1), ("samples", 1), ("max_tokens", 1), ("batch_size", 1), ("seed", 0)):
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise RunError(f"`{key}` must be at least {least}; got {value}.")
+        if not self.temperature > 0:
+            raise RunError(f"`temperature` must be above 0; got {self.temperature}. The greedy answer is given in any case.")
+        if not 0 < self.top_p <= 1:
+            raise RunError(f"`top_p` must be in (0, 1]; got {self.top_p}.")
+        if self.instruction is not None and "{problem}" not in self.instruction:
+            raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Where an evaluation is, and the content of its eval.json."""
+
+    path: Path
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that settings stand for, before a model is loaded."""
+
+    subject: Subject
+    task: Task
+    instruction: str
+    held_out: list[str]
+    samples: int
+    sampling: Sampling
+    batch_size: int
+    seed: int
+    device: str
+    backend: Backend
+
+    def plan(self) -> dict[str, Any]:
+        """What decides the result. Two evaluations with the same plan are one."""
+        return plain(
+            {
+                "model": self.subject.name,
+                "step": self.subject.step,
+                "identity": self.subject.identity,
+                "task": {"name": self.task.name, **vars(self.task)},
+                "instruction": self.instruction,
+                "problems": len(self.held_out),
+                "problems_sha256": hashlib.sha256("\0".join(self.held_out).encode(errors="surrogatepass")).hexdigest(),
+                "samples": self.samples,
+                **dataclasses.asdict(self.sampling),
+                "batch_size": self.batch_size,
+                "seed": self.seed,
+                "device": self.device,
+                "backend": self.backend,
+            }
+        )
+
+    def batches(self) -> Iterator[list[tuple[int, int, bool]]]:
+        """(problem, sample, greedy) of every completion: greedy ones first, then all samples of a problem together."""
+        greedy = [(problem, 0, True) for problem in range(len(self.held_out))]
+        sampled = [(problem, sample, False) for problem in range(len(self.held_out)) for sample in range(self.samples)]
+        for wanted in (greedy, sampled):
+            for start in range(0, len(wanted), self.batch_size):
+                yield wanted[start : start + self.batch_size]
+
+
+def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | None = None) -> Evaluation:
+    """Evaluate, or go on where an evaluation with the same plan stopped, or give back what one found."""
+    job = prepare_evaluation(settings)
+    plan = job.plan()
+    folder = EvalFolder(out or default_folder(job, plan))
+    done = folder.finished(plan)
+    for sentence in job.subject.complaints:
+        view.warn(sentence)
+    if done is None:
+        sampler = make_sampler(job.backend, job.subject, job.device)
+        problems = Problems(task=job.task, tokenizer=sampler.tokenizer, instruction=job.instruction)
+        problems.check_length(job.held_out, sampler.config, job.sampling.max_tokens)
+        folder.open({"settings": plan, "versions": versions()})
+        try:
+            done = _run(job, problems, sampler, folder, view)
+        finally:
+            view.close()
+            folder.close()
+    else:
+        view.say(f"{folder.path} has this evaluation already.")
+    view.end(done, folder.path)
+    return Evaluation(folder.path, done)
+
+
+def prepare_evaluation(settings: EvalSettings) -> Job:
+    """Find and check everything that the settings name."""
+    subject = find_subject(settings.model, settings.checkpoint)
+    name = settings.task or subject.defaults.get("task")
+    if name is None:
+        raise RunError(f"{settings.model} is a model and has no task of its own: say which with --task.")
+    inherited = subject.defaults.get("task_config", {}) if name == subject.defaults.get("task") else {}
+    device = choose_device(settings.device)
+    backend = choose_backend(settings.backend, subject, device)
+    try:
+        task = make_task(name, **{**inherited, **settings.task_config})
+        held_out = task.held_out_prompts(settings.problems or default_problems(task), settings.seed)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if not held_out:
+        raise RunError(f"the task {task.name} has no held-out problems to evaluate on.")
+    longest = settings.max_tokens or subject.defaults.get("max_tokens") or task.max_completion_length + 1
+    return Job(
+        subject=subject,
+        task=task,
+        instruction=settings.instruction or subject.defaults.get("instruction", "{problem}"),
+        held_out=held_out,
+        samples=settings.samples,
+        sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p, max_tokens=longest),
+        batch_size=settings.batch_size or BATCH[backend],
+        seed=settings.seed,
+        device=device,
+        backend=backend,
+    )
+
+
+def default_problems(task: Task) -> int:
+    """All of a finite task's, which tells its sizes, and a fixed number of a procedural one's, which has no end."""
+    sizes = getattr(task, "sizes", None)  # (to train on, held out); no part of the protocol
+    return PROCEDURAL if sizes is None else max(1, sizes[1])
+
+
+def choose_device(asked: str) -> str:
+    """`auto` is the GPU if there is one."""
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
+    return "cuda" if there and asked != "cpu" else "cpu"
+
+
+def default_folder(job: Job, plan: dict[str, Any]) -> Path:
+    """Beside a run's checkpoints, or under evals/; named by the plan, so that the same command finds it again."""
+    key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:8]
+    if job.subject.run is not None:
+        return job.subject.run / "evals" / f"{job.task.name}-step{job.subject.step}-{key}"
+    label = re.sub(r"[^\w.-]+", "-", job.subject.name).strip("-.")[-60:]
+    return Path("evals") / f"{job.task.name}-{label}-{key}"
+
+
+def _run(job: Job, problems: Problems, sampler: Sampler, folder: EvalFolder, view: EvalView) -> dict[str, Any]:
+    """Answer what is not answered yet, then count."""
+    score = verifier(job.task)
+    ids = problems.tokens(job.held_out)
+    batches = list(job.batches())
+    kept = {index: rows for index in range(len(batches)) if (rows := folder.part(index)) is not None}
+    view.begin(heading(job, folder.path), sum(map(len, batches)), sum(map(len, kept.values())))
+    if kept:
+        view.say(f"going on after {len(kept)} of {len(batches)} batches, kept in {folder.parts}")
+    started = time.monotonic()
+    rows: list[Row] = []
+    right: dict[bool, list[bool]] = {True: [], False: []}  # by whether the answer is greedy
+    if len(kept) < len(batches):
+        sampler.start(max(map(len, ids)) + job.sampling.max_tokens)
+    for index, batch in enumerate(batches):
+        found = kept.get(index)
+        if found is None:
+            found = answers(job, ids, batch, sampler, score)
+            folder.add(index, found)
+        rows += found
+        marks = right[found[0]["greedy"]]
+        marks += [row["reward"] >= RIGHT for row in found]
+        view.advance(len(rows), "greedy" if found[0]["greedy"] else "pass@1", sum(marks) / len(marks))
+    result = {
+        **summarise(rows),
+        "settings": job.plan(),
+        "seconds": time.monotonic() - started,
+        "command": sys.argv,
+        "versions": versions(),
+        "commit": commit(),
+    }
+    folder.finish(rows, result)
+    return result
+
+
+def answers(job: Job, ids: list[list[int]], batch: list[tuple[int, int, bool]], sampler: Sampler, score: Reward) -> list[Row]:
+    """Complete and grade one batch."""
+    greedy = batch[0][2]
+    seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
+    written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, job.sampling, greedy=greedy)
+    prompts = [job.held_out[problem] for problem, _, _ in batch]
+    rewards = score(prompts=prompts, completions=[one.text for one in written], problem=prompts)
+    rows = []
+    for (problem, sample, _), prompt, one, reward in zip(batch, prompts, written, rewards, strict=True):
+        if reward is None or not 0 <= reward <= 1:
+            raise RewardError(f"{job.task.name}.verify gave {reward} for {one.text!r}. An evaluation needs rewards in 0..1.")
+        row = {"problem": problem, "sample": sample, "greedy": greedy, "prompt": prompt, "completion": one.text}
+        rows.append({**row, "reward": reward, "tokens": one.tokens, "ended": one.ended})
+    return rows
+
+
+def draw_seed(seed: int, problem: int, sample: int) -> int:
+    """63 bits for one completion; sums would give neighbours the same streams."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {problem} {sample}".encode()).digest()[:8], "big") >> 1
+
+
+def heading(job: Job, where: Path) -> list[tuple[str, str]]:
+    """What is said before it starts."""
+    step = "" if job.subject.step is None else f", after step {job.subject.step}"
+    how = f"temperature {job.sampling.temperature:g}, top_p {job.sampling.top_p:g}, at most {job.sampling.max_tokens} tokens"
+    return [
+        ("model", f"{job.subject.name}{step}"),
+        ("task", f"{job.task.name}, {len(job.held_out):,} held-out problems"),
+        ("answers", f"1 greedy and {job.samples} sampled each: {how}, seed {job.seed}"),
+        ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
+        ("results", str(where)),
+    ]

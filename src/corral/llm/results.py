@@ -1,0 +1,168 @@
+"""An evaluation as files: completions with their rewards, the numbers made of them, and two evaluations compared.
+
+eval.json            what was asked, what came out, and with which versions
+completions.parquet  every completion, to read
+plan.json, parts/    while it runs: what was asked, and the completions of every batch that is done
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from corral.llm.files import RunError, disk_sentence, lock, write_json, write_whole
+from corral.llm.passk import LEVEL, RIGHT, Estimate, difference, estimate, sampled_estimates
+
+Row = dict[str, Any]
+
+ROWS = pa.schema(
+    [
+        ("problem", pa.int64()),
+        ("sample", pa.int64()),
+        ("greedy", pa.bool_()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("reward", pa.float64()),
+        ("tokens", pa.int64()),
+        ("ended", pa.bool_()),
+    ]
+)
+
+
+class EvalFolder:
+    """The files of one evaluation. Batches are kept as they come, so that it can be gone on with."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.result, self.completions = path / "eval.json", path / "completions.parquet"
+        self.plan, self.parts = path / "plan.json", path / "parts"
+        self._lock: int | None = None
+
+    def finished(self, plan: dict[str, Any]) -> dict[str, Any] | None:
+        """The result, if this evaluation has been done; a sentence if the folder holds another one, or something else."""
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return None
+        for path in (self.result, self.plan):
+            if path.is_file():
+                content = read_json(path)
+                self._refuse_another(content["settings"], plan)
+                return content if path == self.result else None
+        if {entry.name for entry in self.path.iterdir()} <= {".lock", "parts"}:
+            return None  # it ended before the plan was written
+        raise RunError(f"{self.path} is there already and is no evaluation: choose another --out.")
+
+    def _refuse_another(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        other = [key for key in new if old.get(key) != new[key]]
+        if other:
+            was, now = ({key: content.get(key) for key in other} for content in (old, new))
+            raise RunError(
+                f"{self.path} holds another evaluation: {', '.join(other)} differ ({shown(was)} there, {shown(now)} now). "
+                f"Choose another --out, or remove that folder."
+            )
+
+    def open(self, content: dict[str, Any]) -> None:
+        """Hold the folder, and write down what is asked."""
+        try:
+            self.parts.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path)
+        except OSError as error:
+            raise RunError(disk_sentence(error, self.path)) from error
+        if not self.plan.exists():
+            write_json(self.plan, content)
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def part(self, index: int) -> list[Row] | None:
+        """The completions of a batch; None if it is not done. A damaged one is done again."""
+        path = self.parts / f"{index:06}.parquet"
+        try:
+            return pq.read_table(path, schema=ROWS).to_pylist() if path.is_file() else None
+        except pa.ArrowInvalid:
+            return None
+
+    def add(self, index: int, rows: list[Row]) -> None:
+        """Keep the completions of a batch."""
+        write_rows(self.parts / f"{index:06}.parquet", rows)
+
+    def finish(self, rows: list[Row], result: dict[str, Any]) -> None:
+        """All completions in one file, then the result; what was kept on the way goes."""
+        write_rows(self.completions, rows)
+        write_json(self.result, result)
+        shutil.rmtree(self.parts, ignore_errors=True)
+        self.plan.unlink(missing_ok=True)
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """A parquet file, whole."""
+    table = pa.Table.from_pylist(rows, schema=ROWS)
+    write_whole(path, lambda beside: pq.write_table(table, beside))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of ours."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    return content
+
+
+def shown(values: dict[str, Any]) -> str:
+    """Settings in a sentence."""
+    text = ", ".join(f"{key} {value}" for key, value in values.items())
+    return text if len(text) <= 160 else text[:159] + "…"
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """Every number of an evaluation, from its completions."""
+    greedy, sampled = rewards_of(rows)
+    estimates = {"greedy": estimate([float(reward >= RIGHT) for reward in greedy]), **sampled_estimates(sampled)}
+    if any(0 < reward < RIGHT for reward in greedy):
+        estimates["greedy reward"] = estimate(greedy)
+    lengths = [row["tokens"] for row in rows]
+    return {
+        "problems": len(greedy),
+        "samples": len(sampled[0]),
+        "level": LEVEL,
+        "estimates": {name: asdict(found) for name, found in estimates.items()},
+        "tokens": {
+            "mean": sum(lengths) / len(lengths),
+            "longest": max(lengths),
+            "cut": sum(not row["ended"] for row in rows) / len(rows),
+        },
+    }
+
+
+def rewards_of(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
+    """Rewards by problem: of the greedy completion, and of the samples in their order."""
+    count = 1 + max(row["problem"] for row in rows)
+    greedy, sampled = [0.0] * count, [dict[int, float]() for _ in range(count)]
+    for row in rows:
+        if row["greedy"]:
+            greedy[row["problem"]] = row["reward"]
+        else:
+            sampled[row["problem"]][row["sample"]] = row["reward"]
+    return greedy, [[rewards[index] for index in sorted(rewards)] for rewards in sampled]
+
+
+def compare(first: Path, second: Path) -> dict[str, Estimate]:
+    """How much better the second evaluation is than the first, problem by problem; both must have asked the same ones."""
+    contents = [read_json(path / "eval.json") for path in (first, second)]
+    if len({content["settings"]["problems_sha256"] for content in contents}) != 1:
+        raise RunError(f"{first} and {second} asked different problems: give both the same --task, --problems and --seed.")
+    found = [rewards_of(pq.read_table(path / "completions.parquet").to_pylist()) for path in (first, second)]
+    greedy = [[float(reward >= RIGHT) for reward in rewards] for rewards, _ in found]
+    rights = [[sum(reward >= RIGHT for reward in row) / len(row) for row in sampled] for _, sampled in found]
+    means = [[min(1.0, math.fsum(row) / len(row)) for row in sampled] for _, sampled in found]
+    return {"greedy": difference(*greedy), "pass@1": difference(*rights), "avg": difference(*means)}

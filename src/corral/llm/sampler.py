@@ -1,0 +1,141 @@
+"""Who writes the completions of an evaluation: transformers, or vLLM where it is installed."""
+
+import importlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from corral.llm.files import RunError
+from corral.llm.models import load_model
+from corral.llm.problems import ends_of, generate
+from corral.llm.subject import BUILT_IN, Subject
+
+Backend = Literal["transformers", "vllm"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote."""
+
+    text: str
+    tokens: int
+    ended: bool
+    """False where it was cut off at the longest length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A model that completes prompts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+
+    def start(self, room: int) -> None:
+        """Called once before the first prompt: the longest one and its completion take `room` tokens."""
+
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+        """One completion per prompt; `seeds`, one per prompt, decide what is drawn."""
+
+
+def choose_backend(asked: str, subject: Subject, device: str) -> Backend:
+    """vLLM if it is there and has a GPU to run on; `auto` never fails, `vllm` says what is missing."""
+    reasons = [
+        (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
+        (device != "cuda", "vLLM runs on a GPU here, and none is used."),
+        (
+            Path(subject.model, "adapter_config.json").is_file(),
+            "this checkpoint is an adapter, and vLLM takes whole models here.",
+        ),
+        (subject.model in BUILT_IN, f"{subject.model} is built into corral, and vLLM takes a folder or a name on the hub."),
+    ]
+    why = next((sentence for holds, sentence in reasons if holds), None)
+    if asked == "vllm" and why is not None:
+        raise RunError(f"--backend vllm: {why} Or use --backend transformers.")
+    return "transformers" if asked == "transformers" or why is not None else "vllm"
+
+
+def make_sampler(backend: Backend, subject: Subject, device: str) -> Sampler:
+    """Load the model. On a GPU it computes in bfloat16, the embedded one excepted, as training does."""
+    return VllmSampler(subject) if backend == "vllm" else TransformersSampler(subject, device)
+
+
+class TransformersSampler:
+    """`generate` of transformers. One stream of random numbers per batch, begun with the seed of its first prompt."""
+
+    def __init__(self, subject: Subject, device: str) -> None:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model, self.tokenizer = load_model(subject.model, dtype)
+        self.model = model.to(device).eval()
+        self.config = self.model.config
+        padded(self.tokenizer)
+
+    def start(self, room: int) -> None:
+        """Nothing: the cache grows with what is written."""
+
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(seeds[0])
+                tokens = generate(
+                    self.model,
+                    self.tokenizer,
+                    ids,
+                    sampling.max_tokens,
+                    greedy=greedy,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                )
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"the GPU's memory is too small for {len(ids)} prompts at a time: lower --batch-size.") from error
+        ends = ends_of(self.model, self.tokenizer)
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [Completion(text, len(row), row[-1:] != [] and row[-1] in ends) for text, row in zip(texts, tokens, strict=True)]
+
+
+class VllmSampler:
+    """vLLM. Every prompt has a seed of its own, so that the size of a batch changes no draw."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.name = subject.model
+        try:
+            self.tokenizer = padded(AutoTokenizer.from_pretrained(self.name))
+            self.config = AutoConfig.from_pretrained(self.name)
+        except (OSError, ValueError) as error:
+            raise RunError(f"the model {self.name!r} could not be loaded: {str(error).splitlines()[0]}") from error
+
+    def start(self, room: int) -> None:
+        """Start the engine, for sequences of `room` tokens: for a model's longest, the memory may not suffice."""
+        vllm: Any = importlib.import_module("vllm")
+        try:
+            self.engine = vllm.LLM(model=self.name, dtype="bfloat16", seed=0, max_model_len=room)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RunError(f"vLLM could not start with {self.name!r}: {str(error).splitlines()[0]}") from error
+        self.parameters = vllm.SamplingParams
+
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+        how = {"temperature": 0.0} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        parameters = [self.parameters(max_tokens=sampling.max_tokens, seed=seed, **how) for seed in seeds]
+        prompts = [{"prompt_token_ids": row} for row in ids]
+        found = [request.outputs[0] for request in self.engine.generate(prompts, parameters, use_tqdm=False)]
+        return [Completion(one.text, len(one.token_ids), one.finish_reason == "stop") for one in found]
+
+
+def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer with a token to pad with: its end of sequence, as TRL does it."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,107 @@
+"""What is evaluated: a model by name, or a checkpoint of a run together with how that run asked."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import corral
+from corral.llm.files import RunError
+from corral.llm.run import Checkpoint, RunFolder, damage
+
+BUILT_IN = ("tiny", "smollm2", "smoke")
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Weights, and the defaults of whoever trained them."""
+
+    name: str
+    """As the user said it."""
+    model: str
+    """As `load_model` takes it."""
+    identity: dict[str, Any]
+    """What tells these weights from others under the same name."""
+    run: Path | None = None
+    step: int | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Task, its settings, instruction and length of the run."""
+    complaints: tuple[str, ...] = ()
+    """What is wrong with newer checkpoints, if an older one had to be taken."""
+
+
+def find_subject(name: str, checkpoint: str | None) -> Subject:
+    """A run's checkpoint (`latest` unless said), or a model: tiny, smollm2, a folder, or a name on the hub."""
+    path = Path(name)
+    if name not in BUILT_IN and path.is_dir() and (content := _run_config(path)) is not None:
+        return _of_run(name, path, content, checkpoint or "latest")
+    if checkpoint is not None:
+        raise RunError(f"--checkpoint chooses among those of a run, and {name} is no run.")
+    if name in BUILT_IN:
+        return Subject(name=name, model=name, identity={"corral": corral.__version__})
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise RunError(f"{name} is neither a run nor a model: it has no config.json.")
+        found = sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
+        files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in found}
+        return Subject(name=name, model=name, identity={"files": files})
+    if name.startswith((".", "/", "runs/")) or name.count("/") > 1 or path.exists():
+        raise RunError(f"there is no run or model folder {name}.")
+    return Subject(name=name, model=name, identity={"hub": name})
+
+
+def _run_config(path: Path) -> dict[str, Any] | None:
+    """The content of a run's config.json; None if this is a model's, or none at all."""
+    try:
+        content = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and {"settings", "objective"} <= content.keys() else None
+
+
+def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subject:
+    chosen, complaints = choose_checkpoint(RunFolder.open(path, write=False), which)
+    manifest = json.loads((chosen.path / "manifest.json").read_text())["files"]
+    settings = content["settings"]
+    return Subject(
+        name=name,
+        model=str(chosen.path),
+        identity={file: entry["sha256"] for file, entry in manifest.items() if Path(file).suffix == ".safetensors"},
+        run=path,
+        step=chosen.step,
+        defaults={
+            "task": settings["task"],
+            "task_config": settings.get("task_config") or {},
+            "instruction": settings.get("instruction", "{problem}"),
+            "max_tokens": content["trainer"]["max_completion_length"],
+        },
+        complaints=tuple(complaints),
+    )
+
+
+def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[str]]:
+    """`latest`: the newest whole one. `best`: that with the highest measured success. A number: the one after that step."""
+    if which == "latest":
+        newest, complaints = folder.last_whole_checkpoint()
+        if newest is None:
+            why = f": {' '.join(complaints)}" if complaints else ". It ended before the first one was written."
+            raise RunError(f"the run in {folder.path} has no whole checkpoint{why}")
+        return newest, complaints
+    whole = {}
+    for path in folder.named():
+        if damage(path) is None:
+            step = json.loads((path / "manifest.json").read_text())["step"]
+            whole[step] = Checkpoint(path, step)
+    there = f"It has whole checkpoints of steps {', '.join(map(str, sorted(whole))) or '(none)'}."
+    if which == "best":
+        measured = {line["step"]: line["success"] for line in folder.lines() if line.get("success") is not None}
+        candidates = [step for step in whole if step in measured]
+        if not candidates:
+            raise RunError(f"no checkpoint of {folder.path} is of a step where success was measured. {there}")
+        return whole[max(candidates, key=lambda step: (measured[step], step))], []
+    if not which.isdigit():
+        raise RunError(f"--checkpoint is latest, best or the number of a step; got {which!r}.")
+    if int(which) not in whole:
+        raise RunError(f"{folder.path} keeps no whole checkpoint of step {which}. {there}")
+    return whole[int(which)], []
