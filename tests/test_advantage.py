@@ -34,6 +34,7 @@ def grouped(seed: int, *, smallest: int = 2) -> tuple[Tensor, Tensor]:
 REWARDS, GROUP = doubles(1.0, 5.0, 2.0, 3.0, 3.0), torch.tensor([7, -2, 7, 7, -2])
 
 
+@pytest.mark.supports("advantage: {how}", door="import corral")
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -186,6 +187,7 @@ def test_what_cannot_be_compared_is_refused(rewards, group, how, message, unchec
 # ---------------------------------------------------------------------------------------------------- gae
 
 
+@pytest.mark.supports("advantage: gae", door="import corral")
 def test_golden_gae():
     # γ = .9, λ = .5.  δ = 0 + .9 · .6 − .5, 0 + .9 · .8 − .6, 1 − .8 = .04, .12, .2.
     # Â_3 = .2,  Â_2 = .12 + .45 · .2 = .21,  Â_1 = .04 + .45 · .21 = .1345;  returns: plus the values.

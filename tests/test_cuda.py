@@ -33,6 +33,7 @@ def loss_and_gradient(name: str, device: str) -> tuple[Tensor, Tensor]:
     return out.loss.detach().cpu(), logits_new.grad.cpu()
 
 
+@pytest.mark.supports("objective: {name}", door="import corral")
 @pytest.mark.parametrize("name", corral.objective_names())
 def test_objectives_agree_with_the_cpu(name: str) -> None:
     loss, gradient = loss_and_gradient(name, "cuda")

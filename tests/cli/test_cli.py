@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,7 @@ def test_no_arguments_mean_the_demo(settings_of: Callable[..., Settings]) -> Non
     assert (settings.model, settings.task, settings.objective) == ("tiny", "countdown", "troll")
 
 
+@pytest.mark.supports("run: recipe, file and flags in layers", door="command line")
 def test_flags_win_over_the_file_and_the_file_over_the_recipe(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("seed = 5\nsteps = 7\nlearning_rate = 1e-3\n[objective_config]\nbound = 0.1\nregression = 2.0\n")
@@ -84,10 +88,18 @@ def test_another_objective_does_not_inherit_settings() -> None:
     assert resolve([troll, {"objective": "dppo", "objective_config": {"bound": 0.1}}]).objective_config == {"bound": 0.1}
 
 
+def test_an_adapter_is_a_table_of_settings(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[lora]\nr = 4\nlora_alpha = 8\n")
+    given = settings_of("--config", str(tmp_path / "mine.toml"), "--lora.r", "16", "--set", "lora.target_modules=['q_proj']")
+    assert given.lora == {"r": 16, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    assert settings_of("--lora", "{r = 2}").lora == {"r": 2}
+
+
 def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) -> None:
     assert settings_of("--mask-truncated-completions", "--seed", "3").trainer["mask_truncated_completions"] is True
 
 
+@pytest.mark.refuses("run: settings that do not exist, or of another type", door="command line")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -102,7 +114,7 @@ def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) ->
         (["--learning-rate", "fast"], "`learning_rate` is float; got 'fast'"),
         (["--guard", "maybe"], "`guard` is one of warn, stop, off; got 'maybe'"),
         (["--max-steps", "3"], "`max_steps` is decided by the run. Use steps"),
-        (["--optim.lr", "3"], "only objective_config and task_config have settings of their own"),
+        (["--optim.lr", "3"], "only objective_config, task_config and lora have settings of their own"),
         (["--instruction", "Solve it."], "`instruction` must contain {problem}"),
         (["quickly"], "'quickly' belongs to no flag"),
         (["--config", "/no/such.toml"], "cannot be read: No such file"),
@@ -156,6 +168,7 @@ def test_values_of_another_type_are_refused(value: Any, hint: Any) -> None:
         coerce("key", value, hint)
 
 
+@pytest.mark.supports("run: plain lines in a pipe", door="command line")
 def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert main(["train", *SMALL.split(), "--model", model, "--steps", "2", "--out", str(out)]) == 0
@@ -177,6 +190,28 @@ def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: 
     assert f"continue that run with --resume {out}" in capsys.readouterr().err
 
 
+@pytest.mark.supports("scale: {launcher}", door="command line")
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        ("`torchrun`, two processes", ["torch.distributed.run", "--nproc-per-node", "2"]),
+        ("`accelerate launch`, one process", ["accelerate.commands.launch", "--cpu", "--num_processes", "1"]),
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_a_run_under_a_launcher(launcher: str, command: list[str], tmp_path: Path) -> None:
+    sizes = "--steps 2 --eval-size 4 --per-device-train-batch-size 4 --steps-per-generation 2 --num-generations 4 --device cpu"
+    argv = [sys.executable, "-m", *command, "-m", "corral.cli", "train", *sizes.split(), "--out", "run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished after 2 steps") == 1, "one process speaks"
+    assert ("2 processes" in done.stdout) == ("two" in launcher)
+    prompts = 4 if "two" in launcher else 2  # 2 micro-batches of 4 completions in each process, 4 to a prompt
+    assert f"{prompts} prompts × 4 completions, then 2 updates" in done.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "finished"
+
+
 def test_quiet_says_only_how_it_ended(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*SMALL.split(), "--model", model, "--steps", "1", "--out", str(tmp_path / "run"), "--quiet"]
     assert main(["train", *argv]) == 0
@@ -186,6 +221,7 @@ def test_quiet_says_only_how_it_ended(model: str, tmp_path: Path, capsys: pytest
     assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0, "a finished run stays finished"
 
 
+@pytest.mark.refuses("run: training without the extra `llm`", door="command line")
 def test_training_without_the_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,8 +277,22 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(doctor, "found", lambda name: known.get(name, found(name)))
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "missing: trl (at least 1.10): pip install 'corral[llm]'" in text
-    assert "missing: transformers 5.17 or newer, found 5.1.0" in text
+    assert f"missing: trl{doctor.TRAINING['trl']}: pip install 'corral[llm]'" in text
+    assert "missing: transformers>=5.17,<6, found 5.1.0" in text
+    known |= {"transformers": "6.0.0", "trl": "1.17.0"}
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "missing: transformers>=5.17,<6, found 6.0.0" in text
+    assert f"missing: trl{doctor.TRAINING['trl']}, found 1.17.0" in text
+
+
+def test_doctor_and_the_project_want_the_same() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    pairs = (doctor.NEEDED, project["dependencies"]), (doctor.TRAINING, project["optional-dependencies"]["llm"])
+    for wanted, listed in pairs:
+        asked = dict(re.fullmatch(r"([\w-]+)(.*)", one).groups() for one in listed)
+        asked.pop("tensorboard", None)  # nothing needs it
+        assert wanted == asked
 
 
 def test_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:

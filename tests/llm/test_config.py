@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FakeVLLM, Spy, fixed_rollout, make_trainer, rollouts, settings
+from tiny_models import RIGHT_REDUCTIONS, FakeVLLM, Spy, fixed_rollout, make_trainer, rollouts, settings
 from trl import GRPOConfig, TrlParser
 
-from corral.llm import CorralConfig
-from corral.llm.config import REDUCTIONS, TRL_RANGE, check_trl
+from corral.llm import TRL_RANGE, CorralConfig
+from corral.llm.config import REDUCTIONS, WRONG_BEFORE, check_trl
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trl.md").read_text()
@@ -52,9 +52,11 @@ class TestDefaults:
         assert args.make_objective().config.bound == 0.1
         assert args.make_correction().config.cap == 3.0
 
+    @pytest.mark.supports("run: settings through TRL's own parser", door="TRL")
     @pytest.mark.usefixtures("unchecked_shapes")  # TRL's parser passes types that its own annotations do not have
     def test_everything_comes_from_a_command_line(self) -> None:
         line = "--output_dir out --objective dppo --anchor rollout --support_size 16 --support_mass 0.5 --use_cpu --bf16 false"
+        line += " --loss_type dr_grpo"
         parsed: CorralConfig
         (parsed,) = TrlParser(CorralConfig).parse_args_and_config(
             [*line.split(), "--objective_config", '{"divergence": "kl", "bound": Infinity}', "--advantage", "rloo"]
@@ -87,6 +89,11 @@ class TestDefaults:
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 
 
+def refused(given: dict[str, Any], why: str, feature: str) -> Any:
+    """A case that is a row of docs/support.md."""
+    return pytest.param(given, why, marks=pytest.mark.refuses(feature, door="TRL"))
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "why"),
@@ -98,31 +105,43 @@ class TestRefusals:
             ({"correction": "tiss"}, "Did you mean 'tis'"),
             ({"correction_config": {"cap": 1.0}}, "there is no `correction` to set"),
             ({"anchor": "new"}, "`anchor` is auto, old or rollout"),
-            ({"advantage": "gae"}, "needs a critic.*verl"),
+            refused({"advantage": "gae"}, "needs a critic.*verl", "advantage: gae"),
             ({"advantage": "mean"}, "`advantage` is one of grpo, dr_grpo, rloo, reinforce"),
-            ({"advantage": "rloo", "scale_rewards": "batch"}, "takes the place of `scale_rewards`"),
+            refused(
+                {"advantage": "rloo", "scale_rewards": "batch"},
+                "takes the place of `scale_rewards`",
+                "advantage: any, beside TRL's `scale_rewards`",
+            ),
             ({"advantage": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "takes the place of"),
             ({"support_size": 0}, "`support_size` is ≥ 1"),
             ({"support_mass": 0.0}, "`support_mass` in"),
             ({"support_mass": float("nan")}, "`support_mass` in"),
-            ({"loss_type": "cispo"}, "Did you mean objective='cispo'"),
-            ({"loss_type": "sapo"}, "Did you mean objective='sapo'"),
-            ({"loss_type": "vespo"}, "chooses the reduction here"),
-            ({"epsilon": 0.1}, "objective='ppo_clip'"),
+            refused({"loss_type": "cispo"}, "Did you mean objective='cispo'", "other: TRL's `loss_type` cispo"),
+            refused({"loss_type": "sapo"}, "Did you mean objective='sapo'", "other: TRL's `loss_type` sapo"),
+            refused({"loss_type": "vespo"}, "chooses the reduction here", "other: TRL's `loss_type` vespo"),
+            refused({"epsilon": 0.1}, "objective='ppo_clip'", "other: TRL's `epsilon`"),
             ({"epsilon_high": 0.28}, "objective='ppo_clip'"),
-            ({"delta": 2.0}, "objective='dual_clip'"),
-            ({"importance_sampling_level": "sequence"}, "objective='gspo'"),
-            ({"off_policy_mask_threshold": 0.5}, "correction='trm'"),
-            ({"use_liger_kernel": True}, "use_liger_kernel"),
+            refused({"delta": 2.0}, "objective='dual_clip'", "other: TRL's `delta`"),
+            refused({"importance_sampling_level": "sequence"}, "objective='gspo'", "other: TRL's `importance_sampling_level`"),
+            refused({"off_policy_mask_threshold": 0.5}, "correction='trm'", "other: TRL's `off_policy_mask_threshold`"),
+            refused({"use_liger_kernel": True}, "use_liger_kernel", "other: Liger"),
             ({**VLLM, "objective": "dppo", "vllm_importance_sampling_correction": True}, "is in the ratio already"),
             ({**VLLM, "correction": "tis", "vllm_importance_sampling_correction": True}, "would both correct"),
-            ({**VLLM, "correction": "tis", "objective": "dppo"}, "they are one"),
+            refused(
+                {**VLLM, "correction": "tis", "objective": "dppo"},
+                "they are one",
+                "correction: any, with the sampler as anchor",
+            ),
             ({**VLLM, "generation_kwargs": {"logprobs": 5}}, "ranks tokens by likelihood"),
-            ({**VLLM, "objective": "dppo", "top_p": 0.9}, "renormalise"),
+            refused({**VLLM, "objective": "dppo", "top_p": 0.9}, "renormalise", "anchor: `rollout` with top_p, top_k or min_p"),
             ({**VLLM, "objective": "dppo", "top_k": 10}, "renormalise"),
             ({**VLLM, "objective": "dppo", "min_p": 0.1}, "renormalise"),
             ({**VLLM, "objective": "dppo", "generation_kwargs": {"top_p": 0.9}}, "renormalise"),
-            ({**VLLM, "anchor": "rollout"}, "not its top-K"),
+            refused(
+                {**VLLM, "anchor": "rollout"},
+                "not its top-K",
+                "anchor: `rollout` for an objective on a support, with vLLM or a rollout function",
+            ),
         ],
         ids=str,
     )
@@ -140,13 +159,14 @@ class TestRefusals:
             {**VLLM, "objective": "troll", "vllm_importance_sampling_correction": True},
             {**VLLM, "objective": "troll", "correction": "icepop"},
             {"objective": "dppo", "top_p": 0.9},
-            *({"loss_type": how} for how in REDUCTIONS),
+            *({"loss_type": how} for how in RIGHT_REDUCTIONS),
         ],
         ids=str,
     )
     def test_what_is_not_refused(self, given: dict[str, Any]) -> None:
         config(**given)
 
+    @pytest.mark.refuses("other: Unsloth", door="TRL")
     def test_unsloth_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
         with pytest.raises(ValueError, match="Unsloth rewrites GRPOTrainer's methods"):
@@ -156,15 +176,26 @@ class TestRefusals:
         low, high = TRL_RANGE
         for version in (low, f"{low}.1", "1.16.0", "1.16.5"):
             check_trl(version)
-        for version in ("0.29.1", "1.7.0", "1.9.2", high, f"{high}.0", "2.0.0"):
-            with pytest.raises(ImportError, match=rf"pip install 'trl>={low},<{high}'"):
+        for version in ("0.29.1", "1.6.0", high, f"{high}.0", "2.0.0"):
+            with pytest.raises(ImportError, match=rf"found {version}.*pip install 'trl>={low},<{high}'"):
                 check_trl(version)
 
+    @pytest.mark.refuses("other: other releases of TRL", door="TRL")
     def test_another_trl_is_refused_where_it_is_imported(self) -> None:
-        code = "import trl; trl.__version__ = '1.9.0'\nfrom corral.llm import CorralTrainer"
+        code = "import trl; trl.__version__ = '1.6.0'\nfrom corral.llm import CorralTrainer"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert done.returncode != 0
-        assert "found 1.9.0" in done.stderr
+        assert "found 1.6.0" in done.stderr
+
+    @pytest.mark.refuses("other: `loss_type` dapo and luspo with TRL before 1.10", door="TRL")
+    @pytest.mark.parametrize("how", REDUCTIONS)
+    def test_what_older_releases_average_wrongly(self, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+        monkeypatch.setattr("trl.__version__", "1.9.2")
+        if how not in WRONG_BEFORE:
+            config(loss_type=how)
+            return
+        with pytest.raises(ValueError, match=rf"'{how}' is averaged over the wrong count by TRL 1.9.2. Install TRL 1.10"):
+            config(loss_type=how)
 
 
 SAMPLERS = ("transformers", "vLLM", "rollout_func")
@@ -227,6 +258,8 @@ class TestPage:
         last = f"1.{int(high.split('.')[1]) - 1}"
         assert f"TRL {low} – {last}" in PAGE
         assert f"| TRL before {low} |" in PAGE
+        for how, release in WRONG_BEFORE.items():
+            assert f"`loss_type` `{how}` with TRL before {release}" in PAGE
         assert f"| TRL {high} and later |" in PAGE
 
     def test_links_lead_somewhere(self) -> None:
@@ -255,6 +288,8 @@ def test_the_door_opens_when_it_is_used() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.supports("kept: a stock script with three lines changed", door="TRL")
+@pytest.mark.skipif("dapo" not in RIGHT_REDUCTIONS, reason="the example averages as TRL does by default")
 def test_the_example_is_stock_but_for_three_lines(tmp_path: Path) -> None:
     example = (ROOT / "examples" / "plug_into_trl.py").read_text()
     changed = re.findall(r"^.*# stock: (.+)$", example, re.MULTILINE)

@@ -84,6 +84,7 @@ def test_a_full_disk_is_recognised_whoever_says_so(error: Exception, tmp_path: P
     assert not is_disk_full(RuntimeError("something else"))
 
 
+@pytest.mark.refuses("run: a folder that is not empty", door="command line")
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match=r"not an empty folder: choose another --out"):
@@ -96,6 +97,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.refuses("run: a folder that cannot be written", door="command line")
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="could not be written"):
@@ -122,6 +124,7 @@ def test_default_folders_are_new_ones_under_runs(tmp_path: Path, monkeypatch: py
     assert paths == [f"runs/20260101-000000-countdown-troll-0{end}" for end in ("", "-2", "-3")]
 
 
+@pytest.mark.refuses("run: two processes in one folder", door="command line")
 def test_one_process_at_a_time(folder: RunFolder) -> None:
     folder.write_config({})
     with pytest.raises(RunError, match="another process is writing"):

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from corral import objective_names
 from corral.llm.banner import banner
 from corral.llm.files import RunError
 from corral.llm.guard import GuardCallback
@@ -78,7 +79,8 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert pq.read_table(one / "completions.parquet").equals(pq.read_table(other / "completions.parquet"))
     last = [max((out / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name[11:])) for out in (one, other)]
     assert last[0].name == last[1].name
-    assert (last[0] / "model.safetensors").read_bytes() == (last[1] / "model.safetensors").read_bytes()
+    (weights,) = (path.name for path in last[0].glob("*model.safetensors"))  # a model's, or an adapter's
+    assert (last[0] / weights).read_bytes() == (last[1] / weights).read_bytes()
     schedules = [torch.load(path / "scheduler.pt", weights_only=True) for path in last]
     assert schedules[0] == schedules[1]
     drawn = [torch.load(path / "rng_state.pth", weights_only=False) for path in last]
@@ -125,6 +127,15 @@ def test_the_run_learned(reference: Path) -> None:
     assert summary(reference)["success_final"] > summary(reference)["success_start"] + 0.1
 
 
+@pytest.mark.supports("objective: {name}", door="command line")
+@pytest.mark.parametrize("name", objective_names())
+def test_every_objective_learns(name: str, model: str, tmp_path: Path) -> None:
+    settings = small(model, objective=name, steps=16, checkpoint_every=16, eval_every=16, eval_size=64)
+    ended = train(settings, out=tmp_path / "run", quiet=True).summary
+    assert ended["success_final"] > ended["success_start"] + 0.1
+
+
+@pytest.mark.supports("model: saved with the original's keys and configuration", door="command line")
 def test_a_checkpoint_is_an_ordinary_model(reference: Path, model: str) -> None:
     last = reference / "checkpoints" / "checkpoint-12"
     loaded, original = (AutoModelForCausalLM.from_pretrained(path) for path in (last, model))
@@ -135,6 +146,7 @@ def test_a_checkpoint_is_an_ordinary_model(reference: Path, model: str) -> None:
     assert loaded(**tokens).logits.isfinite().all()
 
 
+@pytest.mark.supports("run: killed by SIGKILL, resumed bit for bit", door="command line")
 def test_a_killed_run_resumes_bit_for_bit(killed: Path, reference: Path) -> None:
     assert not (killed / "summary.json").exists()
     outcome = resume(killed, quiet=True)
@@ -166,6 +178,7 @@ def signalling(monkeypatch: pytest.MonkeyPatch) -> type[Signalling]:
     return chosen
 
 
+@pytest.mark.supports("run: Ctrl-C and SIGTERM end it with a checkpoint", door="command line")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_and_saves(
     number: int, model: str, reference: Path, tmp_path: Path, signalling: type[Signalling], capfd: pytest.CaptureFixture[str]
@@ -184,6 +197,7 @@ def test_a_signal_ends_the_step_and_saves(
     assert_same_run(tmp_path / "run", reference)
 
 
+@pytest.mark.supports("run: a second Ctrl-C ends it at once", door="command line")
 def test_a_second_signal_ends_it_at_once(model: str, reference: Path, tmp_path: Path, signalling: type[Signalling]) -> None:
     signalling.times = 2
     outcome = train(small(model, **LONG), out=tmp_path / "run", quiet=True)
@@ -193,6 +207,7 @@ def test_a_second_signal_ends_it_at_once(model: str, reference: Path, tmp_path: 
     assert_same_run(tmp_path / "run", reference)
 
 
+@pytest.mark.supports("run: a damaged checkpoint is passed over", door="command line")
 def test_a_damaged_checkpoint_is_passed_over(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(reference, tmp_path / "run")
     with (run / "checkpoints" / "checkpoint-12" / "optimizer.pt").open("r+b") as file:
@@ -219,6 +234,28 @@ def test_an_infinite_bound_survives_being_saved(model: str, tmp_path: Path) -> N
     assert resume(tmp_path / "run", quiet=True).summary["stopped"] == "finished"
 
 
+@pytest.mark.supports("model: LoRA", door="command line")
+def test_a_run_with_an_adapter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = small(model, steps=2, lora={"r": 2, "lora_alpha": 8})
+    for name in ("one", "two"):
+        torch.rand(3)  # what was drawn before must not matter
+        train(settings, out=tmp_path / name)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    assert "of them trained (LoRA)" in capsys.readouterr().out
+    last = tmp_path / "one" / "checkpoints" / "checkpoint-4"
+    saved = load_file(last / "adapter_model.safetensors")
+    assert saved
+    assert all(".lora_" in name for name in saved)
+    assert json.loads((last / "adapter_config.json").read_text())["lora_alpha"] == 8
+    tokens = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        plain, adapted = (AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (model, last))
+    assert not torch.allclose(plain, adapted)
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "checkpoint-4")
+    resume(tmp_path / "two", quiet=True)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
 def test_a_finished_run_has_nothing_to_resume(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(reference, tmp_path / "run")
     (run / "summary.json").unlink()  # killed between the last checkpoint and the summary
@@ -240,6 +277,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, updates: set[int], record: list[Any]
     monkeypatch.setattr(CorralTrainer, "_compute_loss", poisoned)
 
 
+@pytest.mark.supports("run: a NaN is skipped and counted", door="command line")
 def test_a_nan_changes_nothing_and_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[Any] = []
     poison(monkeypatch, {2}, states)
@@ -258,6 +296,7 @@ def test_without_the_guard_a_nan_is_the_end(model: str, tmp_path: Path, monkeypa
     assert summary(tmp_path / "run")["stopped"] == "failed"
 
 
+@pytest.mark.supports("run: a NaN is skipped and counted", door="TRL")
 def test_the_guard_serves_any_trainer(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {1, 4}, [])
     parts = prepare(small(model))
@@ -288,6 +327,7 @@ class Forgetful(Digits):
         return super().verify(prompt, completion)
 
 
+@pytest.mark.supports("run: a collapse warns or stops", door="command line")
 @pytest.mark.parametrize("guard", ["warn", "stop"])
 def test_a_collapse_is_noticed(guard: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "digits", type("Chosen", (Forgetful,), {}))
@@ -302,6 +342,7 @@ def test_a_collapse_is_noticed(guard: str, model: str, tmp_path: Path, monkeypat
     assert (outcome.summary["why"] or "success fell").startswith("success fell")
 
 
+@pytest.mark.supports("run: a sampler that differs is noticed", door="command line")
 def test_a_sampler_that_differs_is_noticed(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token_batch = CorralTrainer._token_batch
 
@@ -327,6 +368,8 @@ def rewards_that(outcome: Any) -> Any:
     return Broken
 
 
+@pytest.mark.refuses("run: a reward that raises, or gives NaN or no number", door="command line")
+@pytest.mark.usefixtures("unchecked_shapes")  # of what a verifier gives, where it is no number at all
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
@@ -347,6 +390,7 @@ def test_a_broken_reward_is_named(
     assert len(lines(tmp_path / "run")) == 1, "what came before is kept"
 
 
+@pytest.mark.supports("run: a reward function of one's own", door="command line")
 def test_a_reward_function_of_the_users_own(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
@@ -366,6 +410,7 @@ def test_a_reward_function_of_the_users_own(model: str, tmp_path: Path, monkeypa
         train(small(model, reward="my_rewards:missing"), out=Path("missing"), quiet=True)
 
 
+@pytest.mark.supports("run: a full disk loses nothing", door="command line")
 def test_a_full_disk_loses_nothing(model: str, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, calls = torch.save, []
 
@@ -407,6 +452,9 @@ class NothingHeldOut(Digits):
         ),
         (Digits, {"task_config": {"promt_length": 28}}, "there is no setting `promt_length`. Did you mean 'prompt_length'"),
         (Digits, {"objective_config": {"bund": 1}}, "there is no setting `bund`. Did you mean 'bound'"),
+        (Digits, {"lora": {"rank": 8}}, "lora: there is no setting `rank`"),
+        (Digits, {"lora": {"lora_alfa": 8}}, "Did you mean 'lora_alpha'"),
+        (Digits, {"correction": "tis"}, "transformers' generation reports none"),
         (Digits, {"num_generations": 3}, "divisible"),
         (Digits, {"model": "/no/such/folder"}, "could not be loaded"),
         (Digits, {"model": "smollm2"}, "make smollm2"),
@@ -420,6 +468,12 @@ def test_what_cannot_run_leaves_no_folder(
     with pytest.raises(RunError, match=message):
         train(small(**{"model": model, **changes}), out=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_fits_nowhere_is_a_sentence(model: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"Target modules .*nowhere"):
+        train(small(model, lora={"target_modules": ["nowhere"]}), out=tmp_path / "run", quiet=True)
+    assert summary(tmp_path / "run")["stopped"] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -445,6 +499,7 @@ def test_the_banner_says_when_the_region_cannot_act(
     assert active == 0 or note is None
 
 
+@pytest.mark.supports("kept: gradient accumulation", door="command line")
 def test_misaligned_accumulation_still_saves_only_between_rollouts(model: str, tmp_path: Path) -> None:
     # 4 micro-batches per rollout, 3 per update: together again after 12, which are 4 updates and 3 rollouts.
     settings = small(model, steps=2, steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=3)
@@ -456,6 +511,7 @@ def test_misaligned_accumulation_still_saves_only_between_rollouts(model: str, t
     assert_same_run(cut, tmp_path / "whole")
 
 
+@pytest.mark.supports("run: `--report-to tensorboard`", door="command line")
 def test_tensorboard_writes_beside_the_run(model: str, tmp_path: Path) -> None:
     with contextlib.suppress(KeyError):
         del os.environ["TENSORBOARD_LOGGING_DIR"]

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import logging
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import (
     FAMILIES,
+    RIGHT_REDUCTIONS,
     FakeVLLM,
     Spy,
     dense_logp,
@@ -120,12 +122,12 @@ class TestSameAsStock:
     FEATURES: ClassVar[dict[str, dict[str, Any]]] = {
         "gradient accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
         "iterations": {"num_iterations": 3, "steps_per_generation": 1},
-        **{f"reduction {how}": {"loss_type": how, "gradient_accumulation_steps": 2} for how in REDUCTIONS},
+        **{f"reduction {how}": {"loss_type": how, "gradient_accumulation_steps": 2} for how in RIGHT_REDUCTIONS},
         "several batches of rollouts per update": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
         "kl to a reference": {"beta": 0.1},
         "kl without its correction": {"beta": 0.1, "use_bias_correction_kl": False},
-        "lora": {"lora": True},
-        "lora and kl": {"lora": True, "beta": 0.1},
+        "LoRA": {"lora": True},
+        "LoRA and kl": {"lora": True, "beta": 0.1},
         "entropy bonus": {"entropy_coef": 0.05},
         "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 4.0, "entropy_coef_delta": 0.05},
         "entropy bonus, sequence by sequence": {"entropy_coef": 0.05, "loss_type": "grpo", "gradient_accumulation_steps": 2},
@@ -141,7 +143,14 @@ class TestSameAsStock:
         "experts and their auxiliary loss": {"family": "qwen3_moe"},
     }
 
-    @pytest.mark.parametrize("feature", FEATURES)
+    KNOWN: ClassVar[list[str]] = [
+        name
+        for name, given in FEATURES.items()
+        if given.keys() - {"family", "lora"} <= GRPOConfig.__dataclass_fields__.keys()  # older releases have no entropy bonus
+    ]
+
+    @pytest.mark.supports("kept: {feature}", door="TRL")
+    @pytest.mark.parametrize("feature", KNOWN)
     @pytest.mark.parametrize(
         ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
     )
@@ -249,13 +258,16 @@ class TestParity:
     """Every objective, the same loss and gradient as corral's maths on all logits of the buffered batch."""
 
     VARIANTS: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {
-        **{name: (name, {}) for name in [*objective_names(), "outside"]},
-        "dppo topk kl": ("dppo", {"estimator": "topk", "divergence": "kl", "ratio_cap": 1.1}),
-        "dppo full": ("dppo", {"estimator": "full", "bound": 0.02}),
-        "troll fill": ("troll", {"tail": "fill", "vocab_size": 40, "bound": 0.01}),
-        "troll sequence": ("troll", {"level": "sequence", "gradient": "unprojected"}),
+        **{name: (name, {}) for name in objective_names()},
+        "one that `register_objective` added": ("outside", {}),
+        "dppo, topk kl, capped": ("dppo", {"estimator": "topk", "divergence": "kl", "ratio_cap": 1.1}),
+        "dppo, full": ("dppo", {"estimator": "full", "bound": 0.02}),
+        "troll, fill": ("troll", {"tail": "fill", "vocab_size": 40, "bound": 0.01}),
+        "troll, sequence, unprojected": ("troll", {"level": "sequence", "gradient": "unprojected"}),
     }
 
+    @pytest.mark.supports("objective: {variant}", door="TRL")
+    @pytest.mark.supports("model: completions padded on the right, prompts on the left", door="TRL")
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_every_objective_with_every_reduction(self, tmp_path: Path, variant: str, outsider: None) -> None:
         name, config = self.VARIANTS[variant]
@@ -276,9 +288,12 @@ class TestParity:
         if name in ("troll", "ppo_clip"):
             assert trainer._metrics["train"]["tr/active_frac"][0] > 0
 
+    @pytest.mark.supports("model: head of {family}", door="TRL")
+    @pytest.mark.supports("model: tied embeddings", door="TRL")
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_kind_of_head(self, tmp_path: Path, family: str) -> None:
         trainer = make_trainer(tmp_path, "troll", model=tiny_model(family), objective_config={"bound": 0.01})
+        assert trainer.model.config.tie_word_embeddings is (family in ("gemma2", "cohere"))
         if trainer.aux_loss_enabled:
             trainer.router_aux_loss_coef = 0.0  # kept, and compared with stock above
         inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
@@ -298,6 +313,7 @@ class TestParity:
         assert loss == 0
         assert "lm_head.weight" in gradient
 
+    @pytest.mark.supports("kept: tool masks", door="TRL")
     def test_tokens_of_a_tool_are_left_out(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, "troll")
         inputs, old = dict(rollouts(trainer)[0]), copy.deepcopy(trainer.model)
@@ -309,7 +325,8 @@ class TestParity:
         assert not torch.isclose(with_mask, assert_parity(trainer, inputs, old))
 
     def test_padding_changes_nothing(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, "troll", loss_type="luspo", objective_config={"bound": 0.01})
+        trainer = make_trainer(tmp_path, "troll", objective_config={"bound": 0.01})
+        trainer.loss_type = "luspo"  # a mean over rows, whatever their lengths
         inputs = rollouts(trainer)[0]
         nudge(trainer.model)
         loss, gradient = loss_and_gradient(trainer, inputs)
@@ -346,15 +363,19 @@ class TestParity:
         for name, g in gradient.items():
             assert_close(window[0][1][name] + window[1][1][name], g, atol=1e-5)
 
-    def test_lora_trains_its_adapter_alone(self, tmp_path: Path) -> None:
-        adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    @pytest.mark.supports("model: {what}", door="TRL")
+    @pytest.mark.parametrize("what", ["LoRA", "LoRA and a whole head (`modules_to_save`)"])
+    def test_lora_trains_what_it_is_told_to(self, tmp_path: Path, what: str) -> None:
+        whole = ["lm_head"] if "head" in what else None
+        adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=whole, init_lora_weights=False)
         trainer = make_trainer(tmp_path, "troll", trainer_kwargs={"peft_config": adapter}, objective_config={"bound": 0.01})
         inputs = rollouts(trainer)[0]
         merged_old = copy.deepcopy(trainer.model).merge_and_unload()
         nudge(trainer.model, 0.5)
         loss, gradient = loss_and_gradient(trainer, inputs)
-        assert gradient
-        assert all("lora" in name for name in gradient)
+        assert any("lora" in name for name in gradient)
+        assert ("base_model.model.lm_head.modules_to_save.default.weight" in gradient) is (whole is not None)
+        assert all("lora" in name or "lm_head.modules_to_save" in name for name in gradient)
         merged = copy.deepcopy(trainer.model).merge_and_unload()
         merged.requires_grad_(True)
         plain = make_trainer(tmp_path, "troll", model=merged, objective_config={"bound": 0.01})
@@ -363,6 +384,7 @@ class TestParity:
         torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
         assert trainer._metrics["train"]["tr/active_frac"][0] > 0
 
+    @pytest.mark.supports("model: bfloat16 autocast", door="TRL")
     def test_half_precision_stays_close(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, "troll", bf16=True)
         inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
@@ -463,6 +485,7 @@ class TestNoNeedlessWork:
         assert_close(inputs["corral_logp"][..., 0][mask], logp_of(with_adapter, tokens)[mask])
         assert not torch.allclose(free, with_adapter)
 
+    @pytest.mark.supports("kept: one update per batch of rollouts", door="TRL")
     @pytest.mark.parametrize(("objective", "config"), [("troll", {}), ("dppo", {"estimator": "topk"})])
     def test_one_update_per_batch_needs_no_support(
         self,
@@ -578,6 +601,7 @@ class TestMetrics:
         for name, value in out.metrics.items():
             assert trainer._metrics["train"][name] == [pytest.approx(value.item(), abs=1e-6)]
 
+    @pytest.mark.supports("kept: evaluation", door="TRL")
     def test_evaluation_has_its_own(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, "troll", per_device_eval_batch_size=4, num_generations_eval=2)
         found = trainer.evaluate(prompts(4))
@@ -588,6 +612,8 @@ class TestMetrics:
 
 class TestAdvantages:
     @pytest.mark.parametrize("how", ["grpo", "dr_grpo", "rloo", "reinforce++"])
+    @pytest.mark.supports("advantage: {how}", door="TRL")
+    @pytest.mark.supports("kept: several rewards and their weights", door="TRL")
     def test_they_are_group_advantages_of_the_weighted_rewards(self, tmp_path: Path, how: str) -> None:
         seen: list[Tensor] = []
 
@@ -656,6 +682,7 @@ def sampled(trainer: GRPOTrainer) -> Tensor:
 class TestSamplers:
     """Which numbers become the anchor; the whole table of docs/trl.md is walked in test_config.py."""
 
+    @pytest.mark.supports("anchor: vLLM, faked", door="TRL")
     def test_vllm_reports_the_rollout_anchor(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
         trainer = make_trainer(tmp_path, "dppo", steps_per_generation=1, num_iterations=2, **vllm)
         spy = Spy.on(trainer)
@@ -673,6 +700,7 @@ class TestSamplers:
         trainer.compute_loss(trainer.model, rollouts(trainer)[0])
         assert trainer._metrics["train"]["tr/mismatch"][0] > 1e-3
 
+    @pytest.mark.refuses("anchor: ranked log-probs from vLLM (`logprobs` > 0)", door="TRL")
     def test_vllms_ranking_would_mistake_the_sampled_token(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
         # What TRL makes of ranked log-probs: those of the likeliest token, whichever was sampled.
         theirs = stock(tmp_path, **vllm)
@@ -695,6 +723,7 @@ class TestSamplers:
         trainer.compute_loss(trainer.model, inputs)
         assert spy.batches[0].logp_old[0, 0] == inputs["old_per_token_logps"][0, 0]
 
+    @pytest.mark.supports("correction: TRL's own, {mode}", door="TRL")
     @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
     def test_trls_own_correction_is_kept(self, tmp_path: Path, vllm: dict[str, Any], mode: str) -> None:
         given = {**vllm, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": mode}
@@ -709,14 +738,16 @@ class TestSamplers:
         assert_same_run(make_trainer(tmp_path, "troll", **given, **UNBOUNDED), stock(tmp_path, **given, **UNCLIPPED))
         assert head_calls.count == 0
 
+    @pytest.mark.supports("correction: {name}", door="TRL")
     @pytest.mark.parametrize("name", ["tis", "seq_tis", "icepop", "trm"])
     @pytest.mark.parametrize("accumulation", [1, 2], ids=["off-policy", "one update per batch"])
     def test_corrections_weigh_the_loss(
         self, tmp_path: Path, vllm: dict[str, Any], name: str, accumulation: int, head_calls: CountedCalls
     ) -> None:
-        given = {"loss_type": "luspo", "gradient_accumulation_steps": accumulation, **vllm}
+        given = {"gradient_accumulation_steps": accumulation, **vllm}
         config = {"bound": 0.001} if name == "trm" else {}
         trainer = make_trainer(tmp_path, "troll", correction=name, correction_config=config, **given)
+        trainer.loss_type = "luspo"  # a mean over rows, whatever their lengths
         inputs = rollouts(trainer)[0]
         loss = trainer.compute_loss(trainer.model, inputs)
         with torch.no_grad():
@@ -729,6 +760,7 @@ class TestSamplers:
         assert_close(loss, per_token.sum(-1).mean() / accumulation, atol=1e-5)
         assert (head_calls.count > 0) == (FUSED and accumulation == 1)
 
+    @pytest.mark.supports("anchor: a rollout function", door="TRL")
     def test_a_rollout_function_reports_the_anchor_too(self, tmp_path: Path) -> None:
         reporting = {"rollout_func": fixed_rollout([-1.0, -2.0, -3.0])}
         trainer = make_trainer(tmp_path, "dppo", trainer_kwargs=reporting)
@@ -739,6 +771,7 @@ class TestSamplers:
         corrected.compute_loss(corrected.model, rollouts(corrected)[0])
         assert corrected._metrics["train"]["tr/mismatch"][0] > 0.1
 
+    @pytest.mark.refuses("anchor: `rollout` from a rollout function that reports no log-probs", door="TRL")
     @pytest.mark.parametrize(
         ("objective", "correction", "why"), [("dppo", None, "reported none"), ("ppo_clip", "tis", r"tis: needs `logp_rollout`")]
     )
@@ -751,6 +784,7 @@ class TestSamplers:
         with pytest.raises(ValueError, match=why):
             trainer.compute_loss(trainer.model, inputs)
 
+    @pytest.mark.supports("anchor: transformers' generation", door="TRL")
     def test_with_transformers_the_old_pass_is_the_rollout_anchor(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -777,17 +811,27 @@ class TestRefusals:
         trainer = CorralTrainer(tiny_model(), even_words, train_dataset=prompts(), processing_class=tiny_tokenizer())
         assert trainer.objective.name == "troll"
 
+    @pytest.mark.refuses("scale: DeepSpeed ZeRO-3", door="TRL")
     def test_zero_3_is_refused(self, tmp_path: Path) -> None:
         args = CorralConfig(**settings(tmp_path))
         args.deepspeed_plugin = type("Plugin", (), {"zero_stage": 3})()
         with pytest.raises(ValueError, match="ZeRO-3 is untested"):
             CorralTrainer(tiny_model(), even_words, args, prompts(), processing_class=tiny_tokenizer())
 
+    @pytest.mark.refuses("model: LoRA on the head", door="TRL")
+    @pytest.mark.skipif(not FUSED, reason="this TRL computes all logits, with whatever is on the head")
+    def test_an_adapter_on_the_head_is_refused(self, tmp_path: Path) -> None:
+        adapter = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+        with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):  # by TRL, whose head reads the weight
+            make_trainer(tmp_path, trainer_kwargs={"peft_config": adapter})
+
+    @pytest.mark.refuses("other: Unsloth", door="TRL")
     def test_unsloths_class_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(GRPOTrainer, "__module__", "unsloth_compiled_cache.UnslothGRPOTrainer")
         with pytest.raises(ValueError, match="Unsloth has replaced GRPOTrainer"):
             make_trainer(tmp_path)
 
+    @pytest.mark.refuses("correction: any, with transformers' generation", door="TRL")
     def test_a_correction_without_reported_log_probs_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="transformers' generation reports none"):
             make_trainer(tmp_path, "troll", correction="tis")
@@ -804,6 +848,7 @@ class TestContract:
 
     SIGNATURES: ClassVar[dict[str, list[str]]] = {
         "__init__": ["self", "model", "reward_funcs", "args"],
+        "create_accelerator_and_postprocess": ["self"],
         "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
         "_generate_and_score_completions": ["self", "inputs"],
         "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],
@@ -889,13 +934,30 @@ except ImportError:
 """
 
 
+@pytest.mark.supports("model: saved with the original's keys and configuration", door="TRL")
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("how", ["path", "model"])
+def test_a_saved_configuration_is_the_original_one(tmp_path: Path, how: str, cached: bool) -> None:
+    model = tiny_model()
+    model.config.use_cache = cached  # transformers' own Trainer writes its own there, whoever computes the loss
+    model.save_pretrained(tmp_path / "before")
+    trainer = make_trainer(tmp_path / "run", model=model if how == "model" else str(tmp_path / "before"))
+    trainer.save_model(str(tmp_path / "after"))
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "after"))
+    assert before == after
+    assert before["use_cache"] is cached
+
+
+def test_a_cache_that_is_asked_for_is_written_down(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, use_cache=False)
+    assert trainer.model.config.use_cache is False
+
+
+@pytest.mark.supports("model: loaded without corral, with the same logits", door="TRL")
 def test_inference_does_not_know_that_there_was_a_projection(tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path / "before")
-    # Without `use_cache` transformers' own Trainer turns it off in the configuration, whoever computes the loss.
-    trainer = make_trainer(
-        tmp_path / "run", "troll", model=model, max_steps=4, objective_config={"bound": 0.01}, use_cache=True
-    )
+    trainer = make_trainer(tmp_path / "run", "troll", model=model, max_steps=4, objective_config={"bound": 0.01})
     logged, _ = run(trainer)
     assert max(row["tr/active_frac"] for row in logged) > 0
     trainer.save_model(str(tmp_path / "after"))

@@ -55,11 +55,13 @@ def work(rank: int, port: int, folder: Path) -> None:
     for case in CASES:
         inputs = torch.load(folder / f"{case}.pt")
         half = {key: value if value.ndim == 0 else value[2 * rank : 2 * rank + 2] for key, value in inputs.items()}
+        results[case, "half"] = half["completion_ids"]
         for wrapper in WRAPPERS:
             trainer = prepared(folder, case)
             assert trainer.accelerator.num_processes == 2
             model = wrapped(trainer, wrapper)
             trainer.compute_loss(model, half).backward()
+            del model  # not before: gradients are averaged by hooks that die with the wrapper
             found = gradients(trainer.model)
             results[case, wrapper] = {
                 name: gradient.full_tensor() if wrapper == "FSDP2" else gradient for name, gradient in found.items()
@@ -103,11 +105,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
 Results = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
+@pytest.mark.supports("scale: {wrapper}", door="TRL")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_two_processes_have_the_gradient_of_one(results: Results, case: str, wrapper: str) -> None:
     alone, ranks = results
     assert max(float(g.abs().max()) for g in alone[case].values()) > 1e-3
+    halves = ranks[0][case, "half"], ranks[1][case, "half"]
+    assert not torch.equal(*halves), "each process must have had rows of its own"
     for rank in ranks:
         assert rank[case, wrapper].keys() == alone[case].keys()
         for name, gradient in alone[case].items():
@@ -125,6 +130,7 @@ def test_metrics_are_of_all_live_tokens(results: Results, case: str) -> None:
                 assert found[name] == [pytest.approx(value, abs=1e-5)], name
 
 
+@pytest.mark.supports("scale: groups across processes", door="TRL")
 def test_groups_may_lie_across_processes(results: Results) -> None:
     _, ranks = results
     rewards = ranks[0]["rewards"]

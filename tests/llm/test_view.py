@@ -47,6 +47,7 @@ def test_plain_lines() -> None:
     ]
 
 
+@pytest.mark.supports("run: a live panel in a terminal", door="command line")
 def test_the_live_panel_shows_everything() -> None:
     text = shown(LiveView, terminal=True)
     for part in ("1/4", "left", "success", "12,346", "tr/kl_max", "3+7=10", "[bold]3", "the [policy] is", "finished after"):

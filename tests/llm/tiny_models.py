@@ -1,6 +1,7 @@
 """Tiny random models, their tokenizer, rewards and trainers: what the tests of the TRL door share.
 
 - `tiny_model(family)`: two layers, hidden 16, vocabulary 40, fresh random weights large enough to be far from uniform.
+- `RIGHT_REDUCTIONS`: those that this release of TRL averages rightly.
 - `make_trainer(tmp, objective, **settings)`: a CorralTrainer (or any other) on the CPU; nothing is logged or saved.
 - `rollouts(trainer)`: one batch of rollouts, as TRL buffers it for training, split into micro-batches.
 - `loss_and_gradient(trainer, inputs)`: through the door.
@@ -20,7 +21,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions are experimental, and say so
 
 import torch
+import trl
 from datasets import Dataset
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -38,11 +41,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import GRPOTrainer
 
 from corral.llm import CorralConfig, CorralTrainer
+from corral.llm.config import REDUCTIONS, WRONG_BEFORE
 from corral.objective import ObjectiveFunction
 from corral.objective.config import ObjectiveConfig
 from corral.types import ObjectiveOutput, TokenBatch
 
 logging.set_verbosity_error()
+
+RIGHT_REDUCTIONS = [how for how in REDUCTIONS if Version(trl.__version__) >= Version(WRONG_BEFORE.get(how, "0"))]
 
 PAD, EOS, VOCABULARY = 0, 1, 40
 ENDS = [EOS, 12, 19, 33]  # several words end a completion, so that lengths differ
@@ -108,6 +114,7 @@ def settings(tmp: Path | str, **given: Any) -> dict[str, Any]:
         "save_strategy": "no", "gradient_checkpointing": False, "per_device_train_batch_size": 4, "num_generations": 4,
         "temperature": 0.9, "max_completion_length": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1,
         "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 3,
+        "loss_type": "dapo" if "dapo" in RIGHT_REDUCTIONS else "dr_grpo",
         "adam_epsilon": 1e-3,  # else the sign of a gradient that is all rounding moves a weight by the whole learning rate
         **given,
     }  # fmt: skip

@@ -43,6 +43,7 @@ EXAMPLE = sampled(
 )
 
 
+@pytest.mark.supports("correction: {name}", door="import corral")
 @pytest.mark.parametrize(
     ("name", "config", "weights"),
     [

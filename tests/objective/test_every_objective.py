@@ -199,6 +199,7 @@ def test_half_precision_is_computed_in_float32(case, dtype):
     assert out.metrics == expected.metrics
 
 
+@pytest.mark.supports("objective: {case}", door="import corral")
 @every_case
 def test_metrics_are_finite_numbers_without_gradient(case):
     batch, _ = batch_of(case)

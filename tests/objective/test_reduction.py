@@ -45,6 +45,7 @@ def reduce_by_hand(loss: np.ndarray, mask: np.ndarray, how: str) -> float:
 # ---------------------------------------------------------------------------------------------------- golden
 
 
+@pytest.mark.supports("reduction: {how}", door="import corral")
 @pytest.mark.parametrize(
     ("how", "value", "gradient"),
     [

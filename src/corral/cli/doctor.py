@@ -13,10 +13,19 @@ import torch
 
 import corral
 from corral.cli import refuse
+from corral.llm import TRL_RANGE
 
 PACKAGE = Path(__file__).parents[1]
-NEEDED = {"torch": "2.6", "jaxtyping": "0.3"}
-TRAINING = {"trl": "1.10", "transformers": "5.17", "accelerate": "1.10", "datasets": "4", "peft": "0.18", "rich": "14"}
+NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}
+TRAINING = {
+    "trl": ">={},<{}".format(*TRL_RANGE),
+    "transformers": ">=5.17,<6",
+    "accelerate": ">=1.10",
+    "datasets": ">=4",
+    "peft": ">=0.18",
+    "rich": ">=14",
+}
+"""Releases that work, as in pyproject.toml."""
 OPTIONAL = {
     "tensorboard": "--report-to tensorboard: pip install tensorboard",
     "wandb": "--report-to wandb: pip install wandb",
@@ -37,10 +46,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     trouble: list[str] = []
     rows = [("corral", corral.__version__, str(PACKAGE)), ("python", platform.python_version(), "")]
     for group, remedy in ((NEEDED, "pip install corral"), (TRAINING, "pip install 'corral[llm]'")):
-        for name, least in group.items():
-            rows.append((name, *judged(name, least, remedy, trouble)))
+        for name, wanted in group.items():
+            rows.append((name, *judged(name, wanted, remedy, trouble)))
     rows += [("device", *device()), ("memory", f"{memory():.0f} GB", "")]
-    rows += [(name, found(name) or "–", "" if find_spec(name) else what) for name, what in OPTIONAL.items()]
+    for name, what in OPTIONAL.items():  # some are there under the name of another distribution
+        rows.append((name, found(name) or "there", "") if find_spec(name) else (name, "–", what))
     rows.append(("embedded", *embedded(trouble)))
     for name, what, note in rows:
         sys.stdout.write(f"{name:<13} {what:<14} {note}".rstrip() + "\n")
@@ -56,16 +66,17 @@ def found(name: str) -> str | None:
         return None
 
 
-def judged(name: str, least: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
+def judged(name: str, wanted: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
     """A package's version, and what is wrong with it."""
     have = found(name)
     if have is None:
-        trouble.append(f"{name} (at least {least}): {remedy}")
+        trouble.append(f"{name}{wanted}: {remedy}")
         return "–", f"missing: {remedy}"
-    if numbers(have) < numbers(least):
-        trouble.append(f"{name} {least} or newer, found {have}: {remedy}")
-        return have, f"too old, {least} or newer is needed: {remedy}"
-    objection = trl_objection() if name == "trl" else None
+    low, _, high = wanted.removeprefix(">=").partition(",<")
+    if numbers(have) < numbers(low) or (high and numbers(have) >= numbers(high)):
+        trouble.append(f"{name}{wanted}, found {have}: {remedy}")
+        return have, f"{wanted} is needed: {remedy}"
+    objection = objection_to_trl() if name == "trl" else None
     if objection is not None:
         trouble.append(objection)
     return have, objection or ""
@@ -76,7 +87,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
-def trl_objection() -> str | None:
+def objection_to_trl() -> str | None:
     """What corral has against this TRL: the import of its door is the check."""
     try:
         importlib.import_module("corral.llm.config")

@@ -47,9 +47,9 @@ def listing() -> str:
 def explanation(name: str, function: Any, config_cls: type) -> str:
     """Docstring without its Args and Returns, then settings, needs and where to read on."""
     parts = [f"{name}\n", body(inspect.getdoc(function) or "")]
-    preset = inspect.getdoc(config_cls) if "__doc__" in vars(config_cls) and "(" not in (config_cls.__doc__ or "(") else None
-    if preset:
-        parts.append(f"{preset}\n")
+    preset = vars(config_cls)["__doc__"]
+    if not preset.startswith(f"{config_cls.__name__}("):  # a dataclass without words of its own has its signature there
+        parts.append(f"{inspect.cleandoc(preset)}\n")
     parts.append(settings(config_cls))
     if issubclass(config_cls, ObjectiveConfig):
         config = config_cls()

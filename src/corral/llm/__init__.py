@@ -6,7 +6,10 @@ if TYPE_CHECKING:
     from corral.llm.config import CorralConfig
     from corral.llm.trainer import CorralTrainer
 
-__all__ = ["CorralConfig", "CorralTrainer"]
+__all__ = ["TRL_RANGE", "CorralConfig", "CorralTrainer"]
+
+TRL_RANGE = ("1.7", "1.17")
+"""First release of TRL that works, and the first that is unknown. Reading it imports nothing."""
 
 
 def __getattr__(name: str) -> Any:

@@ -20,12 +20,14 @@ NO_REGION = {"reinforce"}
 def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[str, str]]:
     """Names and sentences, in the order in which they are shown."""
     args, config = trainer.args, trainer.objective.config
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters = short(sum(p.numel() for p in trainer.model.parameters())) + " parameters"
+    if settings.lora:
+        parameters += f", {short(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))} of them trained (LoRA)"
     prompts = args.generation_batch_size // args.num_generations
     updates = count(trainer.updates_per_step, "update")
     chosen = ", ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
     lines = [
-        ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {short(parameters)} parameters"),
+        ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
         ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
         ("anchor", anchor(trainer)),
         ("support", support(trainer)),
@@ -59,7 +61,8 @@ def device(trainer: RunTrainer) -> str:
     kind = trainer.accelerator.device
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
     processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
-    head = "corral's head (torch)" if trainer.needs_support and trainer.updates_per_step > 1 else "TRL's head"
+    own = "corral's head (torch)" if kind.type == "cpu" else "corral's head"  # which says itself what it takes on a GPU
+    head = own if trainer.needs_support and trainer.updates_per_step > 1 else "TRL's head"
     return f"{kind.type} ({name}{processes}); {head}; TRL {trl.__version__}, transformers {transformers.__version__}"
 
 

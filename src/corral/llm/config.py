@@ -9,15 +9,16 @@ from packaging.version import Version
 from trl import GRPOConfig
 
 from corral.advantage import Advantage
+from corral.llm import TRL_RANGE
 from corral.objective import Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
 
-TRL_RANGE = ("1.10", "1.17")
-"""First TRL release that works, and the first that is unknown. Before 1.10 its dapo and luspo averages were off."""
-
 REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """TRL's loss types that differ from PPO's clip in nothing but how they average."""
+
+WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
+"""Reductions that TRL averaged over the wrong count, and the first release that has them right."""
 
 Sampler = Literal["transformers", "vllm", "rollout_func"]
 """Who draws the completions: the trainer's own model, vLLM, or a function of the user's."""
@@ -28,8 +29,8 @@ def check_trl(version: str) -> None:
     low, high = TRL_RANGE
     if not Version(low) <= Version(version) < Version(high):
         raise ImportError(
-            f"corral.llm: tested with TRL {low} and newer, below {high}; found {version}, which may average its loss in "
-            f"another way. Install a tested one: pip install 'trl>={low},<{high}'."
+            f"corral.llm: tested with TRL {low} and newer, below {high}; found {version}, which may do something else in the "
+            f"methods that corral builds on. Install a tested one: pip install 'trl>={low},<{high}'."
         )
 
 
@@ -71,6 +72,10 @@ class CorralConfig(GRPOConfig):
     )
     support_mass: float = field(
         default=1 - 1e-5, metadata={"help": "Probability after which a support keeps no further token."}
+    )
+    use_cache: bool | None = field(
+        default=None,
+        metadata={"help": "What a saved model's configuration says of its cache; None leaves that as it is."},
     )
 
     def __post_init__(self) -> None:
@@ -172,6 +177,11 @@ class CorralConfig(GRPOConfig):
             (
                 self.loss_type not in REDUCTIONS,
                 f"`loss_type` chooses the reduction here, one of {', '.join(REDUCTIONS)}; got {self.loss_type!r}.{same_name}",
+            ),
+            (
+                Version(trl.__version__) < Version(WRONG_BEFORE.get(self.loss_type, trl.__version__)),
+                f"loss_type={self.loss_type!r} is averaged over the wrong count by TRL {trl.__version__}. Install TRL "
+                f"{WRONG_BEFORE.get(self.loss_type)} or newer, or use grpo, bnpo or dr_grpo.",
             ),
             (
                 self.epsilon != 0.2 or self.epsilon_high is not None,

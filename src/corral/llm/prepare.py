@@ -1,5 +1,6 @@
 """Settings → everything they name, built and checked before a run writes its first file."""
 
+import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from corral.llm.config import CorralConfig
@@ -14,6 +16,7 @@ from corral.llm.files import RunError, plain
 from corral.llm.models import load_model
 from corral.llm.problems import Problems
 from corral.llm.settings import Settings
+from corral.objective.naming import nearest
 from corral.task import make_task
 
 
@@ -26,6 +29,7 @@ class Parts:
     dataset: Dataset
     held_out: list[str]
     config: CorralConfig
+    adapter: LoraConfig | None
 
 
 def prepare(settings: Settings) -> Parts:
@@ -33,9 +37,8 @@ def prepare(settings: Settings) -> Parts:
     try:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
+        config.check_sampler("vllm" if config.use_vllm else "transformers")
         model, tokenizer = load_model(settings.model)
-        # transformers would write its own default into the configuration that checkpoints carry.
-        config.use_cache = settings.trainer.get("use_cache", model.config.use_cache)
     except ValueError as error:
         raise RunError(str(error)) from error
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
@@ -43,8 +46,17 @@ def prepare(settings: Settings) -> Parts:
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
-    problems.check_length([*dataset["problem"], *held_out], model, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config)
+    problems.check_length([*dataset["problem"], *held_out], model.config, config.max_completion_length)
+    return Parts(model, problems, dataset, held_out, config, lora_config(settings.lora))
+
+
+def lora_config(given: dict[str, Any]) -> LoraConfig | None:
+    """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
+    known = {item.name for item in dataclasses.fields(LoraConfig) if item.init}
+    for key in given:
+        if key not in known:
+            raise RunError(f"lora: there is no setting `{key}`.{nearest(key, known)}")
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | given) if given else None
 
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
@@ -62,6 +74,7 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
         "use_cpu": not on_gpu,
         "save_strategy": "no",  # the run says when
         "disable_tqdm": True,
+        "log_level_replica": "error",  # one process speaks
         "shuffle_dataset": False,  # problems are drawn at random already
     }
     config = CorralConfig(output_dir="runs", **chosen | settings.trainer)

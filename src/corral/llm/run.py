@@ -160,7 +160,7 @@ class RunFolder:
         os.replace(source, target)
         sync(self.checkpoints)
         self.drop_unfinished()
-        for old in self._named()[keep:]:
+        for old in self.named()[keep:]:
             shutil.rmtree(old, ignore_errors=True)
 
     def drop_unfinished(self) -> None:
@@ -170,14 +170,14 @@ class RunFolder:
     def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint whose files are all as written, and why newer ones are not used."""
         complaints = []
-        for path in self._named():
+        for path in self.named():
             why = damage(path)
             if why is None:
                 return Checkpoint(path, json.loads((path / "manifest.json").read_text())["step"]), complaints
             complaints.append(f"{path.name} is damaged ({why}) and is not used.")
         return None, complaints
 
-    def _named(self) -> list[Path]:
+    def named(self) -> list[Path]:
         """Checkpoints, newest first."""
         found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
         return sorted(found, key=lambda path: -int(path.name.split("-")[1]))

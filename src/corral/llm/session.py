@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.models.utils import unwrap_model_for_generation
 
@@ -113,12 +115,8 @@ class RunTrainer(CorralTrainer):
             if folder is not None:
                 folder.drop_unfinished()
             if isinstance(error, OSError) or is_disk_full(error):
-                raise RunError(disk_sentence(error, self._path_of_checkpoint(update))) from error
+                raise RunError(disk_sentence(error, Path(self.args.output_dir) / f"checkpoint-{update}")) from error
             raise
-
-    def _path_of_checkpoint(self, update: int) -> Any:
-        assert self.session.folder is not None
-        return self.session.folder.checkpoints / f"checkpoint-{update}"
 
     def measure(self) -> dict[str, float]:
         """Success on the held-out problems, sampled at temperature 1 and greedy. Training draws the same numbers afterwards."""
@@ -130,8 +128,10 @@ class RunTrainer(CorralTrainer):
         try:
             with (
                 torch.random.fork_rng(devices=devices),
-                unwrap_model_for_generation(self.model_wrapped, process) as model,
+                unwrap_model_for_generation(self.model_wrapped, process) as unwrapped,
             ):
+                # An adapter sits inside the layers of its base.
+                model = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
                 for greedy in (False, True):
                     torch.manual_seed(session.settings.seed + process.process_index)  # the same draws at every measurement
                     scores.append(sum(self._scores(model, mine, greedy)))
@@ -218,9 +218,7 @@ class RunCallback(TrainerCallback):
             "step": step,
             "update": state.global_step,
             "seconds": seconds,
-            "success": None,
-            "greedy": None,
-            "reward": None,
+            **NOT_MEASURED,
             **logs,
         }
         line |= {"tokens_per_second": tokens / max(seconds - last["seconds"], 1e-9), "skipped": session.guard.skipped}

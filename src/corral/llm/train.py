@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import PrinterCallback
+from transformers import PrinterCallback, set_seed
 
 from corral.llm.banner import banner
 from corral.llm.files import RunError, disk_sentence, is_disk_full
@@ -124,8 +124,18 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     log = logging.getLogger("corral.llm.trainer")
     level = log.level
     log.setLevel(logging.ERROR)  # the banner says the same, in its place
+    set_seed(settings.seed)  # the trainer does that too, but an adapter is drawn before
     try:
-        trainer = RunTrainer(parts.model, reward, config, parts.dataset, processing_class=parts.problems.tokenizer)
+        trainer = RunTrainer(
+            parts.model,
+            reward,
+            config,
+            parts.dataset,
+            processing_class=parts.problems.tokenizer,
+            peft_config=parts.adapter,
+        )
+    except ValueError as error:  # what only TRL, peft and the model together can tell
+        raise RunError(str(error)) from error
     finally:
         log.setLevel(level)
     trainer.session = session

@@ -32,7 +32,7 @@ class Scored(NamedTuple):
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Four methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Five methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says.
@@ -57,9 +57,8 @@ class CorralTrainer(GRPOTrainer):
         args.check_sampler("vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers")
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
-        self.policy_head = PolicyHead(
-            self.model.get_base_model() if is_peft_model(self.model) else self.model, self.temperature
-        )
+        base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        self.policy_head = PolicyHead(base, self.temperature)
         self._request: SupportRequest | None = None
         self._scored: Scored | None = None
         self._rewards: Tensor | None = None
@@ -80,6 +79,12 @@ class CorralTrainer(GRPOTrainer):
             )
         elif self.anchor == "rollout" and not sampler_anchor:
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Where transformers meets the model. Later on it writes `use_cache` into the configuration that is saved."""
+        if self.args.use_cache is None:
+            self.args.use_cache = getattr(self.model.config, "use_cache", False)  # not every family has one
+        super().create_accelerator_and_postprocess()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         self._rewards = super()._calculate_rewards(*args, **kwargs)

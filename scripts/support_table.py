@@ -1,0 +1,163 @@
+"""docs/support.md, written from the markers of the tests.
+
+    python scripts/support_table.py            writes the page
+    python scripts/support_table.py --check    only says whether it is up to date
+
+A test that shows a feature at work carries `@pytest.mark.supports("group: feature", door="TRL")`, one that shows it refused
+`@pytest.mark.refuses(…)`; `{name}` in a feature is the test's parameter of that name. Tests are collected, not run.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "support.md"
+
+DOORS = ("import corral", "TRL", "command line", "verl", "robots")
+"""In the order of the columns; a door that no test goes through has none."""
+
+GROUPS = {
+    "objective": "Objectives",
+    "reduction": "Reductions",
+    "advantage": "Advantages",
+    "correction": "Sampler corrections",
+    "anchor": "Anchors and samplers",
+    "kept": "What is kept of TRL",
+    "model": "Models",
+    "scale": "Several processes",
+    "run": "A run",
+    "other": "Other software",
+}
+"""Sections of the page, by the word before the colon."""
+
+TARGETS = {
+    "gpu": "GPU",
+    "vllm": "`make test-vllm`",
+    "trl_versions": "`make test-trl-versions`",
+}
+"""Where a test with such a marker runs, the first that it has; without any, in CI."""
+
+UNTESTED = (
+    ("kept: the whole door on a GPU", "TRL"),
+    ("model: vision-language models", "TRL"),
+    ("model: float16 with a gradient scaler", "TRL"),
+    ("anchor: a vLLM server", "TRL"),
+    ("anchor: `use_transformers_continuous_batching`", "TRL"),
+    ("scale: FSDP 1", "TRL"),
+    ("scale: DeepSpeed ZeRO-2", "TRL"),
+    ("scale: tensor, context and sequence parallelism", "TRL"),
+    ("scale: FSDP2", "command line"),
+    ("scale: several machines", "command line"),
+    ("run: `--report-to wandb`", "command line"),
+    ("run: `--report-to trackio`", "command line"),
+)
+"""What nobody has tried, as far as one might expect it to work."""
+
+INTRODUCTION = """# What is supported, and how that is known
+
+Written by `python scripts/support_table.py` from the markers of the tests; do not edit.
+
+- **CI**: `make test` shows it at work, at every change. **GPU**: the same, where there is a CUDA device.
+- **`make …`**: a target that takes longer, or needs an environment of its own, shows it at work.
+- **refused**: it ends with a sentence that says why and what to do, and a test reads that sentence.
+- **untested**: nobody has tried.
+
+An empty cell: it means nothing there, or another door is the place for it.
+"""
+
+MARKED = re.compile(r"mark\.(supports|refuses)\(")
+
+Table = dict[str, dict[str, set[str]]]
+
+
+class SupportError(Exception):
+    """A marker, or the list of what is untested, cannot be right."""
+
+
+def collect() -> list[pytest.Item]:
+    """The tests of every file that has one of the markers."""
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text())]
+
+    class Collected:
+        items: list[pytest.Item]
+
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            self.items = session.items
+
+    collected, printed = Collected(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *map(str, files)]
+        status = pytest.main(arguments, plugins=[collected])
+    if status != pytest.ExitCode.OK:
+        raise SupportError(f"the tests cannot be collected:\n{printed.getvalue()[-3000:]}")
+    return collected.items
+
+
+def tabulate(items: Iterable[pytest.Item]) -> Table:
+    """Feature → door → where it is tested, in the order of the tests."""
+    table: Table = {}
+    for item in items:
+        where = next((place for marker, place in TARGETS.items() if item.get_closest_marker(marker)), "CI")
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        for marker in ("supports", "refuses"):
+            for mark in item.iter_markers(marker):
+                add(table, mark.args[0].format(**parameters), mark.kwargs["door"], where if marker == "supports" else "refused")
+    for feature, door in UNTESTED:
+        if door in table.get(feature, {}):
+            raise SupportError(f"{feature!r} is tested through {door!r}: take it from UNTESTED.")
+        add(table, feature, door, "untested")
+    return table
+
+
+def add(table: Table, feature: str, door: str, where: str) -> None:
+    """One more thing that is known."""
+    if feature.partition(": ")[0] not in GROUPS:
+        raise SupportError(f"{feature!r} should begin with a group and a colon; there are {', '.join(GROUPS)}.")
+    if door not in DOORS:
+        raise SupportError(f"{feature!r} names the door {door!r}; there are {', '.join(DOORS)}.")
+    table.setdefault(feature, {}).setdefault(door, set()).add(where)
+
+
+def page(table: Table) -> str:
+    """The page, a section per group."""
+    doors = [door for door in DOORS if any(door in row for row in table.values())]
+    places = ["CI", *TARGETS.values(), "refused", "untested"]
+    text = INTRODUCTION
+    for group, title in GROUPS.items():
+        rows = {feature.partition(": ")[2]: row for feature, row in table.items() if feature.startswith(f"{group}: ")}
+        if not rows:
+            continue
+        used = [door for door in doors if any(door in row for row in rows.values())]
+        text += f"\n## {title}\n\n| | {' | '.join(used)} |\n|---|{'---|' * len(used)}\n"
+        for name, row in rows.items():
+            cells = [", ".join(place for place in places if place in row.get(door, ())) for door in used]
+            text += f"| {name} | {' | '.join(cells)} |\n"
+    return text
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Write docs/support.md from the markers of the tests.")
+    parser.add_argument("--check", action="store_true", help="write nothing; the status is 1 if the page is not up to date")
+    check = parser.parse_args(argv).check
+    try:
+        text = page(tabulate(collect()))
+    except SupportError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if check:
+        same = PAGE.is_file() and PAGE.read_text() == text
+        sys.stdout.write("" if same else f"{PAGE} is not what the tests say. Run: python scripts/support_table.py\n")
+        return 0 if same else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

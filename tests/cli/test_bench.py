@@ -1,0 +1,32 @@
+"""`corral bench`: a name, a script of the source checkout, and sentences where there is none."""
+
+from pathlib import Path
+
+import pytest
+
+from corral.cli import bench, main
+
+
+def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(bench.BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_every_script_is_there_and_explains_itself(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--rows"]) == 2  # the script's own complaint: --rows wants a number, or is unknown
+    assert "usage: " + bench.BENCHMARKS[name][0] in capfd.readouterr().err
+
+
+def test_an_unknown_name_answers_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "heat"]) == 2
+    assert "there is no benchmark 'heat'" in (said := capsys.readouterr().err)
+    assert "head" in said
+
+
+def test_outside_a_source_checkout_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    assert main(["bench", "head"]) == 1
+    assert "runs from a source checkout" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""docs/support.md is what the markers of the tests say, and the script that writes it notices what cannot be right."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "support_table.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("support_table", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_tests_say() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ci_runs_what_the_page_says_it_runs(script: ModuleType) -> None:
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make test")
+    makefile = (ROOT / "Makefile").read_text()
+    command = makefile.split("\ntest: setup\n\t")[1].splitlines()[0]
+    assert " -m " not in command, "make test leaves nothing out"
+    for place in script.TARGETS.values():
+        if place.startswith("`make"):
+            assert f"\n{place.strip('`').removeprefix('make ')}:" in makefile
+
+
+def test_golden_page(script: ModuleType) -> None:
+    table = {
+        "objective: troll": {"import corral": {"GPU", "CI"}, "TRL": {"`make test-vllm`"}},
+        "other: Unsloth": {"TRL": {"refused"}},
+    }
+    text = script.page(table)
+    assert "## Objectives\n\n| | import corral | TRL |\n|---|---|---|\n| troll | CI, GPU | `make test-vllm` |\n" in text
+    assert "## Other software\n\n| | TRL |\n|---|---|\n| Unsloth | refused |\n" in text
+    assert "## Models" not in text
+
+
+@pytest.mark.parametrize(
+    ("feature", "door", "why"),
+    [("troll", "TRL", "should begin with a group"), ("objective: troll", "trl", "names the door 'trl'")],
+)
+def test_markers_that_cannot_be_right(script: ModuleType, feature: str, door: str, why: str) -> None:
+    with pytest.raises(script.SupportError, match=why):
+        script.add({}, feature, door, "CI")
+
+
+def test_what_is_tested_is_not_untested(script: ModuleType, request: pytest.FixtureRequest) -> None:
+    feature, door = script.UNTESTED[0]
+    request.node.add_marker(pytest.mark.supports(feature, door=door))
+    with pytest.raises(script.SupportError, match="take it from UNTESTED"):
+        script.tabulate([request.node])

