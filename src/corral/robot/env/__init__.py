@@ -6,9 +6,15 @@ observation's last entry (rewards depend on time), a `success` in the info of th
 
 from dataclasses import dataclass
 
-from gymnasium.envs.registration import register, registry
+try:
+    from gymnasium.envs.registration import register, registry
+except ImportError as error:
+    raise ImportError("corral.robot.env: gymnasium and mujoco simulate the tasks. Install corral[robot].") from error
 
+from corral.robot.env.vector import make_envs
 from corral.robot.tracking import Tracking
+
+__all__ = ["ENVIRONMENTS", "Environment", "make_envs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,29 @@ ENVIRONMENTS = {
         steps=100,
         dt=0.02,
         tracking=Tracking(joints=(0, 5), velocities=(5, 10), p=10.0, d=1.0),  # 40 p = 20² and 40 d = 2 · 20: critically damped
+    ),
+    "corral/HopperJump-v0": Environment(
+        entry_point="corral.robot.env.hopper_jump:HopperJump",
+        steps=250,
+        dt=0.008,
+        tracking=Tracking(joints=(3, 6), velocities=(9, 12), p=1.0, d=0.1),
+    ),
+    "corral/BoxPushing-v0": Environment(
+        entry_point="corral.robot.env.box_pushing:BoxPushing",
+        steps=100,
+        dt=0.02,
+        tracking=Tracking(
+            joints=(0, 7),
+            velocities=(7, 14),
+            p=(1.2, 1.2, 1.2, 1.2, 0.5, 0.3, 0.1),
+            d=(0.1, 0.1, 0.1, 0.1, 0.06, 0.05, 0.03),
+        ),
+    ),
+    "corral/MetaWorld-v0": Environment(
+        entry_point="corral.robot.env.metaworld:MetaWorld",
+        steps=500,
+        dt=0.0125,
+        tracking=Tracking(joints=(0, 4), velocities=(4, 8), command="position"),  # the environment itself holds the gain
     ),
 }
 

@@ -1,0 +1,128 @@
+"""Pictures of a MuJoCo scene without OpenGL: the same image on every machine, display or none.
+
+Shapes are projected without perspective and painted from the farthest to the nearest: capsules, cylinders and spheres as
+thick lines; boxes, planes and the bounding boxes of meshes as the faces that look towards the camera. What belongs to the
+world lies beneath the rest.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import mujoco
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+
+LIGHT = np.array([0.3, -0.4, 0.866])
+PLANE, SPHERE, CAPSULE, CYLINDER, MESH = (
+    int(getattr(mujoco.mjtGeom, f"mjGEOM_{name}")) for name in ("PLANE", "SPHERE", "CAPSULE", "CYLINDER", "MESH")
+)
+HIDDEN = 3
+"""Shapes of this group and those after it are not shown, as in MuJoCo's own pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Camera:
+    """Looks at `centre` from afar; the picture is `width` metres wide."""
+
+    centre: tuple[float, float, float]
+    width: float
+    azimuth: float
+    """Degrees; at 0 the camera looks along +y and sees x grow to the right."""
+    elevation: float
+    """Degrees above the horizon."""
+    pixels: tuple[int, int] = (480, 360)
+
+    @property
+    def axes(self) -> Array:
+        """Rows: right, up, and towards the camera."""
+        a, e = np.radians([self.azimuth, self.elevation])
+        towards = np.array([np.sin(a) * np.cos(e), -np.cos(a) * np.cos(e), np.sin(e)])
+        right = np.array([np.cos(a), np.sin(a), 0.0])
+        return np.stack([right, np.cross(towards, right), towards])
+
+
+def picture(
+    model: mujoco.MjModel, data: mujoco.MjData, camera: Camera, marks: Sequence[tuple[Sequence[float], str]] = ()
+) -> NDArray[np.uint8]:
+    """The scene as an image [height width 3]; `marks` are points (x, y, z) with a colour, drawn as crosses on top."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Polygon
+
+    width, height = camera.pixels
+    figure = Figure((width / 100, height / 100), dpi=100, facecolor="#eef2f7")
+    half = camera.width / 2
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-half, half), ylim=(-half * height / width, half * height / width))
+    axes.axis("off")
+    points_per_metre = width / camera.width * 0.72
+    for _, _, kind, style in sorted(_shapes(model, data, camera), key=lambda shape: shape[:2]):
+        if kind == "face":
+            axes.add_patch(Polygon(style["corners"], closed=True, facecolor=style["colour"], edgecolor=(0, 0, 0, 0.25), lw=0.5))
+        else:
+            axes.plot(*style["ends"].T, lw=style["width"] * points_per_metre, color=style["colour"], solid_capstyle=kind)
+    for point, colour in marks:
+        axes.plot(*_project(np.asarray(point, float), camera)[:2], "x", ms=12, mew=3, color=colour)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _project(points: Array, camera: Camera) -> Array:
+    """Right, up and nearness [* 3] of points [* 3]."""
+    return (points - np.asarray(camera.centre)) @ camera.axes.T
+
+
+def _shapes(model: mujoco.MjModel, data: mujoco.MjData, camera: Camera) -> Iterator[tuple[bool, float, str, dict[str, Any]]]:
+    """(belongs to a body, nearness, kind, style) of everything that can be seen."""
+    for index in range(model.ngeom):
+        kind, size, colour = int(model.geom_type[index]), model.geom_size[index], model.geom_rgba[index]
+        centre, axes = data.geom_xpos[index], data.geom_xmat[index].reshape(3, 3)
+        if model.geom_group[index] >= HIDDEN:
+            continue
+        if kind == MESH:
+            centre, size = centre + axes @ model.geom_aabb[index, :3], model.geom_aabb[index, 3:]
+        elif kind == PLANE:
+            size = np.array([*np.where(size[:2] > 0, np.minimum(size[:2], camera.width), camera.width), 0.0])  # as far as seen
+        if kind in (SPHERE, CAPSULE, CYLINDER):
+            reach = 0.0 if kind == SPHERE else size[1]
+            found = _strokes(centre + np.outer([-reach, reach], axes[:, 2]), size[0], kind == CYLINDER, colour, camera)
+        else:
+            found = _faces(centre, axes, size, colour, camera)
+        for shape in found:
+            yield bool(model.geom_bodyid[index]), *shape
+
+
+def _strokes(
+    ends: Array, radius: float, flat: bool, colour: Array, camera: Camera
+) -> Iterator[tuple[float, str, dict[str, Any]]]:
+    """A line from one end to the other, twice: a narrower one in a lighter shade reads as a rounded body."""
+    seen = _project(ends, camera)
+    for share, shade in ((1.0, 0.75), (0.55, 1.0)):
+        style = {"ends": seen[:, :2], "width": 2 * float(radius) * share, "colour": _shaded(colour, shade)}
+        yield float(seen[:, 2].mean()) + 1e-6 * shade, "butt" if flat else "round", style
+
+
+def _faces(
+    centre: Array, axes: Array, extent: Array, colour: Array, camera: Camera
+) -> Iterator[tuple[float, str, dict[str, Any]]]:
+    """The faces of a box that look towards the camera; without thickness, only the upper one."""
+    for axis, sign in product(range(3), (-1.0, 1.0)):
+        normal = sign * axes[:, axis]
+        if normal @ camera.axes[2] <= 1e-6 or (not extent[2] and axis != 2):
+            continue
+        first, second = (other for other in range(3) if other != axis)
+        corners = np.zeros((4, 3))
+        corners[:, axis] = sign * extent[axis]
+        corners[:, first] = extent[first] * np.array([-1, 1, 1, -1])
+        corners[:, second] = extent[second] * np.array([-1, -1, 1, 1])
+        seen = _project(centre + corners @ axes.T, camera)
+        shade = 0.65 + 0.35 * max(0.0, float(normal @ LIGHT))
+        yield float(seen[:, 2].mean()), "face", {"corners": seen[:, :2], "colour": _shaded(colour, shade)}
+
+
+def _shaded(colour: Array, shade: float) -> tuple[float, ...]:
+    return (*(float(part) * shade for part in colour[:3]), float(colour[3]))

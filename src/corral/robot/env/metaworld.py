@@ -1,0 +1,94 @@
+"""Meta-World's manipulation tasks as position-controlled joints: three axes of the hand, and the gripper.
+
+An action is where the hand should be (m) and how the gripper is driven (−1 opens, 1 closes). Per step of 0.0125 s the hand's
+guide m moves towards it by at most 1 cm on each axis, as Meta-World's own action of ±1 does:
+
+    a_xyz = clip(100 (desired − m), −1, 1)     a_gripper = clip(desired, −1, 1)
+
+Observation, 48 numbers: guide (x, y, z) and last gripper command, their velocities, Meta-World's 39 (goal included), elapsed
+share. Reward is Meta-World's, of each step; success is that of the last one.
+
+Yu et al., "Meta-World: A Benchmark and Evaluation for Multi-Task and Meta Reinforcement Learning", 2019.
+"""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+
+STEPS, DT, GAIN = 500, 0.0125, 100.0
+OPEN = -1.0
+"""Gripper command at the start of an episode: Meta-World opens it during its reset."""
+
+
+def task_names() -> list[str]:
+    """Every task of Meta-World v3."""
+    return sorted(_metaworld().ALL_V3_ENVIRONMENTS)
+
+
+class MetaWorld(gymnasium.Env):
+    """One of Meta-World's v3 tasks; object and goal are drawn anew in every episode."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (48,), np.float64)
+
+    def __init__(self, task: str = "reach-v3", render_mode: str | None = None) -> None:
+        classes = _metaworld().ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
+        if f"{task}-goal-observable" not in classes:
+            raise ValueError(f"MetaWorld: no task {task!r}; there are {', '.join(task_names())}.")
+        self.inner = classes[f"{task}-goal-observable"](seed=0)
+        self.inner._freeze_rand_vec, self.inner.seeded_rand_vec = False, True  # a new draw per reset, from the seeded generator
+        self.render_mode, self.time = render_mode, 0
+        self.action_space = gymnasium.spaces.Box(
+            np.array([*self.inner.mocap_low, -1.0], np.float32), np.array([*self.inner.mocap_high, 1.0], np.float32)
+        )
+        self.position, self.velocity = np.zeros(4), np.zeros(4)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.inner.seed(int(self.np_random.integers(2**31)))
+        seen, _ = self.inner.reset()
+        self.time, self.position, self.velocity = 0, self._state(OPEN), np.zeros(4)
+        return self._observation(seen), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        desired = np.asarray(action, np.float64)
+        command = np.clip(np.append(GAIN * (desired[:3] - self.position[:3]), desired[3]), -1.0, 1.0)
+        seen, reward, _, _, info = self.inner.step(command)
+        self.time += 1
+        before, self.position = self.position, self._state(command[3])
+        self.velocity = (self.position - before) / DT
+        over = self.time == STEPS
+        return self._observation(seen), float(reward), False, over, {"success": float(info["success"])} if over else {}
+
+    def render(self) -> NDArray[np.uint8]:
+        """The table and the robot, its meshes as boxes, the target as a cross; 480 × 360."""
+        from corral.robot.env.drawing import Camera, picture
+
+        camera = Camera(centre=(0.0, 0.6, 0.25), width=1.6, azimuth=155.0, elevation=25.0)
+        return picture(self.inner.model, self.inner.data, camera, [(self.inner._target_pos, "tab:red")])
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _state(self, gripper: float) -> Array:
+        """Guide and gripper command [4]."""
+        return np.append(self.inner.data.mocap_pos[0], gripper)
+
+    def _observation(self, seen: Array) -> Array:
+        return np.concatenate([self.position, self.velocity, seen, [self.time / STEPS]])
+
+
+def _metaworld() -> Any:
+    try:
+        import metaworld
+    except ImportError as error:
+        raise ImportError(
+            "MetaWorld: the package metaworld is missing. It asks for its own release of mujoco: install corral[metaworld] "
+            "into a virtual environment of its own."
+        ) from error
+    return metaworld
