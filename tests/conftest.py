@@ -15,6 +15,9 @@ settings.register_profile(
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "corral"))
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU then; Triton reads it when it is first imported
+
 torch.set_num_threads(1)  # two workers that each take every core are far slower than one
 
 

@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "corral"
 
 LAYERS = {
     "types": 0, "numerics": 0, "support": 1, "advantage": 1, "divergence": 1, "projection": 2, "kernels": 2, "objective": 3,
-    "task": 4, "llm": 5, "robot": 5, "cli": 6,
+    "task": 4, "run": 4, "llm": 5, "robot": 5, "report": 6, "cli": 6,
 }  # fmt: skip
 """A unit imports from its own layer or below; `corral` itself, the list of public names, sits on top."""
 
@@ -48,7 +48,8 @@ def test_imports_point_one_way(path: Path) -> None:
     for name in imports(path):
         package, _, rest = name.partition(".")
         if LAYERS[unit(path)] <= 3:
-            assert package in MATHS, f"{path.name} imports {name}; the maths needs torch and jaxtyping alone"
+            allowed = MATHS | {"triton"} if unit(path) == "kernels" else MATHS
+            assert package in allowed, f"{path.name} imports {name}; the maths needs torch and jaxtyping alone"
         if package == "corral":
             target = rest.partition(".")[0]
             if not target:  # the list of public names sits on top of the maths
@@ -87,8 +88,9 @@ def test_public_names_are_sorted_whole_and_importable() -> None:
 CONTRACT = """
     SparseDist top_k_support gather_support categorical_kl categorical_tv binary_kl binary_tv project_categorical_kl
     CategoricalProjection TokenBatch ObjectiveOutput make_objective objective_names register_objective make_correction
-    reduce_loss group_advantages gae improvement_bound lm_head project_gaussian_kl project_gaussian_wasserstein
-    project_gaussian_frobenius project_entropy_floor GaussianProjection gaussian_kl gaussian_entropy
+    reduce_loss group_advantages gae improvement_bound lm_head policy_loss_from_hidden
+    project_gaussian_kl project_gaussian_wasserstein project_gaussian_frobenius project_entropy_floor GaussianProjection
+    gaussian_kl gaussian_entropy
 """
 
 
@@ -99,11 +101,14 @@ def test_names_that_stay_are_there_and_documented(name: str) -> None:
 
 
 def public_functions() -> list[tuple[str, ast.FunctionDef]]:
+    """All but those that Triton compiles, whose arguments have no Python types."""
     return [
         (f"{path.relative_to(SOURCE)}:{node.name}", node)
         for path in MODULES
         for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and not any(isinstance(x, ast.Name) and x.id == "no_type_check" for x in node.decorator_list)
     ]
 
 

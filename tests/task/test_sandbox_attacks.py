@@ -137,6 +137,14 @@ def test_nothing_can_be_written_but_the_temporary_folder(backend: str, path: str
     assert attack(backend, f"print(attempt(lambda: open({path!r}, 'w')))") in ("EROFS", "ENOENT", "EACCES")
 
 
+def test_everything_but_the_temporary_folder_is_mounted_read_only(backend: str) -> None:
+    # Permissions alone would do for root, who becomes nobody; an ordinary user may own the interpreter.
+    code = (
+        "print([os.statvfs(p).f_flag & 1 for p in ('/', '/etc/ld.so.cache', '/usr/lib', os.__file__, sys.executable, '/tmp')])"
+    )
+    assert attack(backend, code) == "[1, 1, 1, 1, 1, 0]"
+
+
 REFUSED = ("EROFS", "EPERM", "EACCES", "EBUSY", "ETXTBSY", "EXDEV", "EINVAL", "ENOSYS")
 
 CHANGES = """

@@ -1,6 +1,7 @@
 """The language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corral.kernels.logits import LogitSpec, block_size, slices
-from corral.kernels.online import HeadRows, OnlineHead
+from corral.kernels.candidates import GROUP
+from corral.kernels.dispatch import choose
+from corral.kernels.head_backward import HeadGradients, HeadState, head_backward
+from corral.kernels.logits import LogitSpec, Scratch, block_size, operand, slices, working_dtype
+from corral.kernels.online import HeadRequest, HeadRows, OnlineHead
+from corral.kernels.parallel import Shard, merge
 from corral.support import check_ids
 from corral.types import SparseDist
+
+FIRST = 8
+"""Where the k largest are wanted, the first block has this many times k: enough to know a candidate by, too few to cost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +49,7 @@ def lm_head(
     ids: Int[Tensor, "*b K"] | None = None,
     entropy: bool = False,
     impl: str = "auto",
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> HeadOutput:
     """Log-probs, entropy and support of the next-token distribution, without ever holding [N V] logits.
 
@@ -57,25 +66,43 @@ def lm_head(
         top_k, mass: keep at most k of the most likely tokens, until they hold `mass`; slot 0 is the sampled token.
         ids: a support to evaluate on [*, K], −1 at padding. Excludes `top_k`.
         entropy: compute it too.
-        impl: "torch", or "auto" for the best there is.
+        impl: "torch" (any device), "triton" (a GPU), or "auto" for the best there is.
+        group: processes that each hold some rows of `weight` and `bias`, in the order of their ranks, and all the same of
+            everything else. Ids count through all of them; every process gets the same result, and a loss that each of them
+            computes in full gives each the gradient of its own rows, and all of it for `hidden`.
     Returns:
         HeadOutput, float32 or better, differentiable in `hidden`, `weight` and `bias`.
     Ref:
         Milakov & Gimelshein 2018, arXiv:1805.02867 (online normaliser). Invariant: equal to top_k_support and gather_support
         on the full log-softmax.
     """
-    spec = LogitSpec(scale, softcap, temperature)
-    _check(hidden, weight, tokens, bias, top_k, mass, ids, impl)
+    spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
+    shard = Shard.of(weight, group)
+    _check(hidden, weight, tokens, bias, request, ids, shard.vocabulary)
+    head = _head_function(impl, hidden, weight, request, shard)
     shape = tokens.shape
-    flat_ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
-    logp, nats, kept, rest, support = _Head.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, tokens.reshape(-1).long(), flat_ids, (spec, top_k, mass, entropy)
+    flat_ids = None if ids is None else ids.reshape(-1, ids.shape[-1]).long()
+    logp, nats, kept, rest, support = head(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, tokens.reshape(-1).long(), flat_ids, spec, request
     )
     dist = None
     if ids is not None or top_k is not None:
-        support = ids if ids is not None else support.reshape(*shape, -1)
+        support = ids if ids is not None else support.reshape(*shape, support.shape[-1])
         dist = SparseDist(support, kept.reshape(support.shape), rest.reshape(shape))
     return HeadOutput(logp.reshape(shape), nats.reshape(shape) if entropy else None, dist)
+
+
+def _head_function(impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, shard: Shard) -> Callable[..., Any]:
+    """The implementation that runs: (hidden, weight, bias, tokens, ids, spec, request) → logp, nats, kept, rest, ids."""
+    if shard.group is not None:
+        if impl == "triton":
+            raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
+        impl = "torch" if impl == "auto" else impl
+    if choose("lm_head", impl, hidden, weight, request.top_k) == "torch":
+        return lambda *inputs: _Head.apply(*inputs, shard)
+    from corral.kernels.triton_head import Plan, TritonHead  # Triton is there by now
+
+    return lambda *inputs: TritonHead.apply(*inputs[:-2], Plan(*inputs[-2:]))
 
 
 class _Head(torch.autograd.Function):
@@ -83,92 +110,51 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, how: Any
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, *how: Any
     ) -> tuple[Tensor, ...]:
-        ctx.spec, top_k, mass, ctx.entropy = how
-        rows, columns = block_size(hidden.device)
-        dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-        parts: list[HeadRows] = []
-        for row in slices(len(hidden), rows):
-            online = OnlineHead(tokens[row], None if ids is None else ids[row], top_k, ctx.entropy, dtype)
-            for column in slices(len(weight), columns):
-                z = ctx.spec.block(hidden[row], weight[column], None if bias is None else bias[column])
-                online.fold(z, column.start)
-            parts.append(online.finish(mass))
-        lse, logp, support, kept, rest, nats = (
-            torch.cat([getattr(part, field.name) for part in parts]) for field in dataclasses.fields(HeadRows)
-        )
-        ctx.mark_non_differentiable(support)
-        ctx.save_for_backward(hidden, weight, bias, tokens, support, lse, rest, nats)
-        return logp, nats, kept, rest, support
+        ctx.spec, ctx.request, ctx.shard = how
+        rows = head_forward(hidden, weight, bias, tokens, ids, *how)
+        ctx.mark_non_differentiable(rows.ids)
+        ctx.save_for_backward(hidden, weight, bias, tokens, rows.ids, rows.lse, rows.rest, rows.entropy)
+        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logp: Tensor, g_nats: Tensor, g_kept: Tensor, g_rest: Tensor, _: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, tokens, support, lse, rest, nats = ctx.saved_tensors
-        live = (g_logp != 0) | (g_nats != 0) | (g_rest != 0) | (g_kept != 0).any(-1)
-        picked = live.nonzero().squeeze(-1)  # masked and blocked tokens cost nothing
-        grad_hidden, grad_weight, grad_bias = (
-            torch.zeros(x.shape, dtype=lse.dtype, device=x.device) if needed else None
-            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        hidden, weight, bias, tokens, ids, lse, rest, nats = ctx.saved_tensors
+        state = HeadState(
+            hidden, weight, bias, tokens, ids, lse, rest, nats=nats if ctx.request.entropy else None, shard=ctx.shard
         )
-        rows, columns = block_size(hidden.device)
-        for part in slices(len(picked), rows):
-            row = picked[part]
-            h = hidden[row]
-            gradient = LogitGradient(tokens[row], support[row], g_logp[row], g_kept[row], g_rest[row], rest[row])
-            for column in slices(len(weight), columns):
-                w = weight[column]
-                z = ctx.spec.block(h, w, None if bias is None else bias[column])
-                dz = gradient.block(z - lse[row, None], column.start)
-                if ctx.entropy:
-                    dz = dz - g_nats[row, None] * entropy_gradient(z - lse[row, None], nats[row, None])
-                dz = dz * ctx.spec.slope(z)
-                if grad_hidden is not None:
-                    grad_hidden[row] += dz @ w.to(dz.dtype)
-                if grad_weight is not None:
-                    grad_weight[column] += dz.T @ h.to(dz.dtype)
-                if grad_bias is not None:
-                    grad_bias[column] += dz.sum(0)
-        grads = (
-            None if grad is None else grad.to(x.dtype)
-            for grad, x in zip((grad_hidden, grad_weight, grad_bias), (hidden, weight, bias), strict=True)
-        )
-        return (*grads, None, None, None)
+        grads = head_backward(ctx.spec, state, HeadGradients(g_logp, g_kept, g_rest, g_nats), ctx.needs_input_grad[:3])
+        return (*grads, None, None, None, None, None)
 
 
-class LogitGradient:
-    """Gradient of log-probs, support and rest with respect to the logits, block by block.
-
-        dz_v = p_v (g_rest/p_rest [v ∉ S] − G) + Σ_k g_k [v = k] + g_a [v = a]          G = g_a + Σ_k g_k + g_rest
-
-    S is the support, a the sampled token. All tokens off the support share one factor per row.
-    """
-
-    def __init__(self, tokens: Tensor, ids: Tensor, g_logp: Tensor, g_kept: Tensor, g_rest: Tensor, rest: Tensor) -> None:
-        padding = ids < 0
-        g_kept = torch.where(padding, 0.0, g_kept)
-        empty = rest == -torch.inf
-        g_rest = torch.where(empty, 0.0, g_rest)
-        share = g_rest / torch.where(empty, 0.0, rest).exp()
-        self.off_support = share - (g_logp + g_kept.sum(-1) + g_rest)
-        self.ids = torch.cat([ids, tokens[:, None]], -1)
-        self.value = torch.cat([g_kept, g_logp[:, None]], -1)
-        self.share = torch.cat([share[:, None].expand_as(ids), torch.zeros_like(share)[:, None]], -1)
-
-    def block(self, logp: Tensor, start: int) -> Tensor:
-        """dz of the tokens from id `start` on, given their log-probabilities [n, v]."""
-        p = logp.exp()
-        local = self.ids - start
-        here = (self.ids >= 0) & (local >= 0) & (local < p.shape[-1])
-        local = torch.where(here, local, 0)
-        single = torch.where(here, self.value - self.share * p.gather(-1, local), 0.0)
-        return (p * self.off_support[:, None]).scatter_add(-1, local, single)
-
-
-def entropy_gradient(logp: Tensor, nats: Tensor) -> Tensor:
-    """−dH/dz_v = p_v (log p_v + H), 0 where p is."""
-    return torch.where(logp > -torch.inf, logp.exp() * (logp + nats), 0.0)
+def head_forward(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    tokens: Int[Tensor, " N"],
+    ids: Int[Tensor, "N K"] | None,
+    spec: LogitSpec,
+    request: HeadRequest,
+    shard: Shard,
+) -> HeadRows:
+    """Some tokens at a time, over the whole vocabulary in blocks."""
+    dtype = working_dtype(hidden, weight)
+    rows, columns = block_size(hidden.device, len(hidden))
+    ranked = request.top_k is not None and len(weight) > columns
+    blocks = list(slices(len(weight), columns, FIRST * max(request.top_k or 0, GROUP) if ranked else None))
+    scratch = Scratch(hidden.device)
+    parts: list[HeadRows] = []
+    for row in slices(len(hidden), rows) if len(hidden) else [slice(0)]:
+        h = operand(hidden[row], dtype)
+        online = OnlineHead(tokens[row], None if ids is None else ids[row], request, blocks, dtype, shard.start)
+        for i, block in enumerate(blocks):
+            w = operand(weight[block], dtype, scratch)
+            z = spec.block(h, w, None if bias is None else bias[block], out=scratch("z", (len(h), len(w)), dtype))
+            online.fold(z, i)
+        parts.append(merge(online, shard))
+    return HeadRows(*(torch.cat([getattr(part, field.name) for part in parts]) for field in dataclasses.fields(HeadRows)))
 
 
 def _check(
@@ -176,15 +162,11 @@ def _check(
     weight: Tensor,
     tokens: Tensor,
     bias: Tensor | None,
-    top_k: int | None,
-    mass: float,
+    request: HeadRequest,
     ids: Tensor | None,
-    impl: str,
+    vocabulary: int,
 ) -> None:
-    vocabulary = weight.shape[0]
-    if impl not in ("auto", "torch"):
-        raise ValueError(f"lm_head: `impl` is 'auto' or 'torch'; got {impl!r}.")
-    if top_k is not None and ids is not None:
+    if request.top_k is not None and ids is not None:
         raise ValueError("lm_head: `top_k` makes a support and `ids` gives one. Pass one of them.")
     if hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -192,11 +174,11 @@ def _check(
             f"{list(tokens.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"lm_head: bias is [V] with V = {vocabulary}; got {list(bias.shape)}.")
-    if top_k is not None and not 1 <= top_k <= vocabulary:
-        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {top_k}.")
-    if not 0 < mass <= 1:
-        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass}.")
+        raise ValueError(f"lm_head: bias is [V] with V = {len(weight)}; got {list(bias.shape)}.")
+    if request.top_k is not None and not 1 <= request.top_k <= vocabulary:
+        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {request.top_k}.")
+    if not 0 < request.mass <= 1:
+        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {request.mass}.")
     if ids is not None and ids.shape[:-1] != tokens.shape:
         raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
     check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=vocabulary)

@@ -1,13 +1,14 @@
-"""One block of logits at a time: the only place that multiplies hidden states by the vocabulary."""
+"""One block of logits at a time: the only place that multiplies hidden states by the vocabulary, in either direction."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-BLOCK = {"cpu": (128, 65536), "cuda": (4096, 16384)}
+BLOCK = {"cpu": (512, 2048), "cuda": (4096, 16384)}
 """Tokens × vocabulary of one block: on a CPU what its cache holds, on a GPU what keeps the matrix units busy."""
 
 
@@ -27,43 +28,96 @@ class LogitSpec:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"lm_head: `softcap` must be > 0, or None; got {self.softcap}.")
 
-    def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "n v"]:
-        """Logits of some tokens over some of the vocabulary, in float32 or better.
-
-        Half-precision inputs are multiplied with float32 results: logits rounded to bfloat16 put an error of several percent
-        on the gradient.
-        """
-        z = _matmul(hidden, weight)
+    def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
+        """Logits of some tokens over some of the vocabulary, in float32 or better; both operands as `operand` makes them."""
+        z = _product(hidden, weight, out)
         if bias is not None:
-            z = z + bias.to(z.dtype)
-        if self.scale != 1.0:
-            z = z * self.scale
+            z.add_(bias)
         if self.softcap is not None:
-            z = self.softcap * torch.tanh(z / self.softcap)
-        return z / self.temperature if self.temperature != 1.0 else z
+            return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        return z.mul_(self.slope) if self.slope != 1.0 else z
 
-    def slope(self, z: Float[Tensor, "n v"]) -> Tensor | float:
-        """dz / d(h Wᵀ + b) at a block of logits: with u = z T / cap, the soft cap's slope is 1 − u²."""
-        flat = self.scale / self.temperature
-        if self.softcap is None:
-            return flat
-        return flat * (1 - (z * (self.temperature / self.softcap)) ** 2)
+    @property
+    def slope(self) -> float:
+        """dz / d(h Wᵀ + b), where there is no soft cap or far below it."""
+        return self.scale / self.temperature
 
-
-def _matmul(hidden: Tensor, weight: Tensor) -> Tensor:
-    half = hidden.dtype in (torch.float16, torch.bfloat16)
-    if half and hidden.is_cuda and hidden.dtype == weight.dtype:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    return hidden.to(dtype) @ weight.to(dtype).T
+    def flatten(self, dz: Float[Tensor, "n v"], z: Float[Tensor, "n v"]) -> None:
+        """The soft cap's part of the derivative, in place: with u = z T / cap it is 1 − u². `z` is used up."""
+        if self.softcap is not None:
+            dz.mul_(z.mul_(self.temperature / self.softcap).square_().neg_().add_(1))
 
 
-def slices(total: int, size: int) -> Iterator[slice]:
-    """0 … total in pieces of at most `size`."""
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+def working_dtype(*operands: Tensor) -> torch.dtype:
+    """What products are summed and logits are held in: float32 or better.
+
+    Logits rounded to bfloat16 put an error of several percent on the gradient.
+    """
+    dtype = torch.float32
+    for x in operands:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
 
 
-def block_size(device: torch.device) -> tuple[int, int]:
-    """Tokens and vocabulary entries of one block on this device."""
-    return BLOCK.get(device.type, BLOCK["cpu"])
+def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> Tensor:
+    """A factor as the product wants it: on a GPU half precision stays, for its matrix units add up in float32 anyway."""
+    if x.dtype == dtype or _stays_half(x):
+        return x
+    return x.to(dtype) if scratch is None else scratch("operand", x.shape, dtype).copy_(x)
+
+
+def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
+    """into += left @ right, the left factor being a gradient in the working dtype; `fresh` where nothing is in it yet.
+
+    Where the right factor is half precision, so is what comes of it: there the gradient is rounded before the product.
+    """
+    if _stays_half(right):
+        left = left.to(right.dtype)
+        product = torch.mm(left, right, out_dtype=into.dtype)
+        into.copy_(product) if fresh else into.add_(product)
+    elif fresh:
+        torch.mm(left, right, out=into)
+    else:
+        into.addmm_(left, right)
+
+
+def _product(hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    if _stays_half(hidden) and hidden.dtype == weight.dtype:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+    dtype = working_dtype(hidden, weight)
+    return torch.mm(operand(hidden, dtype), operand(weight, dtype).T, out=out)
+
+
+def _stays_half(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
+class Scratch:
+    """Memory for blocks, reused from one to the next: fresh pages cost a CPU more than what is done in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of some shape with anything in it, the same each time a name is used."""
+        size = math.prod(shape)
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < size or memory.dtype != dtype:
+            memory = self._memory[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return memory[:size].view(*shape)
+
+
+def slices(total: int, size: int, first: int | None = None) -> Iterator[slice]:
+    """0 … total in pieces of at most `size`; with `first` they start at that size, each at most twice all before it."""
+    start, width = 0, size if first is None else first
+    while start < total:
+        stop = min(start + min(width, size), total)
+        yield slice(start, stop)
+        start, width = stop, 2 * stop if first is not None else size
+
+
+def block_size(device: torch.device, tokens: int) -> tuple[int, int]:
+    """Tokens and vocabulary entries of one block on this device; wider, up to four times, where there are few tokens."""
+    rows, columns = BLOCK.get(device.type, BLOCK["cpu"])
+    return rows, columns * max(1, min(4, rows // max(tokens, 1)))

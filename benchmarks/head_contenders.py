@@ -1,0 +1,195 @@
+"""What the head is compared with: bare matrix products, research code on full logits, and the fused heads of others.
+
+A contender is a function of a Problem: an old pass returns (log-probs, SparseDist or None), an update (dH, dW).
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from head_problem import Problem
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import corral
+
+Contender = Callable[[Problem], Any]
+PRODUCTS, OLD, CLIP, TROLL = "products", "old pass", "clip update", "troll update"
+CHUNK = 2048
+
+
+def one_product(p: Problem) -> Tensor:
+    """h Wᵀ, the least that anyone can do."""
+    return p.hidden_new @ p.weight.T
+
+
+def three_products(p: Problem) -> tuple[Tensor, Tensor]:
+    """h Wᵀ and two more of that size: the least for a dense gradient."""
+    z = p.hidden_new @ p.weight.T
+    return z @ p.weight, z.T @ p.hidden_new
+
+
+@torch.no_grad()
+def full_old_pass(p: Problem, upcast: bool = False) -> tuple[Tensor, corral.SparseDist]:
+    """Full logits, log-softmax, `torch.topk`; `upcast` multiplies in float32, for logits as exact as ours."""
+    hidden, weight = (p.hidden_old.float(), p.weight.float()) if upcast else (p.hidden_old, p.weight)
+    logp = F.linear(hidden, weight).float().log_softmax(-1)
+    kept, ids = logp.topk(p.k)
+    return logp.gather(-1, p.tokens[:, None]).squeeze(-1), corral.SparseDist(ids, kept, _one_minus(kept))
+
+
+def corral_old_pass(p: Problem, impl: str) -> tuple[Tensor, corral.SparseDist | None]:
+    """One pass with the support."""
+    with torch.no_grad():
+        head = corral.lm_head(p.hidden_old, p.weight, p.tokens, top_k=p.k, impl=impl)
+    return head.logp, head.dist
+
+
+def gradients(p: Problem, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """dH and dW of a loss of leaves with the problem's values."""
+    hidden, weight = p.hidden_new.detach().requires_grad_(), p.weight.detach().requires_grad_()
+    dh, dw = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    return dh, dw
+
+
+def full_logp(hidden: Tensor, weight: Tensor, upcast: bool = False) -> Tensor:
+    hidden, weight = (hidden.float(), weight.float()) if upcast else (hidden, weight)
+    return F.linear(hidden, weight).float().log_softmax(-1)
+
+
+def full_troll(p: Problem, upcast: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-softmax of full logits, gathered on the old support; the rest is 1 − Σ."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        logp = full_logp(hidden, weight, upcast)
+        assert p.old is not None
+        kept = torch.where(p.old.ids < 0, -torch.inf, logp.gather(-1, p.old.ids.clamp(min=0)))
+        return objective_loss(p, "troll", logp.gather(-1, p.tokens[:, None]).squeeze(-1), kept, _one_minus(kept))
+
+    return gradients(p, loss)
+
+
+def corral_troll(p: Problem, impl: str) -> tuple[Tensor, Tensor]:
+    """`lm_head` on the old support, then the objective."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        assert p.old is not None
+        head = corral.lm_head(hidden, weight, p.tokens, ids=p.old.ids, impl=impl)
+        assert head.dist is not None
+        return objective_loss(p, "troll", head.logp, head.dist.logp, head.dist.rest)
+
+    return gradients(p, loss)
+
+
+def corral_fused(p: Problem, name: str, impl: str, exact: bool) -> tuple[Tensor, Tensor]:
+    """Hidden states → loss in one function."""
+    objective = corral.make_objective(name)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        fused = corral.policy_loss_from_hidden
+        return fused(hidden[None], weight, p.tokens[None], p.batch(), objective, exact=exact, impl=impl).loss.sum()
+
+    return gradients(p, loss)
+
+
+def clip_with(p: Problem, logp_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """PPO's clipped loss on whatever gives the sampled tokens' log-probs."""
+    return gradients(p, lambda hidden, weight: objective_loss(p, "ppo_clip", logp_of(hidden, weight)))
+
+
+def objective_loss(p: Problem, name: str, logp: Tensor, kept: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
+    assert p.old is not None
+    dist = None if kept is None or rest is None else corral.SparseDist(p.old.ids, kept, rest)
+    return corral.make_objective(name)(p.batch(corral.HeadOutput(logp, None, dist))).loss.sum()
+
+
+def sampled_logp(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    return full_logp(hidden, weight).gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def chunked_logp(p: Problem, of_chunk: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Chunks of tokens under activation checkpointing."""
+
+    def logp(hidden: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat(
+            [checkpoint(of_chunk, h, weight, t, use_reentrant=False)
+             for h, t in zip(hidden.split(CHUNK), p.tokens.split(CHUNK), strict=True)]
+        )  # fmt: skip
+
+    return logp
+
+
+def _one_minus(kept: Tensor) -> Tensor:
+    return torch.log1p(-kept.exp().sum(-1).clamp(max=1 - 1e-7))
+
+
+# The fused heads of others: how each is called for the sampled tokens' log-probs, or for a cross-entropy.
+
+
+def trl_clip(p: Problem) -> tuple[Tensor, Tensor]:
+    function = importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction
+    return clip_with(p, lambda h, w: function.apply(h, w, None, p.tokens, 1.0, 8192, None, 1.0, ())[0])
+
+
+def torch_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
+    function = F.linear_cross_entropy  # since torch 2.13
+    return gradients(p, lambda h, w: function(h, w, p.tokens, reduction="sum"))
+
+
+def liger_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
+    head = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    return gradients(p, lambda h, w: head(w, h, p.tokens))
+
+
+def cce_clip(p: Problem) -> tuple[Tensor, Tensor]:
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return clip_with(p, lambda h, w: -function(h, w, p.tokens, reduction="none"))
+
+
+def quack_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return gradients(p, lambda h, w: function(h, w, p.tokens, reduction="sum"))
+
+
+OTHERS: dict[str, tuple[str, Contender]] = {
+    "TRL, chunked log-probs, clip": ("trl", trl_clip),
+    "torch F.linear_cross_entropy": ("torch", torch_cross_entropy),
+    "Liger, fused cross-entropy": ("liger_kernel", liger_cross_entropy),
+    "CCE, clip": ("cut_cross_entropy", cce_clip),
+    "Quack, fused cross-entropy": ("quack", quack_cross_entropy),
+}
+"""Name → the package it needs, and the contender."""
+
+
+def contenders(device: str, dtype: torch.dtype) -> dict[tuple[str, str], Contender]:
+    """(task, name) → contender, in the order of the tables. What is not installed is found out when it is called."""
+    part = functools.partial
+    found: dict[tuple[str, str], Contender] = {
+        (PRODUCTS, "one product"): one_product,
+        (PRODUCTS, "three products"): three_products,
+        (OLD, "full logits"): full_old_pass,
+        (OLD, "corral, torch"): part(corral_old_pass, impl="torch"),
+        (TROLL, "full logits"): full_troll,
+        (TROLL, "corral, torch"): part(corral_troll, impl="torch"),
+        (CLIP, "full logits"): lambda p: clip_with(p, lambda h, w: sampled_logp(h, w, p.tokens)),
+        (CLIP, "corral, torch"): lambda p: clip_with(p, lambda h, w: corral.lm_head(h, w, p.tokens, impl="torch").logp),
+    }
+    if device == "cpu":
+        if dtype != torch.float32:
+            found[OLD, "full logits in float32"] = part(full_old_pass, upcast=True)
+            found[TROLL, "full logits in float32"] = part(full_troll, upcast=True)
+        return found
+    compiled = torch.compile(sampled_logp)
+    found |= {
+        (OLD, "corral, triton"): part(corral_old_pass, impl="triton"),
+        (TROLL, "corral, triton"): part(corral_fused, name="troll", impl="triton", exact=False),
+        (TROLL, "corral, triton, exact"): part(corral_fused, name="troll", impl="triton", exact=True),
+        (CLIP, "corral, triton"): part(corral_fused, name="ppo_clip", impl="triton", exact=False),
+        (CLIP, "corral, triton, exact"): part(corral_fused, name="ppo_clip", impl="triton", exact=True),
+        (CLIP, "checkpointed chunks"): lambda p: clip_with(p, chunked_logp(p, sampled_logp)),
+        (CLIP, "checkpointed chunks, compiled"): lambda p: clip_with(p, chunked_logp(p, compiled)),
+    }
+    return found | {(CLIP, name): contender for name, (_, contender) in OTHERS.items()}

@@ -1,0 +1,103 @@
+"""Which implementation runs: the only place that chooses."""
+
+import functools
+import importlib.util
+import logging
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Impl = Literal["auto", "torch", "triton"]
+Chosen = Literal["torch", "triton"]
+
+MAX_TOP_K = 1024
+"""Most slots that one row's registers hold."""
+
+_log = logging.getLogger(__name__)
+
+
+def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None) -> Chosen:
+    """The implementation that `impl` asks for; "auto" takes Triton on a GPU where it can, and says once what it took.
+
+    Args:
+        where: the public function that asks, for messages.
+        impl: "auto", "torch" or "triton".
+        hidden, weight: hidden states [*, H] and the head's weight [V, H].
+        top_k: size of the policy's own support, where one is wanted.
+    Returns:
+        "torch" or "triton". A ValueError says why "triton" cannot be had.
+    """
+    if impl not in get_args(Impl):
+        raise ValueError(f"{where}: `impl` is 'auto', 'torch' or 'triton'; got {impl!r}.")
+    if impl == "torch":
+        return "torch"
+    reason = obstacle(hidden, weight, top_k, interpret=impl == "triton")
+    if impl == "triton":
+        if reason is not None:
+            raise ValueError(f"{where}: impl='triton' cannot run here, because {reason}. Use impl='auto' or 'torch'.")
+        return "triton"
+    _say(where, reason, hidden.device.type)
+    return "torch" if reason is not None else "triton"
+
+
+def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, *, interpret: bool = False) -> str | None:
+    """Why the Triton kernels cannot run on these tensors; None if they can. `interpret` accepts Triton's interpreter."""
+    if not _has_triton():
+        return "Triton is not installed"
+    if not hidden.is_cuda and not (interpret and _interpreting()):
+        return f"Triton kernels run on a GPU and the hidden states are on {hidden.device.type!r}"
+    if weight.device != hidden.device:
+        return f"the weight is on {str(weight.device)!r} and the hidden states are on {str(hidden.device)!r}"
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        return f"the weight is a {type(weight).__name__}, and kernels read plain tensors"
+    if hidden.is_cuda and _old(hidden.device):
+        return "the kernels need a GPU of compute capability 8.0 or newer"
+    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return (
+            f"hidden states and weight must share a dtype of at most 32 bits; they are {_name(hidden.dtype)} and "
+            f"{_name(weight.dtype)}"
+        )
+    if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[-1] * weight.element_size() % 16:
+        return "rows of the weight must lie one behind the other, on multiples of 16 bytes"
+    return _too_many(hidden, len(weight), top_k)
+
+
+def _too_many(hidden: Tensor, vocabulary: int, top_k: int | None) -> str | None:
+    from corral.kernels.stream import tile_of  # Triton is there by now
+
+    width = tile_of(hidden).columns
+    most = min(MAX_TOP_K, -(-vocabulary // width))
+    if top_k is not None and top_k > most:
+        return f"top_k = {top_k} is more than a vocabulary of {vocabulary} has tiles of {width}, or than {MAX_TOP_K}"
+    return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _old(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _interpreting() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _say(where: str, reason: str | None, device: str) -> None:
+    if reason is None:
+        _log.info("%s runs on Triton kernels.", where)
+    elif device == "cuda":
+        _log.warning("%s runs on the slower torch path, because %s.", where, reason)
+    else:
+        _log.info("%s runs on the torch path, because %s.", where, reason)

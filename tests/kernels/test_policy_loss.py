@@ -1,0 +1,164 @@
+"""From hidden states to the loss: the head and the objective one by one, on every implementation there is."""
+
+import math
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+import corral
+from corral import TokenBatch, policy_loss_from_hidden
+from interpreted import DEVICE
+from tolerance import assert_close
+
+from corral.kernels import stream  # isort: skip  # after `interpreted`
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+VOCABULARY, WIDTH = 90, 8
+MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        for dtype in stream.TILES:
+            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
+
+
+class Problem:
+    """Two completions whose policy has moved since; padding holds NaN."""
+
+    def __init__(self, device: str, support: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        draw = torch.Generator().manual_seed(3)
+        hidden = torch.randn(2, 4, WIDTH, generator=draw, dtype=torch.float64)
+        self.weight = (2 * torch.randn(VOCABULARY, WIDTH, generator=draw, dtype=torch.float64)).to(device, dtype)
+        self.tokens = torch.randint(VOCABULARY, (2, 4), generator=draw).to(device)
+        old = corral.top_k_support((hidden.to(device) @ self.weight.double().T).log_softmax(-1), self.tokens, 5, 0.999)
+        self.hidden = (hidden + 0.3 * torch.randn(2, 4, WIDTH, generator=draw, dtype=torch.float64)).to(device, dtype)
+        self.mask = MASK.to(device)
+        logp_old = torch.where(self.mask, old.logp[..., 0], math.nan).to(dtype)
+        nothing = torch.full_like(logp_old, math.nan)
+        advantages = torch.tensor([1.0, -1.0], device=device, dtype=dtype)
+        old = corral.SparseDist(old.ids, old.logp.to(dtype), old.rest.to(dtype))
+        self.batch = TokenBatch(nothing, logp_old, advantages, self.mask, None, old if support else None, logp_old)
+        self.leaves = [self.hidden.requires_grad_(), self.weight.requires_grad_()]
+
+    def run(self, objective: object, **options: object) -> tuple[corral.ObjectiveOutput, tuple[Tensor, ...]]:
+        out = policy_loss_from_hidden(self.hidden, self.weight, self.tokens, self.batch, objective, **options)
+        weights = torch.arange(1.0, 9.0, device=self.mask.device).view(2, 4)
+        return out, torch.autograd.grad((out.loss * weights).sum(), self.leaves)
+
+
+def one_by_one(problem: Problem, objective: object, **options: object) -> tuple[corral.ObjectiveOutput, tuple[Tensor, ...]]:
+    """`lm_head` on every token, then the objective."""
+    old = problem.batch.dist_old
+    head = corral.lm_head(
+        problem.hidden, problem.weight, problem.tokens, ids=None if old is None else old.ids, impl="torch", **options
+    )
+    b = problem.batch
+    out = objective(TokenBatch(head.logp, b.logp_old, b.advantages, b.mask, head.dist, b.dist_old, b.logp_rollout))
+    weights = torch.arange(1.0, 9.0, device=problem.mask.device).view(2, 4)
+    return out, torch.autograd.grad((out.loss * weights).sum(), problem.leaves)
+
+
+@pytest.mark.parametrize("name", corral.objective_names())
+def test_the_torch_path_is_the_head_and_the_objective_one_by_one(name):
+    problem, objective = Problem("cpu", dtype=torch.float64), corral.make_objective(name)
+    got, gradients = problem.run(objective, impl="torch", temperature=0.9, softcap=20.0)
+    wanted, expected = one_by_one(problem, objective, temperature=0.9, softcap=20.0)
+    assert_close(got.loss, wanted.loss)
+    for actual, gradient in zip(gradients, expected, strict=True):
+        assert_close(actual, gradient)
+    assert set(got.metrics) == {*wanted.metrics, "head/dense_share", "head/dropped"}
+    assert got.metrics["head/dense_share"] == 1
+    assert got.metrics["head/dropped"] == 0
+
+
+TRITON = [("troll", True), ("dppo", True), ("ppo_clip", False), ("gspo", False)]
+
+
+@pytest.mark.parametrize(("name", "support"), TRITON, ids=[name for name, _ in TRITON])
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_triton_path_is_the_torch_path(name, support, exact):
+    options = {"estimator": "topk"} if name == "dppo" else {}
+    problem, objective = Problem(DEVICE, support), corral.make_objective(name, **options)
+    got, gradients = problem.run(objective, impl="triton", exact=exact, temperature=0.9)
+    wanted, expected = problem.run(objective, impl="torch", temperature=0.9)
+    assert_close(got.loss, wanted.loss, atol=2e-5)
+    assert got.loss[~problem.mask].abs().sum() == 0
+    for actual, gradient in zip(gradients, expected, strict=True):
+        assert (actual - gradient).norm() < (2e-5 if exact else 2e-3) * gradient.norm()
+    assert gradients[0][~problem.mask].abs().sum() == 0
+    assert set(got.metrics) == set(wanted.metrics)
+    for key in wanted.metrics:
+        if key.startswith("tr/"):
+            assert got.metrics[key].item() == pytest.approx(wanted.metrics[key].item(), rel=1e-3, abs=1e-4), key
+    assert got.metrics["head/dropped"].item() <= (0 if exact else 1e-3)
+    assert got.metrics["head/dense_share"].item() == 1 if exact else got.metrics["head/dense_share"].item() <= 1
+
+
+@pytest.mark.parametrize("way", ["tied embedding", "adapter on the head", "checkpointing", "frozen head"])
+def test_gradients_reach_what_is_behind_the_weight(way):
+    """Autograd carries them on: to an embedding that is the head's weight too, to low-rank factors, through a recomputation."""
+
+    def loss(parameters: list[Tensor], impl: str) -> Tensor:
+        hidden, weight = problem.hidden.detach(), problem.weight.detach()
+        if way == "tied embedding":
+            (weight,) = parameters
+            hidden = hidden + 0.1 * weight[problem.tokens.roll(1, -1)]
+        elif way == "adapter on the head":
+            weight = weight + parameters[0] @ parameters[1]
+        else:
+            hidden = hidden + parameters[0]
+        batch, objective = problem.batch, corral.make_objective("troll")
+        return policy_loss_from_hidden(hidden, weight, problem.tokens, batch, objective, exact=True, impl=impl).loss.sum()
+
+    problem = Problem(DEVICE)
+    parameters = {
+        "tied embedding": [problem.weight.detach().clone()],
+        "adapter on the head": [torch.randn(VOCABULARY, 2, device=DEVICE), 0.1 * torch.randn(2, WIDTH, device=DEVICE)],
+    }.get(way, [torch.zeros(WIDTH, device=DEVICE)])
+    parameters = [x.requires_grad_() for x in parameters]
+    if way == "checkpointing":
+        total = torch.utils.checkpoint.checkpoint(loss, parameters, "triton", use_reentrant=False)
+    else:
+        total = loss(parameters, "triton")
+    got = torch.autograd.grad(total, parameters)
+    wanted = torch.autograd.grad(loss(parameters, "torch"), parameters)
+    for actual, expected in zip(got, wanted, strict=True):
+        assert (actual - expected).norm() < 2e-5 * expected.norm()
+
+
+def test_metrics_of_the_backward_pass_are_nan_before_it():
+    problem = Problem(DEVICE)
+    out = policy_loss_from_hidden(
+        problem.hidden, problem.weight, problem.tokens, problem.batch, corral.make_objective("troll"), impl="triton"
+    )
+    assert out.metrics["head/dense_share"].isnan()
+    out.loss.sum().backward()
+    assert not out.metrics["head/dense_share"].isnan()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_the_objective_says_what_is_wrong_with_a_batch(impl):
+    problem = Problem(DEVICE)
+    problem.batch.logp_old[0, 1] += 1.0
+    with pytest.raises(ValueError, match=r"troll: dist_old.logp\[..., 0\] and logp_old differ by more than 0.001 nats"):
+        problem.run(corral.make_objective("troll"), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_nothing_to_train_on_is_refused_by_the_objective(impl):
+    problem = Problem(DEVICE)
+    problem.mask[:] = False
+    with pytest.raises(ValueError, match="mask has no live token"):
+        problem.run(corral.make_objective("troll"), impl=impl)
+
+
+def test_shapes_that_do_not_fit_are_refused(unchecked_shapes):
+    problem = Problem("cpu")
+    for hidden, tokens in ((problem.hidden[:, :3], problem.tokens), (problem.hidden, problem.tokens[:, 1:])):
+        with pytest.raises(ValueError, match=r"policy_loss_from_hidden: hidden is \[B T H\]"):
+            policy_loss_from_hidden(hidden, problem.weight, tokens, problem.batch, corral.make_objective("ppo_clip"))

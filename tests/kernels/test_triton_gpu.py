@@ -1,0 +1,144 @@
+"""The compiled kernels at sizes that matter: GPT-2's vocabulary, odd shapes, every objective, against dense float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import corral
+from corral import TokenBatch, policy_loss_from_hidden
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY = 50257
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def problem(rows: int, width: int, dtype: torch.dtype, kind: str = "spread") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    hidden = torch.randn(rows, width, device="cuda").to(dtype)
+    weight = (3 / math.sqrt(width) * torch.randn(VOCABULARY, width, device="cuda")).to(dtype)
+    tokens, bias = torch.randint(VOCABULARY, (rows,), device="cuda"), None
+    if kind == "one token holds all":  # everything a whole number, so that sums are exact and order is order
+        hidden, weight = hidden.round(), (weight * math.sqrt(width) / 3).round()
+        weight[3] = 0.0
+        bias = torch.zeros(VOCABULARY, device="cuda")
+        bias[3] = 120.0
+    elif kind == "uniform":
+        hidden = torch.zeros_like(hidden)
+    elif kind == "ties":  # sums of small whole numbers are exact, and many are equal
+        hidden, weight = hidden.round(), (weight * math.sqrt(width) / 3).round()
+    elif kind == "few allowed":
+        bias = torch.full((VOCABULARY,), -math.inf, device="cuda")
+        bias[:40] = 0.0
+        tokens = tokens % 40
+    return hidden, weight, tokens, bias
+
+
+def exact_logp(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    z = hidden.double() @ weight.double().T
+    return (z if bias is None else z + bias.double()).log_softmax(-1)
+
+
+SHAPES = [(1, 768, 64, BF16), (1023, 768, 63, BF16), (300, 776, 1, BF16), (300, 64, 64, F32), (77, 512, 100, torch.float16)]
+
+
+@pytest.mark.parametrize(("rows", "width", "top_k", "dtype"), SHAPES)
+def test_the_own_support_at_odd_shapes(rows, width, top_k, dtype):
+    hidden, weight, tokens, _ = problem(rows, width, dtype)
+    out = corral.lm_head(hidden, weight, tokens, top_k=top_k, entropy=True, impl="triton")
+    logp = exact_logp(hidden, weight, None)
+    assert (out.logp - logp.gather(1, tokens[:, None])[:, 0]).abs().max() < 2e-4
+    assert (out.entropy + (logp.exp() * logp).sum(-1)).abs().max() < 2e-4
+    wanted = corral.top_k_support(logp, tokens, top_k)
+    # Up to ties of float32: where another token was taken, its log-probability is the same.
+    assert (out.dist.logp - wanted.logp)[wanted.ids >= 0].abs().max() < 2e-4
+    assert (out.dist.ids != wanted.ids).float().mean() < 1e-3
+    assert (out.dist.rest - corral.gather_support(logp, out.dist.ids).rest).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("kind", ["one token holds all", "uniform", "ties", "few allowed"])
+def test_awkward_rows(kind):
+    hidden, weight, tokens, bias = problem(200, 64, BF16, kind)
+    out = corral.lm_head(hidden, weight, tokens, bias=bias, top_k=64, impl="triton")
+    logp = exact_logp(hidden, weight, bias)
+    wanted = corral.top_k_support(logp.float(), tokens, 64)
+    assert torch.equal(out.dist.ids, wanted.ids)
+    exact = corral.gather_support(logp, wanted.ids)
+    both = exact.logp > -math.inf
+    assert torch.equal(both, out.dist.logp > -math.inf)
+    assert (out.dist.logp - exact.logp)[both].abs().max() < 2e-4
+    left = exact.rest > -math.inf
+    assert torch.equal(left, out.dist.rest > -math.inf)
+    assert not left.any() or (out.dist.rest - exact.rest)[left].abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("name", corral.objective_names())
+def test_gradients_off_the_threshold(name, dtype, exact):
+    rows, width = 515, 256
+    hidden, weight, tokens, _ = problem(rows, width, dtype)
+    hidden = 2 * hidden
+    old = corral.top_k_support(exact_logp(hidden, weight, None), tokens, 63)
+    moved = (hidden.double() + 0.05 * torch.randn(rows, width, device="cuda")).to(dtype)
+    mask = (torch.arange(rows, device="cuda") % 5 > 0)[None]
+    old = corral.SparseDist(old.ids[None], old.logp[None].float(), old.rest[None].float())
+    advantages = torch.randn(1, rows, device="cuda")
+    batch = TokenBatch(old.logp[..., 0], old.logp[..., 0], advantages, mask, None, old)
+    objective = corral.make_objective(name)
+
+    leaves = [x.double().requires_grad_() for x in (moved, weight)]
+    new = corral.gather_support((leaves[0] @ leaves[1].T).log_softmax(-1)[None], old.ids)
+    reference = objective(TokenBatch(new.logp[..., 0], old.logp[..., 0].double(), advantages.double(), mask, new, old))
+    # A token within rounding of its region's edge may fall on either side of it.
+    clear = off_threshold(name, new, old) & mask
+    wanted = torch.autograd.grad(torch.where(clear, reference.loss, 0.0).sum(), leaves)
+
+    fast = [x.detach().clone().requires_grad_() for x in (moved, weight)]
+    out = policy_loss_from_hidden(fast[0][None], fast[1], tokens[None], batch, objective, exact=exact, impl="triton")
+    got = torch.autograd.grad(torch.where(clear, out.loss, 0.0).sum(), fast)
+    assert (out.loss - reference.loss)[clear].abs().max() < 2e-3
+    for actual, expected in zip(got, wanted, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < (3e-3 if dtype == BF16 else 2e-3 if not exact else 1e-4), error
+    assert got[0][~mask[0]].abs().sum() == 0
+
+
+def off_threshold(name: str, new: corral.SparseDist, old: corral.SparseDist) -> Tensor:
+    """Rows whose ratio, KL and total variation are not within 1e-3 of any objective's default bound."""
+    ratio = (new.logp[..., 0] - old.logp[..., 0]).detach()
+    kl = corral.categorical_kl(new.with_rest().detach(), old.with_rest().double())
+    tv = corral.binary_tv(new.logp[..., 0].detach(), old.logp[..., 0].double())
+    edges = [
+        (kl, 0.05),
+        (tv, 0.2),
+        (ratio.exp(), 0.8),
+        (ratio.exp(), 1.2),
+        (ratio.exp(), 1.28),
+        (ratio.exp(), 3.0),
+        (ratio.abs(), 0.4),
+    ]
+    clear = torch.ones_like(ratio, dtype=torch.bool)
+    for value, edge in edges:
+        clear &= (value - edge).abs() > 1e-3
+    return clear
+
+
+def test_the_same_every_time():
+    hidden, weight, tokens, _ = problem(600, 256, BF16)
+    weight.requires_grad_()
+    gradients = [
+        torch.autograd.grad(corral.lm_head(hidden, weight, tokens, top_k=64, impl="triton").logp.sum(), weight)[0]
+        for _ in range(2)
+    ]
+    assert torch.equal(*gradients)
+
+
+def test_no_logits_are_held():
+    hidden, weight, tokens, _ = problem(4096, 256, BF16)
+    corral.lm_head(hidden, weight, tokens, top_k=64, impl="triton")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    corral.lm_head(hidden, weight, tokens, top_k=64, impl="triton")
+    assert torch.cuda.max_memory_allocated() - before < 128 * 2**20  # the logits alone would take 785 MiB
