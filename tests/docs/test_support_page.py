@@ -28,7 +28,7 @@ def test_the_page_is_what_the_tests_say() -> None:
 
 
 def test_ci_runs_what_the_page_says_it_runs(script: ModuleType) -> None:
-    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make test")
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
     makefile = (ROOT / "Makefile").read_text()
     command = makefile.split("\ntest: setup\n\t")[1].splitlines()[0]
     assert " -m " not in command, "make test leaves nothing out"
