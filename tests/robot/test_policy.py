@@ -49,8 +49,24 @@ def test_the_normaliser_knows_all_it_has_seen() -> None:
     assert (normaliser(values)[:, 2] == 0).all()
 
 
-def test_the_critic_gives_one_value_per_state() -> None:
-    assert Critic(3)(torch.randn(2, 7, 3)).shape == (2, 7)
+def test_the_normaliser_keeps_its_digits_in_float32() -> None:
+    # 0.1 is no float32: a float32 mean of many would not be that number, and the difference would be divided by nearly 0.
+    critic = Critic(1)
+    for _ in range(3):
+        critic.normaliser.update(torch.full((1000, 1), 0.1))
+    assert critic.normaliser(torch.full((5, 1), 0.1)).abs().max() < 1e-6
+    critic.normaliser.count.fill_(2.0**24)
+    critic.normaliser.update(torch.full((1, 1), 0.1))
+    assert critic.normaliser.count == 2**24 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_critic_gives_one_value_per_state(dtype: torch.dtype) -> None:
+    critic = Critic(3)
+    critic.value.to(dtype)
+    values = critic(torch.randn(2, 7, 3, dtype=torch.float64))
+    assert values.shape == (2, 7)
+    assert values.dtype == dtype
 
 
 def test_impossible_settings_are_refused() -> None:
@@ -58,3 +74,5 @@ def test_impossible_settings_are_refused() -> None:
         GaussianPolicy(1, 1, std=1e-5)
     with pytest.raises(ValueError, match="one of tanh, relu, leaky_relu; got 'sin'"):
         mlp(1, [2], 1, "sin", 1.0)
+    with pytest.raises(ValueError, match="at least one layer"):
+        mlp(1, [], 1, "tanh", 1.0)

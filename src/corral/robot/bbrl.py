@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from corral.robot.episode import Episodes
-from corral.robot.learner import Learner, LearnerConfig
+from corral.robot.learner import Credit, Learner, LearnerConfig
 from corral.robot.segment import normalise_advantages
 
 
 @dataclass(frozen=True, kw_only=True)
 class BBRLConfig(LearnerConfig):
-    """Settings of BBRL: TCE's, less those of segments. The critic sees contexts only, and γ and λ play no part."""
+    """Settings of BBRL: TCE's, less those of segments and of the way there. The critic sees contexts only."""
 
 
 class BBRL(Learner):
@@ -33,10 +33,11 @@ class BBRL(Learner):
         log_det = chol.diagonal().log().sum()
         return (-0.5 * white.square().sum(0) - log_det - 0.5 * len(chol) * math.log(2 * math.pi))[:, None]
 
-    def credit(self, episodes: Episodes, values: Tensor) -> tuple[Tensor, Tensor]:
-        advantages = (episodes.returns.to(self.dtype) - values[:, 0])[:, None]
-        mask = torch.ones_like(advantages, dtype=torch.bool)
-        return normalise_advantages(advantages, mask), mask
+    def states(self, episodes: Episodes) -> Tensor:
+        return episodes.observations[:, 0]
 
-    def fit_critic(self, episodes: Episodes, states: Tensor, values: Tensor) -> float:
-        return self.regress(states[:, 0], episodes.returns.to(self.dtype))
+    def credit(self, episodes: Episodes) -> Credit:
+        contexts, returns = self.states(episodes), episodes.returns.to(self.dtype)
+        advantages = (returns - self.critic(contexts))[:, None]
+        mask = torch.ones_like(advantages, dtype=torch.bool)
+        return Credit(normalise_advantages(advantages, mask), mask, contexts, returns)

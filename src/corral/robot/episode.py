@@ -1,14 +1,21 @@
-"""Planned trajectories → episodes: every plan is followed to its end, all environments at once."""
+"""Plans or policies → episodes: every episode is played to its end, all environments at once."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from jaxtyping import Bool, Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from corral.robot.tracking import Array, Tracking
+
+Flags = NDArray[np.bool_]
+
+CONTEXTS, PLANS, SEGMENTS, UPDATES, HELD_OUT = range(5)
+"""What random numbers are for; each purpose has its own."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +36,27 @@ class Episodes:
         """Sums of rewards."""
         return self.rewards.sum(-1)
 
+    @staticmethod
+    def cat(parts: "Sequence[Episodes]") -> "Episodes":
+        """One after the other."""
+        return Episodes(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Episodes)))
 
-def episode_seeds(seed: int, iteration: int, count: int) -> list[int]:
-    """Seeds of an iteration's episodes: a function of both numbers, so that a resumed run meets the same contexts."""
-    return [int(value) for value in np.random.SeedSequence([seed, iteration]).generate_state(count)]
+
+def episode_seeds(seed: int, iteration: int, count: int, purpose: int = CONTEXTS) -> list[int]:
+    """Seeds of an iteration: a function of these numbers, so that a resumed run meets the same contexts."""
+    return [int(value) for value in np.random.SeedSequence([seed, iteration, purpose]).generate_state(count)]
+
+
+def held_out_seeds(count: int) -> list[int]:
+    """Seeds of contexts for evaluation: the same for every run and every algorithm, and in no run's training."""
+    return episode_seeds(0, 0, count, HELD_OUT)
 
 
 class Plant:
-    """Vectorised environments and the controller that follows plans in them."""
+    """Vectorised environments and the controller that follows plans in them.
+
+    Up to as many episodes as there are environments at a time. Environments without one repeat the last, and nobody looks.
+    """
 
     def __init__(self, envs: VectorEnv, tracking: Tracking, steps: int) -> None:
         self.envs, self.tracking, self.steps = envs, tracking, steps
@@ -45,36 +65,60 @@ class Plant:
             raise ValueError(
                 f"Plant: observations must be flat; got {space}. gymnasium.wrappers.FlattenObservation makes them so."
             )
+        mode = envs.metadata.get("autoreset_mode")
+        if mode != AutoresetMode.NEXT_STEP:
+            raise ValueError(
+                f"Plant: an episode's last observation must be its own, so environments start anew with the next step; got "
+                f"{mode}. Make them with autoreset_mode=AutoresetMode.NEXT_STEP, Gymnasium's default."
+            )
 
-    def start(self, seeds: list[int]) -> Array:
-        """New episodes; their first observations [E O] are the contexts."""
-        observation, _ = self.envs.reset(seed=seeds)
-        return np.asarray(observation, np.float64)
+    def rounds(self, count: int) -> list[slice]:
+        """Which of `count` episodes are played together."""
+        return [slice(first, min(first + self.envs.num_envs, count)) for first in range(0, count, self.envs.num_envs)]
+
+    def start(self, seeds: Sequence[int]) -> Array:
+        """New episodes, at most one per environment; their first observations [E O] are the contexts."""
+        if not 1 <= len(seeds) <= self.envs.num_envs:
+            raise ValueError(f"Plant: from 1 to {self.envs.num_envs} episodes at a time, one an environment; got {len(seeds)}.")
+        observation, _ = self.envs.reset(seed=[*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))])
+        return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
         """Follow plans [E T D] from where `start` left off."""
-        low, high = self.envs.single_action_space.low, self.envs.single_action_space.high
-        count, steps, dof = positions.shape
+        return self.act(context, lambda t, observation: self.tracking.action(positions[:, t], velocities[:, t], observation))
+
+    def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
+        """Let `policy(t, observations [E O])` choose the actions [E D] from where `start` left off; they are clipped."""
+        space, steps, count = self.envs.single_action_space, self.steps, len(context)
         observations = np.repeat(context[:, None], steps + 1, 1)
-        rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, dof))
+        rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, space.shape[0]))
         mask, success = np.zeros((count, steps), bool), np.full(count, np.nan)
         live = np.ones(count, bool)
         for t in range(steps):
-            action = self.tracking.action(positions[:, t], velocities[:, t], observations[:, t]).clip(low, high)
-            observation, reward, terminated, truncated, info = self.envs.step(
-                action.astype(self.envs.single_action_space.dtype)
-            )
+            action = np.asarray(policy(t, observations[:, t])).clip(space.low, space.high).astype(space.dtype)
+            observation, reward, over, said, info_success = self._step(action)
             mask[:, t], actions[:, t] = live, np.where(live[:, None], action, 0.0)
             rewards[:, t] = np.where(live, reward, 0.0)
             observations[:, t + 1] = np.where(live[:, None], observation, observations[:, t])
-            over = live & (terminated | truncated)
-            if "success" in info and over.any():
-                success[over] = np.asarray(info["success"], float)[over]
+            success = np.where(live & over & said, info_success, success)
             live &= ~over
             if not live.any():
                 observations[:, t + 2 :] = observations[:, t + 1, None]
                 break
+        if not (np.isfinite(rewards).all() and np.isfinite(observations).all()):
+            raise ValueError(
+                "Plant: an environment returned NaN or infinite observations or rewards. Has its simulation become unstable?"
+            )
         return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, success)))
+
+    def _step(self, action: Array) -> tuple[Array, Array, Flags, Flags, Array]:
+        """Observations, rewards, over or not, said success or not and what was said, of the first len(action) environments."""
+        count, total = len(action), self.envs.num_envs
+        filled = np.concatenate([action, np.repeat(action[-1:], total - count, 0)])
+        observation, reward, terminated, truncated, info = self.envs.step(filled)
+        success = np.asarray(info.get("success", np.full(total, np.nan)), float)
+        said = np.asarray(info.get("_success", np.full(total, "success" in info)))  # Gymnasium's mark of who gave the info
+        return observation[:count], reward[:count], (terminated | truncated)[:count], said[:count], success[:count]
 
     def close(self) -> None:
         """End the environments' processes."""

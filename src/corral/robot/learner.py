@@ -1,9 +1,9 @@
-"""What TCE and BBRL share: sample plans, follow them, fit the critic, improve the policy inside its trust region."""
+"""What TCE and BBRL share: draw plans, follow them, fit the critic, improve the policy inside its trust region."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,9 +17,10 @@ from corral.projection.gaussian import GaussianProjection
 from corral.projection.gaussian_frobenius import project_gaussian_frobenius
 from corral.projection.gaussian_kl import project_gaussian_kl
 from corral.projection.gaussian_wasserstein import project_gaussian_wasserstein
-from corral.robot.episode import Episodes, Plant, episode_seeds
+from corral.robot.episode import PLANS, Episodes, Plant, episode_seeds
 from corral.robot.policy import ACTIVATIONS, Critic, GaussianPolicy
 from corral.robot.prodmp import ProDMP
+from corral.robot.tracking import Array
 
 PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
     "kl": project_gaussian_kl,
@@ -28,6 +29,10 @@ PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
 }
 LAST_RATE = 0.01
 """Learning rates fall linearly to this share of their first value."""
+
+
+STATEFUL = ("policy", "critic", "policy_optimizer", "critic_optimizer")
+COUNTERS = ("iteration", "env_steps", "first_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +63,14 @@ class LearnerConfig:
     """Weight of KL(π_θ‖sg π̃), which draws the network into the region."""
     entropy_floor: float | None = None
     """Entropy per parameter that the policy may fall to by the last batch, linearly from its first; none without it."""
+    floor_in_region: bool = True
+    """With projection "kl", the floor never pushes the covariance past `cov_bound`; False as published, where it may."""
     set_covariance: bool = False
     """After a batch, write the projected covariance into the network instead of trusting the regression with it."""
-    gamma: float = 1.0
-    """Discount γ."""
-    lam: float = 0.95
-    """λ of the critic's targets."""
     hidden: tuple[int, ...] = (64, 64)
-    """Widths of both networks' layers."""
+    """Widths of the policy's layers."""
+    critic_hidden: tuple[int, ...] = (64, 64)
+    """Widths of the critic's."""
     activation: str = "tanh"
     """Of both networks."""
     std: float = 1.0
@@ -82,10 +87,14 @@ class LearnerConfig:
             value = getattr(self, name)
             if not (number_in(value, 0) and value > 0):
                 raise ValueError(f"{self._name()}: `{name}` must be > 0; got {value!r}.")
-        for name, most in (("regression", float("inf")), ("weight_decay", float("inf")), ("gamma", 1), ("lam", 1)):
-            value = getattr(self, name)
-            if not number_in(value, 0, most):
-                raise ValueError(f"{self._name()}: `{name}` must lie in [0, {most}]; got {value!r}.")
+        for name in ("regression", "weight_decay"):
+            if not number_in(getattr(self, name), 0):
+                raise ValueError(f"{self._name()}: `{name}` must be ≥ 0; got {getattr(self, name)!r}.")
+        for name in ("hidden", "critic_hidden"):
+            if not getattr(self, name) or any(type(width) is not int or width < 1 for width in getattr(self, name)):
+                raise ValueError(f"{self._name()}: `{name}` holds at least one whole number ≥ 1; got {getattr(self, name)!r}.")
+        if not (number_in(self.min_std, 0) and 0 < self.min_std < self.std):
+            raise ValueError(f"{self._name()}: 0 < `min_std` < `std`; got {self.min_std!r} and {self.std!r}.")
         for name, known in (("projection", PROJECTIONS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{self._name()}: `{name}` is one of {', '.join(known)}; got {getattr(self, name)!r}.")
@@ -94,17 +103,23 @@ class LearnerConfig:
         return type(self).__name__.removesuffix("Config").lower()
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Episodes as an update reads them: what was drawn, from which policy, and the credit of each of N parts."""
+class Plans(NamedTuple):
+    """What was drawn, and the policy it was drawn from: the old one of this batch's updates."""
 
-    context: Float[Tensor, "E C"]
     params: Float[Tensor, "E W"]
     mean: Float[Tensor, "E W"]
     chol: Float[Tensor, "W W"]
+
+
+class Credit(NamedTuple):
+    """What a batch teaches: advantages for the policy, targets for the critic."""
+
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
-    logp: Float[Tensor, "E N"]
+    """Which of them count."""
+    inputs: Float[Tensor, "S O"]
+    targets: Float[Tensor, "S"]
+    """What V should have been at `inputs`."""
 
 
 class Learner(ABC):
@@ -114,6 +129,7 @@ class Learner(ABC):
         L = − mean ρ Â + α KL(π_θ‖sg π̃)
 
     Subclasses say what a likelihood and an advantage belong to: the segments of an episode (TCE) or the whole of it (BBRL).
+    The old policy is the network that drew the plans, not a projection of it: the regression alone keeps the two close.
     Everything random is a function of (seed, iteration), so a resumed run needs only `state`.
     """
 
@@ -134,140 +150,166 @@ class Learner(ABC):
                 f"{self.name}: the trajectory has {prodmp.dof} joints, the controller {plant.tracking.dof}. Give both the same."
             )
         self.plant, self.prodmp, self.config, self.seed, self.dtype = plant, prodmp, config, seed, dtype
-        self.times = dt * torch.arange(1, plant.steps + 1, dtype=dtype)
-        size = plant.envs.single_observation_space.shape[0]
+        self.times = dt * torch.arange(1, plant.steps + 1, dtype=torch.float64)
+        size, activation = plant.envs.single_observation_space.shape[0], config.activation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            common = {"hidden": config.hidden, "activation": config.activation}
-            self.policy = GaussianPolicy(size, prodmp.parameters, std=config.std, min_std=config.min_std, **common).to(dtype)
-            self.critic = Critic(size, **common).to(dtype)
+            self.policy = GaussianPolicy(
+                size, prodmp.parameters, config.hidden, activation=activation, std=config.std, min_std=config.min_std
+            ).to(dtype)
+            self.critic = Critic(size, config.critic_hidden, activation=activation)
+            self.critic.value.to(dtype)
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.policy_rate, weight_decay=config.weight_decay)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_rate, weight_decay=config.weight_decay)
         self.first_entropy = float(gaussian_entropy(self.policy.cholesky().detach()))
-        self.iteration = 0
+        self.iteration = self.env_steps = 0
 
     @abstractmethod
     def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
         """Log-density [E N] of what was drawn."""
 
     @abstractmethod
-    def credit(self, episodes: Episodes, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages and which of them count, [E N], from values [E T] before the critic is fitted."""
+    def states(self, episodes: Episodes) -> Tensor:
+        """The observations [S O] that V is fitted at."""
+
+    @abstractmethod
+    def credit(self, episodes: Episodes) -> Credit:
+        """What this batch teaches, from the critic before it is fitted."""
 
     def begin_batch(self, chol: Tensor) -> None:  # noqa: B027  # not every learner decides anything
         """What is decided once for a batch; `chol` is the old policy's."""
 
     def step(self) -> dict[str, float]:
         """One batch of episodes and its updates; returns metrics."""
-        for optimizer, rate in (
-            (self.policy_optimizer, self.config.policy_rate),
-            (self.critic_optimizer, self.config.critic_rate),
-        ):
-            left = 1 - (1 - LAST_RATE) * self.iteration / self.config.iterations
-            for group in optimizer.param_groups:
-                group["lr"] = rate * left
-        episodes, params, mean, chol = self.sample()
+        left = 1 - (1 - LAST_RATE) * self.progress
+        self.policy_optimizer.param_groups[0]["lr"] = self.config.policy_rate * left
+        self.critic_optimizer.param_groups[0]["lr"] = self.config.critic_rate * left
+        episodes, plans = self.sample()
+        self.env_steps += int(episodes.mask.sum())
         metrics = {"return": float(episodes.returns.mean()), "success": float(episodes.success.mean())}
-        metrics |= self.improve(episodes, params, mean, chol)
+        metrics |= self.improve(episodes, plans)
         self.iteration += 1
-        return metrics
+        return {"env_steps": float(self.env_steps), **metrics}
 
-    @torch.no_grad()
-    def sample(self) -> tuple[Episodes, Tensor, Tensor, Tensor]:
-        """Draw parameters for new contexts and follow their plans; also returns parameters, means and the factor."""
-        context = self.plant.start(episode_seeds(self.seed, self.iteration, self.config.episodes))
-        generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, self.config.episodes + 1)[-1])
-        mean, chol = self.policy(torch.from_numpy(context).to(self.dtype))
-        params = mean + torch.randn(mean.shape, generator=generator, dtype=self.dtype) @ chol.mT
-        return self.follow(context, params), params, mean, chol
+    @property
+    def progress(self) -> float:
+        """From 0 to 1 over the run, and 1 after."""
+        return min(1.0, self.iteration / self.config.iterations)
 
-    @torch.no_grad()
-    def follow(self, context: Any, params: Tensor) -> Episodes:
-        """Episodes of these plans, from the contexts that `plant.start` returned."""
-        position, velocity = (torch.from_numpy(x).to(self.dtype) for x in self.plant.tracking.state(context))
-        y, v = self.prodmp.trajectory(self.times, params, position, velocity)
-        return self.plant.follow(context, y.double().numpy(), v.double().numpy())
+    def sample(self) -> tuple[Episodes, Plans]:
+        """This batch's episodes, of plans drawn for new contexts."""
+        seeds = episode_seeds(self.seed, self.iteration, self.config.episodes)
+        return self.play(seeds, self.noise(len(seeds), episode_seeds(self.seed, self.iteration, 1, PLANS)[0]))
 
-    @torch.no_grad()
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the mean plans: the policy without exploration."""
-        context = self.plant.start(seeds)
-        return self.follow(context, self.policy(torch.from_numpy(context).to(self.dtype))[0])
+        return self.play(seeds, torch.zeros((len(seeds), self.prodmp.parameters), dtype=self.dtype))[0]
 
-    def improve(self, episodes: Episodes, params: Tensor, mean: Tensor, chol: Tensor) -> dict[str, float]:
-        """Credit, then the critic's updates, then the policy's."""
-        states = episodes.observations[:, :-1].to(self.dtype)
-        self.critic.normaliser.update(states[episodes.mask])
+    def explore(self, seeds: list[int]) -> Episodes:
+        """Episodes of plans drawn as in training."""
+        return self.play(seeds, self.noise(len(seeds), seeds[0]))[0]
+
+    def noise(self, count: int, seed: int) -> Float[Tensor, "E W"]:
+        """Standard normal numbers."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn((count, self.prodmp.parameters), generator=generator, dtype=self.dtype)
+
+    @torch.no_grad()
+    def play(self, seeds: list[int], noise: Float[Tensor, "E W"]) -> tuple[Episodes, Plans]:
+        """Episodes of the plans μ(c) + L · noise, in several rounds where there are fewer environments than seeds."""
+        parts: list[tuple[Episodes, Tensor, Tensor]] = []
+        chol = self.policy.cholesky()
+        for rows in self.plant.rounds(len(seeds)):
+            context = self.plant.start(seeds[rows])
+            mean = self.policy.mean(torch.from_numpy(context).to(self.dtype))
+            params = mean + noise[rows] @ chol.mT
+            parts.append((self.follow(context, params), params, mean))
+        episodes, params, means = zip(*parts, strict=True)
+        return Episodes.cat(episodes), Plans(torch.cat(params), torch.cat(means), chol)
+
+    def follow(self, context: Array, params: Tensor) -> Episodes:
+        """Episodes of these plans, from the contexts that `plant.start` returned."""
+        return self.plant.follow(context, *(x.double().numpy() for x in self.plan(context, params)))
+
+    @torch.no_grad()
+    def plan(self, context: Array, params: Tensor) -> tuple[Tensor, Tensor]:
+        """Desired positions and velocities [E T D] of parameters [E W], from the joints' state in the contexts [E O]."""
+        position, velocity = (torch.from_numpy(x).to(self.dtype) for x in self.plant.tracking.state(context))
+        return self.prodmp.trajectory(self.times, params, position, velocity)
+
+    def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
+        """Credit, then the critic's updates, then the policy's; metrics are those of the last of each."""
+        self.critic.normaliser.update(self.states(episodes))
+        self.begin_batch(plans.chol)
         with torch.no_grad():
-            values = self.critic(states)
-        self.begin_batch(chol)
-        advantages, mask = self.credit(episodes, values)
-        batch = Batch(states[:, 0], params, mean, chol, advantages, mask, self.log_prob(params, mean, chol))
-        metrics = {"critic_loss": self.fit_critic(episodes, states, values)}
-        for _ in range(self.config.policy_epochs):
-            metrics |= self.improve_policy(batch)
-        return metrics
-
-    @abstractmethod
-    def fit_critic(self, episodes: Episodes, states: Tensor, values: Tensor) -> float:
-        """Move V towards its targets; returns the loss before the first update."""
-
-    def regress(self, inputs: Tensor, targets: Tensor) -> float:
-        """`critic_epochs` full-batch steps on the squared error; returns the first loss."""
-        losses = []
+            credit = self.credit(episodes)
+            log_old = self.log_prob(*plans)
+        context = episodes.observations[:, 0].to(self.dtype)
+        metrics = {}
         for _ in range(self.config.critic_epochs):
-            loss = (self.critic(inputs) - targets).square().mean()
-            self.critic_optimizer.zero_grad()
-            loss.backward()
-            self.critic_optimizer.step()
-            losses.append(loss.detach())
-        return float(losses[0])
+            metrics["critic_loss"] = self.improve_critic(credit)
+        for _ in range(self.config.policy_epochs):
+            metrics |= self.improve_policy(context, plans, credit, log_old)
+        if self.config.set_covariance:
+            with torch.no_grad():
+                self.policy.set_cholesky(self.project(*self.policy(context), plans)[1])
+        return {key: float(value) for key, value in metrics.items()}
 
-    def improve_policy(self, batch: Batch) -> dict[str, float]:
+    def improve_critic(self, credit: Credit) -> Tensor:
+        """One full-batch step on V's squared error."""
+        loss = (self.critic(credit.inputs) - credit.targets).square().mean()
+        self.critic_optimizer.zero_grad()
+        loss.backward()
+        self.critic_optimizer.step()
+        return loss.detach()
+
+    def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
         """One full-batch step on the policy's loss."""
-        config = self.config
-        mean, chol = self.policy(batch.context)
-        projected = PROJECTIONS[config.projection](
-            mean, chol, batch.mean, batch.chol, mean_bound=config.mean_bound, cov_bound=config.cov_bound
-        )
-        factor = projected.chol if config.entropy_floor is None else project_entropy_floor(projected.chol, self.floor()).chol
-        log_ratio = self.log_prob(batch.params, projected.mean, factor) - batch.logp
-        ratio = bounded(torch.where(batch.mask, log_ratio, 0.0)).exp()
-        gain = torch.where(batch.mask, ratio * batch.advantages, 0.0).sum() / batch.mask.sum()
-        distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach()).total.mean()
-        loss = config.regression * distance - gain
+        mean, chol = self.policy(context)
+        projected, factor = self.project(mean, chol, plans)
+        log_ratio = self.log_prob(plans.params, projected.mean, factor) - log_old
+        ratio = bounded(torch.where(credit.mask, log_ratio, 0.0)).exp()
+        gain = torch.where(credit.mask, ratio * credit.advantages, 0.0).sum() / credit.mask.sum().clamp(min=1)
+        distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())
+        # A covariance that will be set needs no regression.
+        apart = distance.mean.mean() if self.config.set_covariance else distance.total.mean()
+        loss = self.config.regression * apart - gain
         self.policy_optimizer.zero_grad()
         loss.backward()
         self.policy_optimizer.step()
-        if config.set_covariance:
-            self.policy.set_cholesky(factor.detach())
         return {
-            "policy_loss": float(loss.detach()),
-            "entropy": float(gaussian_entropy(factor.detach())),
-            "tr/active_frac": float(projected.active_mean.to(self.dtype).mean()),
-            "tr/active_cov": float(projected.active_cov.to(self.dtype).mean()),
-            "tr/kl_before": float((projected.before_mean.mean() + projected.before_cov.mean()).detach()),
-            "tr/kl_after": float((projected.after_mean.mean() + projected.after_cov.mean()).detach()),
-            "tr/ratio_max": float(ratio.detach().max()),
-            "tr/unconverged": float((~projected.converged).to(self.dtype).mean()),
+            "policy_loss": loss.detach(),
+            "regression": apart.detach(),
+            "entropy": gaussian_entropy(factor.detach()),
+            "tr/active_frac": projected.active_mean.to(self.dtype).mean(),
+            "tr/active_cov": projected.active_cov.to(self.dtype).mean(),
+            "tr/kl_before": (projected.before_mean.mean() + projected.before_cov.mean()).detach(),
+            "tr/kl_after": (projected.after_mean.mean() + projected.after_cov.mean()).detach(),
+            "tr/ratio_max": ratio.detach().max(),
+            "tr/unconverged": (~projected.converged).to(self.dtype).mean(),
         }
 
-    def floor(self) -> float:
-        """The least entropy now: from the first policy's, linearly to `entropy_floor` per parameter."""
-        assert self.config.entropy_floor is not None
-        last = self.config.entropy_floor * self.prodmp.parameters
-        return self.first_entropy + (last - self.first_entropy) * min(1.0, self.iteration / self.config.iterations)
+    def project(self, mean: Tensor, chol: Tensor, old: Plans) -> tuple[GaussianProjection, Tensor]:
+        """The policy in its trust region, and its factor with enough entropy."""
+        config = self.config
+        bounds = {"mean_bound": config.mean_bound, "cov_bound": config.cov_bound}
+        projected = PROJECTIONS[config.projection](mean, chol, old.mean, old.chol, **bounds)
+        if config.entropy_floor is None:
+            return projected, projected.chol
+        last = config.entropy_floor * self.prodmp.parameters
+        floor = self.first_entropy + (last - self.first_entropy) * self.progress
+        ball = {"old_chol": old.chol, "cov_bound": config.cov_bound}
+        inside = config.floor_in_region and config.projection == "kl"
+        return projected, project_entropy_floor(projected.chol, floor, **(ball if inside else {})).chol
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed run needs."""
-        return {
-            "iteration": self.iteration,
-            "first_entropy": self.first_entropy,
-            **{key: getattr(self, key).state_dict() for key in ("policy", "critic", "policy_optimizer", "critic_optimizer")},
-        }
+        networks = {key: getattr(self, key).state_dict() for key in STATEFUL}
+        return {**networks, **{key: getattr(self, key) for key in COUNTERS}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""
-        for key in ("policy", "critic", "policy_optimizer", "critic_optimizer"):
+        for key in STATEFUL:
             getattr(self, key).load_state_dict(state[key])
-        self.iteration, self.first_entropy = state["iteration"], state["first_entropy"]
+        for key in COUNTERS:
+            setattr(self, key, state[key])

@@ -12,6 +12,8 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.R
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain: float) -> nn.Sequential:
     """Orthogonal layers; `gain` scales the last one."""
+    if not hidden:
+        raise ValueError("mlp: `hidden` holds the width of at least one layer; got none.")
     if activation not in ACTIVATIONS:
         raise ValueError(f"mlp: `activation` is one of {', '.join(ACTIVATIONS)}; got {activation!r}.")
     layers: list[nn.Module] = []
@@ -75,17 +77,21 @@ class GaussianPolicy(nn.Module):
 
 
 class Normaliser(nn.Module):
-    """Running mean and standard deviation of what it has seen, entry by entry (Chan's parallel update)."""
+    """Running mean and standard deviation of what it has seen, entry by entry (Chan's parallel update).
+
+    In float64 whatever comes in: a float32 count stands still from 2²⁴ on, and its means of constants are not those constants.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("variance", torch.ones(size))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
 
     @torch.no_grad()
     def update(self, values: Float[Tensor, "N S"]) -> None:
         """Learn from a batch."""
+        values = values.double()
         count, mean, variance = len(values), values.mean(0), values.var(0, unbiased=False)
         total = self.count + count
         shift = mean - self.mean
@@ -100,7 +106,10 @@ class Normaliser(nn.Module):
 
 
 class Critic(nn.Module):
-    """V(s): expected sum of the rewards from here to the end. Observations carry the time, so no discount is needed."""
+    """V(s): expected sum of the rewards from here to the end. Observations carry the time, so no discount is needed.
+
+    `critic.value.to(dtype)` sets the network's precision; the normaliser keeps its own.
+    """
 
     def __init__(self, observation: int, hidden: Sequence[int] = (64, 64), *, activation: str = "tanh") -> None:
         super().__init__()
@@ -109,4 +118,4 @@ class Critic(nn.Module):
 
     def forward(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
         """Values."""
-        return self.value(self.normaliser(observations)).squeeze(-1)
+        return self.value(self.normaliser(observations).to(self.value[0].weight)).squeeze(-1)

@@ -1,13 +1,14 @@
 """TCE: one plan per episode, credit for each of its segments."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from corral.robot.episode import Episodes, episode_seeds
-from corral.robot.learner import Learner, LearnerConfig
+from corral.numerics import number_in
+from corral.robot.episode import SEGMENTS, Episodes, episode_seeds
+from corral.robot.learner import Credit, Learner, LearnerConfig
 from corral.robot.segment import (
     critic_targets,
     draw_pairs,
@@ -17,17 +18,45 @@ from corral.robot.segment import (
     segment_log_prob,
 )
 
+AS_PUBLISHED = {"closing_segment": False, "common_jitter": True, "floor_in_region": False}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TCEConfig(LearnerConfig):
     """Settings of TCE."""
 
+    gamma: float = 1.0
+    """Discount γ."""
+    lam: float = 0.95
+    """λ of the critic's targets."""
     points: int = 25
     """Ends of segments per episode."""
     closing_segment: bool = True
     """The last segment runs to the end of the episode; False as published, where no segment holds the last reward."""
     jitter: float = 1e-4
     """Added to a segment's variances, relative to the largest of them."""
+    common_jitter: bool = False
+    """As published: one regulariser for all segments, relative to the largest variance of any, and each policy has its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "lam"):
+            if not number_in(getattr(self, name), 0, 1):
+                raise ValueError(f"tce: `{name}` must lie in [0, 1]; got {getattr(self, name)!r}.")
+        if type(self.points) is not int or self.points < 2:
+            raise ValueError(f"tce: `points` is a whole number ≥ 2; got {self.points!r}.")
+        if not (number_in(self.jitter, 0) and self.jitter > 0):
+            raise ValueError(f"tce: `jitter` must be > 0, or close points make a singular covariance; got {self.jitter!r}.")
+
+    @classmethod
+    def as_published(cls, **settings: Any) -> "TCEConfig":
+        """The published rules where ours differ: no closing segment, one regulariser per policy, and a floor that may
+        leave the region.
+
+        Bounds, rates and epochs were published per task and are settings like any other. See docs/tce.md for what still
+        differs.
+        """
+        return cls(**AS_PUBLISHED | settings)
 
 
 class TCE(Learner):
@@ -45,26 +74,25 @@ class TCE(Learner):
 
     def begin_batch(self, chol: Tensor) -> None:
         """Segments of this batch, and what regularises their likelihoods under both policies."""
-        generator = torch.Generator().manual_seed(episode_seeds(self.seed + 1, self.iteration, 1)[0])
+        generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.plant.steps, self.config.points, generator=generator)
-        self.rows = self.prodmp.design(self.times).position[self.pairs]
+        self.rows = self.prodmp.design(self.times).position[self.pairs].to(self.dtype)
         self.jitter = segment_jitter(self.rows, chol, self.config.jitter)
 
     def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        return segment_log_prob(self.rows, params, mean, chol, self.jitter)
+        jitter = self.jitter
+        if self.config.common_jitter:
+            jitter = segment_jitter(self.rows, chol, self.config.jitter).amax().expand_as(jitter)
+        return segment_log_prob(self.rows, params, mean, chol, jitter)
 
-    def credit(self, episodes: Episodes, values: Tensor) -> tuple[Tensor, Tensor]:
+    def states(self, episodes: Episodes) -> Tensor:
+        return episodes.observations[:, :-1][episodes.mask]
+
+    def credit(self, episodes: Episodes) -> Credit:
+        config, live = self.config, episodes.mask
+        rewards, values = episodes.rewards.to(self.dtype), self.critic(episodes.observations[:, :-1])
         advantages, mask = segment_advantages(
-            episodes.rewards.to(self.dtype),
-            values,
-            self.pairs,
-            mask=episodes.mask,
-            gamma=self.config.gamma,
-            closing_segment=self.config.closing_segment,
+            rewards, values, self.pairs, mask=live, gamma=config.gamma, closing_segment=config.closing_segment
         )
-        return normalise_advantages(advantages, mask), mask
-
-    def fit_critic(self, episodes: Episodes, states: Tensor, values: Tensor) -> float:
-        rewards, mask = episodes.rewards.to(self.dtype), episodes.mask
-        targets = critic_targets(rewards, values, mask, gamma=self.config.gamma, lam=self.config.lam)
-        return self.regress(states[mask], targets[mask])
+        targets = critic_targets(rewards, values, live, gamma=config.gamma, lam=config.lam)
+        return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[live])

@@ -1,0 +1,242 @@
+"""Step-based baselines by stable-baselines3 on the same contexts, environment steps and evaluation as TCE and BBRL."""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from corral.numerics import number_in
+from corral.robot.episode import UPDATES, Episodes, Plant, episode_seeds
+from corral.robot.tracking import Array
+
+try:
+    from stable_baselines3 import PPO, SAC
+    from stable_baselines3.common.vec_env import VecEnv
+except ImportError as error:
+    raise ImportError("corral.robot.baseline needs stable-baselines3: pip install corral[robot].") from error
+
+BASELINES = {"sb3-ppo": (PPO, False), "sb3-ppo-gsde": (PPO, True), "sb3-sac": (SAC, False), "sb3-sac-gsde": (SAC, True)}
+"""Algorithm, and whether its noise is a function of the state that stays the same throughout an episode (gSDE)."""
+REPLAYED = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineConfig:
+    """Settings of a baseline; what is not here is stable-baselines3's default."""
+
+    iterations: int = 125
+    """Batches of episodes."""
+    episodes: int = 64
+    """Episodes in a batch, a multiple of the number of environments."""
+    rate: float = 3e-4
+    """Learning rate."""
+    gamma: float = 0.99
+    """Discount γ."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Widths of every network's layers."""
+    epochs: int = 10
+    """PPO: passes over a batch."""
+    minibatches: int = 16
+    """PPO: updates per pass."""
+    train_freq: int = 64
+    """SAC: for so many steps of the environments …"""
+    gradient_steps: int = 8
+    """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "episodes", "epochs", "minibatches", "train_freq", "gradient_steps"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"baseline: `{name}` is a whole number ≥ 1; got {value!r}.")
+        if not (number_in(self.rate, 0) and self.rate > 0):
+            raise ValueError(f"baseline: `rate` must be > 0; got {self.rate!r}.")
+        if not number_in(self.gamma, 0, 1):
+            raise ValueError(f"baseline: `gamma` must lie in [0, 1]; got {self.gamma!r}.")
+
+
+class Baseline:
+    """A policy that chooses an action at every step, trained and evaluated as `Learner`s are.
+
+    Actions are the environment's own: no plan and no controller stand between. An episode's end is an end: the time is part
+    of the observation, so no value is expected beyond it. Training meets the contexts that TCE meets with the same seed, and
+    everything random is a function of (seed, iteration).
+    """
+
+    def __init__(self, plant: Plant, algorithm: str, config: BaselineConfig, *, seed: int = 0) -> None:
+        if algorithm not in BASELINES:
+            raise ValueError(f"baseline: `algorithm` is one of {', '.join(BASELINES)}; got {algorithm!r}.")
+        self.plant, self.name, self.config, self.seed, self.iteration = plant, algorithm, config, seed, 0
+        self.envs = StepEnvironments(plant, config.episodes, seed)
+        kind, gsde = BASELINES[algorithm]
+        common = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde, "device": "cpu"}
+        common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
+        with seeded(episode_seeds(seed, 0, 1, UPDATES)[0]):
+            if kind is PPO:
+                batch, odd = divmod(config.episodes * plant.steps, config.minibatches)
+                if odd:
+                    raise ValueError(
+                        f"baseline: {config.episodes} episodes of {plant.steps} steps do not divide into {config.minibatches} "
+                        f"minibatches. Choose another number."
+                    )
+                steps = plant.steps * self.envs.rounds
+                self.model: Any = PPO("MlpPolicy", self.envs, n_steps=steps, batch_size=batch, n_epochs=config.epochs, **common)
+            else:
+                each = plant.steps * self.envs.num_envs
+                self.model = SAC(
+                    "MlpPolicy",
+                    self.envs,
+                    train_freq=(plant.steps, "step"),
+                    gradient_steps=max(1, each * config.gradient_steps // config.train_freq),
+                    learning_starts=each - 1,
+                    buffer_size=min(1_000_000, config.iterations * config.episodes * plant.steps),
+                    **common,
+                )
+
+    @property
+    def env_steps(self) -> int:
+        """Steps of all environments so far."""
+        return int(self.model.num_timesteps)
+
+    def step(self) -> dict[str, float]:
+        """One batch of episodes and its updates; returns metrics."""
+        self.envs.begin(self.iteration)
+        self.model._last_obs = None  # so that it asks for the first observations of this batch
+        seed = episode_seeds(self.seed, self.iteration, 1, UPDATES)[0]
+        with seeded(seed):
+            self.model.action_space.seed(seed)
+            self.model.learn(self.config.episodes * self.plant.steps, log_interval=None, reset_num_timesteps=False)
+        self.iteration += 1
+        returns, success = zip(*self.envs.finished, strict=True)
+        return {"env_steps": float(self.env_steps), "return": float(np.mean(returns)), "success": float(np.mean(success))}
+
+    def evaluate(self, seeds: list[int]) -> Episodes:
+        """Episodes of the policy without exploration."""
+        return self._play(seeds, deterministic=True)
+
+    def explore(self, seeds: list[int]) -> Episodes:
+        """Episodes of the policy as it explores in training."""
+        with seeded(seeds[0]):
+            return self._play(seeds, deterministic=False)
+
+    def _play(self, seeds: list[int], *, deterministic: bool) -> Episodes:
+        parts = []
+        for rows in self.plant.rounds(len(seeds)):
+            context = self.plant.start(seeds[rows])
+            if self.model.use_sde and not deterministic:
+                (self.model.actor if isinstance(self.model, SAC) else self.model.policy).reset_noise(len(context))
+            parts.append(
+                self.plant.act(
+                    context, lambda _, seen: self.model.predict(seen.astype(np.float32), deterministic=deterministic)[0]
+                )
+            )
+        return Episodes.cat(parts)
+
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs; of SAC, that is also all it has seen."""
+        state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
+        state |= {"networks": self.model.get_parameters()}
+        if isinstance(self.model, SAC):
+            buffer = self.model.replay_buffer
+            state |= {key: torch.from_numpy(getattr(buffer, key)[: buffer.pos]) for key in REPLAYED}
+            state |= {"log_ent_coef": self.model.log_ent_coef.detach()}
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`."""
+        self.iteration, self.model.num_timesteps = state["iteration"], state["env_steps"]
+        self.model._n_updates = state["updates"]
+        self.model.set_parameters(state["networks"], exact_match=True, device="cpu")
+        if isinstance(self.model, SAC):
+            buffer = self.model.replay_buffer
+            buffer.pos = len(state["rewards"])
+            for key in REPLAYED:
+                getattr(buffer, key)[: buffer.pos] = state[key].numpy()
+            self.model.log_ent_coef.data.copy_(state["log_ent_coef"])
+
+
+class StepEnvironments(VecEnv):
+    """A `Plant`'s environments as stable-baselines3 wants them: what is over starts anew in the same step."""
+
+    def __init__(self, plant: Plant, episodes: int, seed: int) -> None:
+        space = plant.envs.single_observation_space
+        observed = gymnasium.spaces.Box(-np.inf, np.inf, space.shape, np.float32)
+        self.envs, self.run_seed, self.finished = plant.envs, seed, list[tuple[float, float]]()
+        super().__init__(plant.envs.num_envs, observed, plant.envs.single_action_space)
+        self.rounds, odd = divmod(episodes, self.num_envs)
+        if odd or not self.rounds:
+            raise ValueError(
+                f"baseline: `episodes` must be a multiple of the {self.num_envs} environments; got {episodes}. Use as many "
+                f"environments as episodes, or a divisor of them."
+            )
+
+    def begin(self, iteration: int) -> None:
+        """The contexts of this batch come next."""
+        self.finished.clear()
+        self._seeds = np.array(episode_seeds(self.run_seed, iteration, self.rounds * self.num_envs)).reshape(-1, self.num_envs)
+        self._played = np.zeros(self.num_envs, int)
+
+    def reset(self) -> Array:
+        self._returns = np.zeros(self.num_envs)
+        observation, _ = self.envs.reset(seed=self._next_seeds())
+        return np.asarray(observation, np.float32)
+
+    def step_async(self, actions: Array) -> None:
+        self._actions = actions
+
+    def step_wait(self) -> tuple[Array, Array, NDArray[np.bool_], list[dict[str, Any]]]:
+        observation, reward, terminated, truncated, info = self.envs.step(self._actions)
+        observation, over = np.asarray(observation, np.float32), terminated | truncated
+        self._returns += reward
+        infos: list[dict[str, Any]] = [{} for _ in over]
+        if over.any():
+            success = np.broadcast_to(np.asarray(info.get("success", np.nan), float), over.shape)
+            for index in np.flatnonzero(over):
+                infos[index] = {"terminal_observation": observation[index], "TimeLimit.truncated": False}
+                self.finished.append((float(self._returns[index]), float(success[index])))
+            self._returns[over] = 0.0
+            self._played += over
+            options = None if over.all() else {"reset_mask": over}
+            fresh, _ = self.envs.reset(seed=self._next_seeds(), options=options)
+            observation = np.where(over[:, None], np.asarray(fresh, np.float32), observation)
+        return observation, np.asarray(reward, np.float32), over, infos
+
+    def _next_seeds(self) -> list[int]:
+        """Of each environment's next episode; one more than the batch holds begins in its last step, and is never played."""
+        return [int(x) for x in self._seeds[self._played.clip(max=self.rounds - 1), np.arange(self.num_envs)]]
+
+    def close(self) -> None:
+        self.envs.close()
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        # Asked for by stable-baselines3 itself when it looks for a render mode; nothing else is shared by all environments.
+        return [getattr(self.envs, attr_name)] * self.envs.num_envs
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise NotImplementedError("StepEnvironments: environments keep the attributes they were made with.")
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **settings: Any) -> list[Any]:
+        raise NotImplementedError("StepEnvironments: environments have no methods of their own here.")
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
+        return [False] * self.num_envs
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """stable-baselines3 draws from the global generators: seed them for a while, then put them back."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)

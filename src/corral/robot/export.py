@@ -1,0 +1,128 @@
+"""A trained policy → a file that NumPy alone can read, with its plans checked against the joints' limits."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from corral.robot import exported
+from corral.robot.exported import FORMAT, ExportedPolicy
+from corral.robot.learner import Learner
+from corral.robot.prodmp import ProDMP
+from corral.robot.tracking import Array
+
+Bound = float | Sequence[float]
+"""One number for all joints, or one for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What joints can do; infinite where nothing is said."""
+
+    position: tuple[Bound, Bound] = (-np.inf, np.inf)
+    """Least and largest, rad or m."""
+    velocity: Bound = np.inf
+    """Largest size, per second."""
+    acceleration: Bound = np.inf
+    """Largest size, per second squared."""
+
+    def array(self, dof: int) -> Array:
+        """Least and largest of each [3 2 D]."""
+        pairs = [self.position, *((-np.asarray(x), x) for x in (self.velocity, self.acceleration))]
+        try:
+            out = np.array([[np.broadcast_to(np.asarray(x, float), dof) for x in pair] for pair in pairs])
+        except ValueError:
+            raise ValueError(f"Limits: each is one number, or one for each of {dof} joints; got {self}.") from None
+        if not (out[:, 0] < out[:, 1]).all():
+            raise ValueError(f"Limits: the least must lie below the largest, velocities and accelerations above 0; got {self}.")
+        return out
+
+
+def export_policy(
+    learner: Learner,
+    path: str | Path,
+    *,
+    contexts: Array | None = None,
+    limits: Limits | None = None,
+    refuse: bool = True,
+) -> list[str]:
+    """Write the mean plans of a policy, as a function of the context, to `path`.npz, and a loader beside it, `path`.py.
+
+    Nothing is written if a plan for one of `contexts` leaves the limits, unless `refuse` is False. The file carries the
+    limits either way, and its loader refuses every plan beyond them.
+
+    Args:
+        contexts: first observations to check [E O]; needed with `limits`. `plant.start(held_out_seeds(n))` draws some.
+        limits: none are checked without them.
+    Returns:
+        Violations of the limits, in words.
+    """
+    path = Path(path)
+    if path.suffix != ".npz" or not path.with_suffix("").name.isidentifier():
+        raise ValueError(f"export_policy: `path` ends in .npz, with a name that Python can import; got {str(path)!r}.")
+    if limits is not None and (contexts is None or not len(contexts)):
+        raise ValueError("export_policy: limits are checked over contexts; pass some, as plant.start(seeds) returns them.")
+    policy = freeze(learner, limits or Limits())
+    found = policy.violations(contexts) if limits is not None else []
+    if found and refuse:
+        raise ValueError(
+            f"export_policy: plans for {len(contexts)} contexts leave the limits: {'; '.join(found)}. Train with a penalty, "
+            f"widen the limits, or pass refuse=False to write a file whose loader refuses such plans one by one."
+        )
+    arrays = {"times": policy.times, "basis": policy.basis, "start": policy.start, "limits": policy.limits}
+    for index, (weight, bias) in enumerate(policy.layers):
+        arrays |= {f"weight_{index}": weight, f"bias_{index}": bias}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.savez(file, about=np.array(json.dumps(policy.about)), **arrays)
+        shutil.copyfile(exported.__file__, path.with_suffix(".py"))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return found
+
+
+def freeze(learner: Learner, limits: Limits) -> ExportedPolicy:
+    """The policy's network and its trajectory's tables as arrays, in float64."""
+    prodmp, tracking = learner.prodmp, learner.plant.tracking
+    linear = [layer for layer in learner.policy.mean if isinstance(layer, nn.Linear)]
+    basis, start = tables(prodmp, learner.times)
+    about = {
+        "format": FORMAT,
+        "algorithm": learner.name,
+        "iteration": learner.iteration,
+        "activation": learner.config.activation,
+        "layers": len(linear),
+        "joints": tracking.joints,
+        "velocities": tracking.velocities,
+        "prodmp": asdict(prodmp),
+        "tracking": asdict(tracking),
+    }
+    layers = [(_array(layer.weight), _array(layer.bias)) for layer in linear]
+    return ExportedPolicy(about, layers, _array(learner.times), _array(basis), _array(start), limits.array(prodmp.dof))
+
+
+def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
+    """What parameters [3 T M] and the state at the start [3 T 2] add to position, velocity and acceleration.
+
+    Acceleration is the derivative of the velocity's columns, each of which depends on its own time alone.
+    """
+    times = times.detach().double().requires_grad_()
+    design = prodmp.design(times)
+    velocity = torch.cat([design.velocity, design.start[:, 1]], -1)
+    slopes = [torch.autograd.grad(column.sum(), times, retain_graph=True)[0] for column in velocity.unbind(-1)]
+    acceleration = torch.stack(slopes, -1)
+    basis = torch.stack([design.position, design.velocity, acceleration[:, : prodmp.columns]])
+    return basis.detach(), torch.stack([*design.start.unbind(1), acceleration[:, prodmp.columns :]]).detach()
+
+
+def _array(x: Tensor) -> Array:
+    return x.detach().double().numpy()

@@ -1,0 +1,127 @@
+"""Step-based baselines: the same contexts, steps and evaluation as TCE; runs repeat and resume; they learn."""
+
+import io
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from corral.robot.baseline import BASELINES, Baseline, BaselineConfig, StepEnvironments
+from corral.robot.env import ENVIRONMENTS
+from corral.robot.episode import Plant, episode_seeds, held_out_seeds
+from tolerance import assert_close
+
+NAME = "corral/ViaPointReacher-v0"
+
+
+def plant(count: int, reward: str = "dense", mode: str = "vector_entry_point") -> Plant:
+    envs = gymnasium.make_vec(NAME, num_envs=count, vectorization_mode=mode, reward=reward)
+    return Plant(envs, ENVIRONMENTS[NAME].tracking, ENVIRONMENTS[NAME].steps)
+
+
+def baseline(algorithm: str, *, envs: int = 4, seed: int = 0, **settings: Any) -> Baseline:
+    defaults = {"iterations": 4, "episodes": 4, "hidden": (16,), "epochs": 2, "minibatches": 4, "gradient_steps": 1}
+    return Baseline(plant(envs), algorithm, BaselineConfig(**defaults | settings), seed=seed)
+
+
+@pytest.mark.parametrize("algorithm", BASELINES)
+def test_it_takes_exactly_its_steps_and_repeats(algorithm: str) -> None:
+    seeds = held_out_seeds(5)
+    runs = []
+    for seed in (0, 0, 1):
+        agent = baseline(algorithm, seed=seed)
+        torch.rand(3)  # what others draw meanwhile does not matter
+        np.random.rand(3)
+        metrics = [agent.step() for _ in range(2)]
+        assert [row["env_steps"] for row in metrics] == [400, 800]
+        runs.append((metrics, agent.evaluate(seeds).returns.tolist(), agent.explore(seeds).returns.tolist()))
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+    assert runs[0][1] != runs[0][2]
+
+
+@pytest.mark.parametrize("algorithm", BASELINES)
+def test_a_resumed_run_goes_on_as_if_never_stopped(algorithm: str) -> None:
+    whole = baseline(algorithm)
+    whole.step()
+    whole.step()
+    file = io.BytesIO()
+    torch.save(whole.state(), file)
+    whole.evaluate(held_out_seeds(3))  # looking changes nothing
+    rest = whole.step()
+    resumed = baseline(algorithm)
+    file.seek(0)
+    resumed.restore(torch.load(file, weights_only=True))
+    assert resumed.step() == rest
+    assert resumed.evaluate(held_out_seeds(2)).returns.tolist() == whole.evaluate(held_out_seeds(2)).returns.tolist()
+
+
+def test_the_global_generators_are_left_alone() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    baseline("sb3-ppo").step()
+    assert (torch.rand(1), np.random.rand()) == expected
+
+
+@pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
+def test_environments_meet_the_contexts_that_tce_meets(mode: str) -> None:
+    world = plant(2, mode=mode)
+    envs = StepEnvironments(world, 4, seed=7)
+    envs.begin(3)
+    seen = [envs.reset()]
+    for _ in range(100):
+        envs.step_async(np.full((2, 5), 0.1))
+        observation, reward, over, infos = envs.step_wait()
+    seen.append(observation)
+    assert over.all()
+    assert reward.dtype == observation.dtype == np.float32
+    expected = [world.start(episode_seeds(7, 3, 4)[rows]) for rows in (slice(0, 2), slice(2, 4))]
+    np.testing.assert_allclose(np.concatenate(seen), np.concatenate(expected), rtol=1e-6)
+    assert infos[0]["terminal_observation"][-1] == 1.0  # the time of the last observation
+    assert infos[0]["TimeLimit.truncated"] is False
+    assert len(envs.finished) == 2
+
+
+def test_returns_are_those_of_the_environment() -> None:
+    world = plant(2)
+    envs = StepEnvironments(world, 2, seed=0)
+    envs.begin(0)
+    envs.reset()
+    for _ in range(100):
+        envs.step_async(np.full((2, 5), 0.1, np.float32))
+        envs.step_wait()
+    episodes = world.act(world.start(episode_seeds(0, 0, 2)), lambda t, seen: np.full((2, 5), 0.1))
+    assert_close(torch.tensor([row[0] for row in envs.finished], dtype=torch.float64), episodes.returns)
+    assert [row[1] for row in envs.finished] == episodes.success.tolist()
+
+
+def test_it_learns() -> None:
+    agent = baseline("sb3-ppo", envs=16, episodes=16, iterations=12, hidden=(32,), epochs=10, minibatches=10, rate=3e-3)
+    seeds = held_out_seeds(16)
+    before = agent.evaluate(seeds).returns.mean()
+    for _ in range(12):
+        agent.step()
+    after = agent.evaluate(seeds).returns.mean()
+    assert after > before + 10, f"{before:.1f} → {after:.1f}"
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="one of sb3-ppo, sb3-ppo-gsde, sb3-sac, sb3-sac-gsde; got 'ppo'"):
+        baseline("ppo")
+    with pytest.raises(ValueError, match="must be a multiple of the 4 environments; got 6"):
+        baseline("sb3-ppo", episodes=6)
+    with pytest.raises(ValueError, match="do not divide into 7 minibatches"):
+        baseline("sb3-ppo", minibatches=7)
+    for settings, sentence in (
+        ({"gamma": 2.0}, "`gamma` must lie"),
+        ({"rate": 0.0}, "`rate` must be > 0"),
+        ({"epochs": 0}, "≥ 1"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            BaselineConfig(**settings)
