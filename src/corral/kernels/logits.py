@@ -69,23 +69,23 @@ def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
     """into += left @ right, the left factor being a gradient in the working dtype; `fresh` where nothing is in it yet.
 
-    Where the right factor is half precision, so is what comes of it: there the gradient is rounded before the product.
+    Where the right factor is bfloat16, so is what comes of it: on a GPU the gradient is rounded before the product. In float16
+    its small parts would be lost.
     """
-    if _stays_half(right):
-        left = left.to(right.dtype)
-        product = torch.mm(left, right, out_dtype=into.dtype)
+    if _stays_half(right) and right.dtype == torch.bfloat16:
+        product = torch.mm(left.to(right.dtype), right, out_dtype=into.dtype)
         into.copy_(product) if fresh else into.add_(product)
     elif fresh:
-        torch.mm(left, right, out=into)
+        torch.mm(left, right.to(into.dtype), out=into)
     else:
-        into.addmm_(left, right)
+        into.addmm_(left, right.to(into.dtype))
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
     if _stays_half(hidden) and hidden.dtype == weight.dtype:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
     dtype = working_dtype(hidden, weight)
-    return torch.mm(operand(hidden, dtype), operand(weight, dtype).T, out=out)
+    return torch.mm(hidden.to(dtype), weight.to(dtype).T, out=out)
 
 
 def _stays_half(x: Tensor) -> bool:
