@@ -166,6 +166,28 @@ def assert_gradients(slots=None, top_k=None, entropy=False, biased=False, spec=N
     assert got[0][1].abs().sum() == 0
 
 
+@pytest.mark.parametrize("sampled", [0, 3])
+def test_a_rest_too_small_for_float32_has_its_gradient(sampled):
+    # One token 120 nats above the others: p_rest = e^−120 + …, of which d rest / dz_v = p_v / p_rest is an ordinary share.
+    weight = torch.randn(40, WIDTH, device=DEVICE).div(4)
+    weight[0] += 15.0
+    hidden = torch.ones(2, WIDTH, device=DEVICE)
+    tokens, ids = torch.full((2,), sampled, device=DEVICE), torch.zeros(2, 1, dtype=torch.long, device=DEVICE)
+    grads = []
+    for dtype in (torch.float32, F64):
+        h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        if dtype == torch.float32:
+            logp, _, _, rest, _ = TritonHead.apply(h, w, None, tokens, ids, Plan(LogitSpec(), HeadRequest()))
+        else:
+            full = dense(LogitSpec(), h, w, None)
+            logp, rest = full.gather(1, tokens[:, None])[:, 0], corral.gather_support(full, ids).rest
+        assert rest.max() < -100
+        (rest + 0.5 * logp).sum().backward()
+        grads.append((h.grad, w.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        assert_close(ours, theirs, torch.float32, atol=1e-4)
+
+
 def test_a_frozen_head_gets_no_gradient_and_a_frozen_trunk_neither():
     hidden, weight, tokens = problem(3, 40)
     for first, second in ((True, False), (False, True)):

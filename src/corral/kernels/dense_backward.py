@@ -47,8 +47,9 @@ def dense_rows(
             products, dz = (x[: shape[0] * shape[1]].view(shape) for x in (memory, memory_dz))
             _multiply(h, w.T, products)
             _dense_kernel[(shape[0], triton.cdiv(shape[1], 4096))](
-                products, dz, bias, row, rows.lse, rows.entropy, g_entropy, gradient.factor, gradient.ids, gradient.value,
-                block.start, shape[1], len(weight), gradient.ids.shape[1], *spec_arguments(spec), spec.scale / spec.temperature,
+                products, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
+                gradient.value, block.start, shape[1], len(weight), gradient.ids.shape[1], *spec_arguments(spec),
+                spec.scale / spec.temperature,
                 spec.temperature / spec.softcap if spec.softcap is not None else 0.0, BIAS=bias is not None,
                 CAP=spec.softcap is not None, BLOCK=4096, SLOTS=max(2, triton.next_power_of_2(gradient.ids.shape[1])),
                 num_warps=8,
@@ -81,10 +82,10 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) ->
 @triton.jit
 @no_type_check
 def _dense_kernel(
-    products, dz, bias, picked, lse, nats, g_nats, factor, ids, value, start, width, vocabulary, slots, before, cap, after,
-    slope, curve, BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    products, dz, bias, picked, lse, rest, nats, g_nats, factor, ids, value, start, width, vocabulary, slots, before, cap,
+    after, slope, curve, BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one row: the factor times p everywhere, then the single entries in their places."""
+    """BLOCK columns of one row: the factor times p / p_rest everywhere, then the single entries in their places."""
     row = tl.load(picked + tl.program_id(0))
     begin = tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
@@ -94,7 +95,9 @@ def _dense_kernel(
     log_p = z - tl.load(lse + row)
     entropy_g = tl.load(g_nats + row)
     surprise = tl.where(log_p > -float("inf"), log_p + tl.load(nats + row), 0.0)
-    g = tl.exp(log_p) * (tl.load(factor + row) - entropy_g * surprise) * slope
+    log_rest = tl.load(rest + row)
+    log_rest = tl.where(log_rest == -float("inf"), 0.0, log_rest)
+    g = (tl.exp(log_p - log_rest) * tl.load(factor + row) - tl.exp(log_p) * entropy_g * surprise) * slope
     if CAP:
         u = z * curve
         g = tl.where(z > -float("inf"), g * (1.0 - u * u), 0.0)

@@ -1,11 +1,11 @@
 """From gradients of log-probs, support and rest to gradients of logits: a few single ones per row and one factor for the rest.
 
-    dz_v = g_v − p_v G     on the support        G = g_a + Σ_k g_k + g_rest
-    dz_v = p_v c           off it                c = g_rest / p_rest − G
+    dz_v = g_v − p_v G              on the support        G = g_a + Σ_k g_k + g_rest
+    dz_v = (p_v / p_rest) c         off it                c = g_rest − p_rest G
 
-What a sparse backward leaves out is the second line, and its size Σ |dz_v| = p_rest |c| is known. A row is dense where that is
-more than a given share of its own Σ |dz_v|, or of the mean row's if that is larger: the whole batch then loses no more than
-twice that share.
+What a sparse backward leaves out is the second line, and its size Σ |dz_v| = |c| is known. A row is dense where that is more
+than a given share of its own Σ |dz_v|, or of the mean row's if that is larger: the whole batch then loses no more than twice
+that share. p_v / p_rest is taken from logarithms, so that it stays exact where p_rest is too small for float32.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class RowGradient:
     value: Tensor
     """Gradient of the product h·w of that token [N, S], the soft cap's slope included."""
     factor: Tensor
-    """c: what all other tokens' gradients are per unit of probability [N]."""
+    """c: the sum of all other tokens' gradients; each has the share of it that it has of the rest mass [N]."""
     dropped: Tensor
     """Σ |dz| off the support, as a share of the row's whole or the mean row's, at most [N]."""
     route: Tensor
@@ -85,9 +85,9 @@ def _row_kernel(
     log_rest = tl.load(rest + row)
     nothing = log_rest == -float("inf")
     outer_g = tl.where(nothing, 0.0, outer_g)
-    p_rest = tl.exp(log_rest)
+    log_rest = tl.where(nothing, 0.0, log_rest)  # p_v / 1: there is no such v but impossible ones
     total = own_g + tl.sum(g, 0) + outer_g
-    factor = tl.where(nothing, 0.0, outer_g / tl.where(nothing, 1.0, p_rest)) - total
+    factor = outer_g - tl.exp(log_rest) * total
 
     # The sampled token adds to its slot; where the support lacks it, it takes the slot behind.
     is_own = member & (id == token)
@@ -97,11 +97,12 @@ def _row_kernel(
     log_p = tl.where(member, tl.load(kept + row * slots_in + slot, mask=inside, other=-float("inf")), -float("inf"))
     log_p = tl.where(extra, tl.load(logp + row), log_p)
     p = tl.exp(log_p)
-    value = g + tl.where(is_own | extra, own_g, 0.0) - p * tl.where(extra, -factor, total)
+    pulled = tl.where(extra, tl.exp(log_p - log_rest) * factor, -p * total)
+    value = g + tl.where(is_own | extra, own_g, 0.0) + pulled
     surprise = tl.where(log_p > -float("inf"), log_p + tl.load(nats + row), 0.0)
     value = tl.where(member | extra, value - entropy_g * p * surprise, 0.0)
 
-    off = p_rest * tl.abs(factor)
+    off = tl.where(nothing, 0.0, tl.abs(factor))
     size = tl.sum(tl.abs(value), 0) + off
     alive = (own_g != 0.0) | (outer_g != 0.0) | (entropy_g != 0.0) | (tl.max(tl.abs(g), 0) != 0.0) | (size != size)
     # The entropy's gradient is nowhere single, and NaN spreads as it should where everything is computed.
