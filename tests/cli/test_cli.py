@@ -17,11 +17,11 @@ import torch
 import corral
 from corral.cli import doctor, main
 from corral.cli.explain import field_docs
-from corral.llm.files import RunError
-from corral.llm.settings import RECIPES, Settings, coerce, nested, read_file, read_recipe, resolve
+from corral.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve
 from corral.objective import OBJECTIVES
 from corral.objective.correction import CORRECTIONS
 from corral.objective.troll import TROLLConfig
+from corral.run.settings import nested, read_file
 from small_runs import save_model
 
 SMALL = "--task digits --eval-size 8 --per-device-train-batch-size 4 --steps-per-generation 2 --num-generations 4 --device cpu"
@@ -131,13 +131,6 @@ def test_mistakes_get_a_sentence(argv: list[str], message: str, capsys: pytest.C
     assert printed.out == ""
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.toml", "steps = = 3"), ("a.yaml", "steps: [3"), ("b.yaml", "- 3")])
-def test_a_file_that_is_none_is_refused(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(RunError, match=r"TOML|YAML"):
-        read_file(tmp_path / name)
-
-
 def test_recipes_fit_on_a_screen_and_resolve() -> None:
     recipes = sorted(RECIPES.glob("*.toml"))
     assert recipes
@@ -147,25 +140,8 @@ def test_recipes_fit_on_a_screen_and_resolve() -> None:
 
 
 def test_settings_survive_being_saved() -> None:
-    settings = resolve([read_recipe("demo"), nested([("objective_config.bound", "0.2"), ("seed", "4")])])
+    settings = resolve([read_recipe("demo"), nested([("objective_config.bound", "0.2"), ("seed", "4")], TABLES)])
     assert resolve([json.loads(json.dumps(settings.flat()))]) == settings
-
-
-@pytest.mark.parametrize(
-    ("value", "hint", "expected"),
-    [
-        ("1e-4", float, 1e-4), (1, float, 1.0), ("none", float | None, None), (None, int | None, None), ("3", int | None, 3),
-        ("true", bool, True), ("{a = 1}", dict | str | None, {"a": 1}), ("[1, 2]", list[float] | None, [1, 2]), ("8", str, "8"),
-    ],
-)  # fmt: skip
-def test_values_become_the_type_of_their_setting(value: Any, hint: Any, expected: Any) -> None:
-    assert coerce("key", value, hint) == expected
-
-
-@pytest.mark.parametrize(("value", "hint"), [("yes", bool), (1.5, int), (True, int), (None, float), ("[1]", dict)])
-def test_values_of_another_type_are_refused(value: Any, hint: Any) -> None:
-    with pytest.raises(RunError, match="`key` is"):
-        coerce("key", value, hint)
 
 
 @pytest.mark.supports("run: plain lines in a pipe", door="command line")
@@ -266,7 +242,7 @@ def test_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for name in ("python", "torch", "trl", "transformers", "device", "embedded", "vllm"):
         assert f"\n{name} " in text
-    assert text.startswith(f"corral        {corral.__version__}")
+    assert text.startswith(f"corral            {corral.__version__}")
     assert ("`corral train` can run." in text) is (status == 0)
     assert main(["doctor", "please"]) == 2
 

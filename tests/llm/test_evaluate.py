@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corral.llm.eval_view import EvalView, LiveEvalView, PlainEvalView, make_eval_view
 from corral.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
-from corral.llm.files import RunError
 from corral.llm.passk import Estimate
 from corral.llm.problems import RewardError, generate, until
 from corral.llm.results import compare, summarise
 from corral.llm.sampler import TransformersSampler, choose_backend
 from corral.llm.subject import find_subject
 from corral.llm.train import train
+from corral.run.files import RunError
 from corral.task import TASKS
 from small_runs import Digits, save_model, small
 

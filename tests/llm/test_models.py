@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.llm import models
-from corral.llm.files import RunError
 from corral.llm.models import SMOLLM2_FILE, load_model
+from corral.run.files import RunError
 
 
 @pytest.mark.supports("model: SmolLM2-135M, after `make smollm2`", door="command line")

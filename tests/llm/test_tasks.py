@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from corral.cli import main
-from corral.llm.files import RunError
 from corral.llm.tiny import build_tokenizer
 from corral.llm.train import resume, train
+from corral.run.files import RunError
 from corral.task import names
 from small_runs import save_model, small
 

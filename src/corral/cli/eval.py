@@ -1,13 +1,15 @@
 """`corral eval`: a run or a model, a task, and how many samples; then the job."""
 
 import argparse
-import importlib.util
 import signal
 from pathlib import Path
 from typing import Any
 
 from corral.cli import refuse
+from corral.cli.kind import kind_of_run, missing
 from corral.cli.train import UNSAFE, hush
+from corral.run.files import RunError
+from corral.run.settings import coerce, guess, nested
 
 FLAGS = {
     "task": "what to ask; by default the run's own task",
@@ -41,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the results; by default RUN/evals/… or evals/…")
     parser.add_argument("--against", metavar="DIR", type=Path, help="an evaluation of the same problems to compare with")
+    parser.add_argument("--episodes", metavar="VALUE", help="of a robot's run: held-out contexts (256)")
+    parser.add_argument("--video", metavar="FILE", type=Path, help="of a robot's run: a film of three episodes, .gif or .mp4")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
     parser.add_argument("--smoke", action="store_true", help="a random model and two problems, to see that it runs")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and what came out")
@@ -48,21 +52,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Evaluate, and turn what goes wrong into a sentence and a status."""
-    missing = [name for name in ("transformers", "trl", "accelerate", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        return refuse(f"evaluating needs {', '.join(missing)}. Install them: pip install 'corral[llm]'.", 1)
+    kind = "llm" if arguments.model is None else kind_of_run(Path(arguments.model))
+    lacking = missing(kind)
+    if lacking is not None:
+        return refuse(f"evaluating {lacking}", 1)
     if rest:
         return refuse(f"eval has no {rest[0]!r}. `corral eval --help` lists what it has.")
-    hush()
-    from corral.llm.files import RunError
-
     try:
-        evaluated(arguments)
+        if kind == "robot":
+            evaluated_robot(arguments)
+        else:
+            hush()
+            evaluated(arguments)
     except RunError as error:
         return refuse(str(error), 1)
     except KeyboardInterrupt:
-        return refuse("interrupted. What is answered is kept: the same command goes on with it.", INTERRUPTED)
+        goes_on = " What is answered is kept: the same command goes on with it." if kind == "llm" else ""
+        return refuse(f"interrupted.{goes_on}", INTERRUPTED)
     return 0
+
+
+def evaluated_robot(arguments: argparse.Namespace) -> None:
+    """A robot's run: episodes, a table, and a film if one is wanted."""
+    from corral.robot.evaluate import evaluate
+    from corral.robot.results import show
+    from corral.robot.smoke import EPISODES
+
+    unknown = [name for name in FLAGS if name != "checkpoint" and getattr(arguments, name.replace("-", "_")) is not None]
+    unknown += [name for name in ("set", "against", "unsafe_code_execution") if getattr(arguments, name)]
+    if unknown:
+        raise RunError(f"robots are evaluated by --episodes, --checkpoint, --video and --out; not by --{unknown[0]}.")
+    given = arguments.episodes if arguments.episodes is not None else EPISODES if arguments.smoke else 256
+    done = evaluate(
+        Path(arguments.model),
+        episodes=coerce("episodes", given, int),
+        checkpoint=arguments.checkpoint or "latest",
+        out=arguments.out,
+        video=arguments.video,
+    )
+    show(done.result, done.path, arguments.video, quiet=arguments.quiet)
 
 
 def evaluated(arguments: argparse.Namespace) -> None:
@@ -83,17 +111,19 @@ def settings_of(arguments: argparse.Namespace) -> Any:
     from typing import get_type_hints
 
     from corral.llm.evaluate import EvalSettings
-    from corral.llm.files import RunError
-    from corral.llm.settings import coerce, guess, nested
+    from corral.llm.settings import TABLES
     from corral.llm.smoke import EVALUATION, TASK_CONFIG
 
+    for name in ("episodes", "video"):
+        if getattr(arguments, name) is not None:
+            raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
     hints = get_type_hints(EvalSettings)
     given = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in ("model", *FLAGS)}
     chosen = {key: coerce(key, value, hints[key]) for key, value in given.items() if value is not None}
     pairs = [text.partition("=") for text in arguments.set]
     if not all(equals and key.startswith("task_config.") for key, equals, _ in pairs):
         raise RunError(f"--set takes task_config.key=value; got {' '.join(arguments.set)!r}.")
-    config = nested([(key, value) for key, _, value in pairs]).get("task_config", {})
+    config = nested([(key, value) for key, _, value in pairs], TABLES).get("task_config", {})
     chosen["task_config"] = {key: guess(value) for key, value in config.items()}
     if arguments.unsafe_code_execution:
         chosen["task_config"]["unsafe_code_execution"] = True

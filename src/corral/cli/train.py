@@ -1,15 +1,19 @@
 """`corral train`: settings from a recipe, a file and flags; then the job."""
 
 import argparse
-import importlib.util
+import importlib
 import logging
 import os
 import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from corral.cli import refuse
+from corral.cli.kind import Kind, all_recipes, kind_of, missing
+from corral.run.files import RunError
+from corral.run.settings import nested, read_file, read_named
 
 FLAGS = {
     "model": "tiny, smollm2, or a folder or hub id",
@@ -17,6 +21,8 @@ FLAGS = {
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",
     "seed": "decides everything that is drawn",
     "steps": "batches of rollouts",
+    "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
+    "iterations": "of a robot: batches of episodes",
     "learning-rate": "of AdamW",
     "guard": "on a collapse: warn, stop or off",
     "report-to": "none, tensorboard, wandb, trackio",
@@ -26,12 +32,16 @@ FLAGS = {
 EPILOG = """
 Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
 Settings of a run: corral.llm.settings.Settings. Settings of the trainer: CorralConfig, and so TRL's GRPOConfig.
+Robots: a recipe of theirs, such as via_point, or a file with an `environment`. Settings: corral.robot.settings.Settings.
 Later ones win: recipe, then file, then --smoke, then flags. Without --recipe and --config, the recipe is `demo`.
 """
 
 UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
 INTERRUPTED = 128 + signal.SIGINT
+
+ANEW: dict[Kind, tuple[str, ...]] = {"llm": ("guard", "report_to"), "robot": ("guard",)}
+"""Settings that can be given anew when a run is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,20 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the run in this folder")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
-    parser.add_argument("--smoke", action="store_true", help="two steps with a random model and a few problems, to see it run")
+    parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Train or resume, and turn what goes wrong into a sentence and a status."""
-    missing = [name for name in ("transformers", "trl", "accelerate", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        return refuse(f"training needs {', '.join(missing)}. Install them: pip install 'corral[llm]'.", 1)
-    hush()
-    from corral.llm.files import RunError
-
     try:
-        summary = resumed(arguments, rest) if arguments.resume else started(arguments, rest)
+        kind = kind_of(arguments)
+        lacking = missing(kind)
+        if lacking is not None:
+            return refuse(f"training {lacking}", 1)
+        if kind == "llm":
+            hush()
+        summary = (resumed if arguments.resume else started)(kind, arguments, rest)
     except RunError as error:
         if error.__cause__ is not None and type(error).__name__ == "RewardError":
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
@@ -68,41 +78,35 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], 1)
 
 
-def started(arguments: argparse.Namespace, rest: list[str]) -> dict[str, object]:
-    """A new run from layers of settings."""
-    from corral.llm.settings import nested, read_file, read_recipe, resolve
-    from corral.llm.smoke import smoke_layers
-    from corral.llm.train import train
-
+def started(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """A new run from layers of settings. Both kinds have the same modules: settings, smoke, train."""
+    settings, smoke, job = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke", "train"))
     recipe = arguments.recipe or (None if arguments.config else "demo")
-    layers = [read_recipe(recipe)] if recipe else []
+    layers = [read_named(recipe, all_recipes())] if recipe else []
     layers += [read_file(arguments.config)] if arguments.config else []
     unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
-    given = nested([*flags(arguments, rest), *unsafe])
-    layers += smoke_layers([*layers, given]) if arguments.smoke else []
-    return train(resolve([*layers, given]), out=arguments.out, quiet=arguments.quiet).summary
+    given = nested([*flags(arguments, rest), *unsafe], settings.TABLES)
+    layers += smoke.smoke_layers([*layers, given]) if arguments.smoke else []
+    return job.train(settings.resolve([*layers, given]), out=arguments.out, quiet=arguments.quiet).summary
 
 
-def resumed(arguments: argparse.Namespace, rest: list[str]) -> dict[str, object]:
+def resumed(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """The run's own settings; only what does not change its course can be given anew."""
-    from corral.llm.files import RunError
-    from corral.llm.train import resume
-
     given = dict(flags(arguments, rest))
-    changes = {key: given.pop(key, None) for key in ("guard", "report_to")}
+    changes = {key: given.pop(key, None) for key in ANEW[kind]}
     named = [name for name in ("recipe", "config", "out", "smoke", "unsafe_code_execution") if getattr(arguments, name)]
     if given or named:
+        allowed = ", ".join(f"--{key.replace('_', '-')}" for key in ANEW[kind])
         raise RunError(
             f"--resume goes on with the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
-            f"--guard, --report-to and --quiet can."
+            f"{allowed} and --quiet can."
         )
-    return resume(arguments.resume, quiet=arguments.quiet, **changes).summary
+    job = importlib.import_module(f"corral.{kind}.train")
+    return job.resume(arguments.resume, quiet=arguments.quiet, **changes).summary
 
 
 def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str]]:
     """Every setting that was given on the command line, in order: named flags, --set, then any other flag."""
-    from corral.llm.files import RunError
-
     named = [(name.replace("-", "_"), getattr(arguments, name.replace("-", "_"))) for name in FLAGS]
     pairs = [(key, value) for key, value in named if value is not None]
     for text in arguments.set:

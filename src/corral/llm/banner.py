@@ -11,7 +11,7 @@ import trl
 import corral
 from corral.llm.session import RunTrainer
 from corral.llm.settings import Settings
-from corral.llm.view import count
+from corral.run.view import count
 
 NO_REGION = {"reinforce"}
 """Objectives without a trust region."""

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from corral.llm.passk import Estimate
-from corral.llm.view import Clock, PatientConsole, TimeLeft
+from corral.run.view import Clock, PatientConsole, TimeLeft
 
 LINES = 20
 """About so many lines of progress where there is no terminal."""

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 
 from corral.llm.eval_view import EvalView
-from corral.llm.files import RunError, plain
 from corral.llm.passk import RIGHT
 from corral.llm.problems import Problems, Reward, RewardError, verifier
 from corral.llm.results import EvalFolder, Row, summarise
-from corral.llm.run import commit, versions
 from corral.llm.sampler import Backend, Sampler, Sampling, choose_backend, make_sampler
 from corral.llm.subject import Subject, find_subject
+from corral.run.files import RunError, plain
+from corral.run.folder import commit, versions
 from corral.task import Task, make_task
 
 PROCEDURAL = 512

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from corral.llm.files import RunError
 from corral.llm.smoke import build_smoke
 from corral.llm.tiny import load_tiny
+from corral.run.files import RunError
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -2,22 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
+
+from corral.run.interval import LEVEL, Estimate, wilson
 
 RIGHT = 1.0 - 1e-6
 """A completion with at least this reward is right. Rewards go from 0 to 1; what is between is partial credit."""
-
-LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and the interval that holds the true one with probability LEVEL."""
-
-    value: float
-    low: float
-    high: float
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -46,22 +36,6 @@ def ladder(samples: int) -> list[int]:
     """The k's worth a row: 1, 2, 4, … and all samples."""
     powers = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent <= samples]
     return powers if powers[-1] == samples else [*powers, samples]
-
-
-def wilson(mean: float, count: float, level: float = LEVEL) -> tuple[float, float]:
-    """Wilson's score interval of a proportion seen in `count` independent trials; `count` need not be whole.
-
-        all p with |mean − p| ≤ z √(p (1−p) / count)
-
-    Unlike mean ± z·se it never leaves 0..1 and never has width 0, so that 0 of 30 reads as "up to 11 %".
-
-    Ref:
-        Wilson 1927; Brown, Cai and DasGupta 2001 on why.
-    """
-    z2 = NormalDist().inv_cdf(0.5 + level / 2) ** 2
-    middle = (mean + z2 / (2 * count)) / (1 + z2 / count)
-    half = math.sqrt(z2 * (mean * (1 - mean) / count + z2 / (4 * count**2))) / (1 + z2 / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVEL) -> Estimate:

@@ -12,11 +12,11 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from corral.llm.config import CorralConfig
-from corral.llm.files import RunError, plain
 from corral.llm.models import load_model
 from corral.llm.problems import Problems
 from corral.llm.settings import Settings
 from corral.objective.naming import nearest
+from corral.run.files import RunError, plain
 from corral.task import make_task
 
 

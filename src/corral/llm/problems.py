@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from corral.llm.files import RunError
+from corral.run.files import RunError
 from corral.task import Task, verify_all
 from corral.task.imports import by_path
 

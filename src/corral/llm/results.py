@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from corral.llm.files import RunError, disk_sentence, lock, write_json, write_whole
 from corral.llm.passk import LEVEL, RIGHT, Estimate, difference, estimate, sampled_estimates
+from corral.run.files import RunError, disk_sentence, lock, write_json, write_whole
 
 Row = dict[str, Any]
 

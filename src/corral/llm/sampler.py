@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from corral.llm.files import RunError
 from corral.llm.models import load_model
 from corral.llm.problems import ends_of, generate
 from corral.llm.subject import BUILT_IN, Subject
+from corral.run.files import RunError
 
 Backend = Literal["transformers", "vllm"]
 

@@ -2,14 +2,10 @@
 
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,20 +13,21 @@ from accelerate.utils import is_peft_model
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.models.utils import unwrap_model_for_generation
 
-from corral.llm.files import RunError, disk_sentence, is_disk_full
 from corral.llm.guard import GuardCallback, on_any_process
 from corral.llm.problems import Problems, Reward, answer, text_of
-from corral.llm.run import RunFolder
 from corral.llm.settings import Settings
 from corral.llm.trainer import CorralTrainer
-from corral.llm.view import View
+from corral.run.files import RunError, disk_sentence, is_disk_full
+from corral.run.folder import RunFolder
+from corral.run.interrupt import Interruptible
+from corral.run.view import View
 
 NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
 """What a line says where nothing was measured."""
 
 
 @dataclass(kw_only=True)
-class Session:
+class Session(Interruptible):
     """What the parts of one running run share. Only the main process has a folder."""
 
     settings: Settings
@@ -43,9 +40,6 @@ class Session:
     view: View
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Metrics so far; after a resume, those that were kept."""
-    interrupted: bool = False
-    patient: bool = False
-    """Whether a signal waits for the end of the step; before training it need not."""
 
     def __post_init__(self) -> None:
         self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
@@ -56,27 +50,6 @@ class Session:
         if self.folder is not None:
             self.folder.append(line)
         self.view.line(line)
-
-    @contextmanager
-    def obeying_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run at the next step's end, with a checkpoint; a second one ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.signal(number, self._on_signal) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted or not self.patient:
-            raise KeyboardInterrupt
-        self.interrupted = True
-        # A console may be in the middle of a write: go past it.
-        os.write(2, b"\nStopping after this step, with a checkpoint. Once more to stop at once.\n")
 
 
 class RunTrainer(CorralTrainer):

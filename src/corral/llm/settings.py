@@ -1,25 +1,21 @@
 """What a run is told: recipe, file and flags in layers, every key checked, every value of the right type."""
 
 import dataclasses
-import tomllib
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import yaml
+from typing import Any, Literal, get_type_hints
 
 from corral.llm.config import CorralConfig
-from corral.llm.files import RunError
 from corral.objective import OBJECTIVES
 from corral.objective.naming import nearest
+from corral.run.files import RunError
+from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
 from corral.task import TASKS
 
 RECIPES = Path(__file__).parent / "recipes"
 
-Guard = Literal["warn", "stop", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 
 TABLES = ("objective_config", "task_config", "lora")
@@ -79,7 +75,7 @@ class Settings:
     """How many of the newest checkpoints stay."""
     keep_completions: int = 16
     """Completions of every step that go into completions.parquet."""
-    guard: Guard = "warn"
+    guard: GuardMode = "warn"
     """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
     report_to: str = "none"
     """Where TRL reports besides: none, tensorboard, wandb, trackio, or several of them with commas between."""
@@ -93,12 +89,8 @@ class Settings:
     """Settings of CorralConfig, checked but not yet applied."""
 
     def __post_init__(self) -> None:
-        for key, least in (("steps", 1), ("eval_every", 1), ("eval_size", 1), ("eval_batch_size", 1), ("seed", 0)):
-            if getattr(self, key) < least:
-                raise RunError(f"`{key}` must be at least {least}; got {getattr(self, key)}.")
-        for key, least in (("checkpoint_every", 1), ("keep_checkpoints", 1), ("keep_completions", 0)):
-            if getattr(self, key) < least:
-                raise RunError(f"`{key}` must be at least {least}; got {getattr(self, key)}.")
+        least = {"steps": 1, "eval_every": 1, "eval_size": 1, "eval_batch_size": 1, "seed": 0}
+        check_least(self, least | {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_completions": 0})
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         for kind, name, known in (("objective", self.objective, OBJECTIVES), ("task", self.task, TASKS)):
@@ -118,12 +110,7 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
         for name in ("objective", "task"):
             if name in layer and layer[name] != merged.get(name, layer[name]):
                 merged.pop(f"{name}_config", None)
-        for key, value in layer.items():
-            if key in TABLES and isinstance(value, Mapping):
-                # Neither JSON nor YAML has inf as people write it.
-                merged[key] = {**merged.get(key, {}), **{inner: guess(given) for inner, given in value.items()}}
-            else:
-                merged[key] = value
+        add_layer(merged, layer, TABLES)
     own, trainer = get_type_hints(Settings), _trainer_hints()
     checked: dict[str, Any] = {"trainer": {}}
     for key, value in merged.items():
@@ -138,81 +125,9 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
     return Settings(**checked)
 
 
-def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Flags as a layer: `objective_config.bound` is a key of the table `objective_config`."""
-    layer: dict[str, Any] = {}
-    for key, value in pairs:
-        table, _, inner = key.replace("-", "_").partition(".")
-        if not inner:
-            layer[table] = value
-        elif table in TABLES:
-            layer.setdefault(table, {})[inner] = value
-        else:
-            raise RunError(
-                f"there is no setting `{key}`: only {', '.join(TABLES[:-1])} and {TABLES[-1]} have settings of their own."
-            )
-    return layer
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """A layer from a TOML or YAML file."""
-    try:
-        text = path.read_text()
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} is not {'TOML' if path.suffix == '.toml' else 'YAML'}: {error}") from error
-    if not isinstance(content, dict):
-        raise RunError(f"{path} should hold settings, `key = value` in TOML or `key: value` in YAML.")
-    return content
-
-
 def read_recipe(name: str) -> dict[str, Any]:
-    """A layer from a recipe that ships with corral."""
-    known = {path.stem: path for path in RECIPES.glob("*.toml")}
-    if name not in known:
-        raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
-    return read_file(known[name])
-
-
-def guess(text: Any) -> Any:
-    """The value that a text on the command line stands for, where no type says it: as TOML has it, else the text itself."""
-    if not isinstance(text, str):
-        return text
-    if text.lower() == "none":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def coerce(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type that `key` has; a sentence if it cannot be."""
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")
-        return value
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
-    kinds = {get_origin(kind) or kind for kind in kinds}
-    read = value if str in kinds and not kinds & {dict, list} else guess(value)
-    if type(None) in kinds and (read is None or value == "none"):
-        return None
-    for kind in (bool, int, float, dict, list, str):
-        if kind in kinds and type(read) is kind:
-            return read
-    if float in kinds and isinstance(read, int | str) and not isinstance(read, bool):
-        try:
-            return float(read)  # YAML reads 1e-4 as text
-        except ValueError:
-            pass
-    if str in kinds:
-        return str(value)
-    if kinds & {bool, int, float, dict, list}:
-        wanted = " or ".join(sorted("none" if kind is type(None) else kind.__name__ for kind in kinds))
-        raise RunError(f"`{key}` is {wanted}; got {value!r}.")
-    return read
+    """A layer from a recipe for language models that ships with corral."""
+    return read_named(name, recipes(RECIPES))
 
 
 def _trainer_hints() -> dict[str, Any]:

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,15 @@ from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
 from corral.llm.banner import banner
-from corral.llm.files import RunError, disk_sentence, is_disk_full
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import Parts, described, prepare
 from corral.llm.problems import reward_by_name, verifier
-from corral.llm.run import Checkpoint, RunFolder, Stopped, versions
 from corral.llm.session import RunCallback, RunTrainer, Session
 from corral.llm.settings import Settings, resolve
-from corral.llm.view import View, count, make_view
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended, and where it is."""
-
-    path: Path
-    summary: dict[str, Any]
+from corral.run.ending import Outcome, attempt, close, last_words, summarise
+from corral.run.files import RunError
+from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
+from corral.run.view import View, make_view
 
 
 def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -> Outcome:
@@ -89,31 +81,25 @@ def _run(
         view=view,
         lines=lines,
     )
-    stopped: Stopped = "failed"
-    error: BaseException | None = None
-    try:
-        with session.obeying_signals(), tensorboard_in(Path(where)):
-            trainer = build_trainer(session, parts, Path(where))
-            view.begin(banner(settings, trainer, Path(where)), settings.steps, checkpoint.step if checkpoint else 0)
-            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
-        done = session.lines[-1]["step"] == settings.steps
-        stopped = "collapsed" if guard.collapsed else "finished" if done else "interrupted"
-    except KeyboardInterrupt:
-        stopped = "interrupted"
-    except BaseException as failure:  # whatever it is, the run says so before it passes it on
-        error = failure
-        if is_disk_full(failure) and not isinstance(failure, RunError):
-            error = RunError(disk_sentence(failure, Path(where)))
-            error.__cause__ = failure
-    finally:
-        view.close()
-    summary = summarise(settings, session.lines, stopped, guard.collapsed or (str(error) if error else None))
+    stopped, error = attempt(lambda: _train(session, parts, Path(where), checkpoint), Path(where))
+    view.close()
+    summary = summary_of(settings, session.lines, stopped, guard.collapsed or (str(error) if error else None))
     if folder is not None:
-        close(folder, summary, view)
+        close(folder, (lambda: folder.write_summary(summary), folder.write_completions), view)
     if error is not None:
         raise error
     view.end(last_words(summary, Path(where)))
     return Outcome(Path(where), summary)
+
+
+def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint | None) -> Stopped:
+    settings = session.settings
+    with session.obeying_signals(), tensorboard_in(where):
+        trainer = build_trainer(session, parts, where)
+        session.view.begin(banner(settings, trainer, where), settings.steps, checkpoint.step if checkpoint else 0)
+        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+    done = session.lines[-1]["step"] == settings.steps
+    return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"
 
 
 def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
@@ -148,7 +134,7 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
 def already_finished(settings: Settings, folder: RunFolder, view: View) -> Outcome:
     """All steps are done; perhaps the process ended before it could say so."""
     lines = folder.lines()
-    summary = summarise(settings, lines, "finished", None)
+    summary = summary_of(settings, lines, "finished", None)
     if is_main():
         folder.write_summary(summary)
         folder.close()
@@ -156,47 +142,10 @@ def already_finished(settings: Settings, folder: RunFolder, view: View) -> Outco
     return Outcome(folder.path, summary)
 
 
-def summarise(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
+def summary_of(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
     """The content of summary.json."""
-    measured = [line["success"] for line in lines if line.get("success") is not None]
-    greedy = [line["greedy"] for line in lines if line.get("greedy") is not None]
-    return {
-        "objective": settings.objective,
-        "task": settings.task,
-        "model": settings.model,
-        "seed": settings.seed,
-        "steps": lines[-1]["step"] if lines else 0,
-        "success_start": measured[0] if measured else None,
-        "success_best": max(measured, default=None),
-        "success_final": measured[-1] if measured else None,
-        "greedy_start": greedy[0] if greedy else None,
-        "greedy_final": greedy[-1] if greedy else None,
-        "seconds": lines[-1]["seconds"] if lines else 0.0,
-        "skipped": lines[-1].get("skipped", 0) if lines else 0,
-        "stopped": stopped,
-        "why": why,
-    }
-
-
-def close(folder: RunFolder, summary: dict[str, Any], view: View) -> None:
-    """Write the last files. On a full disk even that can fail, and must not hide why the run ended."""
-    folder.drop_unfinished()
-    for write in (lambda: folder.write_summary(summary), folder.write_completions):
-        try:
-            write()
-        except RunError as error:
-            view.warn(str(error))
-    folder.close()
-
-
-def last_words(summary: dict[str, Any], where: Path) -> str:
-    """How it ended, in a sentence or two."""
-    change = ""
-    if summary["success_start"] is not None:
-        change = f"held-out success {summary['success_start']:.1%} → {summary['success_final']:.1%}, "
-    took = f"{summary['seconds']:.0f} s. The run is in {where}"
-    go_on = "" if summary["stopped"] == "finished" else f"\nGo on with: corral train --resume {where}"
-    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{go_on}"
+    about = {key: getattr(settings, key) for key in ("objective", "task", "model", "seed")}
+    return summarise(about, lines, stopped, why, also="greedy")
 
 
 def is_main() -> bool:

@@ -3,8 +3,8 @@
 config.json          everything resolved, with versions and the commit
 metrics.jsonl        one line per step; step 0 is before any update
 summary.json         how it ended
-completions.parquet  a few completions of every step
-checkpoints/         checkpoint-<updates>, each with a manifest.json of sizes and digests, written last
+completions.parquet  a few completions of every step, where a language model learns
+checkpoints/         checkpoint-<number>, each with a manifest.json of sizes and digests, written last
 """
 
 import contextlib
@@ -23,11 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import corral
-from corral.llm.files import RunError, append_line, digest, disk_sentence, lock, sync, write_json, write_whole
+from corral.run.files import RunError, append_line, digest, disk_sentence, lock, sync, write_json, write_whole
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow")
+PACKAGES = (
+    *("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow"),
+    *("gymnasium", "mujoco", "stable-baselines3"),
+)
 
 COMPLETIONS = pa.schema(
     [
@@ -217,11 +220,11 @@ def commit() -> str | None:
     """The commit of corral's own checkout, with a + if files differ from it; None if this is no checkout."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        command = ["git", "-C", str(Path(corral.__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "config.py")  # a virtual environment inside somebody else's checkout is not ours
+        git("ls-files", "--error-unmatch", "__init__.py")  # a virtual environment inside somebody else's checkout is not ours
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-SHOWN = ("success", "greedy", "reward", "entropy", "tokens_per_second")
+SHOWN = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
 """What every line shows, in this order; then comes whatever starts with tr/."""
 
 IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after")
@@ -190,7 +190,7 @@ def readable(line: Line) -> list[tuple[str, str]]:
     pairs = [(key, line[key]) for key in keys if line.get(key) is not None]
     if line.get("skipped"):
         pairs.append(("skipped", line["skipped"]))
-    return [("tokens/s" if key == "tokens_per_second" else key, number(value)) for key, value in pairs]
+    return [(key.replace("_per_second", "/s"), number(value)) for key, value in pairs]
 
 
 def number(value: float) -> str:

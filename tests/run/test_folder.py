@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from corral.llm import files
-from corral.llm.files import RunError, append_line, disk_sentence, is_disk_full, plain, write_json, write_whole
-from corral.llm.run import RunFolder, commit, damage, versions
+from corral.run import files
+from corral.run.files import RunError, append_line, disk_sentence, is_disk_full, plain, write_json, write_whole
+from corral.run.folder import RunFolder, commit, damage, versions
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

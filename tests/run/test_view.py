@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from corral.llm.view import Clock, LiveView, PatientConsole, PlainView, View, count, make_view, number, readable, shorten
+from corral.run.view import Clock, LiveView, PatientConsole, PlainView, View, count, make_view, number, readable, shorten
 
 LINE = {
     "step": 1, "update": 8, "success": 0.25, "reward": 0.3, "entropy": 0.5, "tokens_per_second": 12345.6, "loss": 1.0,
@@ -86,7 +86,7 @@ def test_a_reader_who_leaves_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
             raise BrokenPipeError
 
     moved: list[Any] = []
-    monkeypatch.setattr("corral.llm.view.os.dup2", lambda *files: moved.append(files))
+    monkeypatch.setattr("corral.run.view.os.dup2", lambda *files: moved.append(files))
     console = PatientConsole(file=Closed())
     console.print("step 1")
     console.print("step 2")
@@ -95,7 +95,7 @@ def test_a_reader_who_leaves_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
 
 def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("corral.llm.view.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("corral.run.view.time.monotonic", lambda: now[0])
     clock = Clock(steps=20, done=10)  # resumed: five seconds a step from here on
     assert clock.left(10) is None
     now[0] = 110.0

@@ -1,0 +1,51 @@
+"""What learns: a language model or a robot. The one place that tells."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Literal
+
+import corral
+from corral.run.settings import read_file, recipes
+
+Kind = Literal["llm", "robot"]
+
+NEEDED: dict[Kind, tuple[str, ...]] = {
+    "llm": ("transformers", "trl", "accelerate", "rich"),
+    "robot": ("gymnasium", "mujoco", "rich", "pyarrow"),
+}
+"""Packages without which nothing of that kind can be trained."""
+
+
+def all_recipes() -> dict[str, Path]:
+    """Every recipe that ships with corral; the folder says of which kind it is: corral/<kind>/recipes."""
+    package = Path(corral.__file__).parent
+    return {name: path for kind in NEEDED for name, path in recipes(package / kind / "recipes").items()}
+
+
+def kind_of(arguments: argparse.Namespace) -> Kind:
+    """The run's own settings, the recipe's folder or the file decide: where there is an `environment`, a robot learns."""
+    if arguments.resume is not None:
+        return kind_of_run(arguments.resume)
+    if arguments.recipe is not None:
+        found = all_recipes().get(arguments.recipe)
+        return "robot" if found is not None and found.parents[1].name == "robot" else "llm"
+    if arguments.config is not None:
+        return "robot" if "environment" in read_file(arguments.config) else "llm"
+    return "llm"
+
+
+def kind_of_run(path: Path) -> Kind:
+    """What learned in this folder; a language model if it is no run."""
+    try:
+        content = json.loads((path / "config.json").read_text())
+        return "robot" if "environment" in content["settings"] else "llm"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "llm"
+
+
+def missing(kind: Kind) -> str | None:
+    """A sentence if something has to be installed first."""
+    absent = [name for name in NEEDED[kind] if importlib.util.find_spec(name) is None]
+    return f"needs {', '.join(absent)}. Install them: pip install 'corral[{kind}]'." if absent else None

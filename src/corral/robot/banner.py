@@ -1,0 +1,52 @@
+"""What is said before a robot's run starts: what was asked, what was found, what was chosen."""
+
+from pathlib import Path
+
+import torch
+
+import corral
+from corral.robot.env import ENVIRONMENTS
+from corral.robot.learner import Learner
+from corral.robot.prepare import Agent
+from corral.robot.settings import Settings
+from corral.run.view import count
+
+
+def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str]]:
+    """Names and sentences, in the order in which they are shown."""
+    environment, config = ENVIRONMENTS[settings.environment], agent.config
+    asked = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
+    chosen = ", ".join(f"{key}={value}" for key, value in settings.learner.items())
+    each = f"{environment.steps} steps of {environment.dt:g} s"
+    return [
+        ("corral", f"{corral.__version__}: {settings.environment}" + (f" ({asked})" if asked else "")),
+        ("algorithm", settings.algorithm + (f" ({chosen})" if chosen else "")),
+        ("policy", policy(agent)),
+        ("step", f"{count(config.episodes, 'episode')} of {each}, then {updates(agent)}"),
+        ("device", f"cpu ({count(torch.get_num_threads(), 'thread')}); {precision(settings, agent)}"),
+        ("run", str(where)),
+    ]
+
+
+def policy(agent: Agent) -> str:
+    """What is drawn, and how often."""
+    if not isinstance(agent, Learner):
+        return "one action at a time, by stable-baselines3"
+    prodmp = agent.prodmp
+    joints = f"{prodmp.dof} joints × ({prodmp.basis} weights + goal)"
+    return f"one plan per episode, a Gaussian over {prodmp.parameters} parameters: {joints}"
+
+
+def updates(agent: Agent) -> str:
+    """What follows a batch of episodes."""
+    config = agent.config
+    if isinstance(agent, Learner):
+        return f"{count(config.critic_epochs, 'update')} of the critic and {config.policy_epochs} of the policy"
+    if hasattr(agent.model, "actor"):
+        return f"updates as it goes, {config.gradient_steps} for every {config.train_freq} steps"
+    return f"{count(config.epochs, 'pass')} of {count(config.minibatches, 'update')}".replace("passs", "passes")
+
+
+def precision(settings: Settings, agent: Agent) -> str:
+    """The numbers that networks are made of."""
+    return settings.dtype if isinstance(agent, Learner) else "float32"

@@ -1,0 +1,127 @@
+"""How well a run's policy does on held-out contexts: return, success and smoothness, with intervals, and a film."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from corral.robot.env import ENVIRONMENTS, Environment
+from corral.robot.episode import Episodes, held_out_seeds
+from corral.robot.prepare import prepare
+from corral.robot.settings import Settings, resolve
+from corral.robot.smoothness import log_dimensionless_jerk, spectral_arc_length, torque_rate
+from corral.robot.tracking import Array
+from corral.robot.train import STATE
+from corral.run.choose import choose_checkpoint
+from corral.run.files import RunError, disk_sentence, write_json
+from corral.run.folder import RunFolder, commit, versions
+from corral.run.interval import LEVEL, Estimate, wilson
+
+RESAMPLES = 2000
+"""Of a bootstrap."""
+FILMED, EVERY = 3, 2
+"""Episodes in a film, and which pictures of them are kept: one in so many."""
+
+WAYS = ("mean", "exploring")
+"""Without exploration, and as in training."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Where an evaluation is, and the content of its eval.json."""
+
+    path: Path
+    result: dict[str, Any]
+
+
+def evaluate(
+    run: Path, *, episodes: int = 256, checkpoint: str = "latest", out: Path | None = None, video: Path | None = None
+) -> Evaluation:
+    """Play episodes from a checkpoint, without exploration and with it, from the contexts that every run is measured on."""
+    if episodes < 1:
+        raise RunError(f"`episodes` must be at least 1; got {episodes}.")
+    if video is not None and (video.suffix not in (".gif", ".mp4") or not video.parent.is_dir()):
+        raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {video}.")
+    folder = RunFolder.open(run, write=False)
+    settings = resolve([folder.read_config()["settings"]])
+    chosen, complaints = choose_checkpoint(folder, checkpoint)
+    agent = prepare(settings)
+    agent.restore(torch.load(chosen.path / STATE, weights_only=True))
+    seeds = held_out_seeds(episodes)
+    try:
+        played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
+    finally:
+        agent.plant.close()
+    known = ENVIRONMENTS[settings.environment]
+    result = {
+        "run": str(run),
+        "step": chosen.step,
+        "environment": {"name": settings.environment, **settings.environment_config},
+        "algorithm": settings.algorithm,
+        "episodes": episodes,
+        "level": LEVEL,
+        "estimates": {way: estimates(found, known) for way, found in played.items()},
+        "complaints": complaints,
+        "versions": versions(),
+        "commit": commit(),
+    }
+    where = out or run / "evals" / f"step-{chosen.step}-episodes-{episodes}"
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(disk_sentence(error, where)) from error
+    write_json(where / "eval.json", result)
+    if video is not None:
+        film(settings, seeds[:FILMED], played["mean"].actions[:FILMED].numpy(), video)
+    return Evaluation(where, result)
+
+
+def estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float]]:
+    """Every number, with an interval over contexts. Smoothness: nearer to 0 is smoother, whatever the sign.
+
+    Returns are means; smoothness is a median, since one episode at rest would spoil a mean. Success is left out where the
+    environment does not say it. Episodes that ended early are smooth up to their end.
+    """
+    success = episodes.success[~episodes.success.isnan()].numpy()
+    found = {"return": bootstrap(episodes.returns.numpy(), np.mean)}
+    if len(success):
+        found["success"] = Estimate(float(success.mean()), *wilson(float(success.mean()), len(success)))
+    live = episodes.mask.sum(-1).tolist()
+    velocities = episodes.observations[:, 1:, slice(*environment.tracking.velocities)].numpy()
+    measures: dict[str, Callable[[int, int], Array]] = {
+        "jerk (LDJ)": lambda row, end: log_dimensionless_jerk(velocities[row, :end], environment.dt),
+        "spectrum (SPARC)": lambda row, end: spectral_arc_length(velocities[row, :end], environment.dt),
+        "torque rate": lambda row, end: torque_rate(episodes.actions[row, :end].numpy(), environment.dt),
+    }
+    for name, measure in measures.items():
+        values = np.array([float(measure(row, end)) for row, end in enumerate(live) if end >= 4])
+        values = values[np.isfinite(values)]  # a robot that does not move has no smoothness
+        if len(values):
+            found[name] = bootstrap(values, np.median)
+    return {name: asdict(one) for name, one in found.items()}
+
+
+def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL) -> Estimate:
+    """A statistic of independent values, and its percentile bootstrap interval; always the same draws."""
+    draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(statistic(values[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(statistic(values)), float(low), float(high))
+
+
+def film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> None:
+    """Play the first episodes again, and film them."""
+    from corral.robot.picture import render_video  # matplotlib and imageio
+
+    env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
+    try:
+        render_video(env, seeds, actions, path, every=EVERY)
+    except (ValueError, ImportError) as error:
+        raise RunError(str(error)) from error
+    except OSError as error:
+        raise RunError(disk_sentence(error, path)) from error
+    finally:
+        env.close()

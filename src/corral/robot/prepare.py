@@ -1,0 +1,130 @@
+"""Settings → environments and a learner, built and checked before a run writes its first file."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from corral.objective.naming import nearest
+from corral.robot.bbrl import BBRL, BBRLConfig
+from corral.robot.env import ENVIRONMENTS, Environment, make_envs
+from corral.robot.episode import Plant
+from corral.robot.learner import Learner
+from corral.robot.prodmp import ProDMP
+from corral.robot.settings import Settings, typed
+from corral.robot.tce import TCE, TCEConfig
+from corral.run.files import RunError
+
+EPISODIC: dict[str, tuple[type[Learner], type]] = {"tce": (TCE, TCEConfig), "bbrl": (BBRL, BBRLConfig)}
+
+Agent = Any
+"""A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, env_steps and config."""
+
+
+def prepare(settings: Settings) -> Agent:
+    """Build what the settings name; whatever is wrong with them comes out here."""
+    environment = find_environment(settings.environment)
+    check_environment_config(environment, settings.environment_config)
+    try:
+        if settings.algorithm in EPISODIC:
+            return _episodic(settings, environment)
+        return _baseline(settings, environment)
+    except (ValueError, ImportError) as error:
+        raise RunError(str(error)) from error
+
+
+def find_environment(name: str) -> Environment:
+    """What a learner must know of an environment."""
+    if name not in ENVIRONMENTS:
+        raise RunError(f"there is no environment {name!r}.{nearest(name, ENVIRONMENTS)}")
+    return ENVIRONMENTS[name]
+
+
+def check_environment_config(environment: Environment, given: Mapping[str, Any]) -> None:
+    """Refuse settings that the environment does not have; Gymnasium and vectorised forms would say so late, or not at all."""
+    module, _, name = environment.entry_point.partition(":")
+    try:
+        maker = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise RunError(str(error)) from error
+    known = [key for key in inspect.signature(maker).parameters if key != "render_mode"]
+    for key in given:
+        if key not in known:
+            raise RunError(f"{name} has no setting `{key}`.{nearest(key, known)}")
+
+
+def _plant(settings: Settings, environment: Environment, episodes: int) -> Plant:
+    envs = make_envs(settings.environment, episodes, workers=settings.workers, **settings.environment_config)
+    return Plant(envs, environment.tracking, environment.steps)
+
+
+def _episodic(settings: Settings, environment: Environment) -> Learner:
+    make, config_cls = EPISODIC[settings.algorithm]
+    config = config_cls(
+        iterations=settings.iterations,
+        **typed(settings.algorithm, config_cls, settings.learner, without=["iterations"]),
+    )
+    given = {"basis": 5, "tau": environment.steps * environment.dt} | typed("prodmp", ProDMP, settings.prodmp, without=["dof"])
+    prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
+    plant = _plant(settings, environment, config.episodes)
+    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=getattr(torch, settings.dtype))
+
+
+def _baseline(settings: Settings, environment: Environment) -> Agent:
+    from corral.robot.baseline import Baseline, BaselineConfig
+
+    given = typed(settings.algorithm, BaselineConfig, settings.learner, without=["iterations"])
+    config = BaselineConfig(iterations=settings.iterations, **given)
+    return Baseline(_plant(settings, environment, config.episodes), settings.algorithm, config, seed=settings.seed)
+
+
+def networks(agent: Agent) -> list[torch.nn.Module]:
+    """What is trained."""
+    return [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
+
+
+def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
+    """What trains it, by name."""
+    if isinstance(agent, Learner):
+        return {"critic": agent.critic_optimizer, "policy": agent.policy_optimizer}
+    model = agent.model
+    if hasattr(model, "actor"):  # SAC
+        return {"critic": model.critic.optimizer, "policy": model.actor.optimizer, "temperature": model.ent_coef_optimizer}
+    return {"policy": model.policy.optimizer}
+
+
+def updates_of(agent: Agent) -> int:
+    """Updates of the policy so far."""
+    return agent.iteration * agent.config.policy_epochs if isinstance(agent, Learner) else int(agent.model._n_updates)
+
+
+def described(settings: Settings, agent: Agent) -> dict[str, Any]:
+    """The content of config.json."""
+    environment = ENVIRONMENTS[settings.environment]
+    planned = isinstance(agent, Learner)
+    return {
+        "settings": settings.flat(),
+        "objective": {"name": settings.algorithm, **asdict(agent.config)},
+        "task": {
+            "name": settings.environment,
+            **settings.environment_config,
+            "steps": environment.steps,
+            "dt": environment.dt,
+            "tracking": asdict(environment.tracking) if planned else None,
+        },
+        "model": {
+            "name": model_name(settings),
+            "parameters": sum(p.numel() for network in networks(agent) for p in network.parameters()),
+            "prodmp": asdict(agent.prodmp) if planned else None,
+        },
+        "command": sys.argv,
+    }
+
+
+def model_name(settings: Settings) -> str:
+    """What kind of policy it is."""
+    return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"

@@ -1,0 +1,118 @@
+"""What a robot's run is told: recipe, file and flags in layers, every key checked, every value of the right type."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from corral.objective.naming import nearest
+from corral.run.files import RunError
+from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
+
+RECIPES = Path(__file__).parent / "recipes"
+
+Algorithm = Literal["tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-sac", "sb3-sac-gsde"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+TABLES = ("environment_config", "prodmp", "learner")
+"""Settings that are tables: layers add to them, key by key."""
+
+ELSEWHERE = {
+    "steps": "iterations",
+    "objective": "algorithm",
+    "task": "environment",
+    "task_config": "environment_config",
+    "objective_config": "learner",
+    "model": "prodmp and learner",
+    "learning_rate": "learner.policy_rate, learner.critic_rate or, for baselines, learner.rate",
+    "report_to": "metrics.jsonl in the run's folder",
+}
+"""Settings of language models, and what robots have instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run of a robot."""
+
+    environment: str = "corral/ViaPointReacher-v0"
+    """What to learn: an id from corral.robot.env."""
+    environment_config: dict[str, Any] = field(default_factory=dict)
+    """The environment's own settings."""
+    algorithm: Algorithm = "tce"
+    """How: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline of stable-baselines3 (sb3-…)."""
+    prodmp: dict[str, Any] = field(default_factory=dict)
+    """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
+    learner: dict[str, Any] = field(default_factory=dict)
+    """Settings of the algorithm: TCEConfig, BBRLConfig or BaselineConfig."""
+    seed: int = 0
+    """Decides contexts, plans and everything else that is drawn."""
+    iterations: int = 125
+    """Steps of the run: batches of episodes to learn from."""
+    eval_every: int = 5
+    """Steps between measurements on held-out contexts; the first and the last step are always measured."""
+    eval_size: int = 256
+    """Held-out contexts, the same for every run."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    guard: GuardMode = "warn"
+    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Precision of networks and plans. Baselines are float32."""
+    workers: int | None = None
+    """Threads that step the environments, one per core unless told. Numbers do not depend on it."""
+
+    def __post_init__(self) -> None:
+        least = {"seed": 0, "iterations": 1, "eval_every": 1, "eval_size": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+        check_least(self, least if self.workers is None else least | {"workers": 1})
+        if "iterations" in self.learner:
+            raise RunError("`learner.iterations` is decided by the run. Use iterations.")
+        if "dof" in self.prodmp:
+            raise RunError("`prodmp.dof` is decided by the environment's joints: leave it out.")
+
+    def flat(self) -> dict[str, Any]:
+        """As in a file."""
+        return dataclasses.asdict(self)
+
+
+def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
+    """Later layers win, key by key. A layer's table named after the algorithm in force, such as [bbrl], is part of [learner].
+
+    So one recipe serves every algorithm: [learner] holds what they share, and each has a table of its own.
+    """
+    algorithm = next((layer["algorithm"] for layer in reversed(layers) if "algorithm" in layer), Settings.algorithm)
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        own = layer.get(str(algorithm), {})
+        if not isinstance(own, Mapping):
+            raise RunError(f"`{algorithm}` is a table of settings; got {own!r}.")
+        add_layer(merged, {key: value for key, value in layer.items() if key not in ALGORITHMS}, TABLES)
+        add_layer(merged, {"learner": own}, TABLES)
+    hints = get_type_hints(Settings)
+    for key in merged:
+        if key in ELSEWHERE:
+            raise RunError(f"robots have no setting `{key}`. Use {ELSEWHERE[key]}.")
+        if key not in hints:
+            raise RunError(f"there is no setting `{key}`.{nearest(key, [*hints, *ALGORITHMS])}")
+    return Settings(**{key: coerce(key, value, hints[key]) for key, value in merged.items()})
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """A layer from a recipe for robots that ships with corral."""
+    return read_named(name, recipes(RECIPES))
+
+
+def typed(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Settings of a dataclass, each of its field's type; those it does not have are refused. Lists become tuples."""
+    known = [item.name for item in dataclasses.fields(config_cls) if item.name not in without]
+    hints, out = get_type_hints(config_cls), {}
+    for key, value in given.items():
+        if key not in known:
+            raise RunError(f"{owner}: there is no setting `{key}`.{nearest(key, known)}")
+        value = coerce(f"{owner}.{key}", value, hints[key])
+        if get_origin(hints[key]) is tuple:
+            value = tuple(value) if isinstance(value, list | tuple) else (value,)
+        out[key] = value
+    return out

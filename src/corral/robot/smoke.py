@@ -1,0 +1,29 @@
+"""`--smoke`: any recipe in seconds: two steps of four episodes, and as few updates as there can be."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EPISODIC = {"policy_epochs": 2, "critic_epochs": 2}
+PPO = {"epochs": 1, "minibatches": 4}
+
+TRAINING: dict[str, Any] = {
+    "iterations": 2,
+    "eval_every": 1,
+    "eval_size": 4,
+    "checkpoint_every": 1,
+    "workers": 1,
+    "learner": {"episodes": 4},
+    "tce": EPISODIC,
+    "bbrl": EPISODIC,
+    "sb3-ppo": PPO,
+    "sb3-ppo-gsde": PPO,
+}
+"""What --smoke changes in a recipe. Environment, trajectory, bounds and networks stay as they are."""
+
+EPISODES = 4
+"""The same for `corral eval`."""
+
+
+def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What --smoke puts on top of a recipe and a file."""
+    return [TRAINING]

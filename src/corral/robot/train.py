@@ -1,0 +1,184 @@
+"""The job: settings → environments, learner → a run folder that tells how it went and can be gone on with."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corral.robot.banner import banner
+from corral.robot.episode import held_out_seeds
+from corral.robot.prepare import Agent, described, model_name, optimizers, prepare, updates_of
+from corral.robot.settings import Settings, resolve
+from corral.run.ending import Outcome, attempt, close, last_words, summarise
+from corral.run.files import RunError, disk_sentence, is_disk_full
+from corral.run.folder import RunFolder, Stopped, versions
+from corral.run.guard import Guard, drop_gradients, finite_gradients
+from corral.run.interrupt import Interruptible
+from corral.run.view import View, make_view
+from corral.run.watch import Limits
+
+STATE = "state.pt"
+"""The file of a checkpoint: what the learner needs to go on."""
+
+LIMITS = Limits(kl=10.0)
+"""KL is here of a whole plan and not of a token; a healthy BBRL begins at .6 before its projection."""
+
+NOT_MEASURED: dict[str, float | None] = {"success": None, "return": None}
+"""What a line says where nothing was measured."""
+
+WATCHED = ("success", "tr/kl_before")
+"""What a collapse shows in. Not the entropy: that of a density has no zero, and falls below it in good health."""
+
+
+def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -> Outcome:
+    """A new run, in `out` or in a new folder under runs/."""
+    agent = prepare(settings)
+    name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
+    folder = RunFolder.create(out, f"{name}-{settings.algorithm}-{settings.seed}")
+    folder.write_config(described(settings, agent))
+    return _run(Job(settings=settings, agent=agent, folder=folder, view=make_view(quiet=quiet)))
+
+
+def resume(path: Path, *, quiet: bool = False, guard: str | None = None) -> Outcome:
+    """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same."""
+    folder = RunFolder.open(path)
+    view = make_view(quiet=quiet)
+    content = folder.read_config()
+    settings = resolve([content["settings"], {} if guard is None else {"guard": guard}])
+    checkpoint, complaints = folder.last_whole_checkpoint()
+    for sentence in complaints:
+        view.warn(sentence)
+    if checkpoint is not None and checkpoint.step >= settings.iterations:
+        summary = summary_of(settings, folder.lines(), "finished", None)
+        folder.write_summary(summary)
+        folder.close()
+        view.end(last_words(summary, path))
+        return Outcome(path, summary)
+    if content.get("versions") != versions():
+        view.warn("versions differ from those the run began with: it goes on, but perhaps not bit for bit the same.")
+    agent = prepare(settings)
+    if checkpoint is None:
+        view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
+    else:
+        view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
+        agent.restore(torch.load(checkpoint.path / STATE, weights_only=True))
+    folder.drop_unfinished()
+    lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
+    return _run(Job(settings=settings, agent=agent, folder=folder, view=view, lines=lines))
+
+
+def _run(job: "Job") -> Outcome:
+    """Train, and write down how it ended, however it ended."""
+    folder, view = job.folder, job.view
+    stopped, error = attempt(job.train, folder.path)
+    view.close()
+    job.agent.plant.close()
+    summary = summary_of(job.settings, job.lines, stopped, job.guard.collapsed or (str(error) if error else None))
+    close(folder, (lambda: folder.write_summary(summary),), view)
+    if error is not None:
+        raise error
+    view.end(last_words(summary, folder.path))
+    return Outcome(folder.path, summary)
+
+
+@dataclass(kw_only=True)
+class Job(Interruptible):
+    """A run while it runs: the learner steps, and around that success is measured and lines and checkpoints are written."""
+
+    settings: Settings
+    agent: Agent
+    folder: RunFolder
+    view: View
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Metrics so far; after a resume, those that were kept."""
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
+        self.guard = Guard(self.settings.guard, LIMITS, say=self.view.warn)
+        self.guard.restore(map(watched, self.lines))
+        if self.settings.guard != "off":
+            for name, optimizer in optimizers(self.agent).items():
+                optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: self.check_update(name, optimizer))
+
+    def train(self) -> Stopped:
+        """Every step that is left."""
+        with self.obeying_signals():
+            done, last = self.agent.iteration, self.settings.iterations
+            self.view.begin(banner(self.settings, self.agent, self.folder.path), last, done)
+            if not self.lines:
+                self.add({"step": 0, "update": 0, **self.measure(), "reward": None, "env_steps": 0})
+            self.patient = True
+            for _ in range(done, last):
+                if self.step():
+                    break
+        return "collapsed" if self.guard.collapsed else "finished" if self.agent.iteration == last else "interrupted"
+
+    def step(self) -> bool:
+        """One batch of episodes with its updates, its line, and a checkpoint where one is due. Returns whether to stop."""
+        settings, metrics = self.settings, self.agent.step()
+        step, last = self.agent.iteration, self.agent.iteration == settings.iterations
+        line = {"step": step, "update": updates_of(self.agent), **NOT_MEASURED}
+        line |= self.measure() if last or step % settings.eval_every == 0 else {}
+        line |= {"reward": metrics.pop("return"), "batch_success": metrics.pop("success"), **metrics}
+        self.add(line | {"env_steps": self.agent.env_steps})
+        stop = self.interrupted or self.guard.collapsed is not None  # a signal from here on is for the next step
+        if stop or last or step % settings.checkpoint_every == 0:
+            self.save()
+        return stop
+
+    def measure(self) -> dict[str, float | None]:
+        """Success and return on held-out contexts, without exploration. Training's random numbers are its own."""
+        episodes = self.agent.evaluate(held_out_seeds(self.settings.eval_size))
+        known = episodes.success[~episodes.success.isnan()]
+        return {"success": float(known.mean()) if len(known) else None, "return": float(episodes.returns.mean())}
+
+    def add(self, line: dict[str, Any]) -> None:
+        """One more line of metrics, for the guard, the folder and the eyes."""
+        seconds = time.monotonic() - self.started
+        if self.lines:
+            before = self.lines[-1]
+            pace = (line["env_steps"] - before["env_steps"]) / max(seconds - before["seconds"], 1e-9)
+            line |= {"steps_per_second": pace, "skipped": self.guard.skipped}
+        self.guard.observe(watched(line))
+        line |= {"seconds": seconds}
+        if self.guard.news:
+            line["warnings"], self.guard.news = self.guard.news, []
+        self.lines.append(line)
+        self.folder.append(line)
+        self.view.line(line)
+
+    def save(self) -> None:
+        """A checkpoint of this step, whole or not at all."""
+        name = f"checkpoint-{self.agent.iteration}"
+        try:
+            (self.folder.writing / name).mkdir(parents=True)
+            torch.save(self.agent.state(), self.folder.writing / name / STATE)
+            self.folder.publish(name, self.agent.iteration, self.settings.keep_checkpoints)
+        except (OSError, RuntimeError) as error:  # torch has one of its own for a full disk
+            self.folder.drop_unfinished()
+            if isinstance(error, OSError) or is_disk_full(error):
+                raise RunError(disk_sentence(error, self.folder.checkpoints / name)) from error
+            raise
+
+    def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """An update with a non-finite gradient is skipped: without gradients, optimizers leave everything as it is."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        poisoned = not finite_gradients(parameters)
+        step = self.agent.iteration + 1
+        self.guard.judge(f"an update of the {name} in step {step}", poisoned="gradient" if poisoned else None)
+        if poisoned:
+            drop_gradients(parameters)
+
+
+def watched(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the guard may see of a line."""
+    return {key: line[key] for key in (*WATCHED, "skipped") if key in line}
+
+
+def summary_of(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
+    """The content of summary.json."""
+    about = {"objective": settings.algorithm, "task": settings.environment, "model": model_name(settings)}
+    return summarise(about | {"seed": settings.seed}, lines, stopped, why, also="return")

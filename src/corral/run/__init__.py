@@ -1,0 +1,1 @@
+"""A run, whatever learns in it: its folder, its settings, what is seen of it, and who watches over it."""

@@ -1,0 +1,79 @@
+"""Guards: steps that would poison the weights are skipped, and a policy that falls apart is noticed."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corral.run.settings import GuardMode
+from corral.run.watch import CollapseWatch, Limits
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """What a guard has seen and said. Whoever trains asks it at every update and shows it every line of metrics."""
+
+    def __init__(
+        self,
+        mode: GuardMode = "warn",
+        limits: Limits | None = None,
+        say: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self.mode, self.limits, self.say = mode, limits or Limits(), say
+        self.watch = CollapseWatch(self.limits)
+        self.skipped = 0
+        """Updates skipped so far."""
+        self.collapsed: str | None = None
+        """Why the run was stopped, if it was."""
+        self.news: list[str] = []
+        """Warnings since they were last fetched."""
+        self._skipped_in_a_row = 0
+
+    def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Be where a run was after these lines."""
+        for line in lines:
+            self.watch.observe(line)
+            self.skipped = line.get("skipped", self.skipped)
+
+    def judge(self, update: str, *, poisoned: str | None) -> None:
+        """`update` is about to happen; `poisoned` says what of it is not finite. It is the caller who skips it."""
+        if poisoned is None:
+            self._skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == 1:
+            self.tell(f"{update} had a non-finite {poisoned} and was skipped ({self.skipped} so far).")
+        if self._skipped_in_a_row == self.limits.skipped_patience:
+            self._collapse(f"{self._skipped_in_a_row} updates in a row had to be skipped: nothing is being learned.")
+
+    def observe(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics."""
+        if self.mode != "off":
+            for sentence in self.watch.observe(line):
+                self._collapse(sentence)
+
+    def tell(self, sentence: str) -> None:
+        """Say it, and keep it for the next line of metrics."""
+        self.news.append(sentence)
+        self.say(sentence)
+
+    def _collapse(self, sentence: str) -> None:
+        self.tell(sentence)
+        if self.mode == "stop":
+            self.collapsed = self.collapsed or sentence
+
+
+def finite_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether every gradient is finite; one number comes off the device."""
+    flags = [parameter.grad.isfinite().all() for parameter in parameters if parameter.grad is not None]
+    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+
+
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Take the gradients away. Optimizers pass over parameters that have none: weights, moments and counts stay as they are."""
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,39 @@
+"""Ctrl-C and SIGTERM, which is what batch systems send: a run ends between two steps, with a checkpoint."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass(kw_only=True)
+class Interruptible:
+    """What is running can be asked to stop."""
+
+    interrupted: bool = False
+    patient: bool = False
+    """Whether a signal waits for the end of the step; before training it need not."""
+
+    @contextmanager
+    def obeying_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the run at the next step's end, with a checkpoint; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._on_signal) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted or not self.patient:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        # A console may be in the middle of a write: go past it.
+        os.write(2, b"\nStopping after this step, with a checkpoint. Once more to stop at once.\n")

@@ -1,0 +1,122 @@
+"""Layers of settings, whatever they are for: files, recipes and flags, each value of the right type."""
+
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from corral.objective.naming import nearest
+from corral.run.files import RunError
+
+GuardMode = Literal["warn", "stop", "off"]
+"""What to do about a collapse."""
+
+
+def check_least(settings: Any, least: Mapping[str, int]) -> None:
+    """Refuse settings below the least that they may be."""
+    for key, value in least.items():
+        if getattr(settings, key) < value:
+            raise RunError(f"`{key}` must be at least {value}; got {getattr(settings, key)}.")
+
+
+def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:
+    """Put a layer on top of those before it: it wins, key by key; to `tables` it adds."""
+    for key, value in layer.items():
+        if key in tables and isinstance(value, Mapping):
+            # Neither JSON nor YAML has inf as people write it.
+            merged[key] = {**merged.get(key, {}), **{inner: guess(given) for inner, given in value.items()}}
+        else:
+            merged[key] = value
+
+
+def nested(pairs: Iterable[tuple[str, Any]], tables: Sequence[str]) -> dict[str, Any]:
+    """Flags as a layer: `lora.r` is a key of the table `lora`, which must be one of `tables`."""
+    layer: dict[str, Any] = {}
+    for key, value in pairs:
+        table, _, inner = key.replace("-", "_").partition(".")
+        if not inner:
+            layer[table] = value
+        elif table in tables:
+            layer.setdefault(table, {})[inner] = value
+        else:
+            raise RunError(
+                f"there is no setting `{key}`: only {', '.join(tables[:-1])} and {tables[-1]} have settings of their own."
+            )
+    return layer
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A layer from a TOML or YAML file."""
+    try:
+        content = _parse(path.read_text(), toml=path.suffix == ".toml")
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise RunError(f"{path} is not {'TOML' if path.suffix == '.toml' else 'YAML'}: {error}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path} should hold settings, `key = value` in TOML or `key: value` in YAML.")
+    return content
+
+
+def _parse(text: str, *, toml: bool) -> Any:
+    """Raises ValueError, of which the errors of TOML and of text encodings are kinds."""
+    if toml:
+        return tomllib.loads(text)
+    import yaml  # TOML, and so every recipe, needs nothing beyond Python
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def recipes(folder: Path) -> dict[str, Path]:
+    """The recipes that ship in a folder, by name."""
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def read_named(name: str, known: Mapping[str, Path]) -> dict[str, Any]:
+    """A layer from a recipe that ships with corral."""
+    if name not in known:
+        raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
+    return read_file(known[name])
+
+
+def guess(text: Any) -> Any:
+    """The value that a text on the command line stands for, where no type says it: as TOML has it, else the text itself."""
+    if not isinstance(text, str):
+        return text
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def coerce(key: str, value: Any, hint: Any) -> Any:
+    """`value` as the type that `key` has; a sentence if it cannot be."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")
+        return value
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
+    kinds = {get_origin(kind) or kind for kind in kinds}
+    read = value if str in kinds and not kinds & {dict, list} else guess(value)
+    if type(None) in kinds and (read is None or value == "none"):
+        return None
+    for kind in (bool, int, float, dict, list, str):
+        if kind in kinds and type(read) is kind:
+            return read
+    if float in kinds and isinstance(read, int | str) and not isinstance(read, bool):
+        try:
+            return float(read)  # YAML reads 1e-4 as text
+        except ValueError:
+            pass
+    if str in kinds:
+        return str(value)
+    if kinds & {bool, int, float, dict, list}:
+        wanted = " or ".join(sorted("none" if kind is type(None) else kind.__name__ for kind in kinds))
+        raise RunError(f"`{key}` is {wanted}; got {value!r}.")
+    return read

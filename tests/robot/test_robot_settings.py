@@ -1,0 +1,83 @@
+"""Settings of a robot's run: layers, tables per algorithm, and a sentence for every mistake."""
+
+import json
+from typing import Any
+
+import pytest
+
+from corral.robot.prepare import prepare
+from corral.robot.settings import ALGORITHMS, Settings, resolve
+from corral.robot.smoke import TRAINING
+from corral.run.files import RunError
+
+SMALL: dict[str, Any] = {**TRAINING, "environment_config": {"reward": "sparse"}}
+
+
+def test_later_layers_win_key_by_key() -> None:
+    first = {"seed": 1, "prodmp": {"basis": 3, "tau": 1.0}, "learner": {"episodes": 8, "std": 0.3}}
+    settings = resolve([first, {"seed": 2, "prodmp": {"tau": 2.0}, "learner": {"episodes": "16"}}])
+    assert (settings.seed, settings.prodmp, settings.learner) == (2, {"basis": 3, "tau": 2.0}, {"episodes": 16, "std": 0.3})
+
+
+def test_the_table_of_the_algorithm_in_force_is_the_learner_s() -> None:
+    recipe = {"learner": {"episodes": 8}, "tce": {"points": 13}, "bbrl": {"std": 0.2}, "sb3-ppo": {"rate": 1e-4}}
+    assert resolve([recipe]).learner == {"episodes": 8, "points": 13}
+    assert resolve([recipe, {"algorithm": "bbrl"}]).learner == {"episodes": 8, "std": 0.2}
+    assert resolve([recipe, {"algorithm": "sb3-ppo", "learner": {"rate": 1e-3}}]).learner == {"episodes": 8, "rate": 1e-3}
+    assert resolve([recipe, {"algorithm": "sb3-sac"}]).learner == {"episodes": 8}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_settings_survive_being_saved(algorithm: str) -> None:
+    settings = resolve([SMALL, {"algorithm": algorithm}])
+    assert resolve([json.loads(json.dumps(settings.flat()))]) == settings
+
+
+def test_what_is_asked_for_is_built() -> None:
+    asked = {"prodmp": {"basis": 4, "auto_scale": True}, "learner": {"hidden": [8, 9], "points": 7}, "dtype": "float32"}
+    agent = prepare(resolve([SMALL, asked]))
+    assert (agent.prodmp.dof, agent.prodmp.basis, agent.prodmp.tau, agent.prodmp.auto_scale) == (5, 4, 2.0, True)
+    assert (agent.config.hidden, agent.config.points, agent.config.iterations, agent.seed) == ((8, 9), 7, 2, 0)
+    assert (agent.plant.envs.num_envs, agent.plant.envs.arms.reward) == (4, "sparse")
+    assert next(agent.policy.parameters()).dtype.itemsize == 4
+    baseline = prepare(resolve([SMALL, {"algorithm": "sb3-ppo-gsde"}]))
+    assert (baseline.name, baseline.config.minibatches, baseline.model.use_sde) == ("sb3-ppo-gsde", 4, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"iteration": 3}, "no setting `iteration`. Did you mean 'iterations'?"),
+        ({"steps": 3}, "robots have no setting `steps`. Use iterations."),
+        ({"objective": "troll"}, "robots have no setting `objective`. Use algorithm."),
+        ({"iterations": 0}, "`iterations` must be at least 1; got 0"),
+        ({"workers": 0}, "`workers` must be at least 1; got 0"),
+        ({"iterations": "many"}, "`iterations` is int; got 'many'"),
+        ({"algorithm": "ppo"}, "`algorithm` is one of tce, bbrl, sb3-ppo"),
+        ({"dtype": "bfloat16"}, "`dtype` is one of float64, float32"),
+        ({"learner": {"iterations": 3}}, "`learner.iterations` is decided by the run"),
+        ({"prodmp": {"dof": 3}}, "`prodmp.dof` is decided by the environment"),
+        ({"tce": 3}, "`tce` is a table of settings; got 3"),
+        ({"learner": {"pionts": 3}}, "tce: there is no setting `pionts`. Did you mean 'points'?"),
+        ({"learner": {"points": 2.5}}, "`tce.points` is int; got 2.5"),
+        ({"learner": {"points": 1}}, "tce: `points` is a whole number ≥ 2"),
+        ({"learner": {"projection": "tv"}}, "`tce.projection` is one of kl, wasserstein, frobenius"),
+        ({"algorithm": "bbrl", "learner": {"points": 3}}, "bbrl: there is no setting `points`"),
+        ({"algorithm": "sb3-ppo", "learner": {"minibatches": 7}}, "do not divide into 7 minibatches"),
+        ({"prodmp": {"bases": 3}}, "prodmp: there is no setting `bases`. Did you mean 'basis'?"),
+        ({"prodmp": {"tau": 0.0}}, "ProDMP: `tau` must be finite and > 0"),
+        ({"environment": "corral/ViaPoint-v0"}, "no environment 'corral/ViaPoint-v0'. Did you mean 'corral/ViaPointReacher-v0"),
+        ({"environment_config": {"rewards": "dense"}}, "ViaPointReacher has no setting `rewards`. Did you mean 'reward'?"),
+        ({"environment_config": {"reward": "none"}}, "`reward` is 'dense' or 'sparse'"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_mistakes_get_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RunError) as refused:
+        prepare(resolve([SMALL, changes]))
+    assert sentence in str(refused.value)
+
+
+def test_defaults_are_a_whole_run() -> None:
+    assert resolve([]) == Settings()
+    assert prepare(Settings()).config.episodes == 64
