@@ -17,11 +17,12 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"corral needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12 setup"'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,llm,task,robot]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,llm,task,robot,report]'
 	@touch $@
 
 demo: setup
 	$(RUN) -m corral.cli train
+	$(RUN) -m corral.cli report runs --out runs/report.html
 
 test: setup
 	$(PYTEST) --cov --cov-report term

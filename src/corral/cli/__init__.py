@@ -1,4 +1,4 @@
-"""The command line: `corral train`, `corral eval`, `corral bench NAME`, `corral explain NAME`, `corral doctor`."""
+"""The command line: `corral COMMAND`; `corral --help` lists the commands."""
 
 import argparse
 import importlib
@@ -9,8 +9,10 @@ import corral
 from corral.objective.naming import nearest
 
 COMMANDS = {
-    "train": "train a language model under a trust region; without arguments, the embedded demo",
-    "eval": "how well a run or a model does on held-out problems: pass@k, greedy, intervals",
+    "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
+    "eval": "how well a run or a model does on what is held out: pass@k, or return, success and smoothness, with intervals",
+    "explore": "a page that shows three trust regions around a policy that you drag",
+    "report": "runs as one page: curves, intervals, who beats whom, completions, failures",
     "bench": "run a benchmark again on this machine, from a source checkout",
     "explain": "formula, settings, needs and reference of an objective",
     "doctor": "what is installed, what is supported, what is missing and how to get it",

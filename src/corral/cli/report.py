@@ -1,0 +1,64 @@
+"""`corral report DIR… --out page.html`: runs as a page."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from corral.cli import refuse
+
+NEEDED = {"rliable": "rliable", "pandas": "pandas", "pyarrow": "pyarrow", "scipy": "scipy"}
+"""Packages and their modules."""
+
+EPILOG = """
+DIR is a run's folder, or a folder that holds runs; several are shown together.
+The page is one file that asks the network for nothing: send it to anybody.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.epilog = EPILOG
+    parser.add_argument("runs", metavar="DIR", nargs="+", type=Path, help="a run, or a folder of runs")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (report.html)")
+    parser.add_argument(
+        "--export", metavar="DIR", type=Path, help="also write every figure as SVG and PNG, and every table as CSV"
+    )
+    parser.add_argument("--title", metavar="TEXT", help="of the page; by default the task and the objectives")
+    parser.add_argument(
+        "--threshold", metavar="X", type=float, help="success (0 to 1) for the steps to it; by default .9 of the best end"
+    )
+    parser.add_argument("--quiet", action="store_true", help="say only what is wrong")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Read, write, and say where; turn what goes wrong into a sentence and a status."""
+    if rest:
+        return refuse(f"report has no {rest[0]!r}. `corral report --help` lists what it has.")
+    missing = [name for name, module in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return refuse(f"reports need {', '.join(missing)}. Install them: pip install 'corral[report]'.", 1)
+    from corral.run.files import RunError
+
+    try:
+        lines = reported(arguments)
+    except RunError as error:
+        return refuse(str(error), 1)
+    if not arguments.quiet:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def reported(arguments: argparse.Namespace) -> list[str]:
+    """Make the page and the exports; what was found and where it is, line by line."""
+    from corral.report.content import make_report
+    from corral.report.export import export
+    from corral.report.page import write_page
+    from corral.report.read import read_runs
+
+    report = make_report(read_runs(arguments.runs), title=arguments.title, threshold=arguments.threshold)
+    size = write_page(report, arguments.out)
+    lines = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
+    if arguments.export is not None:
+        lines.append(f"{len(export(report, arguments.export))} figures and tables are in {arguments.export}")
+    return [*lines, f"The report of {len(report.runs)} runs is in {arguments.out} ({size / 1e6:.1f} MB)."]

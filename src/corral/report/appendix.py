@@ -1,0 +1,75 @@
+"""The last parts of a page: what went wrong, every run, what was set, and how to do it again."""
+
+from typing import Any
+
+from corral.report.content import Report
+from corral.report.findings import count, value
+from corral.report.html import Safe, join, note, table, tag
+
+EVENTS = {"objective": "Objective", "seed": "Seed", "step": "Step", "kind": "Kind", "what": "What happened"}
+
+RUNS = {
+    "objective": "Objective", "seed": "Seed", "stopped": "Ended", "steps": "Steps", "start": "Start", "best": "Best",
+    "final": "Final", "greedy": "Greedy",
+    "seconds": "Seconds", "tokens": "Tokens", "skipped": "Skipped updates", "run": "Folder",
+}  # fmt: skip
+
+
+def event_table(report: Report) -> Safe:
+    """Warnings of the guard, ends that were none, files that could not be read."""
+    rows = report.tables["events"]
+    if not rows:
+        return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
+    return table(rows, EVENTS, lambda key, row: "—" if row[key] is None else str(row[key]), aria_label="Failures and warnings")
+
+
+def run_table(report: Report) -> Safe:
+    """One row per run."""
+
+    def show(key: str, row: dict[str, Any]) -> str:
+        if key == "steps":
+            return f"{row['steps']} of {row['planned']}"
+        if row[key] is None:
+            return "—"
+        if key in ("start", "best", "final", "greedy"):
+            return value(report, row[key])
+        return f"{row[key]:,.0f}" if isinstance(row[key], float) else str(row[key])
+
+    return table(report.tables["runs"], RUNS, show, aria_label="Runs")
+
+
+def configuration(report: Report) -> Safe:
+    """What differs between groups, and what they share."""
+    differ, same = report.tables["differences"], report.tables["settings"]
+    first = note("The groups differ in no setting.", good=True)
+    if differ:
+        columns = {key: key for key in differ[0]} | {"setting": "Setting"}
+        first = table(differ, columns, lambda key, row: row[key], aria_label="Settings that differ")
+    shared = table(
+        same, {"setting": "Setting", "value": "Value"}, lambda key, row: row[key], aria_label="Settings that all share"
+    )
+    return join(
+        first, tag("details", tag("summary", f"{count(len(same), 'setting')} that all share"), shared) if same else None
+    )
+
+
+def reproduce(report: Report) -> Safe:
+    """Versions, and a command or a file of settings per run."""
+    rows = report.tables["versions"]
+    differ = [row["package"] for row in rows if row["differ"]]
+    how = "The same from a file: save this as settings.json, then run corral train --config settings.json."
+    items = []
+    for row in report.tables["commands"]:
+        command = tag("p", "It was started from Python, or its command is unknown.")
+        if row["command"]:
+            command = tag("pre", row["command"], tabindex="0")
+        settings = tag("pre", row["settings"], tabindex="0")
+        items.append(
+            tag("details", tag("summary", f"{row['objective']}, seed {row['seed']}"), command, tag("p", how), settings)
+        )
+    return join(
+        note(f"The runs were made with different versions of {', '.join(differ)}.") if differ else None,
+        *items,
+        tag("h3", "Versions"),
+        table(rows, {"package": "Package", "versions": "Version"}, lambda key, row: row[key], aria_label="Versions"),
+    )

@@ -1,0 +1,158 @@
+"""What is drawn: which metrics, in which words, and the points of every run, few enough for a page that opens at once."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from corral.report.groups import Group
+from corral.report.read import Run
+from corral.report.statistics import interquartile_curve, middle_mean
+
+BUDGET = 250_000
+"""Numbers on a page, over all runs and metrics: about two megabytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric of metrics.jsonl, as a figure."""
+
+    key: str
+    title: str
+    caption: str
+    section: Literal["learning", "region"]
+    percent: bool = False
+    log: bool = False
+    """A logarithmic axis: values span decades."""
+    largest: bool = False
+    """Of several steps the largest counts, not the mean."""
+
+
+def _learning(key: str, title: str, caption: str, **look: bool) -> Metric:
+    return Metric(key=key, title=title, caption=caption, section="learning", **look)
+
+
+def _region(key: str, title: str, caption: str, **look: bool) -> Metric:
+    return Metric(key=key, title=title, caption=caption, section="region", **look)
+
+
+METRICS = (
+    _learning("success", "Success", "held-out problems solved by one sample at temperature 1", percent=True),
+    _learning("greedy", "Greedy success", "held-out problems solved by the likeliest tokens", percent=True),
+    _learning("reward", "Training reward", "mean reward of the rollouts"),
+    _region("entropy", "Entropy", "nats per token of the policy"),
+    _region("tr/active_frac", "Active fraction", "share of tokens on which the trust region acted", percent=True),
+    _region(
+        "tr/kl_before", "KL before projection", "mean KL to the old policy, nats per token, as the network wants it", log=True
+    ),
+    _region("tr/kl_after", "KL after projection", "the same once projected; other objectives have none", log=True),
+    _region("tr/kl_max", "Largest KL", "of any token in the batch; ▲ marks infinite values", log=True, largest=True),
+    _region("tr/ratio_max", "Largest ratio", "new over old probability of any sampled token", log=True, largest=True),
+    _region("tr/dual", "Dual variable", "η, mean over the projected tokens: how hard the region pulls back"),
+    _region("tr/mismatch", "Sampler mismatch", "total variation between sampler and trainer on sampled tokens", log=True),
+    _region("tr/rest_mass", "Mass outside the support", "old probability of tokens that are not kept one by one", log=True),
+    _region("tr/unconverged", "Unconverged projections", "tokens per update whose projection did not converge"),
+    _region("tr/active_cov", "Active covariances", "share of Gaussians whose covariance was projected", percent=True),
+    _region("skipped", "Skipped updates", "updates with a non-finite loss or gradient so far", largest=True),
+    _region("grad_norm", "Gradient norm", "before clipping", log=True),
+    _region("completions/mean_length", "Completion length", "mean, in tokens"),
+    _region("tokens_per_second", "Speed", "tokens per second"),
+)
+
+
+def drawn_metrics(runs: Sequence[Run]) -> list[Metric]:
+    """Those that any run has; of counters, those that ever counted."""
+    found = []
+    for metric in METRICS:
+        values = [value for run in runs for line in run.lines if isinstance(value := line.get(metric.key), float)]
+        if values and (metric.key not in ("skipped", "tr/unconverged") or any(values)):
+            found.append(metric)
+    return found
+
+
+def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:
+    """Steps per point: one, unless that would be too many numbers for a page."""
+    numbers = sum(len(run.lines) for run in runs) * max(len(metrics), 1)
+    return max(1, math.ceil(numbers / BUDGET))
+
+
+def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[Any]]:
+    """Columns of a run: update, tokens and seconds, then the metrics. A point stands for the steps up to it.
+
+    Step 0 is a point of its own: it is before any update. None is nothing measured; "inf" an infinite value.
+    """
+    buckets: dict[int, list[Any]] = {}
+    for line in run.lines:
+        buckets.setdefault(math.ceil(line["step"] / every), []).append(line)
+    last = [lines[-1] for lines in buckets.values()]
+    columns: dict[str, list[Any]] = {
+        "step": [int(line["step"]) for line in last],
+        "update": [_finite(line.get("update"), line["step"]) for line in last],
+        "tokens": [_finite(line.get("num_tokens"), 0.0) for line in last],
+        "seconds": [_finite(line.get("seconds"), 0.0) for line in last],
+    }
+    for metric in metrics:
+        columns[metric.key] = [_summary([line.get(metric.key) for line in lines], metric) for lines in buckets.values()]
+    return columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A group's curve of one metric: at each point the interquartile mean of its seeds and an interval."""
+
+    step: Sequence[int]
+    update: Sequence[float]
+    value: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    seeds: int
+
+
+def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True) -> Curve | None:
+    """Where at least one seed measured something. The interval is a bootstrap's, or the range of the seeds."""
+    by_step: dict[int, list[tuple[float, float]]] = {}
+    for run in group.runs:
+        columns = points(run, [metric], every)
+        for step, update, value in zip(columns["step"], columns["update"], columns[metric.key], strict=True):
+            if isinstance(value, float):
+                by_step.setdefault(step, []).append((update, value))
+    if not by_step:
+        return None
+    steps = sorted(by_step)
+    values = [[value for _, value in by_step[step]] for step in steps]
+    middle, low, high = _with_interval(values) if interval else _with_range(values)
+    update = [float(np.mean([update for update, _ in by_step[step]])) for step in steps]
+    return Curve(step=steps, update=update, value=middle, low=low, high=high, seeds=max(map(len, values)))
+
+
+def _with_range(values: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
+    middle = [float(middle_mean(np.array(found)[:, None])[0]) for found in values]
+    return middle, [min(found) for found in values], [max(found) for found in values]
+
+
+def _with_interval(values: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
+    """Bootstrap at once the points that have equally many seeds: one call of rliable each, and equal draws."""
+    found: dict[int, tuple[float, float, float]] = {}
+    for count in {len(entry) for entry in values}:
+        indices = [index for index, entry in enumerate(values) if len(entry) == count]
+        columns = interquartile_curve(np.array([values[index] for index in indices]).T)
+        found |= {index: (float(a), float(b), float(c)) for index, a, b, c in zip(indices, *columns, strict=True)}
+    middle, low, high = zip(*(found[index] for index in range(len(values))), strict=True)
+    return list(middle), list(low), list(high)
+
+
+def _summary(values: Sequence[Any], metric: Metric) -> float | str | None:
+    """One number for several steps."""
+    numbers = [value for value in values if isinstance(value, float) and not math.isnan(value)]
+    finite = [value for value in numbers if math.isfinite(value)]
+    if numbers and (not finite or (metric.largest and max(numbers) == math.inf)):
+        return "inf"
+    if not finite:
+        return None
+    return max(finite) if metric.largest else sum(finite) / len(finite)
+
+
+def _finite(value: Any, default: float) -> float:
+    return value if isinstance(value, float) and math.isfinite(value) else float(default)

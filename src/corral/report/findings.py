@@ -1,0 +1,130 @@
+"""The first part of a page: what may be claimed, where each objective stands, and how both were judged."""
+
+from typing import Any
+
+from corral.report.content import Report
+from corral.report.html import Safe, join, note, table, tag
+from corral.report.statistics import ENOUGH, plain, signed
+
+JUDGED = """
+Final is the last measured {name}; area is its mean over the run by steps (trapezia), where a run that was stopped early keeps
+its last value to the end of its budget. Both are interquartile means over seeds, with 95 % stratified bootstrap intervals
+(rliable). With fewer than ten seeds such intervals are too narrow: they show where the runs lie, and decide nothing.
+
+A claim rests on the differences of runs with equal seeds, which saw the same problems: their mean, Student's 95 % interval, and
+Holm's correction over all pairs that are shown for the same measure. It needs three seeds.
+
+Steps to threshold is the median over seeds of the first measurement at {threshold} or above. A run collapsed if it ended below
+half of its best {name} and at least .1 lower, or if the guard stopped it.
+
+Runs that were interrupted, failed or still go on are drawn, and left out of every number. Where they failed because of their
+objective, that flatters it: look at the failures below.
+"""
+
+
+def findings(report: Report) -> Safe:
+    """Sentences, the picture of where everybody ended, the table, and the method."""
+    rows = sorted(report.tables["comparisons"], key=lambda row: not row["claimed"])
+    final, area = (sentences([row for row in rows if row["measure"] == name]) for name in ("final", "area"))
+    more = tag("details", tag("summary", f"On the mean {report.measure.name} over the run"), area) if rows else None
+    text = JUDGED.format(
+        name=report.measure.name, threshold="it" if report.threshold is None else value(report, report.threshold)
+    )
+    return join(
+        *warnings(report),
+        final if rows else None,
+        more,
+        tag("details", tag("summary", "All comparisons in numbers"), comparison_table(report)) if rows else None,
+        tag("div", id="finals", class_="figures wide"),
+        result_table(report),
+        tag("details", tag("summary", "How this was judged"), *(tag("p", part) for part in text.strip().split("\n\n"))),
+    )
+
+
+def sentences(rows: list[dict[str, Any]]) -> Safe:
+    """A list, claims first."""
+    items = [tag("li", row["sentence"], class_="claim" if row["claimed"] else "tie") for row in rows]
+    return tag("ul", *items, class_="sentences")
+
+
+def comparison_table(report: Report) -> Safe:
+    """One row per pair and measure."""
+    columns = {"pair": "Difference", "measure": "Of", "difference": report.measure.unit.capitalize() or "Value"}
+    columns |= {"interval": "95 % interval", "p": "p", "claimed": "Claimed", "probability": "Probability of improvement"}
+
+    def show(key: str, row: dict[str, Any]) -> str:
+        if key == "pair":
+            return f"{row['ours']} − {row['theirs']}"
+        if key == "interval":
+            return "—" if row["low"] is None else f"{plain(row['low'])}…{plain(row['high'])}"
+        if key == "probability":
+            low, high = row["probability_low"], row["probability_high"]
+            return f"{row[key]:.2f}" + ("" if low is None else f" [{low:.2f}…{high:.2f}]")
+        if key == "difference":
+            return signed(row[key])
+        if key == "p":
+            return "—" if row[key] is None else f"{row[key]:.2g}"
+        return ("yes" if row[key] else "no") if key == "claimed" else row[key]
+
+    return table(report.tables["comparisons"], columns, show, aria_label="Comparisons")
+
+
+def warnings(report: Report) -> list[Safe]:
+    """What to know before reading on."""
+    found, rows = [], report.tables["comparisons"]
+    out = sum(row["kind"] == "left out" for row in report.tables["events"])
+    if out:
+        said = f"{count(out, 'run')} did not finish and {'is' if out == 1 else 'are'} not in these numbers: "
+        found.append(note(said, tag("a", "see below", href="#events"), "."))
+    if len(report.groups) == 1:
+        found.append(note("There is one objective with one setting, so nothing to compare it with."))
+    elif not rows:
+        found.append(note("No two groups can be compared: they have no runs that finished on the same problem and setting."))
+    elif all(row["seeds"] < ENOUGH for row in rows):
+        found.append(note(f"Fewer than {ENOUGH} seeds: differences are shown, none can be claimed."))
+    return found
+
+
+def result_table(report: Report) -> Safe:
+    """One row per group."""
+    rows, name = report.tables["results"], report.measure.name
+    columns = {"group": "Objective"}
+    if len({row["problem"] for row in rows}) > 1:
+        columns["problem"] = "Problem"
+    columns |= {"counted": "Runs", "final": f"Final {name}", "area": "Mean over the run"}
+    if any(row["greedy"] is not None for row in rows):
+        columns["greedy"] = "Greedy"
+    threshold = "" if report.threshold is None else f" {value(report, report.threshold)}"
+    columns |= {"steps_to_threshold": f"Steps to{threshold or ' threshold'}", "collapsed": "Collapsed", "seconds": "Seconds"}
+
+    def show(key: str, row: dict[str, Any]) -> str:
+        if key == "group":
+            return f"{row['objective']} {row['setting']}".strip()
+        if key in ("final", "area", "greedy"):
+            return estimate(report, row[key], row[f"{key}_low"], row[f"{key}_high"])
+        number = "—" if row[key] is None else row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}"
+        of = {"counted": f" of {row['runs']}", "collapsed": f" of {row['counted']}"}
+        of["steps_to_threshold"] = f" ({row['reached']} of {row['counted']})"
+        return number + of.get(key, "")
+
+    return table(rows, columns, show, aria_label="Results")
+
+
+def value(report: Report, number: float) -> str:
+    """A value of the main metric."""
+    return f"{100 * number:.1f} %" if report.measure.factor == 100 else plain(number)
+
+
+def estimate(report: Report, middle: float | None, low: float | None, high: float | None) -> str:
+    """A value with its interval."""
+    if middle is None:
+        return "—"
+    if low is None or high is None:
+        return value(report, middle)
+    factor = report.measure.factor
+    return f"{value(report, middle)} [{plain(low * factor)}…{plain(high * factor)}]"
+
+
+def count(number: int, what: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

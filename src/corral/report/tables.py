@@ -1,0 +1,152 @@
+"""Tables of what happened in runs and of what they were made with. Rows of plain values, ready for CSV."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from corral.report.groups import Group, flat
+from corral.report.outcomes import COUNTED
+from corral.report.read import Run
+
+Row = dict[str, Any]
+
+SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
+"""Settings whose text is nobody's business: a page is for sending."""
+
+
+def run_table(groups: Sequence[Group], metric: str) -> list[Row]:
+    """One row per run."""
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            values, greedy, last = run.values(metric), run.values("greedy"), run.lines[-1] if run.lines else {}
+            rows.append(
+                {
+                    "run": str(run.path), "objective": group.label, "problem": group.problem, "seed": run.seed,
+                    "stopped": run.stopped, "steps": run.steps, "planned": run.planned,
+                    "start": values[0][1] if values else None, "best": max((value for _, value in values), default=None),
+                    "final": values[-1][1] if values else None, "greedy": greedy[-1][1] if greedy else None,
+                    "seconds": last.get("seconds"), "tokens": last.get("num_tokens"), "skipped": last.get("skipped"),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def events(groups: Sequence[Group]) -> list[Row]:
+    """What went wrong: warnings of the guard by step, how runs ended that did not finish, files that are missing or torn."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            again = [other for other in group.runs if other.seed == run.seed and other is not run]
+            for event in _events(run, again):
+                # What is wrong with the files of several seeds is said once.
+                alone = "" if event["kind"] == "file" else id(run)
+                key = (group.label, event["step"], event["kind"], event["what"], alone)
+                found.setdefault(key, []).append(run.seed)
+    return [
+        {"objective": label, "seed": ", ".join(seeds), "step": step, "kind": kind, "what": what}
+        for (label, step, kind, what, _), seeds in found.items()
+    ]
+
+
+def _events(run: Run, again: Sequence[Run]) -> Iterator[Row]:
+    """Of one run; `again` are others with the same settings and seed."""
+    for line in run.lines:
+        warnings = line.get("warnings")
+        for text in warnings if isinstance(warnings, list) else ():
+            yield {"step": int(line["step"]), "kind": "guard", "what": str(text)}
+    if run.stopped not in ("finished", "not ended"):
+        yield {"step": run.steps, "kind": run.stopped, "what": str(run.summary.get("why") or f"the run was {run.stopped}.")}
+    if run.stopped not in COUNTED:
+        what = f"{run.stopped} after {run.steps} of {run.planned} steps: not in the statistics."
+        yield {"step": run.steps, "kind": "left out", "what": what}
+    elif again:
+        what = f"{len(again) + 1} runs have the same settings and seed; the last of them that finished counts."
+        yield {"step": None, "kind": "twice", "what": what}
+    for note in run.notes:
+        yield {"step": None, "kind": "file", "what": note}
+
+
+def configuration(groups: Sequence[Group]) -> tuple[list[Row], list[Row]]:
+    """Settings in which groups differ, one column per group; and those that all share."""
+    columns = {
+        group.label if len({g.problem for g in groups}) == 1 else f"{group.label} ({group.problem})": _settings(group)
+        for group in groups
+    }
+    keys = sorted({key for column in columns.values() for key in column})
+    differ, same = [], []
+    for key in keys:
+        values = {name: column.get(key, "—") for name, column in columns.items()}
+        if len(set(values.values())) > 1:
+            differ.append({"setting": key, **values})
+        elif len(values) > 0:
+            same.append({"setting": key, "value": next(iter(values.values()))})
+    return differ, same
+
+
+def _settings(group: Group) -> dict[str, str]:
+    """All that was resolved for a group; what its seeds do not share is shown as …, secrets not at all."""
+    parts = ("objective", "task", "model", "settings", "trainer")
+    columns = [flat({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
+    found = {}
+    for key in {key for column in columns for key in column}:
+        part, _, name = key.partition(".")
+        told = (part == "settings" and name in group.runs[0].config) or (part == "trainer" and f"settings.{name}" in columns[0])
+        if told or name == "seed" or SECRET.search(key):
+            continue
+        values = sorted({column.get(key, "—") for column in columns})
+        found[key] = values[0] if len(values) == 1 else "… (differs between seeds)"
+    return found
+
+
+def versions(groups: Sequence[Group]) -> list[Row]:
+    """Packages, and which versions the runs had; more than one where they differ."""
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            said = run.config.get("versions")
+            column: dict[str, Any] = dict(said) if isinstance(said, Mapping) else {}
+            for key, value in {**column, "commit": run.config.get("commit")}.items():
+                if value is not None:
+                    found.setdefault(key, set()).add(str(value))
+    return [{"package": key, "versions": ", ".join(sorted(values)), "differ": len(values) > 1} for key, values in found.items()]
+
+
+def commands(groups: Sequence[Group]) -> list[Row]:
+    """How to make each run again: the command where it was one, and its settings as a file."""
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            settings = {key: value for key, value in run.settings.items() if not SECRET.search(key)}
+            rows.append(
+                {
+                    "objective": group.label,
+                    "seed": run.seed,
+                    "command": command(run),
+                    "settings": json.dumps(settings, indent=2, default=str),
+                }
+            )
+    return rows
+
+
+def command(run: Run) -> str | None:
+    """`corral train …` as it was given, without where it wrote; None if it was started from Python."""
+    said = run.config.get("command")
+    words = [str(word) for word in said] if isinstance(said, list) else []
+    if len(words) < 2 or "train" not in words[1:]:
+        return None
+    words = words[words.index("train", 1) :]
+    kept: list[str] = []
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        if word in ("--out", "--resume") or before in ("--out", "--resume") or word.startswith(("--out=", "--resume=")):
+            continue
+        flag, equals, value = word.partition("=")
+        if before.startswith("--") and "=" not in before and SECRET.search(before):
+            word = "…"
+        elif equals and value and SECRET.search(flag):
+            word = f"{flag}=…"
+        kept.append(word)
+    return "corral " + shlex.join(kept)

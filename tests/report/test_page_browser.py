@@ -1,0 +1,223 @@
+"""The page in a real browser: figures are drawn, filters and keys work, nothing is fetched, nothing hostile runs."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.report.content import make_report
+from corral.report.figures import METRICS, curve
+from corral.report.page import write_page
+from corral.report.read import read_runs
+from report.synthetic import write_run, write_small_set
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--disable-gpu", "--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+
+HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>\"'\u202egnp"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser")
+    if CHROMIUM is None:
+        pytest.skip("needs chromium: make test-browser")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the committed runs' formula."""
+    folder = tmp_path_factory.mktemp("small")
+    write_page(make_report(read_runs([write_small_set(folder / "runs")])), folder / "page.html")
+    return folder / "page.html"
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Any]:
+    """Opens a page; at the end there must be no message of any kind, and no request but for the file."""
+    said: list[str] = []
+    contexts = []
+
+    def opened(path: Path, **context: Any) -> Any:
+        contexts.append(browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **context}))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: None if request.url == path.as_uri() else said.append(f"asked for {request.url}"))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready=yes]", timeout=20_000)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def test_figures_are_drawn(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    names = page.eval_on_selector_all("figure h3", "nodes => nodes.map(node => node.textContent)")
+    for name in ("Final success", "Success", "KL before projection", "KL after projection", "Active fraction", "Entropy"):
+        assert name in names
+    assert page.locator("#learning path.curve").count() == 3
+    assert page.locator("#learning path.area").count() == 3
+    assert page.locator("#finals circle.dot").count() == 9
+    assert page.locator('figure[data-metric="tr/kl_after"] path.curve').count() == 1
+    assert page.locator('figure[data-metric="tr/kl_max"] text.mark').count() == 2  # dppo is infinite at steps 3 and 6
+    assert page.locator("#histogram rect.bar").count() > 4
+    assert page.locator("#heat .token.masked").count() == 3
+
+
+def test_the_curves_are_pythons(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    report = make_report(read_runs([small.parent / "runs"]))
+    drawn = page.evaluate("document.querySelector('#learning figure').series")
+    success = next(metric for metric in METRICS if metric.key == "success")
+    for group, series in zip(report.groups, drawn, strict=True):
+        expected = curve(group, success)
+        assert expected is not None
+        for key, column in (("y", expected.value), ("low", expected.low), ("high", expected.high), ("x", expected.update)):
+            assert [point[key] for point in series["points"]] == pytest.approx(list(column), rel=1e-4)
+
+
+def test_filters(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    page.uncheck("input[name=group][value='0']")
+    assert page.locator("#learning path.curve").count() == 2
+    assert page.locator("#finals circle.dot").count() == 6
+    page.select_option("select[name=band]", "seeds")
+    assert page.locator("#learning path.curve").count() == 6
+    page.uncheck("input[name=seed][value='1']")
+    assert page.locator("#learning path.curve").count() == 4
+    page.select_option("select[name=metric]", "greedy")
+    assert page.inner_text("#learning h3") == "Greedy success"
+    page.select_option("select[name=axis]", "tokens")
+    assert "tokens" in page.text_content("#learning svg")
+    for box in page.locator("input[name=seed]").all():
+        box.uncheck()
+    assert "Nothing to draw" in page.inner_text("#learning")
+
+
+def test_a_band_of_some_seeds_says_that_it_is_their_range(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    page.uncheck("input[name=seed][value='0']")
+    assert "range of the chosen seeds" in page.inner_text("#learning figcaption")
+
+
+def test_hover_and_keys_read_values(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    figure = page.locator("#learning figure")
+    figure.locator("svg").hover()
+    tip = figure.locator(".tip")
+    assert tip.is_visible()
+    assert "troll" in tip.inner_text()
+    page.mouse.move(2, 2)
+    assert tip.is_hidden()
+    figure.locator("svg").focus()
+    page.keyboard.press("Home")
+    assert tip.inner_text().startswith("0 updates")
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text().startswith("16 updates")
+    page.keyboard.press("End")
+    assert "64 updates" in tip.inner_text()
+    assert re.search(r"\d\d\.\d %", tip.inner_text())
+    page.keyboard.press("Escape")
+    assert tip.is_hidden()
+
+
+def test_every_control_is_reached_by_the_keyboard(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    seen = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.name || document.activeElement.tagName"))
+    assert {"theme", "group", "seed", "axis", "band", "metric", "svg"} <= seen
+    page.locator("input[name=group]").first.focus()
+    page.keyboard.press("Space")
+    assert page.locator("#learning path.curve").count() == 2
+
+
+def test_values_and_csv(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    figure = page.locator("#learning figure")
+    figure.get_by_role("button", name="Values").click()
+    assert figure.locator("tbody tr").count() == 15
+    with page.expect_download() as download:
+        figure.get_by_role("button", name="CSV").click()
+    text = Path(download.value.path()).read_text()
+    assert text.startswith("objective,step,at,value,low,high\ndppo,0,0,")
+    assert len(text.splitlines()) == 16
+
+
+def test_completions_are_browsed(open_page: Any, small: Path) -> None:
+    page = open_page(small)
+    form = page.locator("#completion-filters")
+    assert page.locator("#completion-list li").count() == 2
+    form.locator("select[name=sign]").select_option("high")
+    assert page.locator("#completion-list li").count() == 1
+    form.locator("input[name=text]").fill("no such text")
+    assert page.inner_text("#completion-count") == "0 of those kept of this step"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_themes(open_page: Any, small: Path, scheme: str) -> None:
+    page = open_page(small, color_scheme=scheme)
+    paper = "getComputedStyle(document.body).backgroundColor"
+    first = page.evaluate(paper)
+    page.check(f"input[name=theme][value={'light' if scheme == 'dark' else 'dark'}]")
+    assert page.evaluate(paper) != first
+
+
+def test_a_phone_scrolls_one_way(open_page: Any, small: Path) -> None:
+    page = open_page(small, viewport={"width": 360, "height": 740}, is_mobile=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.locator("#learning path.curve").count() == 3
+
+
+def test_hostile_text_does_not_run(open_page: Any, tmp_path: Path) -> None:
+    rows = [{"step": 1, "prompt": HOSTILE, "completion": HOSTILE * 20, "reward": 1.0, "advantage": 1.0}]
+    for seed in range(2):
+        write_run(tmp_path / "runs" / str(seed), HOSTILE, seed, completions=rows, task=HOSTILE, learning_rate=HOSTILE)
+    write_page(make_report(read_runs([tmp_path / "runs"]), title=HOSTILE), tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    page.locator("#learning figure svg").hover()
+    page.locator("#learning figure").get_by_role("button", name="Values").click()
+    assert page.evaluate("window.owned") is None
+    assert page.locator("img").count() == 0
+    assert "<script>window.owned = 1</script>" in page.inner_text("#completion-list")
+    assert "⟨U+202E⟩" in page.inner_text("#completion-list")
+
+
+@pytest.mark.parametrize("day", ["nothing but a config", "not finite", "one point", "no projection"])
+def test_bad_days(open_page: Any, tmp_path: Path, day: str) -> None:
+    path = write_run(tmp_path / "runs/a", "ppo_clip")
+    if day == "nothing but a config":
+        shutil.rmtree(path)
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    if day == "not finite":
+        (path / "metrics.jsonl").write_text('{"step": 0, "success": "inf", "entropy": "nan", "tr/kl_before": 0.0}\n')
+    if day == "one point":
+        (path / "metrics.jsonl").write_text('{"step": 0, "success": 0.5, "entropy": 1.0}\n')
+    write_page(make_report(read_runs([tmp_path / "runs"])), tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    assert page.locator("h2").count() == 9
+
+
+def test_a_large_page_opens_at_once(open_page: Any, tmp_path: Path) -> None:
+    for objective in ("troll", "dppo", "ppo_clip"):
+        for seed in range(4):
+            write_run(tmp_path / "runs" / f"{objective}{seed}", objective, seed, steps=2000, every=50)
+    write_page(make_report(read_runs([tmp_path / "runs"])), tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000

@@ -1,0 +1,101 @@
+"""Figures for papers and tables as CSV; and the command that makes them."""
+
+import csv
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from corral.cli import main
+from corral.report.content import make_report
+from corral.report.export import export, write_csv
+from corral.report.read import read_runs
+from report.synthetic import write_run
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def few_metrics(path: Path) -> None:
+    """Keep two metrics of a run: every figure takes a while."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: line[key] for key in ("step", "update", "success", "tr/kl_before") if key in line} for line in lines]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def test_every_figure_and_every_table(tmp_path: Path) -> None:
+    for objective in ("troll", "dppo"):
+        for seed in range(2):
+            few_metrics(write_run(tmp_path / "runs" / f"{objective}{seed}", objective, seed))
+    report = make_report(read_runs([tmp_path / "runs"]))
+    written = export(report, tmp_path / "out")
+    names = {path.name for path in written}
+    assert {
+        "results.csv",
+        "comparisons.csv",
+        "runs.csv",
+        "settings.csv",
+        "versions.csv",
+        "commands.csv",
+        "differences.csv",
+    } <= names
+    for name in ("success", "tr_kl_before"):
+        assert {f"{name}.svg", f"{name}.png", f"{name}.csv"} <= names
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert ET.parse(tmp_path / "out" / f"{name}.svg").getroot().tag.endswith("svg")
+    points = rows_of(tmp_path / "out/success.csv")
+    assert [row["step"] for row in points if row["objective"] == "troll"] == ["0", "2", "4", "6", "8"]
+    assert float(points[-1]["low"]) <= float(points[-1]["value"]) <= float(points[-1]["high"])
+    assert rows_of(tmp_path / "out/results.csv")[1]["objective"] == "troll"
+
+
+def test_hostile_names_draw_and_do_not_compute(tmp_path: Path) -> None:
+    few_metrics(write_run(tmp_path / "runs/a", "$\\frac{", 0, task="=1+1"))
+    few_metrics(write_run(tmp_path / "runs/b", "_</svg>", 0, task="=1+1"))
+    export(make_report(read_runs([tmp_path / "runs"])), tmp_path / "out")
+    ET.parse(tmp_path / "out/success.svg")
+    assert rows_of(tmp_path / "out/results.csv")[0]["problem"] == "'=1+1 with tiny"
+
+
+def test_csv_quotes_what_a_spreadsheet_would_run(tmp_path: Path) -> None:
+    write_csv([{"a": "=1+1", "b": -1.5, "c": 'x,"y"\n'}], tmp_path / "x.csv")
+    assert rows_of(tmp_path / "x.csv") == [{"a": "'=1+1", "b": "-1.5", "c": 'x,"y"\n'}]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs/a", "troll")
+    write_run(tmp_path / "more/b", "dppo")
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "runs"), str(tmp_path / "more"), "--out", str(out), "--title", "Mine"]) == 0
+    said = capsys.readouterr().out
+    assert "No difference can be claimed between troll and dppo on final success" in said
+    assert f"The report of 2 runs is in {out}" in said
+    assert "<title>Mine</title>" in out.read_text()
+
+
+def test_quiet_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html"), "--quiet", "--threshold", "0.4"]) == 0
+    assert capsys.readouterr().out == ""
+    assert "Steps to 40.0 %" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["{tmp}/none"], 1, "is no folder. report takes runs' folders, or folders that hold runs."),
+        (["{tmp}"], 1, "no runs in"),
+        (["{tmp}/run", "--out", "{tmp}/x/page.html"], 1, "is no folder: make it first"),
+        (["{tmp}/run", "--wat"], 2, "report has no '--wat'"),
+    ],
+)
+def test_errors_are_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
+) -> None:
+    if "{tmp}/run" in arguments:
+        write_run(tmp_path / "run")
+    assert main(["report", *(word.format(tmp=tmp_path) for word in arguments)]) == status
+    assert said in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""Groups, results, comparisons, events, configuration, commands: every table of a report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from corral.report import outcomes, tables
+from corral.report.groups import flat, group_runs, pairs
+from corral.report.outcomes import areas, comparisons, default_threshold, finals, main_metric, results
+from corral.report.read import read_run, read_runs
+from report.synthetic import write_run, write_small_set
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_small_set(tmp_path / "runs")
+
+
+def test_seeds_are_repetitions(small: Path) -> None:
+    groups = group_runs(read_runs([small]))
+    assert [(group.label, [run.seed for run in group.runs]) for group in groups] == [
+        ("dppo", ["0", "1", "2", "3"]),
+        ("ppo_clip", ["0", "1", "2"]),
+        ("troll", ["0", "1", "2"]),
+    ]
+    assert [(ours.label, theirs.label) for ours, theirs in pairs(groups)] == [
+        ("ppo_clip", "dppo"),
+        ("troll", "dppo"),
+        ("troll", "ppo_clip"),
+    ]
+
+
+def test_settings_that_vary_make_groups_and_are_compared_like_with_like(tmp_path: Path) -> None:
+    for rate in (1e-3, 1e-4):
+        for objective in ("troll", "dppo"):
+            write_run(tmp_path / f"{objective}-{rate}", objective, learning_rate=rate)
+    groups = group_runs(read_runs([tmp_path]))
+    assert [group.label for group in groups] == [
+        "dppo learning_rate=0.0001", "troll learning_rate=0.0001", "dppo learning_rate=0.001", "troll learning_rate=0.001",
+    ]  # fmt: skip
+    assert [(a.label, b.label) for a, b in pairs(groups)] == [
+        ("troll learning_rate=0.0001", "dppo learning_rate=0.0001"),
+        ("troll learning_rate=0.001", "dppo learning_rate=0.001"),
+    ]
+
+
+def test_one_objectives_own_settings_are_compared(tmp_path: Path) -> None:
+    for bound in (0.05, 0.1):
+        write_run(tmp_path / str(bound), "troll", objective_config={"bound": bound})
+    groups = group_runs(read_runs([tmp_path]))
+    assert [group.objective for group in groups] == ["troll bound=0.05", "troll bound=0.1"]
+    assert len(pairs(groups)) == 1
+
+
+def test_problems_are_kept_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "troll", task="gsm8k")
+    write_run(tmp_path / "b", "dppo", task="countdown")
+    groups = group_runs(read_runs([tmp_path]))
+    assert [group.problem for group in groups] == ["countdown with tiny", "gsm8k with tiny"]
+    assert pairs(groups) == []
+
+
+def test_a_difference_that_was_not_varied_is_said(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "troll", learning_rate=1e-3)
+    write_run(tmp_path / "b", "dppo", learning_rate=1e-4)
+    groups = group_runs(read_runs([tmp_path]))
+    (row, _) = comparisons(groups, main_metric(read_runs([tmp_path])))
+    assert row["sentence"].endswith("one seed; that is too few. They also differ in learning_rate.")
+
+
+def test_only_runs_that_ended_count(small: Path) -> None:
+    dppo = group_runs(read_runs([small]))[0]
+    assert sorted(finals(dppo, "success")) == sorted(areas(dppo, "success")) == ["0", "1", "2"]
+
+
+def test_results(small: Path) -> None:
+    groups = group_runs(read_runs([small]))
+    threshold = default_threshold(groups, "success")
+    dppo, ppo, troll = results(groups, "success", threshold)
+    assert (dppo["runs"], dppo["counted"], dppo["collapsed"], ppo["collapsed"]) == (4, 3, 0, 1)
+    ends = sorted(json.loads((small / f"troll-{seed}/summary.json").read_text())["success_final"] for seed in range(3))
+    assert troll["final"] == pytest.approx(sum(ends) / 3)  # a quarter of three runs is none: the mean
+    assert threshold == pytest.approx(0.9 * troll["final"])
+    assert (troll["steps_to_threshold"], troll["reached"]) == (6, 3)
+    assert (dppo["steps_to_threshold"], dppo["reached"]) == (None, 0)
+    assert troll["final_low"] <= troll["final"] <= troll["final_high"]
+
+
+def test_comparisons(small: Path) -> None:
+    runs = read_runs([small])
+    rows = comparisons(group_runs(runs), main_metric(runs))
+    assert [row["measure"] for row in rows] == ["final"] * 3 + ["area"] * 3
+    assert rows[1]["sentence"].startswith("troll beats dppo on final success: +13.6 points, 95 % interval 10.8…16.4, 3 seeds.")
+    assert rows[0]["sentence"].startswith("No difference can be claimed between dppo and ppo_clip on final success: +20.0")
+    assert [row["claimed"] for row in rows[:3]] == [False, True, False]
+    assert rows[1]["probability"] == 1.0
+
+
+def test_a_run_without_success_is_judged_by_its_reward(tmp_path: Path) -> None:
+    path = tmp_path / "robot"
+    path.mkdir()
+    (path / "config.json").write_text(
+        json.dumps({"settings": {"task": "via_point", "objective": "tce", "seed": 1, "steps": 2}})
+    )
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "reward": -3.0 + step}) + "\n" for step in range(3)))
+    (path / "summary.json").write_text('{"stopped": "finished"}')
+    run = read_run(path)
+    measure = main_metric([run])
+    assert (measure.key, measure.unit) == ("reward", "")
+    (row,) = results(group_runs([run]), "reward", None)
+    assert (row["final"], row["area"], row["seconds"]) == (-1.0, -2.0, 0.0)
+
+
+def test_runs_table(small: Path) -> None:
+    rows = tables.run_table(group_runs(read_runs([small])), "success")
+    assert len(rows) == 10
+    assert (rows[3]["stopped"], rows[3]["steps"], rows[3]["planned"]) == ("not ended", 4, 8)
+    assert rows[-1]["tokens"] == 96000.0
+
+
+def test_events(small: Path) -> None:
+    rows = tables.events(group_runs(read_runs([small])))
+    kinds = [(row["objective"], row["seed"], row["step"], row["kind"]) for row in rows]
+    assert ("ppo_clip", "1", 7, "guard") in kinds
+    assert ("dppo", "3", 4, "left out") in kinds
+    assert ("dppo", "3", None, "file") in kinds
+
+
+def test_two_runs_with_the_same_seed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    rows = tables.events(group_runs(read_runs([tmp_path])))
+    assert [row["kind"] for row in rows] == ["twice", "twice"]
+
+
+@pytest.mark.parametrize("stopped", ["failed", "interrupted"])
+def test_a_run_that_failed_says_why_and_is_left_out(tmp_path: Path, stopped: str) -> None:
+    write_run(tmp_path / "a", stopped=stopped)
+    groups = group_runs(read_runs([tmp_path]))
+    rows = tables.events(groups)
+    assert (rows[0]["kind"], rows[0]["what"]) == (stopped, f"it was {stopped}")
+    assert rows[1]["what"] == f"{stopped} after 8 of 8 steps: not in the statistics."
+    assert outcomes.finals(groups[0], "success") == {}
+
+
+def test_configuration(small: Path) -> None:
+    differ, same = tables.configuration(group_runs(read_runs([small])))
+    assert {"setting": "objective.bound", "dppo": "—", "ppo_clip": "—", "troll": "0.05"} in differ
+    assert {"setting": "settings.learning_rate", "value": "0.0008"} in same
+    text = json.dumps([differ, same])
+    assert "hf_secret" not in text
+    assert 'settings.objective"' not in text
+    assert "trainer.learning_rate" not in text  # it is among the settings
+
+
+def test_versions_and_commands(small: Path) -> None:
+    config = json.loads((small / "troll-0/config.json").read_text())
+    config["versions"]["torch"] = "2.12.0"
+    config["command"] = ["-c"]
+    (small / "troll-0/config.json").write_text(json.dumps(config))
+    groups = group_runs(read_runs([small]))
+    assert {"package": "torch", "versions": "2.12.0, 2.13.0", "differ": True} in tables.versions(groups)
+    rows = tables.commands(groups)
+    assert rows[0]["command"] == "corral train --objective dppo --seed 0"
+    assert rows[7]["command"] is None
+    assert json.loads(rows[7]["settings"])["objective"] == "troll"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["x/__main__.py", "train", "--hub-token", "hf_abc", "--seed", "1"], "corral train --hub-token '…' --seed 1"),
+        (["corral", "train", "--hub-token=hf_abc", "--out=x"], "corral train '--hub-token=…'"),
+        (["corral", "train", "--instruction", "a 'b' $(c)"], "corral train --instruction 'a '\"'\"'b'\"'\"' $(c)'"),
+        ("train", None),
+        (None, None),
+    ],
+)
+def test_commands_hide_secrets_and_quote_the_rest(tmp_path: Path, words: object, expected: str | None) -> None:
+    path = write_run(tmp_path / "run")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "command": words}))
+    assert tables.command(read_run(path)) == expected
+
+
+def test_flat() -> None:
+    assert flat({"a": {"b": 1, "c": {}}, "d": "x", "e": None}) == {"a.b": "1", "a.c": "{}", "d": "x", "e": "null"}
