@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from corral import make_objective
+from corral import TokenBatch, make_objective
 from tolerance import assert_close
 
 LIMITS = {"ppo_clip": (0.8, 1.2, math.inf), "clip_higher": (0.8, 1.28, math.inf), "dual_clip": (0.8, 1.2, 3.0)}
@@ -115,3 +115,12 @@ def test_a_ratio_at_the_limit_is_not_clipped():
 def test_gradient_is_the_derivative_of_the_loss(name):
     batch = inputs(p_new=[0.9, 0.9, 0.1, 0.1, 0.8, 0.5], p_old=[0.5] * 4 + [0.2, 0.45], adv=[1.0, -1.0, -1.0, 1.0, -2.0, 0.0])
     assert gradcheck(lambda logp: make_objective(name)(replace(batch, logp_new=logp)).loss, batch.logp_new)
+
+
+def test_a_token_rounded_to_certainty_is_not_infinitely_far() -> None:
+    # In float32 log p = 0 stands for any p from 1 − 6e-8 on; metrics read it as 1 − 1e-8. From 1 − 1e-7, that is
+    # KL = (1 − 1e-7) log((1 − 1e-7)/(1 − 1e-8)) + 1e-7 log(1e-7/1e-8) = 1e-7 (log 10 − 1) + 1e-8 + O(1e-15).
+    old, new = torch.tensor([[-1e-7]]), torch.tensor([[0.0]])
+    batch = TokenBatch(new, old, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
+    kl = make_objective("ppo_clip")(batch).metrics["tr/kl_max"]
+    assert kl.item() == pytest.approx(1e-7 * (math.log(10) - 1) + 1e-8, rel=1e-3)
