@@ -27,7 +27,7 @@ from small_runs import save_model
 SMALL = "--task digits --eval-size 8 --per-device-train-batch-size 4 --steps-per-generation 2 --num-generations 4 --device cpu"
 
 
-WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said where there is no GPU")
 
 
 @pytest.fixture(scope="module")

@@ -350,7 +350,7 @@ class FakeEngine:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     module = ModuleType("vllm")
     module.__spec__ = ModuleSpec("vllm", None)
-    module.LLM, module.SamplingParams = FakeEngine, SimpleNamespace  # type: ignore[attr-defined]
+    vars(module).update(LLM=FakeEngine, SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr("corral.llm.evaluate.choose_device", lambda asked: "cuda")
     FakeEngine.made.clear()

@@ -1,6 +1,5 @@
 """Every task, from two steps of training to an evaluation of what came out, through the command line and without a network."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,6 @@ def test_no_task_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", sorted([*ROWS, *SHIPPED]))
 def test_a_task_trains_and_evaluates(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if name == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
-        pytest.skip("reasoning-gym is not installed")
     out = tmp_path / "run"
     flags = ["--task", name, *settings(name, tmp_path), "--instruction", "Q: {problem}"]
     assert main(["train", "--smoke", *flags, "--quiet", "--out", str(out)]) == 0, capsys.readouterr().err

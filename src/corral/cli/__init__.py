@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import corral
 from corral.objective.naming import nearest
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(module, arguments.command, argv[1:])
 
 
-def run_command(module: object, name: str, argv: list[str]) -> int:
+def run_command(module: ModuleType, name: str, argv: list[str]) -> int:
     """Parse what follows the command, and do it."""
     parser = argparse.ArgumentParser(
         prog=f"corral {name}",
@@ -49,9 +50,9 @@ def run_command(module: object, name: str, argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    module.add_arguments(parser)  # type: ignore[attr-defined]  # every command has one
+    module.add_arguments(parser)
     arguments, rest = parser.parse_known_args(argv)
-    return int(module.run(arguments, rest))  # type: ignore[attr-defined]
+    return int(module.run(arguments, rest))
 
 
 def refuse(sentence: str, status: int = 2) -> int:

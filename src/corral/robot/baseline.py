@@ -217,6 +217,7 @@ class StepEnvironments(VecEnv):
         # Asked for by stable-baselines3 itself when it looks for a render mode; nothing else is shared by all environments.
         return [getattr(self.envs, attr_name)] * self.envs.num_envs
 
+    # VecEnv declares the next two abstract; nothing that trains here calls them.
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         raise NotImplementedError("StepEnvironments: environments keep the attributes they were made with.")
 

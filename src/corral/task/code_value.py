@@ -13,8 +13,6 @@ KINDS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset":
 class Opaque:
     """Stands for a value that cannot cross: it equals nothing."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __init__(self, text: str) -> None:
         self.text = text
 

@@ -68,7 +68,7 @@ class Finite(_Data):
 
     def problem(self, row: Row) -> tuple[str, Any]:
         """The prompt and the answer of a row; Malformed where it has none."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must say what a row's prompt and answer are.")
 
     @property
     def max_prompt_length(self) -> int:
