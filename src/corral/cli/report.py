@@ -55,10 +55,11 @@ def reported(arguments: argparse.Namespace) -> list[str]:
     from corral.report.export import export
     from corral.report.page import write_page
     from corral.report.read import read_runs
+    from corral.run.view import count
 
     report = make_report(read_runs(arguments.runs), title=arguments.title, threshold=arguments.threshold)
     size = write_page(report, arguments.out)
     lines = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
     if arguments.export is not None:
         lines.append(f"{len(export(report, arguments.export))} figures and tables are in {arguments.export}")
-    return [*lines, f"The report of {len(report.runs)} runs is in {arguments.out} ({size / 1e6:.1f} MB)."]
+    return [*lines, f"The report of {count(len(report.runs), 'run')} is in {arguments.out} ({size / 1e6:.1f} MB)."]
