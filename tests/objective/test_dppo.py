@@ -271,11 +271,22 @@ def test_without_a_bound_it_is_reinforce(seed, kind):
         assert torch.equal(*(torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (ours, theirs)))
 
 
+def test_golden_a_token_rounded_to_certainty_is_not_infinitely_far():
+    # In float32 log π = 0 stands for any π from 1 − 6e-8 on; it is read as 1 − 1e-8, which is
+    # from 0.999: KL = 0.999 ln 0.999 + 0.001 ln(0.001/1e-8) = 0.0105, inside 0.05;
+    # from 0.5:   KL = 2 · 0.5 ln 0.5 + 0.5 ln 1e8 = 8.52, outside.
+    batch = inputs(p_new=[1.0, 1.0], p_old=[0.999, 0.5], adv=[1.0, 1.0])
+    assert blocked(batch, divergence="kl").tolist() == [[False, True]]
+    assert blocked(batch, divergence="kl", bound=0.0104).all()
+    assert blocked(batch, divergence="kl", bound=8.51)[0, 1]
+    assert not blocked(batch, divergence="kl", bound=8.52).any()
+
+
 def test_without_a_bound_even_an_infinite_kl_is_inside():
-    # KL(½‖1) = ½ ln ½ + ½ ln(½/0) = inf.
-    batch = inputs(p_new=[1.0], p_old=[0.5], adv=[1.0])
-    assert blocked(batch, divergence="kl", bound=1e9).all()
-    assert not blocked(batch, divergence="kl", bound=INF).any()
+    # KL(½, ½ ‖ 1, 0) = ½ ln ½ + ½ ln(½/0) = inf.
+    batch = on_support(inputs(p_new=[1.0], p_old=[0.5], adv=[1.0]), p_new=[1.0, 0.0], p_old=[0.5, 0.5])
+    assert blocked(batch, divergence="kl", estimator="topk", bound=1e9).all()
+    assert not blocked(batch, divergence="kl", estimator="topk", bound=INF).any()
 
 
 @pytest.mark.parametrize("kind", [("tv", "binary"), ("kl", "binary"), ("ratio", "binary"), ("tv", "topk"), ("kl", "topk")])

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.divergence import binary_kl, binary_tv, categorical_kl, categorical_tv
+from corral.divergence import binary_tv, categorical_kl, categorical_tv
 from corral.numerics import number_in
 from corral.objective.config import NEEDS_SUPPORT, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio
+from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio, sampled_kl
 from corral.types import ObjectiveOutput, TokenBatch
 
 Divergence = Literal["tv", "kl", "ratio"]
@@ -99,8 +99,8 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
     if config.divergence == "ratio":
         return torch.expm1(bounded(log_rho)).abs()
     if config.estimator == "binary":
-        binary = binary_tv if config.divergence == "tv" else binary_kl
-        return binary(live(batch.logp_old, mask), live(batch.logp_new, mask))
+        tv = config.divergence == "tv"
+        return binary_tv(live(batch.logp_old, mask), live(batch.logp_new, mask)) if tv else sampled_kl(batch)
     assert batch.dist_old is not None
     assert batch.dist_new is not None
     old, new = batch.dist_old.with_rest(), batch.dist_new.with_rest()

@@ -4,13 +4,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.divergence import binary_kl, binary_tv, categorical_kl
+from corral.divergence import binary_tv, categorical_kl
 from corral.numerics import expm1_minus
-from corral.objective.ratio import bounded, live
+from corral.objective.ratio import bounded, live, sampled_kl
 from corral.types import TokenBatch
-
-CERTAIN = -1e-8
-"""The largest log-prob that a metric reads. 0 in float32 is p ≥ 1 − 6e-8, rounded, and infinitely far from any other policy."""
 
 
 def fraction(part: Bool[Tensor, "B T"], whole: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
@@ -49,8 +46,8 @@ def region_metrics(
     if kl is not None:
         metrics |= {"tr/kl_before": live_mean(kl, mask), "tr/kl_max": live_max(kl, mask)}
     else:
-        tail = binary_kl(live(batch.logp_old, mask).clamp(max=CERTAIN), live(batch.logp_new, mask).clamp(max=CERTAIN))
-        metrics |= {"tr/kl_before": live_mean(expm1_minus(bounded(log_rho)), mask), "tr/kl_max": live_max(tail, mask)}
+        mean = live_mean(expm1_minus(bounded(log_rho)), mask)
+        metrics |= {"tr/kl_before": mean, "tr/kl_max": live_max(sampled_kl(batch), mask)}
     if batch.logp_rollout is not None:
         gap = binary_tv(live(batch.logp_rollout, mask), live(batch.logp_old, mask))
         metrics["tr/mismatch"] = live_mean(gap, mask)

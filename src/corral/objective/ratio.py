@@ -4,11 +4,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from corral.divergence import binary_kl
 from corral.numerics import at_least_float32
 from corral.types import TokenBatch
 
 LOG_RATIO_MAX = 20.0
 """Ratios are cut off at e²⁰, before exp: a blocked token may overflow, and 0 · inf is NaN."""
+
+CERTAIN = -1e-8
+"""The largest sampled log-prob a KL reads. 0 in float32 is p ≥ 1 − 6e-8, rounded, and infinitely far from any other policy."""
 
 
 def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
@@ -25,6 +29,12 @@ def live(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
 def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
     """log ρ = log π − log π_old of the sampled tokens, 0 at padding."""
     return live(batch.logp_new, batch.mask) - live(batch.logp_old.detach(), batch.mask)
+
+
+def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
+    """KL(old‖new) of "the sampled token or any other", 0 at padding. Both policies leave any other at least 1e-8."""
+    old, new = live(batch.logp_old, batch.mask), live(batch.logp_new, batch.mask)
+    return binary_kl(old.clamp(max=CERTAIN), new.clamp(max=CERTAIN))
 
 
 def bounded(log_rho: Tensor) -> Tensor:
