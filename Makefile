@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
+RAY := .venv-ray
 
-.PHONY: setup demo test test-trl-versions test-vllm test-metaworld test-fancy-gym test-browser smollm2 check lint types bench clean
+.PHONY: setup demo test test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 check lint types bench clean
 
 setup: $(READY)
 
@@ -59,6 +60,15 @@ test-fancy-gym: setup $(FANCY)/.ready
 $(FANCY)/.ready:
 	$(PYTHON) -m venv $(FANCY)
 	$(FANCY)/bin/python -m pip install --quiet --disable-pip-version-check fancy_gym==0.3.0 gymnasium==0.29.1 mujoco==2.3.3 torch==2.13.0
+	@touch $@
+
+# Comparisons on a local Ray of two CPUs, in an environment of its own (2.7 GB), then a minute or two.
+test-ray: $(RAY)/.ready
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -m ray tests/compare/test_ray.py
+
+$(RAY)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,robot,report,ray]'
 	@touch $@
 
 # The pages in a real headless Chromium: Debian's own, driven by playwright.

@@ -1,0 +1,213 @@
+"""`corral compare`: contestants, seeds and a sweep; everything else is as in `corral train`."""
+
+import argparse
+import importlib.util
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from corral.cli import refuse
+from corral.cli.kind import Kind, kind_of, missing
+from corral.cli.report import NEEDED
+from corral.cli.train import FLAGS, INTERRUPTED, UNSAFE, flags, hush
+from corral.objective.naming import nearest
+from corral.run.files import RunError
+
+EPILOG = """
+corral compare --recipe demo --objectives reinforce,ppo_clip,dppo,troll --seeds 3
+corral compare --recipe via_point_sparse --algorithms tce,bbrl --seeds 5
+corral compare --objectives ppo_clip,troll --sweep learning_rate --sweep num_iterations=1,4
+corral compare --resume runs/20261115-093000-compare-demo
+
+Every other setting of `corral train` can be given too, and holds for all: --steps 20, --set task_config.numbers=4.
+Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the steps that run; --resume goes on.
+"""
+
+SINGULAR = ("objective", "algorithm")
+"""Flags of `corral train` that have a plural here."""
+
+ANEW = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quiet"
+"""What can be given anew when a comparison is resumed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.epilog = EPILOG
+    parser.add_argument("--objectives", metavar="A,B", help="contestants where a language model learns")
+    parser.add_argument("--algorithms", metavar="A,B", help="contestants where a robot learns")
+    parser.add_argument("--seeds", metavar="N", type=int, help="runs of each contestant (3)")
+    parser.add_argument(
+        "--sweep",
+        metavar="KEY=A,B",
+        action="append",
+        default=[],
+        help="try these values; repeatable. learning_rate alone: half-decades around the recipe's rate",
+    )
+    parser.add_argument("--choose-seeds", metavar="N", type=int, help="seeds of the sweep, before those reported on (2)")
+    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; by default as many as cores or GPUs allow")
+    parser.add_argument("--threads", metavar="N", type=int, help="of each run (1 on a CPU)")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="this machine, or a Ray cluster")
+    parser.add_argument(
+        "--stall", metavar="SECONDS", type=float, default=3600.0, help="silence after which a run counts as hung (3600)"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
+    for name, what in FLAGS.items():
+        hidden = argparse.SUPPRESS if name in SINGULAR else "the first seed (0)" if name == "seed" else what
+        parser.add_argument(f"--{name}", metavar="VALUE", help=hidden)
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the comparison; by default a new one under runs/")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the comparison in this folder")
+    parser.add_argument("--retry-failed", action="store_true", help="with --resume: try failed runs again")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and start nothing")
+    parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
+    parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run")
+    parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and what was found")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Compare, and turn what goes wrong into a sentence and a status."""
+    lacking = [name for name, module in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if lacking:
+        return refuse(f"comparisons need {', '.join(lacking)}. Install them: pip install 'corral[report]'.", 1)
+    try:
+        return compared(arguments, rest)
+    except RunError as error:
+        return refuse(str(error), 1)
+    except KeyboardInterrupt:
+        return refuse("interrupted. If it had begun, `corral compare --resume DIR` goes on.", INTERRUPTED)
+
+
+def compared(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """A new comparison, or one that goes on."""
+    from corral.compare.job import Means, described, listed, run_comparison, set_up
+    from corral.compare.record import refuse_taken
+    from corral.compare.view import make_compare_view
+
+    means = Means(engine=arguments.engine, jobs=arguments.jobs, stall=arguments.stall)
+    resuming = arguments.resume is not None
+    comparison = resumed(arguments, rest) if resuming else asked(arguments, rest)
+    config = comparison.config if resuming else arguments.config
+    stage = set_up(comparison, config, means)
+    try:
+        if not resuming:
+            refuse_taken(comparison)
+        view = make_compare_view(quiet=arguments.quiet)
+        view.banner(described(comparison, stage))
+        if arguments.dry_run:
+            for line in listed(comparison):
+                view.end(line)
+            return 0
+        comparison.go_on(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
+        status = run_comparison(comparison, stage, view, stall=means.stall)
+    finally:
+        stage.engine.close()
+        comparison.close()
+    return {"finished": 0, "interrupted": INTERRUPTED}.get(status, 1)
+
+
+def asked(arguments: argparse.Namespace, rest: list[str]) -> Any:
+    """The comparison that the command line describes, not yet begun."""
+    from corral.compare.check import rate_grid
+    from corral.compare.plan import make_plan, parse_sweeps
+    from corral.compare.record import Comparison
+
+    if arguments.retry_failed:
+        raise RunError("--retry-failed goes with --resume DIR.")
+    training, first = training_of(arguments, rest)
+    kind = kind_of(arguments)
+    contestants = contestants_of(kind, arguments)
+    given = parse_sweeps(arguments.sweep)
+    for key, values in given.items():
+        if values is not None and key in training.settings:
+            raise RunError(f"`{key}` is both given and swept. Leave out one of the two.")
+    ready(kind)
+    # Only the learning rate can be without values.
+    sweep = {key: values or rate_grid(kind, contestants, training, arguments.config) for key, values in given.items()}
+    seeds, choosing = (3 if arguments.seeds is None else arguments.seeds), arguments.choose_seeds
+    if choosing is not None and not sweep:
+        raise RunError("--choose-seeds goes with --sweep: without one there is nothing to choose.")
+    plan = make_plan(kind, contestants, sweep, seeds=seeds, choosing=2 if choosing is None else choosing, first=first)
+    out = arguments.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare-{training.recipe or kind}"
+    return Comparison(path=out, plan=plan, training=training, command=shlex.join(["corral", *sys.argv[1:]]))
+
+
+def contestants_of(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Who is compared; a sentence for the wrong flag, or for a name that does not exist."""
+    from corral.objective import OBJECTIVES
+    from corral.robot.settings import ALGORITHMS
+
+    objectives, algorithms = arguments.objectives, arguments.algorithms
+    what, given, other = ("objective", objectives, algorithms) if kind == "llm" else ("algorithm", algorithms, objectives)
+    known = list(OBJECTIVES if kind == "llm" else ALGORITHMS)
+    if other is not None:
+        learns = "a language model learns" if kind == "llm" else "a robot learns"
+        raise RunError(f"here {learns}, and its contestants are {what}s: --{what}s {','.join(known[:2])}.")
+    if given is None:
+        raise RunError(f"whom to compare? --{what}s {','.join(known[:2])}. There are: {', '.join(known)}.")
+    names = tuple(name.strip() for name in given.split(","))
+    for name in names:
+        if name not in known:
+            raise RunError(f"there is no {what} {name!r}.{nearest(name, known)}")
+    return names
+
+
+def training_of(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:
+    """What all runs share, and the first seed."""
+    from corral.compare.command import Training
+    from corral.run.settings import coerce
+
+    if arguments.threads is not None and arguments.threads < 1:
+        raise RunError(f"--threads must be at least 1; got {arguments.threads}.")
+    given = dict(flags(arguments, rest))
+    for name in SINGULAR:
+        if name in given:
+            raise RunError(f"compare takes several: --{name}s {given[name]},….")
+    first = coerce("seed", given.pop("seed", 0), int)
+    training = Training(
+        recipe=arguments.recipe or (None if arguments.config else "demo"),
+        config=None if arguments.config is None else f"settings{arguments.config.suffix}",
+        smoke=arguments.smoke,
+        unsafe_code_execution=arguments.unsafe_code_execution,
+        settings=given,
+        threads=arguments.threads,
+    )
+    return training, first
+
+
+def resumed(arguments: argparse.Namespace, rest: list[str]) -> Any:
+    """The comparison in a folder. What is given beside it must be what it was begun with."""
+    from corral.compare.record import read, unlike
+
+    comparison = read(arguments.resume)
+    ready(comparison.plan.kind)
+    if arguments.out is not None or arguments.config is not None:
+        raise RunError("--resume goes on in its own folder with its own settings: --out and --config do not go with it.")
+    given = given_again(arguments, rest)
+    other = unlike(comparison.flags, given, given)
+    if other:
+        raise RunError(f"{comparison.path} is another comparison: {'; '.join(other)}. With --resume, only {ANEW} can be given.")
+    return comparison
+
+
+def given_again(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """What was given of all that decides which runs there are, by the names that `Comparison.flags` has."""
+    from corral.compare.plan import parse_sweeps
+
+    names = arguments.objectives or arguments.algorithms
+    found = {key: getattr(arguments, key) for key in ("seeds", "choose_seeds", "recipe", "threads")}
+    found |= {"contestants": tuple(name.strip() for name in names.split(",")) if names else None}
+    found |= {key: True if getattr(arguments, key) else None for key in ("smoke", "unsafe_code_execution")}
+    found |= {f"sweep {key}": values and tuple(values) for key, values in parse_sweeps(arguments.sweep).items()}
+    return {key: value for key, value in found.items() if value is not None} | dict(flags(arguments, rest))
+
+
+def ready(kind: Kind) -> None:
+    """A sentence if something has to be installed first; no remarks of the libraries."""
+    lacking = missing(kind)
+    if lacking is not None:
+        raise RunError(f"training {lacking}")
+    if kind == "llm":
+        hush()

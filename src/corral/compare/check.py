@@ -1,0 +1,103 @@
+"""Every run that is planned, resolved and checked before the first one starts: settings that exist, and equal budgets."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.compare.command import Training, layer
+from corral.compare.plan import Kind, Plan, PlannedRun, half_decades, pairs, planned
+from corral.run.files import RunError
+from corral.run.settings import nested, read_file, read_named, recipes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What every run may use."""
+
+    steps: int
+    samples: int
+    """Completions, or episodes, of a step."""
+    what: str
+    """Of which kind they are."""
+
+
+def check_plan(plan: Plan, training: Training, config: Path | None = None) -> Budget:
+    """Resolve every contestant with every setting as `corral train` will; a sentence for the first that cannot be run.
+
+    Returns:
+        The budget, which is the same for all: a contestant or setting with another one is refused too.
+    """
+    first: tuple[str, Budget] | None = None
+    for contestant in plan.contestants:
+        for setting in plan.settings:
+            run = planned(contestant, setting, plan.report_seeds[0], "report")
+            name = " ".join([contestant, *pairs(setting)])
+            try:
+                budget = budget_of(plan.kind, resolved(plan.kind, training, run, config))
+            except (RunError, ValueError, TypeError, ImportError) as error:
+                raise RunError(f"{name}: {str(error).removeprefix(f'{contestant}: ')}") from error
+            first = first or (name, budget)
+            if budget != first[1]:
+                raise RunError(
+                    f"budgets differ: {first[0]} would have {spelt(first[1])}, {name} {spelt(budget)}. Contestants are "
+                    f"compared with equal ones: change the setting that makes them differ."
+                )
+    assert first is not None
+    return first[1]
+
+
+def resolved(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
+    """The settings of one run: recipe, file, --smoke, flags."""
+    settings, smoke = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke"))
+    layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
+    layers += [read_file(config)] if config is not None else []
+    given = nested(layer(kind, training, run).items(), settings.TABLES)
+    layers += smoke.smoke_layers([*layers, given]) if training.smoke else []
+    return settings.resolve([*layers, given])
+
+
+def budget_of(kind: Kind, settings: Any) -> Budget:
+    """Steps, and what each of them draws. Whatever else is wrong with the settings comes out here."""
+    if kind == "llm":
+        from corral.llm.prepare import trainer_config
+
+        config: Any = trainer_config(settings, max_completion_length=1)
+        return Budget(steps=settings.steps, samples=config.generation_batch_size, what="completions")
+    from corral.robot.prepare import check_environment_config, find_environment
+
+    check_environment_config(find_environment(settings.environment), settings.environment_config)
+    return Budget(steps=settings.iterations, samples=learner_config(settings).episodes, what="episodes")
+
+
+def learner_config(settings: Any) -> Any:
+    """A robot's algorithm with its settings."""
+    from corral.robot.prepare import EPISODIC
+    from corral.robot.settings import typed
+
+    if settings.algorithm in EPISODIC:
+        config_cls = EPISODIC[settings.algorithm][1]
+    else:
+        from corral.robot.baseline import BaselineConfig as config_cls
+    given = typed(settings.algorithm, config_cls, settings.learner, without=["iterations"])
+    return config_cls(iterations=settings.iterations, **given)
+
+
+def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, config: Path | None = None) -> list[float]:
+    """Half-decades around the learning rates that the contestants would have."""
+    rates = []
+    for contestant in contestants:
+        settings = resolved(kind, training, planned(contestant, {}, 0, "report"), config)
+        if kind == "llm":
+            from corral.llm.prepare import trainer_config
+
+            rates.append(trainer_config(settings, max_completion_length=1).learning_rate)
+        else:
+            learner = learner_config(settings)
+            rates.append(learner.rate if contestant.startswith("sb3-") else learner.policy_rate)
+    return half_decades(rates)
+
+
+def spelt(budget: Budget) -> str:
+    """`40 steps of 512 completions`."""
+    return f"{budget.steps} steps of {budget.samples} {budget.what}"

@@ -1,0 +1,61 @@
+"""A planned run as a command: `corral train …`, which anybody can repeat."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corral.compare.plan import RATE, Kind, PlannedRun
+
+CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
+"""The setting in which contestants differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What all runs share, as it was given to `corral compare`."""
+
+    recipe: str | None = None
+    config: str | None = None
+    """Name of the file of settings; the comparison's folder keeps a copy."""
+    smoke: bool = False
+    unsafe_code_execution: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Flags by the name of their setting."""
+    threads: int | None = None
+    """Of each process; None leaves that to the process."""
+
+
+def start_words(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
+    """What follows `corral` to begin a run in its folder under `where`."""
+    words = ["train"]
+    words += [f"--recipe={training.recipe}"] if training.recipe else []
+    words += [f"--config={where / training.config}"] if training.config else []
+    words += ["--smoke"] if training.smoke else []
+    words += ["--unsafe-code-execution"] if training.unsafe_code_execution else []
+    pairs = [(key, str(value)) for key, value in layer(kind, training, run).items()]
+    # `=` keeps a value that begins with a dash with its flag.
+    return [*words, *(f"--{key.replace('_', '-')}={value}" for key, value in pairs), f"--out={where / run.folder}"]
+
+
+def resume_words(run: PlannedRun, where: Path) -> list[str]:
+    """What follows `corral` to go on with a run."""
+    return ["train", f"--resume={where / run.folder}"]
+
+
+def layer(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
+    """Flags of one run by the name of their setting: what all share, then what it alone has."""
+    own = {own_name(kind, run.contestant, key): as_text(value) for key, value in run.setting.items()}
+    return {**training.settings, CONTESTANT[kind]: run.contestant, **own, "seed": run.seed}
+
+
+def own_name(kind: Kind, contestant: str, key: str) -> str:
+    """What a contestant calls a swept setting: algorithms of robots have a learning rate each, under names of their own."""
+    if kind == "robot" and key == RATE:
+        return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
+    return key
+
+
+def as_text(value: Any) -> str:
+    """A value as flags are written."""
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

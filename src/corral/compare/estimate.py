@@ -1,0 +1,67 @@
+"""How long a comparison may take: from earlier runs of the same kind, else from what shipped recipes took on one core."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from corral.compare.folder import summary
+from corral.compare.plan import Kind
+
+ALIKE: dict[Kind, tuple[str, ...]] = {
+    "llm": (
+        "model", "task", "task_config", "device", "per_device_train_batch_size", "steps_per_generation", "num_generations",
+        "max_completion_length", "eval_every", "eval_size",
+    ),
+    "robot": ("environment", "learner.episodes", "eval_every", "eval_size"),
+}  # fmt: skip
+"""Settings that decide what a step costs, mostly."""
+
+KNOWN = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.5}
+"""Seconds per step of a recipe as it ships, on one core; step-based baselines take several times as long."""
+
+
+def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Iterable[Path]) -> tuple[float, str] | None:
+    """Seconds that a step takes, and where that is known from; None if it is not.
+
+    Args:
+        settings: resolved, of one contestant.
+        folders: where earlier runs may be, three folders deep.
+    """
+    mine = essence(kind, settings.flat())
+    paces = []
+    for folder in folders:
+        for path in [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/config.json")]:
+            try:
+                given = json.loads(path.read_text())["settings"]
+                told = summary(path.parent)
+                if essence(kind, given) == mine and told["stopped"] == "finished":
+                    paces.append(told["seconds"] / told["steps"])
+            except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+                continue  # no run, or a damaged one
+    if paces:
+        return median(paces), f"as {len(paces)} earlier run{'' if len(paces) == 1 else 's'} here took"
+    if recipe in KNOWN:
+        return KNOWN[recipe], f"as {recipe} took on one core elsewhere"
+    return None
+
+
+def essence(kind: Kind, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step's cost depends on."""
+    found = {}
+    for key in ALIKE[kind]:
+        value: Any = settings
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        found[key] = value
+    return found
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `13 min`, `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

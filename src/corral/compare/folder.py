@@ -1,0 +1,166 @@
+"""A run's folder seen from outside, while another process writes it: how far it is, how it ended, what its log says."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corral.compare.plan import State
+from corral.report.html import visible
+from corral.run.files import RunError, disk_sentence, lock
+from corral.run.view import Clock
+
+LOG = "log.txt"
+"""All that a run's processes said, in its folder."""
+
+SAID = 300
+"""How much of a line goes into an error."""
+
+
+@dataclass
+class Progress:
+    """How far a run is, from its metrics.jsonl; only what is new is read."""
+
+    folder: Path
+    steps: int
+    """Those it is to do."""
+    step: int = 0
+    success: float | None = None
+    """The last one measured."""
+    position: int = 0
+    inode: int | None = field(default=None, repr=False)
+    clock: Clock | None = field(default=None, repr=False)
+
+    def begin(self) -> None:
+        """A process starts. One that resumes writes the file anew, from its checkpoint: the time left is judged from there."""
+        self.update()
+        self.clock = None
+
+    def update(self) -> None:
+        """Read what has been written since."""
+        path = self.folder / "metrics.jsonl"
+        try:
+            inode = path.stat().st_ino
+            anew = inode != self.inode
+            if anew:
+                self.inode, self.position, self.step = inode, 0, 0
+            with path.open("rb") as file:
+                file.seek(self.position)
+                text = file.read()
+        except OSError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self.position += len(whole)
+        for row in whole.splitlines():
+            try:
+                line: dict[str, Any] = json.loads(row)
+                self.step = int(line["step"])
+            except (ValueError, KeyError, TypeError):
+                continue  # torn when a machine went down; whoever resumes cuts it off
+            if line.get("success") is not None:
+                self.success = line["success"]
+        if anew:
+            self.clock = Clock(self.steps, self.step)
+
+    @property
+    def share(self) -> float:
+        """Done so far, 0 to 1."""
+        return min(1.0, self.step / self.steps)
+
+    @property
+    def left(self) -> str:
+        """The time it still needs, or nothing."""
+        return (self.clock.left(self.step) if self.clock is not None else None) or ""
+
+
+def found_state(folder: Path) -> State:
+    """What the files say of a run that no process writes: those that ended by themselves stay as they are."""
+    ends: dict[str, State] = {"finished": "finished", "collapsed": "collapsed", "failed": "failed"}
+    stopped = str(summary(folder).get("stopped"))
+    if stopped in ends:
+        return ends[stopped]
+    return "interrupted" if (folder / "config.json").is_file() else "waiting"
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """What a run says of its end; nothing if it has not ended, or not by itself."""
+    try:
+        content = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def refuse_busy(folder: Path) -> None:
+    """A sentence if another process is writing this run: one that was left behind when its comparison was killed."""
+    if (folder / ".lock").is_file():
+        os.close(lock(folder))
+
+
+def pending_log(folder: Path) -> Path:
+    """Where a log begins: a run's folder has to be empty when the run is created in it."""
+    return folder.with_name(f".{folder.name}.log")
+
+
+def open_log(folder: Path) -> int:
+    """A file to append to. A run that never began loses what little there is of its folder, but not its log."""
+    pending, settled = pending_log(folder), folder / LOG
+    try:
+        if not (folder / "config.json").is_file() and folder.is_dir():
+            if settled.is_file():
+                os.replace(settled, pending)
+            shutil.rmtree(folder)
+        path = settled if folder.is_dir() else pending
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RunError(disk_sentence(error, folder)) from error
+
+
+def settle_log(folder: Path, *, ended: bool = False) -> None:
+    """Move a log into its run's folder once that is there; a run that ended without one gets a folder for its log."""
+    pending = pending_log(folder)
+    if not pending.is_file() or not (ended or (folder / "config.json").is_file()):
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+        os.replace(pending, folder / LOG)  # whoever writes it goes on writing
+    except OSError as error:
+        raise RunError(disk_sentence(error, folder / LOG)) from error
+
+
+def log_of(folder: Path) -> Path:
+    """Where a log is now."""
+    return folder / LOG if (folder / LOG).is_file() else pending_log(folder)
+
+
+def log_size(folder: Path) -> int:
+    """How much has been said."""
+    try:
+        return log_of(folder).stat().st_size
+    except OSError:
+        return 0
+
+
+def last_lines(folder: Path, count: int = 1) -> list[str]:
+    """The end of a log, without control characters."""
+    path = log_of(folder)
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16_384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [visible(line.strip())[:SAID] for line in text.splitlines() if line.strip()][-count:]
+
+
+def why_failed(folder: Path, status: int) -> str:
+    """One line: the last of the log, or the signal that ended the process."""
+    if status < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        hint = ", as when memory runs out" if -status == signal.SIGKILL else ""
+        return f"killed by {names.get(-status, f'signal {-status}')}{hint}"
+    said = last_lines(folder)
+    return said[0].removeprefix("corral: ") if said else f"ended with status {status} and without a word"

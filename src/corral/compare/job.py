@@ -1,0 +1,202 @@
+"""The job: a plan → runs side by side → a table, sentences and a page."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from corral.compare.check import Budget, check_plan, resolved, spelt
+from corral.compare.command import Training
+from corral.compare.engine import Engine
+from corral.compare.estimate import duration, seconds_per_step
+from corral.compare.folder import Progress, last_lines
+from corral.compare.local import LocalEngine, visible_gpus
+from corral.compare.plan import Kind, Plan, planned
+from corral.compare.record import ENDED, Comparison
+from corral.compare.results import choose, report_lines, write_report
+from corral.compare.schedule import Schedule
+from corral.compare.view import CompareView, columns, run_cells
+from corral.report.statistics import ENOUGH
+from corral.report.sweep import value_text
+from corral.run.files import RunError
+from corral.run.view import count
+
+START = 10.0
+"""Seconds until a process has imported what it needs."""
+
+Status = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """With what a comparison is run; it changes nothing in the numbers."""
+
+    engine: Literal["local", "ray"] = "local"
+    jobs: int | None = None
+    stall: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 1:
+            raise RunError(f"--jobs must be at least 1; got {self.jobs}.")
+        if not self.stall > 0:
+            raise RunError(f"--stall is in seconds, and more than 0; got {self.stall}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What is known, and stands ready, before the first run."""
+
+    budget: Budget
+    engine: Engine
+    pace: tuple[float, str] | None
+    """Seconds per step, and where that is known from."""
+
+
+def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
+    """Check every run that is planned, and choose where they will run. Settles how many threads each has.
+
+    Args:
+        config: the file of settings, if there is one.
+    """
+    plan, training = comparison.plan, comparison.training
+    budget = check_plan(plan, training, config)
+    settings = resolved(plan.kind, training, planned(plan.contestants[0], {}, 0, "report"), config)
+    engine = make_engine(plan.kind, settings, means, training.threads)
+    comparison.training = with_threads(plan.kind, training, engine.threads)
+    # A smoke run takes as long as its imports.
+    pace = None if training.smoke else seconds_per_step(plan.kind, settings, training.recipe, [Path("runs")])
+    return Stage(budget=budget, engine=engine, pace=pace)
+
+
+def with_threads(kind: Kind, training: Training, threads: int | None) -> Training:
+    """Every process has so many threads; a robot's environments are stepped by as many."""
+    settings = dict(training.settings)
+    if kind == "robot" and threads is not None:
+        settings.setdefault("workers", str(threads))
+    return replace(training, threads=threads, settings=settings)
+
+
+def make_engine(kind: Kind, settings: Any, means: Means, threads: int | None) -> Engine:
+    """The engine; robots and `device=cpu` need no GPU.
+
+    Args:
+        settings: of any of the runs, resolved.
+        threads: of each process; None is one on a CPU, and as many as it likes on a GPU.
+    """
+    wanted = kind == "llm" and settings.device != "cpu"
+    if means.engine == "ray":
+        from corral.compare.ray import RayEngine  # needs corral[ray]
+
+        return RayEngine(jobs=means.jobs, threads=threads, gpus=wanted)
+    gpus = visible_gpus() if wanted else []
+    return LocalEngine(jobs=means.jobs, threads=threads if threads is not None or gpus else 1, gpus=gpus)
+
+
+def described(comparison: Comparison, stage: Stage) -> list[tuple[str, str]]:
+    """What is about to be run, as names and sentences."""
+    budget, engine = stage.budget, stage.engine
+    done = sum(record.state in ENDED for record in comparison.records)
+    plan, name = comparison.plan, comparison.training.recipe or comparison.training.config
+    lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
+    for key, values in plan.sweep.items():
+        lines.append(("sweep", f"{key} {', '.join(map(value_text, values))}"))
+    lines += [
+        ("seeds", seeds_text(plan)),
+        ("budget", f"{spelt(budget)}, for every run"),
+        ("runs", runs_text(plan)),
+        ("engine", engine.about),
+        ("time", "unknown: no such run is here to judge by" if stage.pace is None else time_text(plan.count - done, stage)),
+        ("folder", str(comparison.path)),
+    ]
+    if done:
+        lines.append(("done", f"{count(done, 'run')} already"))
+    if len(plan.report_seeds) < ENOUGH:
+        lines.append(("note", f"with fewer than {ENOUGH} seeds, differences are shown and none can be claimed"))
+    return lines
+
+
+def seeds_text(plan: Plan) -> str:
+    """`2, 3, 4; settings are chosen on 0, 1`."""
+    chosen_on = f"; settings are chosen on {', '.join(map(str, plan.choose_seeds))}" if plan.choose_seeds else ""
+    return f"{', '.join(map(str, plan.report_seeds))}{chosen_on}"
+
+
+def runs_text(plan: Plan) -> str:
+    """`12: 4 contestants × 3 seeds`."""
+    who = count(len(plan.contestants), "contestant")
+    last = f"{who} × {count(len(plan.report_seeds), 'seed')}"
+    if not plan.sweep:
+        return f"{plan.count}: {last}"
+    swept = f"{who} × {count(len(plan.settings), 'setting')} × {count(len(plan.choose_seeds), 'seed')}"
+    return f"{plan.count}: {swept}, then {last} with the setting chosen for each"
+
+
+def time_text(runs: int, stage: Stage) -> str:
+    """`about 14 min (3.4 s a step, as …)`."""
+    assert stage.pace is not None
+    seconds, whence = stage.pace
+    rounds = -(-runs // stage.engine.slots)
+    return f"about {duration(rounds * (START + stage.budget.steps * seconds))} ({seconds:.2g} s a step, {whence})"
+
+
+def run_comparison(comparison: Comparison, stage: Stage, view: CompareView, *, stall: float = 3600.0) -> Status:
+    """Run what is left of a comparison, say what was found, write the page."""
+    schedule = Schedule(
+        comparison=comparison, engine=stage.engine, board=view, steps=stage.budget.steps, choose=choose, stall=stall
+    )
+    view.open(comparison)
+    try:
+        schedule.run()
+    finally:
+        view.close()
+    status = status_of(comparison)
+    show_runs(comparison, schedule.progress, view)
+    for line in [] if schedule.interrupted else findings(comparison, view.warn):
+        view.end(line)
+    for line in farewell(comparison, status):
+        view.end(line)
+    return status
+
+
+def status_of(comparison: Comparison) -> Status:
+    """How it stands, of all runs the worst. A sweep whose choice is not made yet is not finished."""
+    states = [record.state for record in comparison.records]
+    if any(state in ("waiting", "running", "interrupted") for state in states):
+        return "interrupted"
+    return "failed" if "failed" in states else "finished"
+
+
+def show_runs(comparison: Comparison, progress: dict[str, Progress], view: CompareView) -> None:
+    """Every run, and the last words of those that failed."""
+    for line in ["", *columns(run_cells(comparison.records, progress))]:
+        view.end(line)
+    for record in comparison.records:
+        if record.state == "failed":
+            folder = comparison.folder(record)
+            view.end(f"\n{record.run.label} failed: {record.error}\nThe end of {folder / 'log.txt'}:")
+            for line in last_lines(folder, 5):
+                view.end(f"  {line}")
+
+
+def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]:
+    """The page, and what it says, to print. Without a single run there is no page."""
+    try:
+        report, page = write_report(comparison)
+    except RunError as error:
+        warn(f"there is no report: {error}")
+        return []
+    return ["", *report_lines(report), "", f"The report is in {page}"]
+
+
+def farewell(comparison: Comparison, status: Status) -> Iterable[str]:
+    """How to go on, if there is something to go on with."""
+    if status == "interrupted":
+        yield f"Go on with: corral compare --resume {comparison.path}"
+        yield f"See what there is with: corral report {comparison.path}"
+    elif status == "failed":
+        yield f"Try failed runs again with: corral compare --resume {comparison.path} --retry-failed"
+
+
+def listed(comparison: Comparison) -> Sequence[str]:
+    """Every run by name, for a dry run."""
+    return [f"  {record.run.label}" for record in comparison.records]

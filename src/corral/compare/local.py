@@ -1,0 +1,129 @@
+"""The local engine: one process per job, as many at a time as there are cores or GPUs."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from corral.compare.engine import Job
+from corral.compare.folder import open_log, settle_log
+from corral.run.files import RunError
+
+PROGRAM = (sys.executable, "-m", "corral.cli")
+
+
+@dataclass
+class Started:
+    """A job and its process."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    gpu: str | None
+
+
+class LocalEngine:
+    """Runs jobs on this machine.
+
+    On CPUs a job has `threads` threads, one unless told: small jobs side by side are faster than threads that wait for each
+    other. On GPUs each job sees one, the one with the fewest jobs.
+    """
+
+    def __init__(
+        self,
+        *,
+        jobs: int | None = None,
+        threads: int | None = None,
+        gpus: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self.threads, self.gpus, self.program = threads, tuple(gpus), tuple(program)
+        self.slots = jobs if jobs is not None else len(self.gpus) or max(1, cores() // (threads or 1))
+        self.started: dict[str, Started] = {}
+
+    @property
+    def about(self) -> str:
+        """Where, and how many at a time."""
+        if self.gpus:
+            return f"{self.slots} at a time on GPU {', '.join(self.gpus)}"
+        each = "" if self.threads is None else f", {self.threads} thread{'' if self.threads == 1 else 's'} each"
+        return f"{self.slots} at a time on {cores()} core{'' if cores() == 1 else 's'}{each}"
+
+    def start(self, job: Job) -> None:
+        """A process in a session of its own: Ctrl-C in the terminal is for the schedule, which passes it on."""
+        in_use = Counter(started.gpu for started in self.started.values())
+        gpu = min(self.gpus, key=lambda name: in_use[name]) if self.gpus else None
+        log = open_log(job.folder)
+        try:
+            process = subprocess.Popen(
+                [*self.program, *job.words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self.threads, gpu),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RunError(f"no process could be started: {error}") from error
+        finally:
+            os.close(log)
+        self.started[job.name] = Started(job, process, gpu)
+
+    def ended(self) -> Mapping[str, int]:
+        found = {}
+        for name, started in list(self.started.items()):
+            status = started.process.poll()
+            settle_log(started.job.folder, ended=status is not None)
+            if status is not None:
+                found[name] = status
+                del self.started[name]
+        return found
+
+    def stop(self, name: str) -> None:
+        self._signal(name, signal.SIGTERM)
+
+    def kill(self, name: str) -> None:
+        self._signal(name, signal.SIGKILL)
+
+    def close(self) -> None:
+        for name, started in self.started.items():
+            self.kill(name)
+            started.process.wait()
+            settle_log(started.job.folder, ended=True)
+        self.started.clear()
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        """To the process alone when it is asked, which tells its children itself; to all of its session when it is ended."""
+        started = self.started.get(name)
+        if started is None or started.process.poll() is not None:
+            return
+        if number == signal.SIGKILL:
+            os.killpg(started.process.pid, number)
+        else:
+            started.process.send_signal(number)
+
+
+def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
+    """A job's environment: threads, and the GPU that it sees."""
+    found = dict(os.environ)
+    if threads is not None:
+        found["OMP_NUM_THREADS"] = str(threads)
+    if gpu is not None:
+        found["CUDA_VISIBLE_DEVICES"] = gpu
+    return found
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+
+
+def visible_gpus() -> list[str]:
+    """GPUs as CUDA_VISIBLE_DEVICES names them; torch counts those that this process may use."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]

@@ -1,0 +1,179 @@
+"""What is to be run: contestants × settings × seeds, as a pure function of what was asked."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from corral.report.sweep import value_text
+from corral.run.files import RunError
+from corral.run.settings import guess
+
+Kind = Literal["llm", "robot"]
+Stage = Literal["sweep", "report"]
+State = Literal["waiting", "running", "finished", "collapsed", "interrupted", "failed"]
+Setting = Mapping[str, Any]
+Chosen = Mapping[str, Setting]
+
+RATE = "learning_rate"
+"""The one setting that can be swept without saying over which values."""
+
+NOT_SWEPT = {
+    "objective": "--objectives",
+    "algorithm": "--algorithms",
+    "seed": "--seeds",
+    "steps": "one budget for all: --steps",
+    "iterations": "one budget for all: --iterations",
+}
+"""Settings that a comparison decides otherwise, and how."""
+
+AROUND = 2
+"""Half-decades to either side of the recipe's learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run of a comparison."""
+
+    folder: str
+    """Its name inside the comparison's folder."""
+    contestant: str
+    setting: Setting
+    seed: int
+    stage: Stage
+
+    @property
+    def label(self) -> str:
+        """`troll learning_rate=1e-4 seed 0`."""
+        return " ".join([self.contestant, *pairs(self.setting), f"seed {self.seed}"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everybody gets the same settings, the same seeds and the same budget.
+
+    With a sweep, each contestant's setting is chosen on `choose_seeds` and reported on `report_seeds`, which it has never seen:
+    the best of several noisy numbers is too good.
+    """
+
+    kind: Kind
+    contestants: tuple[str, ...]
+    """Objectives, or algorithms of a robot."""
+    sweep: Mapping[str, tuple[Any, ...]]
+    choose_seeds: tuple[int, ...]
+    report_seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.contestants or not self.report_seeds:
+            raise RunError("a comparison needs contestants and at least one seed.")
+        refuse_twice("contestants", self.contestants)
+        for key, values in self.sweep.items():
+            refuse_twice(f"values of the sweep over {key}", values)
+        if len(self.contestants) == 1 and not self.sweep:
+            raise RunError(
+                f"{self.contestants[0]} alone has nothing to be compared with: name another contestant, or a --sweep."
+            )
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """Every combination of the swept values; one empty setting without a sweep."""
+        return [dict(zip(self.sweep, values, strict=True)) for values in product(*self.sweep.values())]
+
+    @property
+    def count(self) -> int:
+        """Runs in all, with those whose setting is chosen on the way."""
+        swept = len(self.contestants) * len(self.settings) * len(self.choose_seeds)
+        return swept + len(self.contestants) * len(self.report_seeds)
+
+    def sweep_runs(self) -> list[PlannedRun]:
+        """All settings of all contestants on the seeds for choosing; nothing without a sweep."""
+        return [
+            planned(contestant, setting, seed, "sweep")
+            for seed, setting, contestant in product(self.choose_seeds, self.settings, self.contestants)
+        ]
+
+    def report_runs(self, chosen: Chosen) -> list[PlannedRun]:
+        """Each contestant with its chosen setting on the fresh seeds. One for which none could be chosen is left out."""
+        own = chosen if self.sweep else {contestant: {} for contestant in self.contestants}
+        return [
+            planned(contestant, own[contestant], seed, "report")
+            for seed, contestant in product(self.report_seeds, self.contestants)
+            if contestant in own
+        ]
+
+
+def make_plan(
+    kind: Kind, contestants: Sequence[str], sweep: Mapping[str, Sequence[Any]], *, seeds: int, choosing: int, first: int = 0
+) -> Plan:
+    """A plan with `seeds` seeds to report on and, if there is a sweep, `choosing` others before them to choose on."""
+    for name, number in (("seeds", seeds), ("choose-seeds", choosing)):
+        if number < 1:
+            raise RunError(f"--{name} must be at least 1; got {number}.")
+    split = first + (choosing if sweep else 0)
+    return Plan(
+        kind=kind,
+        contestants=tuple(contestants),
+        sweep={key: tuple(values) for key, values in sweep.items()},
+        choose_seeds=tuple(range(first, split)),
+        report_seeds=tuple(range(split, split + seeds)),
+    )
+
+
+def planned(contestant: str, setting: Setting, seed: int, stage: Stage) -> PlannedRun:
+    """A run, with a name that says what it is."""
+    name = "_".join([contestant, *pairs(setting), f"seed{seed}"])
+    return PlannedRun(folder=slug(name), contestant=contestant, setting=dict(setting), seed=seed, stage=stage)
+
+
+def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Any] | None]:
+    """`key=v1,v2` → values, and a bare `learning_rate` → None, which stands for half-decades around the recipe's rate."""
+    found: dict[str, list[Any] | None] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if key in NOT_SWEPT:
+            raise RunError(f"`{key}` cannot be swept. Use {NOT_SWEPT[key]}.")
+        if key in found:
+            raise RunError(f"--sweep {key} is given twice. Give all its values at once: --sweep {key}=first,second.")
+        if not equals and key != RATE:
+            raise RunError(f"--sweep {key} needs values: --sweep {key}=first,second. Only {RATE} has a grid of its own.")
+        given = [value.strip() for value in values.split(",")]
+        if equals and not all(given):
+            raise RunError(f"--sweep {text}: a value is empty. Values have commas between them: --sweep {key}=first,second.")
+        found[key] = [guess(value) for value in given] if equals else None
+        refuse_twice(f"values of --sweep {key}", found[key] or ())
+    return found
+
+
+def half_decades(rates: Sequence[float], around: int = AROUND) -> list[float]:
+    """Rates √10 apart, of two digits, from `around` half-decades below the lowest of `rates` to as many above the highest.
+
+        r_k = r_min · 10^(k/2),   k = −around …,   r_k ≤ r_max · 10^(around/2)
+
+    So the recipe's own rate is one of them where all contestants have the same.
+    """
+    low, high = min(rates), max(rates)
+    if not (low > 0 and math.isfinite(high)):
+        raise RunError(f"a grid around a learning rate of {low} cannot be made. Give values: --sweep {RATE}=1e-4,3e-4.")
+    last = around + math.floor(2 * math.log10(high / low) + 1e-9)
+    return [float(f"{low * 10 ** (step / 2):.1e}") if step else low for step in range(-around, last + 1)]
+
+
+def refuse_twice(what: str, values: Sequence[Any]) -> None:
+    """A sentence if a value is there twice: 1e-4 and .0001 are one. Folders have these names, so three digits must differ."""
+    names = [slug(value_text(value)) for value in values]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise RunError(f"{what}: {value_text(values[index])} is there twice.")
+
+
+def slug(text: str) -> str:
+    """A text without anything that has a meaning in a path."""
+    return re.sub(r"[^\w.=+-]", "-", text)
+
+
+def pairs(setting: Setting) -> list[str]:
+    """`key=value` of each swept setting."""
+    return [f"{key}={value_text(value)}" for key, value in setting.items()]

@@ -1,0 +1,231 @@
+"""compare.json: what a comparison is, and how far it has come. Written whole after every change; nothing else is remembered."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corral.compare.command import Training
+from corral.compare.folder import found_state, refuse_busy, summary
+from corral.compare.plan import Chosen, Plan, PlannedRun, State
+from corral.run.files import RunError, disk_sentence, lock, write_json
+from corral.run.settings import guess
+
+VERSION = 1
+FILE = "compare.json"
+
+ENDED: tuple[State, ...] = ("finished", "collapsed", "failed")
+"""States after which a run is left alone."""
+
+COUNTED: tuple[State, ...] = ("finished", "collapsed")
+"""States of runs that used their budget, or were stopped because they fell apart."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """A planned run, and what has become of it."""
+
+    run: PlannedRun
+    state: State = "waiting"
+    error: str | None = None
+    """Why it failed, in one line."""
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """A comparison in its folder. Only one process holds it."""
+
+    path: Path
+    plan: Plan
+    training: Training
+    command: str
+    chosen: Chosen = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    _lock: int | None = None
+
+    def __post_init__(self) -> None:
+        self.add_runs()
+
+    @property
+    def config(self) -> Path | None:
+        """The file of settings, as it was when the comparison began."""
+        return self.path / self.training.config if self.training.config else None
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """All that decides which runs there are, as flags name it."""
+        plan, training = self.plan, asdict(self.training)
+        seeds = {"seeds": len(plan.report_seeds), "seed": str(min([*plan.choose_seeds, *plan.report_seeds]))}
+        sweep = {"choose_seeds": len(plan.choose_seeds), **{f"sweep {key}": values for key, values in plan.sweep.items()}}
+        return {"contestants": plan.contestants, **seeds, **sweep, **training.pop("settings"), **training}
+
+    def add_runs(self) -> None:
+        """Records of every run that can be named by now: those that are there keep their state, others have what files say.
+
+        Report runs of a setting that is no longer chosen are let go: that happens if a failed run of the sweep is retried.
+        """
+        known = {record.run.folder: record for record in self.records}
+        runs = [*self.plan.sweep_runs(), *self.plan.report_runs(self.chosen)]
+        self.records = [known.get(run.folder) or Record(run=run, state=found_state(self.path / run.folder)) for run in runs]
+
+    @property
+    def sweep(self) -> list[Record]:
+        """Runs on which settings are chosen."""
+        return [record for record in self.records if record.run.stage == "sweep"]
+
+    @property
+    def reported(self) -> list[Record]:
+        """Runs that the comparison is about."""
+        return [record for record in self.records if record.run.stage == "report"]
+
+    @property
+    def choosing(self) -> bool:
+        """Whether the sweep is over and the choice has to be made."""
+        return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep)
+
+    def folder(self, record: Record) -> Path:
+        """Where a run is."""
+        return self.path / record.run.folder
+
+    def content(self) -> dict[str, Any]:
+        """What compare.json says."""
+        plan = asdict(self.plan)
+        return {
+            "version": VERSION,
+            "kind": plan.pop("kind"),
+            "recipe": self.training.recipe,
+            "command": self.command,
+            **plan,
+            "chosen": {name: dict(setting) for name, setting in self.chosen.items()},
+            "runs": [{**asdict(record.run), "state": record.state, "error": record.error} for record in self.records],
+            "train": asdict(self.training),
+        }
+
+    def save(self) -> None:
+        """Write it, whole."""
+        write_json(self.path / FILE, self.content())
+
+    def begin(self, config: Path | None) -> None:
+        """Make the folder, with a copy of the file of settings if there is one: who resumes has no other."""
+        refuse_taken(self)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.hold()
+            if config is not None and self.training.config is not None:
+                shutil.copyfile(config, self.path / self.training.config)
+        except OSError as error:
+            raise RunError(disk_sentence(error, self.path)) from error
+        self.save()
+
+    def go_on(self, *, retry_failed: bool) -> None:
+        """Be where the files say it is: a process that was killed could not. Failed runs wait again if they are to be retried.
+
+        If runs of the sweep are retried, the choice is made anew.
+        """
+        self.hold()
+        for record in self.records:
+            refuse_busy(self.folder(record))
+            found = found_state(self.folder(record))
+            if record.state != "failed":
+                record.state = found
+                record.error = summary(self.folder(record)).get("why") if found == "failed" else None
+            elif retry_failed:
+                record.state, record.error = ("waiting" if found == "waiting" else "interrupted"), None
+                self.chosen = {} if record.run.stage == "sweep" else self.chosen
+        self.add_runs()
+        self.save()
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def hold(self) -> None:
+        """Keep other processes out."""
+        try:
+            self._lock = lock(self.path)
+        except RunError as error:
+            raise RunError(f"another process is at work on the comparison in {self.path}. Wait for it, or stop it.") from error
+
+
+def refuse_taken(new: Comparison) -> None:
+    """A sentence if the folder holds this comparison already, or another one, or something else."""
+    path = new.path
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not path.is_dir() or not (path / FILE).is_file():
+        raise RunError(f"{path} is there already and is no comparison: choose another --out.")
+    other = differences(read(path), new)
+    if other:
+        raise RunError(f"{path} holds another comparison: {'; '.join(other)}. Choose another --out.")
+    raise RunError(f"{path} holds this comparison already. Go on with: corral compare --resume {path}")
+
+
+def read(path: Path) -> Comparison:
+    """A comparison as its folder tells; nothing is held or changed."""
+    file = path / FILE
+    if not file.is_file():
+        raise RunError(
+            f"{path} holds no comparison: it has no {FILE}. --resume takes the folder that `corral compare` printed."
+        )
+    try:
+        content = json.loads(file.read_text())
+        if content["version"] != VERSION:
+            raise RunError(f"{file} is of version {content['version']}, and this corral reads version {VERSION}.")
+        plan = Plan(
+            kind=content["kind"],
+            contestants=tuple(content["contestants"]),
+            sweep={key: tuple(map(guess, values)) for key, values in content["sweep"].items()},
+            choose_seeds=tuple(content["choose_seeds"]),
+            report_seeds=tuple(content["report_seeds"]),
+        )
+        return Comparison(
+            path=path,
+            plan=plan,
+            training=Training(**content["train"]),
+            command=content["command"],
+            chosen={name: as_setting(setting) for name, setting in content["chosen"].items()},
+            records=[as_record(entry) for entry in content["runs"]],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def as_record(entry: Mapping[str, Any]) -> Record:
+    """A run from compare.json."""
+    entry = dict(entry)
+    state, error = entry.pop("state"), entry.pop("error")
+    return Record(run=PlannedRun(**{**entry, "setting": as_setting(entry["setting"])}), state=state, error=error)
+
+
+def as_setting(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A setting from compare.json; JSON has no infinity."""
+    return {key: guess(value) for key, value in entry.items()}
+
+
+def differences(there: Comparison, new: Comparison) -> list[str]:
+    """In what another comparison differs from the one that is there, in words."""
+    old, now = ({**asdict(one.plan), **asdict(one.training)} for one in (there, new))
+    settings = old.pop("settings"), now.pop("settings")
+    return [*unlike(old, now), *unlike(*settings)]
+
+
+def unlike(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
+    """`key: x there, y now` where two mappings differ."""
+    names = sorted(old.keys() | new.keys()) if keys is None else keys
+    return [
+        f"{key} is {shown(old.get(key))} there and {shown(new.get(key))} here" for key in names if old.get(key) != new.get(key)
+    ]
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}={shown(inner)}" for key, inner in value.items()) or "nothing"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "nothing"
+    return "not given" if value is None else str(value)
