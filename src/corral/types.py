@@ -108,3 +108,7 @@ class ObjectiveOutput:
 
     loss: Float[Tensor, "B T"]
     metrics: dict[str, Tensor]
+    acted: Bool[Tensor, "B T"] | None = None
+    """Where the region acted: on these tokens `tr/active_frac` counts. None where nobody says, as in a fused kernel."""
+    kl_after: Float[Tensor, "B T"] | None = None
+    """KL(projected‖old), for objectives that project."""

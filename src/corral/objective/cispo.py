@@ -45,4 +45,4 @@ def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:
     ratio = bounded(log_rho.detach()).exp()
     loss = -ratio.clamp(config.cap_low, config.cap_high) * advantages * live(batch.logp_new, batch.mask)
     acted = ((ratio < config.cap_low) | (ratio > config.cap_high)) & (advantages != 0)
-    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted))
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted), acted)

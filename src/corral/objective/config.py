@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Anchor = Literal["old", "rollout"]
+Action = Literal["projected", "masked", "clipped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +13,14 @@ class ObjectiveConfig:
 
     anchor: ClassVar[Anchor] = "old"
     """Which policy a trainer should pass as `logp_old`: "old" is recomputed by the trainer, "rollout" is the sampler's."""
+
+    action: ClassVar[Action] = "clipped"
+    """What happens to a token that leaves the region, in a word."""
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """How far a token may go where Â < 0 and where Â > 0, in the objective's own measure; None where nothing is fixed."""
+        return None
 
     @property
     def needs(self) -> frozenset[str]:

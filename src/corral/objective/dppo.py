@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_kl, categorical_tv
 from corral.numerics import number_in
-from corral.objective.config import NEEDS_SUPPORT, Anchor, ObjectiveConfig
+from corral.objective.config import NEEDS_SUPPORT, Action, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio, sampled_kl
 from corral.types import ObjectiveOutput, TokenBatch
@@ -22,6 +22,7 @@ DEFAULT_BOUND = {"tv": 0.2, "kl": 0.05, "ratio": 0.2}
 @dataclass(frozen=True, kw_only=True)
 class DPPOConfig(ObjectiveConfig):
     anchor: ClassVar[Anchor] = "rollout"
+    action: ClassVar[Action] = "masked"
 
     divergence: Divergence = "tv"
     """What is measured: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
@@ -89,8 +90,8 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
         moved = divergence(batch, log_rho, config)
         outside = torch.where(advantages > 0, moved > high, moved > low)
         blocked = outside & (log_rho * advantages > 0)
-    loss = -capped_ratio(log_rho, config.ratio_cap) * advantages
-    return ObjectiveOutput(torch.where(batch.mask & ~blocked, loss, 0.0), region_metrics(batch, log_rho, blocked))
+    loss = torch.where(batch.mask & ~blocked, -capped_ratio(log_rho, config.ratio_cap) * advantages, 0.0)
+    return ObjectiveOutput(loss, region_metrics(batch, log_rho, blocked), blocked)
 
 
 def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOConfig) -> Float[Tensor, "B T"]:

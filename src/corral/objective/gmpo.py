@@ -20,6 +20,10 @@ class GMPOConfig(ObjectiveConfig):
         if not number_in(self.clip, 0):
             raise ValueError(f"gmpo: `clip` is a distance in log-ratio and must be ≥ 0; got {self.clip!r}.")
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.clip, self.clip
+
 
 def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
     """Surrogate of the geometric mean of token ratios, each clipped pessimistically.
@@ -41,4 +45,4 @@ def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
     acted = ((log_rho > config.clip) & (advantages > 0)) | ((log_rho < -config.clip) & (advantages < 0))
     clipped = torch.where(acted, log_rho.detach().clamp(-config.clip, config.clip), log_rho)
     ratio = sequence_log_ratio(clipped, batch.mask).exp()
-    return ObjectiveOutput(torch.where(batch.mask, -ratio * advantages, 0.0), region_metrics(batch, log_rho, acted))
+    return ObjectiveOutput(torch.where(batch.mask, -ratio * advantages, 0.0), region_metrics(batch, log_rho, acted), acted)

@@ -24,6 +24,10 @@ class GSPOConfig(ObjectiveConfig):
             if not number_in(value, 0):
                 raise ValueError(f"gspo: `{key}` is a distance from ratio 1 and must be ≥ 0; got {value!r}.")
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.clip_low, self.clip_high
+
 
 def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
     """Clipped surrogate of the sequence ratio.
@@ -45,4 +49,4 @@ def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
     ratio = sequence_log_ratio(log_rho, batch.mask).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
     acted = ((ratio > 1 + config.clip_high) & (advantages > 0)) | ((ratio < 1 - config.clip_low) & (advantages < 0))
-    return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted))
+    return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)

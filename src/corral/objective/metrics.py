@@ -26,6 +26,17 @@ def live_max(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor
 
 
 @torch.no_grad()
+def token_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
+    """How far each token's distribution has moved, 0 at padding: KL(new‖old) on the shared support.
+
+    Where the batch has none, KL(old‖new) of "the sampled token or any other", which is a lower bound.
+    """
+    if batch.dist_new is None or batch.dist_old is None:
+        return sampled_kl(batch)
+    return categorical_kl(live(batch.dist_new.with_rest(), batch.mask), live(batch.dist_old.with_rest(), batch.mask))
+
+
+@torch.no_grad()
 def region_metrics(
     batch: TokenBatch,
     log_rho: Float[Tensor, "B T"],
@@ -41,13 +52,12 @@ def region_metrics(
     metrics = {"tr/active_frac": fraction(acted, mask), "tr/ratio_max": live_max(bounded(log_rho), mask).exp()}
     if batch.dist_new is not None and batch.dist_old is not None:
         metrics["tr/rest_mass"] = live_mean(live(batch.dist_old.rest, mask).exp(), mask)
-        if kl is None:
-            kl = categorical_kl(live(batch.dist_new.with_rest(), mask), live(batch.dist_old.with_rest(), mask))
+        kl = token_kl(batch) if kl is None else kl
     if kl is not None:
         metrics |= {"tr/kl_before": live_mean(kl, mask), "tr/kl_max": live_max(kl, mask)}
     else:
         mean = live_mean(expm1_minus(bounded(log_rho)), mask)
-        metrics |= {"tr/kl_before": mean, "tr/kl_max": live_max(sampled_kl(batch), mask)}
+        metrics |= {"tr/kl_before": mean, "tr/kl_max": live_max(token_kl(batch), mask)}
     if batch.logp_rollout is not None:
         gap = binary_tv(live(batch.logp_rollout, mask), live(batch.logp_old, mask))
         metrics["tr/mismatch"] = live_mean(gap, mask)

@@ -28,6 +28,10 @@ class PPOClipConfig(ObjectiveConfig):
         if self.dual_clip is not None and not (number_in(self.dual_clip, 1) and self.dual_clip > 1):
             raise ValueError(f"ppo_clip: `dual_clip` is a ratio and must be > 1, or None; got {self.dual_clip!r}.")
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.clip_low, self.clip_high
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClipHigherConfig(PPOClipConfig):
@@ -65,4 +69,4 @@ def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
     if config.dual_clip is not None:
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
         acted = acted | ((ratio > config.dual_clip) & (advantages < 0))
-    return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted))
+    return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)

@@ -37,4 +37,5 @@ def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:
     """
     log_rho = log_ratio(batch)
     loss = -capped_ratio(log_rho, config.ratio_cap) * credit(batch)
-    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, torch.zeros_like(batch.mask)))
+    nowhere = torch.zeros_like(batch.mask)
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, nowhere), nowhere)

@@ -43,4 +43,5 @@ def sapo(batch: TokenBatch, config: SAPOConfig) -> ObjectiveOutput:
     tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
     gate = torch.sigmoid(tau * torch.expm1(bounded(log_rho)))
     acted = (4 * gate * (1 - gate) < 0.5) & (advantages != 0)
-    return ObjectiveOutput(torch.where(batch.mask, -4 / tau * gate * advantages, 0.0), region_metrics(batch, log_rho, acted))
+    loss = torch.where(batch.mask, -4 / tau * gate * advantages, 0.0)
+    return ObjectiveOutput(loss, region_metrics(batch, log_rho, acted), acted)

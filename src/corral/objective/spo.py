@@ -20,6 +20,10 @@ class SPOConfig(ObjectiveConfig):
         if not (number_in(self.epsilon, 0) and self.epsilon > 0):
             raise ValueError(f"spo: `epsilon` is a distance from ratio 1 and must be > 0; got {self.epsilon!r}.")
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.epsilon, self.epsilon
+
 
 def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
     """Penalised surrogate, with its optimum at the edge of the region.
@@ -38,4 +42,4 @@ def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
     excess = torch.expm1(bounded(log_rho))
     loss = -(1 + excess) * advantages + advantages.abs() * excess**2 / (2 * config.epsilon)
     acted = excess * advantages.sign() > config.epsilon
-    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted))
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted), acted)

@@ -1,7 +1,7 @@
 """TROLL: project the new policy back into a KL ball, differentiably, and pull the network after its projection."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32, number_in
-from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
+from corral.objective.config import NEEDS_SUPPORT, Action, ObjectiveConfig
 from corral.objective.metrics import live_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
 from corral.projection import CategoricalProjection, project_categorical_kl
@@ -25,6 +25,8 @@ FILL = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class TROLLConfig(ObjectiveConfig):
+    action: ClassVar[Action] = "projected"
+
     bound: float = 0.05
     """ε: KL(projected‖old) of every token, in nats; inf switches the projection off."""
     regression: float = 1.0
@@ -54,6 +56,10 @@ class TROLLConfig(ObjectiveConfig):
             raise ValueError("troll: tail='fill' gives every dropped token 1e-12 and has to know how many: set `vocab_size`.")
         if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
             raise ValueError(f"troll: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.bound, self.bound
 
     @property
     def needs(self) -> frozenset[str]:
@@ -93,7 +99,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
         loss = loss + config.regression * _pull(new, projection, batch.mask)
     metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
     metrics |= _projection_metrics(projection, batch.mask)
-    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), metrics)
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), metrics, projection.active & batch.mask, projection.kl_after)
 
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
