@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "corral"
 
 LAYERS = {
     "types": 0, "numerics": 0, "support": 1, "advantage": 1, "divergence": 1, "projection": 2, "kernels": 2, "objective": 3,
-    "task": 4, "run": 4, "llm": 5, "robot": 5, "report": 6, "cli": 6,
+    "task": 4, "run": 4, "audit": 4, "llm": 5, "robot": 5, "report": 6, "compare": 6, "cli": 6,
 }  # fmt: skip
 """A unit imports from its own layer or below; `corral` itself, the list of public names, sits on top."""
 

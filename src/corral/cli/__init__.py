@@ -11,7 +11,9 @@ from corral.objective.naming import nearest
 
 COMMANDS = {
     "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
+    "compare": "objectives or algorithms side by side: equal budgets, seeds, a sweep, and what may be claimed",
     "eval": "how well a run or a model does on what is held out: pass@k, or return, success and smoothness, with intervals",
+    "audit": "what clipping did to the run you have: true divergences, tokens blocked or passed wrongly, what others would do",
     "explore": "a page that shows three trust regions around a policy that you drag",
     "report": "runs as one page: curves, intervals, who beats whom, completions, failures",
     "bench": "run a benchmark again on this machine, from a source checkout",

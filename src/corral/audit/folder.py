@@ -1,0 +1,139 @@
+"""An audit on the disk: a folder with what was asked and one row per audited token.
+
+audit.json      what was audited, by which rules, with which versions
+audit.parquet/  a data set of one file per audited update; whatever reads parquet reads it as one table
+
+Every file is written whole or not at all: an audit can be read while its run goes on, and outlives it however it ends.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from corral.audit.rules import read_rules
+from corral.run.files import RunError, disk_sentence, lock, plain, write_json, write_whole
+from corral.run.folder import versions
+
+SCHEMA = pa.schema(
+    [
+        ("update", pa.int64()),
+        ("sequence", pa.int32()),
+        ("position", pa.int32()),
+        ("token", pa.int32()),
+        ("text", pa.string()),
+        ("advantage", pa.float32()),
+        ("entropy", pa.float32()),
+        ("logp_old", pa.float32()),
+        ("logp_new", pa.float32()),
+        ("logp_rollout", pa.float32()),
+        ("kl", pa.float32()),
+        ("tv", pa.float32()),
+        ("tv_binary", pa.float32()),
+        ("tv_topk", pa.float32()),
+        ("troll_kl", pa.float32()),
+        ("troll_tv", pa.float32()),
+        ("clipped", pa.bool_()),
+        ("dppo_binary", pa.bool_()),
+        ("dppo_topk", pa.bool_()),
+        ("troll", pa.bool_()),
+    ]
+)
+"""Columns of audit.parquet; docs/audit.md says what each means."""
+
+
+class AuditFolder:
+    """The files of one audit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.info, self.table = path, path / "audit.json", path / "audit.parquet"
+        self._lock: int | None = None
+
+    def check(self, rules: Mapping[str, Any], done: int = 0) -> None:
+        """Refuse a folder that holds anything but an audit by the same rules to go on with after `done` updates."""
+        there = self.info.exists()
+        if self.path.exists() and not there and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise RunError(f"{self.path} is there already and holds no audit: choose another folder for it.")
+        if there and not done:
+            raise RunError(
+                f"{self.path} holds an audit already: `corral audit {self.path}` shows it. Remove it, or choose another folder."
+            )
+        if there and read_info(self.info)["rules"] != plain(rules):
+            raise RunError(f"{self.path} holds an audit by other rules: go on with the same ones, or choose another folder.")
+
+    def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
+        """Make the folder, or go on with the audit in it after `done` updates: what came later happens again."""
+        self.check(info["rules"], done)
+        try:
+            self.table.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path)
+        except OSError as error:
+            raise RunError(disk_sentence(error, self.path)) from error
+        for part in self.table.glob("update-*.parquet"):
+            if int(part.stem.removeprefix("update-")) > done:
+                part.unlink()
+        write_json(self.info, {**info, "versions": versions()})
+
+    def add(self, update: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        """The tokens of completions that were measured after `update` updates, in a file of their own."""
+        parts = []
+        for sequence, columns in enumerate(completions):
+            count = len(columns["token"])
+            fixed = {"update": [update] * count, "sequence": [sequence] * count}
+            parts.append(pa.table({name: _array(name, {**columns, **fixed}[name]) for name in SCHEMA.names}, schema=SCHEMA))
+        rows = pa.concat_tables(parts)
+        write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
+    """What audit.json says, and all rows in the order of updates, completions and positions."""
+    folder = AuditFolder(path)
+    if not path.is_dir() or not folder.info.is_file():
+        raise RunError(f"{path} holds no audit: it has no audit.json.")
+    info = read_info(folder.info)
+    try:
+        table = pq.read_table(folder.table) if folder.table.exists() else SCHEMA.empty_table()
+    except (OSError, pa.ArrowException) as error:
+        raise RunError(f"{folder.table} cannot be read: {str(error).splitlines()[0]}") from error
+    if not len(table):
+        raise RunError(f"the audit in {path} has no tokens yet: it is filled after the updates on the first batch of rollouts.")
+    missing = [name for name in SCHEMA.names if name not in table.column_names]
+    if missing:
+        raise RunError(f"{folder.table} has no column {', '.join(missing)}. Was it made by another version of corral?")
+    try:
+        table = table.select(SCHEMA.names).cast(SCHEMA)
+    except pa.ArrowException as error:
+        raise RunError(f"{folder.table} is not what an audit writes: {str(error).splitlines()[0]}") from error
+    return info, table.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """The content of audit.json."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    try:
+        read_rules(content["rules"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is not what an audit writes: its rules cannot be read ({error}).") from error
+    return dict(content)
+
+
+def _array(name: str, values: Any) -> pa.Array:
+    """A column in its type; what the sampler could not say is null."""
+    kind = SCHEMA.field(name).type
+    if isinstance(values, Tensor):
+        values = values.numpy()
+    return pa.array(values, type=kind, from_pandas=name == "logp_rollout")

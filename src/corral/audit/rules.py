@@ -1,0 +1,62 @@
+"""What is held against the tokens of a run: its clipping, two balls of true divergence, and the methods that keep to them."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.numerics import number_in
+from corral.objective import Objective, make_objective
+
+CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
+"""Objectives that leave a token without a gradient once its ratio, or its sequence's, is out of range."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Clipping as the run has it, and DPPO and TROLL as they would be beside it."""
+
+    clip: Objective = field(default_factory=lambda: make_objective("ppo_clip"))
+    """The clipping objective: the run's own, or ppo_clip for runs that do not clip."""
+    own: bool = False
+    """Whether `clip` is what the run trains with; else it is what clipping would have done."""
+    kl_bound: float = 0.05
+    """ε of the KL ball, KL(new‖old) ≤ ε in nats, that TROLL projects into."""
+    tv_bound: float = 0.2
+    """δ of the ball of total variation that DPPO masks outside of."""
+    top_k: int = 20
+    """Tokens of DPPO's support."""
+    support_size: int = 64
+    """Tokens of TROLL's support at most…"""
+    support_mass: float = 1 - 1e-5
+    """…until they hold this probability."""
+
+    def __post_init__(self) -> None:
+        if self.clip.name not in CLIPPING:
+            raise ValueError(f"audit: `clip` is one of {', '.join(CLIPPING)}; got {self.clip.name!r}.")
+        for key in ("kl_bound", "tv_bound"):
+            if not (number_in(getattr(self, key), 0) and getattr(self, key) > 0):
+                raise ValueError(f"audit: `{key}` is the radius of a ball and must be > 0; got {getattr(self, key)!r}.")
+        for key in ("top_k", "support_size"):
+            if type(getattr(self, key)) is not int or getattr(self, key) < 1:
+                raise ValueError(f"audit: `{key}` is a number of tokens, 1 or more; got {getattr(self, key)!r}.")
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether clipping looks at a whole completion, so that no token of one may be left out."""
+        return self.clip.name == "gspo"
+
+    def dppo(self, estimator: str) -> Objective:
+        """DPPO on the sampled token ("binary") or on its support ("topk")."""
+        return make_objective("dppo", divergence="tv", estimator=estimator, bound=self.tv_bound)
+
+    def described(self) -> dict[str, Any]:
+        """For audit.json."""
+        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "clip"}
+        return {"clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}, **plain}
+
+
+def read_rules(content: Any) -> Rules:
+    """Rules as `described` wrote them; ValueError or TypeError for anything else."""
+    given = dict(content)
+    clip = dict(given.pop("clip"))
+    return Rules(clip=make_objective(clip.pop("name"), **clip), **given)

@@ -1,0 +1,118 @@
+"""An audit in plain sentences, the same in a terminal and on a page."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from corral.audit.summary import Ball, Summary
+
+RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
+"""Verdicts and their names."""
+
+
+def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
+    """What was compared, how far it went, what clipping does, where, and what others would do."""
+    rules = info["rules"]
+    found = [
+        f"{plural(summary.tokens, 'token')} of {plural(summary.sequences, 'completion')}, {info.get('what') or 'compared'}"
+        f"{'' if summary.updates == 1 else f', {summary.updates} times'}.",
+        f"True KL to the old policy: {spread(summary.kl)} nats. Total variation: {spread(summary.tv)}.",
+        clipping(summary, rules),
+    ]
+    if summary.verdicts["clipped"]["kl"].blocked:
+        found += [other_ball(summary.verdicts["clipped"]["tv"], rules), rare(summary)]
+    found.append(others(summary, rules))
+    if summary.mismatch is None:
+        found.append("The sampler reported no log-probs of its own, so there is no mismatch to measure.")
+    else:
+        found.append(f"Sampler and trainer differ on the sampled tokens by a TV of {spread(summary.mismatch)}.")
+    return found
+
+
+def clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
+    """The sentence that people come for."""
+    ball: Ball = summary.verdicts["clipped"]["kl"]
+    does = ("blocks", "passes") if rules.get("own") else ("would block", "would pass")
+    name = f"Clipping ({clip_range(rules['clip'])}) {does[0]}"
+    radius = f"the KL ball of {number(rules['kl_bound'])}"
+    missed = percent(ball.passed_outward / ball.tokens) if ball.passed_outward else "none"
+    if not ball.blocked:
+        return f"{name} no token, and {does[1]} {missed} outside {radius} that {_are(missed)} pushed further out."
+    inside = percent(ball.blocked_inside / ball.blocked)
+    return (
+        f"{name} {percent(ball.blocked / ball.tokens)} of tokens; {inside} of these are inside {radius}. It {does[1]} "
+        f"{missed} that {_are(missed)} outside and pushed further out."
+    )
+
+
+def other_ball(ball: Ball, rules: Mapping[str, Any]) -> str:
+    """The same by total variation."""
+    return (
+        f"By total variation, {percent(ball.blocked_inside / ball.blocked)} of the blocked tokens are within "
+        f"{number(rules['tv_bound'])}, and {percent(ball.passed_outward / ball.tokens)} of all tokens are passed outside it "
+        f"and pushed further out."
+    )
+
+
+def rare(summary: Summary) -> str:
+    """What share of the blocks falls on tokens that hardly matter."""
+    row, blocked = summary.rare, summary.verdicts["clipped"]["kl"].blocked
+    if not row["blocked"]:
+        return "None of the blocked tokens is rare: all had an old probability above 0.01."
+    return (
+        f"Rare tokens, with an old probability of 0.01 or less, are {percent(row['tokens'] / summary.tokens)} of all and "
+        f"{percent(row['blocked'] / blocked)} of the blocked ones; where they are blocked, the policy has moved by a true TV "
+        f"of {number(row['tv'])} on average."
+    )
+
+
+def others(summary: Summary, rules: Mapping[str, Any]) -> str:
+    """DPPO and TROLL on the same tokens."""
+    shares = {name: percent(row["share"]) for name, row in summary.verdicts.items()}
+    moved = f", and move each of those by a TV of {number(summary.troll_tv)} on average" if summary.troll_tv else ""
+    return (
+        f"On the same tokens DPPO would mask {shares['dppo_binary']} (TV of the sampled token above "
+        f"{number(rules['tv_bound'])}) or {shares['dppo_topk']} (TV of its {rules['top_k']} likeliest tokens); TROLL would "
+        f"project {shares['troll']} (KL above {number(rules['kl_bound'])}){moved}."
+    )
+
+
+def clip_range(clip: Mapping[str, Any]) -> str:
+    """`ratio 0.8 … 1.2`."""
+    if clip["name"] == "gmpo":
+        return f"log-ratio within ±{number(clip['clip'])}"
+    digits = 4 if clip["clip_low"] < 0.01 else 3
+    whose = "completion's ratio" if clip["name"] == "gspo" else "ratio"
+    dual = f", and {number(clip['dual_clip'])} where the advantage is negative" if clip.get("dual_clip") else ""
+    return f"{whose} {1 - clip['clip_low']:.{digits}g} … {1 + clip['clip_high']:.{digits + 1}g}{dual}"
+
+
+def spread(row: Mapping[str, float]) -> str:
+    """`mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
+    return f"mean {number(row['mean'])}, 99.9th percentile {number(row['p999'])}, largest {number(row['max'])}"
+
+
+def percent(share: float) -> str:
+    """With two digits that count; not 0 % unless it is 0, nor 100 % unless it is all."""
+    if share in (0.0, 1.0):
+        return f"{share:.0%}".replace("%", " %")
+    if share < 1e-4:
+        return "under 0.01 %"
+    if share > 0.9999:
+        return "over 99.99 %"
+    rare = min(share, 1 - share)
+    return f"{100 * share:.{2 if rare < 0.01 else 1 if rare < 0.1 else 0}f} %"
+
+
+def number(value: float) -> str:
+    """Two digits that count."""
+    return "∞" if value == float("inf") else re.sub(r"e([-+])0*", r"e\1", f"{value:.2g}")
+
+
+def plural(count: int, thing: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def _are(number_of_tokens: str) -> str:
+    return "is" if number_of_tokens == "none" else "are"

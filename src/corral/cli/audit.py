@@ -1,0 +1,151 @@
+"""`corral audit`: what a run's updates did to its policy, as sentences, tables and a page."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from corral.cli import refuse
+from corral.cli.kind import kind_of_run, missing
+from corral.cli.train import UNSAFE, hush
+from corral.run.files import RunError
+from corral.run.settings import coerce, guess, nested
+
+NEEDED = ("numpy", "pyarrow", "rich")
+"""Packages without which an audit cannot be shown; what compares models needs more."""
+
+MODEL_FLAGS = {
+    "task": "what to ask; by default a run's own task",
+    "problems": "held-out problems (16)",
+    "samples": "completions of each (8)",
+    "instruction": "what the model reads, with {problem} in it",
+    "temperature": "of the policy (1)",
+    "max-tokens": "longest completion (the run's, or what the task needs)",
+    "batch-size": "prompts at a time (256)",
+    "seed": "decides problems and samples (0)",
+    "device": "auto, cpu or cuda",
+}
+
+EPILOG = """
+Three things can be audited:
+  corral audit audit/                     what corral.llm.audit(trainer, out="audit/") wrote during training
+  corral audit RUN                        a run of `corral train`: each checkpoint against the one before
+  corral audit --old A --new B --task T   two models: A writes completions, B is measured on their tokens
+A task's own settings: --set task_config.path=problems.jsonl.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.epilog = EPILOG
+    parser.add_argument("path", metavar="AUDIT|RUN", nargs="?", type=Path, help="an audit's folder, or a run's")
+    parser.add_argument("--old", metavar="MODEL", help="tiny, smollm2, a folder, a run, a hub id")
+    parser.add_argument("--new", metavar="MODEL", help="the same after training")
+    for name, what in MODEL_FLAGS.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
+    parser.add_argument("--clip", metavar="LOW,HIGH", help="of models: how far a ratio may be from 1 (0.2,0.2)")
+    parser.add_argument("--kl-bound", metavar="X", type=float, help="of models: radius of the KL ball, in nats (0.05)")
+    parser.add_argument("--tv-bound", metavar="X", type=float, help="of models: radius of the ball of total variation (0.2)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="of models: the audit's folder (RUN/audit, or audits/OLD-NEW)")
+    parser.add_argument("--page", metavar="FILE", type=Path, help="the page (audit.html in the audit's folder)")
+    parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
+    parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and the sentences")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Audit, and turn what goes wrong into a sentence and a status."""
+    if rest:
+        return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        return refuse(f"audits need {', '.join(absent)}. Install them: pip install 'corral[llm]'.", 1)
+    try:
+        folder = arguments.path if is_audit(arguments.path) else audited(arguments)
+        shown(folder, arguments.page or folder / "audit.html", quiet=arguments.quiet)
+    except RunError as error:
+        return refuse(str(error), 1)
+    except KeyboardInterrupt:
+        return refuse("interrupted.", 130)
+    return 0
+
+
+def is_audit(path: Path | None) -> bool:
+    """Whether a folder holds an audit that only has to be shown."""
+    return path is not None and (path / "audit.json").is_file()
+
+
+def audited(arguments: argparse.Namespace) -> Path:
+    """Compare saved weights; the folder that it was written to."""
+    path, old, new = arguments.path, arguments.old, arguments.new
+    if path is None and (old is None or new is None):
+        raise RunError("audit takes an audit's folder, a run's folder, or --old MODEL --new MODEL --task TASK.")
+    if path is not None and (old is not None or new is not None):
+        raise RunError("audit takes a folder, or --old and --new; not both.")
+    if path is not None:
+        if not path.is_dir():
+            raise RunError(f"{path} is no folder.")
+        if not (path / "config.json").is_file():
+            raise RunError(f"{path} is neither an audit (it has no audit.json) nor a run (it has no config.json).")
+        if kind_of_run(path) == "robot":
+            raise RunError(f"{path} is a robot's run; audits are about the tokens of language models.")
+    lacking = missing("llm")
+    if lacking is not None:
+        raise RunError(f"auditing models {lacking}")
+    hush()
+    from corral.llm.audit_models import audit_pair, audit_run
+    from corral.run.view import make_view
+
+    settings, rules, say = settings_of(arguments), rules_of(arguments), make_view(quiet=arguments.quiet).say
+    if path is not None:
+        return audit_run(path, settings, rules, arguments.out or path / "audit", say)
+    label = "-".join("".join(x if x.isalnum() or x in "._" else "-" for x in name).strip("-.")[-40:] for name in (old, new))
+    return audit_pair(old, new, settings, rules, arguments.out or Path("audits") / label, say)
+
+
+def settings_of(arguments: argparse.Namespace) -> Any:
+    """The flags, each of its setting's type."""
+    from typing import get_type_hints
+
+    from corral.llm.evaluate import EvalSettings
+    from corral.llm.settings import TABLES
+
+    hints = get_type_hints(EvalSettings)
+    given = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in MODEL_FLAGS}
+    chosen = {key: coerce(key, value, hints[key]) for key, value in given.items() if value is not None}
+    pairs = [text.partition("=") for text in arguments.set]
+    if not all(equals and key.startswith("task_config.") for key, equals, _ in pairs):
+        raise RunError(f"--set takes task_config.key=value; got {' '.join(arguments.set)!r}.")
+    config = nested([(key, value) for key, _, value in pairs], TABLES).get("task_config", {})
+    chosen["task_config"] = {key: guess(value) for key, value in config.items()}
+    if arguments.unsafe_code_execution:
+        chosen["task_config"]["unsafe_code_execution"] = True
+    return EvalSettings(**{"model": "", "problems": 16, "samples": 8, "backend": "transformers", **chosen})
+
+
+def rules_of(arguments: argparse.Namespace) -> Any:
+    """What tokens are held against."""
+    from corral.audit.rules import Rules
+    from corral.objective import make_objective
+
+    bounds = {key: getattr(arguments, key) for key in ("kl_bound", "tv_bound") if getattr(arguments, key) is not None}
+    try:
+        if arguments.clip is None:
+            return Rules(**bounds)
+        low, _, high = arguments.clip.partition(",")
+        return Rules(clip=make_objective("ppo_clip", clip_low=float(low), clip_high=float(high or low)), own=True, **bounds)
+    except ValueError as error:
+        raise RunError(f"{error} (--clip takes LOW,HIGH such as 0.2,0.28)") from error
+
+
+def shown(folder: Path, page: Path, *, quiet: bool) -> None:
+    """Sentences and tables in the terminal, everything on the page."""
+    from corral.audit.folder import read_audit
+    from corral.audit.summary import summarise
+    from corral.cli.audit_view import show
+    from corral.report.audit import write_audit_page
+
+    info, table = read_audit(folder)
+    summary = summarise(table, info["rules"])
+    size = write_audit_page(info, table, summary, page)
+    show(summary, info, f"The page is in {page} ({size / 1e6:.1f} MB).", quiet=quiet)

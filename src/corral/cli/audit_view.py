@@ -1,0 +1,73 @@
+"""What a person sees of an audit in a terminal: sentences, then who acts on which tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from corral.audit.summary import Row, Summary
+from corral.audit.words import RULES, number, percent, sentences
+from corral.report.audit_tokens import shown
+from corral.report.html import visible
+from corral.run.view import PatientConsole
+
+SHORT = {"clipped": "clip", "dppo_binary": "DPPO", "dppo_topk": "DPPO-K", "troll": "TROLL"}
+"""The rules, as narrow columns."""
+
+LISTED = 8
+"""Blocked tokens that a terminal lists; the page has more."""
+
+
+def show(summary: Summary, info: Mapping[str, Any], last: str, *, quiet: bool) -> None:
+    """The sentences, the tables unless quiet, and where the page is."""
+    console = PatientConsole()
+    for sentence in sentences(summary, info):
+        console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
+    if not quiet:
+        console.print(verdict_table(summary))
+        kinds = {"old p": summary.by_probability, "entropy": summary.by_entropy, "advantage": summary.by_sign}
+        for title, rows in kinds.items():
+            console.print(bucket_table(title, rows))
+        if summary.blocked_tokens:
+            console.print(token_table(summary.blocked_tokens[:LISTED]))
+    console.print(Text(visible(last)), soft_wrap=True)
+
+
+def verdict_table(summary: Summary) -> Table:
+    """Each rule against the ball of true KL."""
+    table = _table("", "acts on", "inside KL ball", "missed outside")
+    for name, title in RULES.items():
+        row = summary.verdicts[name]
+        ball = row["kl"]
+        inside = percent(ball.blocked_inside / ball.blocked) if ball.blocked else "—"
+        table.add_row(title, percent(row["share"]), inside, percent(ball.passed_outward / ball.tokens))
+    return table
+
+
+def bucket_table(title: str, rows: Sequence[Row]) -> Table:
+    """Tokens by what they had in common before the updates."""
+    table = _table(title, "tokens", "mean TV", "99.9 %", *SHORT.values())
+    for row in rows:
+        far = map(number, (row["tv"]["mean"], row["tv"]["p999"]))
+        table.add_row(row["name"], f"{row['tokens']:,}", *far, *(percent(row[name]) for name in SHORT))
+    return table
+
+
+def token_table(rows: Sequence[Row]) -> Table:
+    """What is blocked most often."""
+    table = _table("token", "seen", "clipped", "inside KL ball", "mean old p", "mean TV")
+    for row in rows:
+        inside = percent(row["inside"] / row["blocked"])
+        far = map(number, (row["p_old"], row["tv"]))
+        table.add_row(Text(shown(row["text"], 24)), f"{row['seen']:,}", f"{row['blocked']:,}", inside, *far)
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,240 @@
+"""An X-ray for a GRPOTrainer: what its updates did to the policy, token by token. Training stays as it is, bit for bit."""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from corral.audit.folder import AuditFolder
+from corral.audit.measure import measure
+from corral.audit.rules import CLIPPING, Rules
+from corral.llm.audit_scoring import choose, logp_at, undisturbed
+from corral.llm.trainer import CorralTrainer
+from corral.objective import make_objective
+from corral.run.files import RunError
+
+logger = logging.getLogger(__name__)
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses of TRL's that clip; the others (cispo, sapo, vespo) weigh tokens instead."""
+
+
+def audit(
+    trainer: GRPOTrainer,
+    out: Path | str = "audit",
+    *,
+    every: int | None = None,
+    sequences: int = 8,
+    tokens: int = 512,
+    kl_bound: float = 0.05,
+    tv_bound: float = 0.2,
+    seed: int = 0,
+) -> "AuditCallback":
+    """Have `trainer.train()` write down in the folder `out` how far its updates move the policy. `corral audit OUT` shows it.
+
+    Args:
+        trainer: a GRPOTrainer, stock or corral's, before `train()`.
+        out: a folder; it must not hold another audit, unless training is resumed.
+        every: updates between audited batches of rollouts; None: `logging_steps`.
+        sequences, tokens: completions of an audited batch, and tokens of them all together, that are looked at. A token
+            costs 4 bytes per word of the vocabulary on the CPU until its batch is done, the batch two passes per completion.
+        kl_bound, tv_bound: radii of the balls that tokens are held against.
+        seed: decides which completions and tokens.
+    """
+    if not isinstance(trainer, GRPOTrainer):
+        raise ValueError(f"audit: takes a GRPOTrainer; got {type(trainer).__name__}.")
+    for name, value in (("every", 1 if every is None else every), ("sequences", sequences), ("tokens", tokens)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"audit: `{name}` is a number, 1 or more; got {value!r}.")
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)  # only there under DeepSpeed
+    if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+        raise ValueError(
+            "audit: the model is sharded (FSDP or ZeRO-3), and one process alone cannot look at it. Use DDP or ZeRO-2."
+        )
+    callback = AuditCallback(
+        trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
+    )
+    if trainer.accelerator.is_main_process:
+        trainer._generate_and_score_completions = callback.watched(trainer._generate_and_score_completions)
+        trainer.add_callback(callback)
+    return callback
+
+
+def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
+    """The clipping that this trainer does, or the usual one if it does none."""
+    bounds = {"kl_bound": kl_bound, "tv_bound": tv_bound}
+    if isinstance(trainer, CorralTrainer):
+        own = trainer.objective.name in CLIPPING
+        return Rules(clip=trainer.objective, own=True, **bounds) if own else Rules(**bounds)
+    if trainer.loss_type not in CLIPPED:
+        return Rules(**bounds)
+    clip = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
+    if trainer.importance_sampling_level == "sequence":
+        return Rules(clip=make_objective("gspo", **clip), own=True, **bounds)
+    return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=trainer.args.delta), own=True, **bounds)
+
+
+def model_name(model: Any) -> str:
+    """A name on the hub, the last part of a folder's, or the class of a model that came from nowhere."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    name = getattr(base.config, "_name_or_path", "") or type(base).__name__  # set by from_pretrained
+    return Path(name).name if Path(name).is_dir() else name
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """One completion as the old policy saw it."""
+
+    ids: Tensor
+    """Prompt and completion without padding, on the model's device."""
+    start: int
+    """Where the completion begins."""
+    positions: Tensor
+    """Of the audited tokens in `ids`."""
+    old: Tensor
+    """log π_old at them [N V], on the CPU."""
+    advantages: Tensor
+    logp_rollout: Tensor | None
+    end: int
+    """The trainer's micro-step after which its batch is done."""
+
+
+class AuditCallback(TrainerCallback):
+    """Keeps the old policy at a few completions of a batch, and compares the new one after the batch's last update.
+
+    What is touched: `_generate_and_score_completions` of this one trainer is wrapped, and what it returns is read, never
+    changed. The model is called in evaluation mode without gradients; every module's mode and the random state are put back.
+    An audit that fails stops itself with a warning, and training goes on.
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        folder: AuditFolder,
+        rules: Rules,
+        every: int | None,
+        sequences: int,
+        tokens: int,
+        seed: int,
+    ) -> None:
+        self.trainer, self.folder, self.rules = trainer, folder, rules
+        self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
+        self.pending: list[Kept] = []
+        self.due = 0
+        self.failed: str | None = None
+        """Why the audit stopped before training did."""
+
+    def watched(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """TRL's method, with an eye on what it returns."""
+
+        def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            output = generate(inputs)
+            update = self.trainer.state.global_step
+            if self.trainer.model.training and self.failed is None and update >= self.due:
+                self.due = update + (self.every or max(1, int(self.trainer.state.logging_steps)))
+                self._guarded(lambda: self.pending.extend(self._keep(output)))
+            return output
+
+        return generate_and_score
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Refuse a folder that holds something else, before anything is sampled."""
+        self.pending, self.due, self.failed = [], state.global_step, None
+        self.folder.begin(self._described(), done=state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After an update: compare the policies on every batch that is done."""
+        done = [kept for kept in self.pending if self.trainer._step >= kept.end]
+        self.pending = [kept for kept in self.pending if self.trainer._step < kept.end]
+        if done and self.failed is None:
+            self._guarded(lambda: self.folder.add(state.global_step, self._compare(done)))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What is still pending never had its last update."""
+        self.pending = []
+        self.folder.close()
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever goes wrong in here must not take the training run with it
+            self.failed, self.pending = f"{type(error).__name__}: {error}", []
+            logger.warning("The audit in %s stops here, training goes on. %s", self.folder.path, self.failed)
+
+    def _described(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "kind": "trainer",
+            "what": "compared with the old policy after the updates on their batch",
+            "model": model_name(trainer.model),
+            "trainer": type(trainer).__name__,
+            "loss": trainer.objective.name if isinstance(trainer, CorralTrainer) else trainer.loss_type,
+            "rules": self.rules.described(),
+            "settings": {
+                "every": self.every, "sequences": self.sequences, "tokens": self.tokens, "seed": self.seed,
+                "temperature": trainer.temperature, "num_iterations": trainer.num_iterations,
+                "steps_per_generation": trainer.args.steps_per_generation,
+                "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+                "learning_rate": trainer.args.learning_rate,
+            },
+            "command": sys.argv,
+        }  # fmt: skip
+
+    def _keep(self, output: dict[str, Any]) -> list[Kept]:
+        """The old policy at a few tokens of a few completions of this batch."""
+        if "pixel_values" in output:
+            raise RunError("completions about images are not audited: the pictures are no tokens.")
+        trainer = self.trainer
+        prompt, completion = output["prompt_mask"].bool(), output["completion_mask"].bool()
+        live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion
+        generator = torch.Generator().manual_seed(self.seed + trainer.state.global_step)
+        chosen = choose(live.sum(-1).cpu(), self.sequences, self.tokens, generator, whole=self.rules.whole_sequences)
+        batch = trainer.args.steps_per_generation * trainer.num_iterations
+        kept = []
+        with undisturbed(trainer.model), trainer.accelerator.autocast():
+            for row, ranks in chosen:
+                places = live[row].nonzero()[:, 0][ranks.to(live.device)]
+                start = int(prompt[row].sum())
+                ids = torch.cat([output["prompt_ids"][row][prompt[row]], output["completion_ids"][row][completion[row]]])
+                positions = places + start  # completions are padded on the right, so places are those in the sequence
+                advantages, rollout = output["advantages"][row], output.get("sampling_per_token_logps")
+                kept.append(
+                    Kept(
+                        ids,
+                        start,
+                        positions,
+                        logp_at(trainer.model, ids, positions, trainer.temperature).cpu(),
+                        (advantages.expand(len(live[row])) if advantages.ndim == 0 else advantages)[places].cpu(),
+                        None if rollout is None else rollout[row][places].cpu(),
+                        (trainer._step // batch + 1) * batch,
+                    )
+                )
+        return kept
+
+    def _compare(self, done: list[Kept]) -> list[dict[str, Any]]:
+        trainer, rows = self.trainer, []
+        processor = trainer.processing_class
+        tokenizer = getattr(processor, "tokenizer", processor)  # a processor has one, a tokenizer is one
+        with undisturbed(trainer.model), trainer.accelerator.autocast():
+            for kept in done:
+                new = logp_at(trainer.model, kept.ids, kept.positions, trainer.temperature)
+                tokens = kept.ids[kept.positions]
+                columns = measure(tokens, kept.old, new, kept.advantages, self.rules, kept.logp_rollout)
+                rows.append(
+                    {
+                        **columns,
+                        "token": tokens.cpu(),
+                        "text": [tokenizer.decode([token]) for token in tokens.tolist()],
+                        "position": kept.positions.cpu() - kept.start,
+                        "advantage": kept.advantages.float(),
+                    }
+                )
+        return rows

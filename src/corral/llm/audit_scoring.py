@@ -1,0 +1,83 @@
+"""Which tokens an audit looks at, and a model's whole distributions there, without leaving a trace in the model."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils import is_peft_model
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from corral.run.files import RunError
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Inside: no gradients, no dropout, and draws that nobody outside will miss. After it every module is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"})
+    # Not inference_mode: a model may cache what it computes here, and would find it unusable in the next backward pass.
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def logp_at(
+    model: nn.Module, ids: Int[Tensor, " L"], positions: Int[Tensor, " N"], temperature: float = 1.0
+) -> Float[Tensor, "N V"]:
+    """log π(· | ids before position) at each position ≥ 1 of one unpadded sequence, of the tempered policy, in float32.
+
+    The head is computed at these positions alone, so memory is that of N × V numbers however long the sequence is.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    before = positions - 1  # a position's logits predict the token after it
+    few = "logits_to_keep" in inspect.signature(base.forward).parameters
+    output = model(
+        input_ids=ids[None],
+        attention_mask=torch.ones_like(ids)[None],
+        use_cache=False,
+        **({"logits_to_keep": before} if few else {}),
+    )
+    logits = output.logits[0] if few else output.logits[0, before]
+    if len(logits) != len(positions):
+        raise ValueError(f"{type(base).__name__} gave logits at {len(logits)} positions where {len(positions)} were asked for.")
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+def choose(
+    lengths: Tensor, sequences: int, tokens: int, generator: torch.Generator, *, whole: bool
+) -> list[tuple[int, Tensor]]:
+    """Completions at random, and of their tokens a random share that fits: (row, ranks of the tokens in order).
+
+    Every token of the chosen completions is equally likely, so shares of tokens are unbiased. With `whole`, completions that
+    do not fit as a whole are passed over.
+    """
+    order = [row for row in torch.randperm(len(lengths), generator=generator).tolist() if lengths[row] > 0]
+    if whole:
+        fitting, left = [], tokens
+        for row in order:
+            if lengths[row] <= left and len(fitting) < sequences:
+                fitting.append(row)
+                left -= int(lengths[row])
+        if order and not fitting:
+            raise RunError(
+                f"this run clips whole completions, the shortest here has {int(lengths[order].min())} tokens, and "
+                f"tokens={tokens} are audited. Raise it."
+            )
+        return [(row, torch.arange(int(lengths[row]))) for row in fitting]
+    order = order[:sequences]
+    total = int(lengths[order].sum()) if order else 0
+    drawn = torch.randperm(total, generator=generator)[:tokens].sort().values
+    chosen, first = [], 0
+    for row in order:
+        last = first + int(lengths[row])
+        ranks = drawn[(drawn >= first) & (drawn < last)] - first
+        if len(ranks):
+            chosen.append((row, ranks))
+        first = last
+    return chosen

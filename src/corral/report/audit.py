@@ -1,0 +1,191 @@
+"""The page of an audit: one file that asks the network for nothing. Tokens and names are shown as text, whatever they say."""
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import corral
+from corral.audit.summary import Ball, Row, Summary, columns_of
+from corral.audit.words import RULES, number, percent, sentences
+from corral.report.audit_figures import bucket_figure, ratio_figure, update_figure
+from corral.report.audit_tokens import completions, shown
+from corral.report.html import Safe, join, note, shortened, table, tag, visible
+from corral.run.files import RunError, write_whole
+
+LARGEST = 6_000_000
+"""Bytes of a page."""
+
+THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
+
+VERDICTS = {"rule": "Rule", "share": "Acts on", "right": "…of which outside", "false": "…of which inside", "missed": "Missed"}
+
+MEASURED = """
+The old policy is the one that the completions were sampled from, the new one is compared with it on their tokens, both over the
+whole vocabulary and at the temperature that was sampled with. KL is KL(new‖old) in nats, TV is ½ Σ |p − q|.
+
+Clipping blocks a token when its ratio new/old has left the range in the direction in which its advantage pushes: then it has
+no gradient. That looks at one probability. A rare token doubles its probability while the policy hardly moves, and a likely one
+may lose a fifth of the whole within the range. So a block inside the ball is a false alarm, and a token outside the ball that
+is pushed further out without being blocked is missed.
+
+DPPO masks a token once the total variation is beyond its bound, on the sampled token alone or on the likeliest tokens, and only
+where it is pushed further out. TROLL projects the whole distribution back into the KL ball, whatever the advantage. Both are
+computed here on the very same tokens at the same moment; a run that had been trained with them would have come to other tokens.
+"""
+
+
+def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, out: Path) -> int:
+    """The page, whole or not at all. Returns its size in bytes."""
+    content = audit_page(info, rows, summary).encode()
+    if len(content) > LARGEST:
+        raise RunError(f"the page would have {len(content) / 1e6:.1f} MB. This should not happen: please report it.")
+    if not out.parent.is_dir():
+        raise RunError(f"{out.parent} is no folder: make it first, or choose another --page.")
+    write_whole(out, lambda beside: beside.write_bytes(content))
+    return len(content)
+
+
+def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
+    """The whole HTML."""
+    style = _static("page.css") + _static("audit.css")
+    script = _static("audit.js")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    title = f"Audit of {shortened(str(info.get('model') or 'a run'), 80)}"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content=f"corral {corral.__version__}"),
+        tag("title", title),
+        Safe(f"<style>{style}</style>"),
+    )
+    inside = tag("body", body(title, info, rows, summary), Safe(f"<script>{script}</script>"))
+    return f'<!doctype html>\n<html lang="en">{head}{inside}</html>\n'
+
+
+def body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
+    """Header, parts, footer."""
+    columns, rules = columns_of(tokens), info["rules"]
+    said = sentences(summary, info)
+    probability, kinds = summary.by_probability, (("Entropy, nats", summary.by_entropy), ("Advantage", summary.by_sign))
+    found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
+    parts = {
+        "findings": ("Findings", join(found, verdicts(summary, rules))),
+        "probability": ("By old probability", join(bucket_figure(probability), buckets("Old probability", probability))),
+        "ratio": ("Ratio against true distance", ratio_figure(columns, rules)),
+        "tokens": ("Tokens that clipping blocks most", blocked(summary.blocked_tokens)),
+        "kinds": ("By entropy and by advantage", join(*(buckets(title, rows) for title, rows in kinds))),
+        "updates": ("Over training", update_figure(summary.by_update)),
+        "completions": ("Completions", completions(columns, rules)),
+        "measured": ("How this was measured", measured(info)),
+    }
+    made = [tag("section", tag("h2", heading), content, id=name) for name, (heading, content) in parts.items()]
+    links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
+    return join(
+        tag("a", "Skip to the findings", href="#findings", class_="skip"),
+        tag(
+            "header",
+            tag("div", tag("h1", title), themes(), class_="top"),
+            tag("p", said[0], class_="lead"),
+            tag("nav", tag("ul", *links), aria_label="Sections"),
+        ),
+        tag("main", *made),
+        tag("footer", tag("p", f"Made by corral {corral.__version__} from {len(tokens):,} audited tokens.")),
+    )
+
+
+def themes() -> Safe:
+    """Radio buttons, as on the page of a report."""
+    labels = []
+    for index, (key, text) in enumerate(THEMES.items()):
+        labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
+    return tag("fieldset", tag("legend", "Theme"), *labels, class_="choice", id="choose-theme")
+
+
+def verdicts(summary: Summary, rules: Mapping[str, Any]) -> Safe:
+    """How far tokens went, who acts on how many, and how that stands to two balls of true divergence."""
+    far = {"what": "Distance", "mean": "Mean", "p999": "99.9th percentile", "max": "Largest"}
+    rows = [{"what": "true KL, nats", **summary.kl}, {"what": "true TV", **summary.tv}]
+    rows += [] if summary.mismatch is None else [{"what": "sampler mismatch, TV", **summary.mismatch}]
+    distances = table(rows, far, lambda key, row: row[key] if key == "what" else number(row[key]), aria_label="Distances")
+    made = []
+    for ball, heading in (("kl", f"KL ≤ {number(rules['kl_bound'])}"), ("tv", f"TV ≤ {number(rules['tv_bound'])}")):
+        rows = [
+            {"rule": title, **summary.verdicts[name], "ball": summary.verdicts[name][ball]} for name, title in RULES.items()
+        ]
+        made += [tag("h3", f"Against the ball {heading}"), table(rows, VERDICTS, _verdict, aria_label=heading)]
+    text = "Missed: outside the ball and pushed further out, yet left alone. TROLL acts whatever the advantage says."
+    return join(distances, *made, tag("p", text, class_="count"))
+
+
+def _verdict(key: str, row: Row) -> str:
+    ball: Ball = row["ball"]
+    counts = {"right": ball.blocked_outside, "false": ball.blocked_inside}
+    if key in counts:
+        return f"{counts[key]:,} ({percent(counts[key] / ball.blocked)})" if ball.blocked else "—"
+    if key == "missed":
+        return f"{ball.passed_outward:,} ({percent(ball.passed_outward / ball.tokens)})"
+    return row[key] if key == "rule" else percent(row[key])
+
+
+def buckets(title: str, rows: Sequence[Row]) -> Safe:
+    """One row per bucket."""
+    columns = {"name": title, "tokens": "Tokens", "tv": "TV: mean, 99.9 %, largest", "kl": "KL: mean, 99.9 %, largest", **RULES}
+
+    def show(key: str, row: Row) -> str:
+        if key in ("tv", "kl"):
+            return ", ".join(number(row[key][name]) for name in ("mean", "p999", "max"))
+        return row[key] if key == "name" else f"{row[key]:,}" if key == "tokens" else percent(row[key])
+
+    return table(list(rows), columns, show, aria_label=title)
+
+
+def blocked(rows: Sequence[Row]) -> Safe:
+    """The tokens most often blocked."""
+    if not rows:
+        return note("Clipping blocks no token here.", good=True)
+    columns = {"text": "Token", "token": "Id", "seen": "Seen", "blocked": "Blocked", "inside": "…inside the KL ball"}
+    columns |= {"p_old": "Mean probability before", "tv": "Mean true TV"}
+
+    def show(key: str, row: Row) -> Any:
+        if key == "text":
+            return tag("code", shown(row["text"]))
+        if key == "inside":
+            return f"{row[key]:,} ({percent(row[key] / row['blocked'])})"
+        return number(row[key]) if key in ("p_old", "tv") else f"{row[key]:,}"
+
+    return table(list(rows), columns, show, aria_label="Blocked tokens")
+
+
+def measured(info: Mapping[str, Any]) -> Safe:
+    """The method, the rules and the settings."""
+    rows = [
+        {"setting": f"{part} {key}", "value": shortened(str(value), 300)}
+        for part in ("rules", "settings", "versions")
+        for key, value in (info.get(part) or {}).items()
+        if value is not None
+    ]
+    asked = table(rows, {"setting": "Setting", "value": "Value"}, lambda key, row: visible(row[key]), aria_label="Settings")
+    return join(
+        *(tag("p", part) for part in MEASURED.strip().split("\n\n")),
+        tag("details", tag("summary", f"{len(rows)} rules, settings and versions"), asked),
+    )
+
+
+def _static(name: str) -> str:
+    return files("corral.report").joinpath("static", name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    """What the policy calls an inline script or style by."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

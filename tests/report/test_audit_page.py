@@ -1,0 +1,153 @@
+"""The page of an audit: what it says, what it may not do, and any days that a run may have had."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from audit.four_tokens import RULES, completion
+from corral.audit.folder import AuditFolder, read_audit
+from corral.audit.measure import measure
+from corral.audit.rules import Rules
+from corral.audit.summary import summarise
+from corral.objective import make_objective
+from corral.report.audit import audit_page, write_audit_page
+from corral.report.audit_figures import LogAxis
+from corral.report.audit_tokens import shown
+from corral.run.files import RunError
+
+HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>\"'\u202egnp"
+
+
+def page_of(path: Path, completions: dict[int, list[dict[str, Any]]], info: dict[str, Any] | None = None) -> str:
+    folder = AuditFolder(path)
+    folder.begin({"what": "compared", "model": "m", "rules": RULES.described(), **(info or {})})
+    for update, rows in completions.items():
+        folder.add(update, rows)
+    folder.close()
+    found, table = read_audit(path)
+    return audit_page(found, table, summarise(table, found["rules"]))
+
+
+def drawn(count: int, vocabulary: int = 12, seed: int = 0, size: float = 0.6, rules: Rules = RULES) -> dict[str, Any]:
+    """A completion of random policies."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(count, vocabulary, generator=generator)
+    moved = logits + size * torch.randn(count, vocabulary, generator=generator)
+    tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    advantages = torch.full((count,), float(seed % 3 - 1))
+    columns = measure(tokens, logits.log_softmax(-1), moved.log_softmax(-1), advantages, rules)
+    rows = {"token": tokens, "text": [f"w{token}" for token in tokens.tolist()], "position": torch.arange(count)}
+    return {**columns, **rows, "advantage": advantages}
+
+
+def test_it_says_what_was_found(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "audit", {1: [completion("thing")]}, {"model": "a model"})
+    assert "<h1>Audit of a model</h1>" in page
+    assert "50 % of these are inside the KL ball of 0.05" in page
+    assert '<td class="number">1 (50 %)</td>' in page
+    assert page.count("<section") == 8
+    assert "There is one audited update" in page
+
+
+def test_the_heat_map_marks_errors(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "audit", {1: [completion("tok")]})
+    kinds = re.findall(r'<span class="token heat\d (\w+)" title="([^"]*)">tok</span>', page)
+    assert [kind for kind, _ in kinds] == ["false", "missed", "right", "back"]
+    assert kinds[0][1].startswith("blocked though inside the KL ball: p 0.005 → 0.01, KL 0.002")
+
+
+def test_tokens_left_out_leave_a_gap(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "audit", {1: [completion("t", position=torch.tensor([2, 3, 7, 8]))]})
+    assert page.count('class="gap"') == 2
+
+
+@pytest.mark.parametrize("where", ["text", "model", "what"])
+def test_hostile_text_stays_text(tmp_path: Path, where: str) -> None:
+    info = {where: HOSTILE} if where != "text" else {}
+    page = page_of(tmp_path / "audit", {1: [completion(HOSTILE if where == "text" else "t")]}, info)
+    assert page.count("<script") == 1
+    assert "<img" not in page
+    assert "\u202e" not in page
+    assert "onerror=window" in page, "it is shown"
+
+
+def test_the_policy_lets_in_nothing_but_its_own(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "audit", {1: [completion()]})
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert policy[1].startswith("default-src &#x27;none&#x27;; script-src &#x27;sha256-")
+    assert "unsafe" not in policy[1]
+    assert not re.search(r"\sstyle=", page)
+    assert not re.search(r"(src|href)=\"(?!#)", page)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(),
+        Rules(clip=make_objective("gspo")),
+        Rules(clip=make_objective("gmpo"), own=True),
+        Rules(clip=make_objective("dual_clip"), own=True),
+        Rules(clip=make_objective("ppo_clip", clip_low=1.0, clip_high=5.0), tv_bound=3.0),
+    ],
+    ids=["ppo_clip", "gspo", "gmpo", "dual_clip", "wide"],
+)
+def test_every_kind_of_clipping_has_a_page(tmp_path: Path, rules: Rules) -> None:
+    completions = {update: [drawn(40, seed=update + index, rules=rules) for index in range(3)] for update in (4, 8, 12)}
+    page = page_of(tmp_path / "audit", completions, {"rules": rules.described()})
+    assert page.count("<svg") == 3
+    assert "NaN" not in page
+    assert "nan" not in re.sub(r"<(style|script)>.*?</\1>", "", page, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("day", ["nothing moved", "one token", "infinitely far", "no advantage"])
+def test_odd_days(tmp_path: Path, day: str) -> None:
+    rows = drawn(1 if day == "one token" else 30, size=0.0 if day == "nothing moved" else 0.6, seed=2)
+    if day == "infinitely far":
+        rows["kl"] = torch.full_like(rows["kl"], torch.inf)
+    if day == "no advantage":
+        rows["advantage"] = torch.zeros_like(rows["advantage"])
+    page = page_of(tmp_path / "audit", {1: [rows], 2: [rows]})
+    assert page.count("<section") == 8
+    assert ("∞" in page) == (day == "infinitely far")
+
+
+def test_a_large_audit_fits(tmp_path: Path) -> None:
+    rows = drawn(2000, vocabulary=60)
+    rows["text"] = ["x" * 300] * 2000
+    folder = AuditFolder(tmp_path / "audit")
+    folder.begin({"rules": RULES.described()})
+    for update in range(20):
+        folder.add(update + 1, [rows, rows])
+    folder.close()
+    info, table = read_audit(tmp_path / "audit")
+    assert write_audit_page(info, table, summarise(table, info["rules"]), tmp_path / "page.html") < 6_000_000
+
+
+def test_a_page_needs_a_folder(tmp_path: Path) -> None:
+    folder = AuditFolder(tmp_path / "audit")
+    folder.begin({"rules": RULES.described()})
+    folder.add(1, [completion()])
+    folder.close()
+    info, table = read_audit(tmp_path / "audit")
+    with pytest.raises(RunError, match="make it first, or choose another --page"):
+        write_audit_page(info, table, summarise(table, info["rules"]), tmp_path / "no" / "page.html")
+
+
+def test_tokens_can_be_read() -> None:
+    assert shown(" \n") == "␣⏎"
+    assert shown(" a b\tc ") == "␣a b⇥c␣"
+    assert shown("  ") == "␣␣"
+    assert shown("") == "∅"
+    assert shown("\u202eabc") == "⟨U+202E⟩abc"
+
+
+def test_a_logarithmic_axis() -> None:
+    axis = LogAxis(1e-3, 1.0, top=0, bottom=300)
+    assert [axis(value) for value in (1e-3, 1e-2, 1.0)] == pytest.approx([300, 200, 0])
+    assert axis(0.0) == 300
+    assert axis(np.inf) == 0
