@@ -2,6 +2,8 @@
 
 - `write_run(folder, …)`: one run.
 - `write_small_set(folder)`: troll, dppo and ppo_clip, three seeds each; one of ppo_clip collapses, a fourth of dppo goes on.
+- `write_comparison(folder)`: a sweep of two contestants over four rates and two numbers of updates, with its compare.json.
+- `write_robot_run(folder, …)`: a run of a robot.
 """
 
 import json
@@ -41,10 +43,12 @@ def config(objective: str, seed: int, steps: int, **settings: Any) -> dict[str, 
     }
 
 
-def lines(objective: str, seed: int, steps: int, *, collapse: bool = False, every: int = 2) -> list[dict[str, Any]]:
+def lines(
+    objective: str, seed: int, steps: int, *, collapse: bool = False, every: int = 2, gain: float | None = None
+) -> list[dict[str, Any]]:
     """Metrics of a run that learns, or falls apart halfway."""
     draw, found = random.Random(ascii(f"{objective} {seed}")), []
-    gain = GAINS.get(objective, 0.2) + 0.02 * draw.gauss(0, 1)
+    gain = (GAINS.get(objective, 0.2) if gain is None else gain) + 0.02 * draw.gauss(0, 1)
     for step in range(steps + 1):
         done = step / max(steps, 1)
         level = 0.2 + gain * (1 - math.exp(-3 * done)) + 0.01 * draw.gauss(0, 1)
@@ -91,11 +95,12 @@ def write_run(
     completions: list[dict[str, Any]] | None = None,
     tokens: bool = False,
     every: int = 2,
+    gain: float | None = None,
     **settings: Any,
 ) -> Path:
     """The files of one run; `stopped=None` is a run that still goes on."""
     folder.mkdir(parents=True)
-    rows = lines(objective, seed, steps, collapse=collapse, every=every)
+    rows = lines(objective, seed, steps, collapse=collapse, every=every, gain=gain)
     kept = rows if stopped is not None else rows[: len(rows) // 2 + 1]
     (folder / "config.json").write_text(json.dumps(config(objective, seed, steps, **settings), indent=2))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -155,6 +160,72 @@ def write_small_set(folder: Path) -> Path:
                 collapse=(objective, seed) == ("ppo_clip", 1),
                 tokens=seed == 0,
             )
+    return folder
+
+
+RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+CHOSEN = {"ppo_clip": {"learning_rate": 3e-4, "num_iterations": 1}, "troll": {"learning_rate": 1e-3, "num_iterations": 1}}
+
+
+def gain_at(contestant: str, setting: dict[str, Any]) -> float:
+    """Best at 3e-4 (ppo_clip) or 1e-3 (troll), less with more updates; troll falls off slowly."""
+    off = math.log10(setting["learning_rate"] / (1e-3 if contestant == "troll" else 3e-4))
+    speed = 0.04 if contestant == "troll" else 0.6
+    return 0.4 - speed * abs(off) - (0.2 if setting["num_iterations"] == 4 else 0.0)
+
+
+def write_comparison(folder: Path, *, reported: bool = True, **changes: Any) -> Path:
+    """Two seeds to choose on, three to report; one run of the sweep failed before it left anything, a reported one waits."""
+    runs = []
+    for contestant in CHOSEN:
+        grid = [{"learning_rate": rate, "num_iterations": count} for rate in RATES for count in (1, 4)]
+        planned = [(setting, seed, "sweep") for setting in grid for seed in (0, 1)]
+        planned += [(CHOSEN[contestant], seed, "report") for seed in (2, 3, 4, 5)] if reported else []
+        for setting, seed, stage in planned:
+            name, state = f"{contestant}_{setting['learning_rate']:g}_{setting['num_iterations']}_seed{seed}", "finished"
+            if (contestant, setting, seed) == ("ppo_clip", {"learning_rate": 3e-3, "num_iterations": 4}, 1):
+                state = "failed"
+            if seed == 5:
+                state = "waiting"
+            if state == "finished":
+                gain = gain_at(contestant, setting)
+                write_run(folder / name, contestant, seed, collapse=gain < 0, gain=max(gain, 0.0), tokens=seed == 2, **setting)
+            run = {"folder": name, "contestant": contestant, "setting": setting, "seed": seed, "stage": stage, "state": state}
+            runs.append({**run, "error": "out of memory" if state == "failed" else None})
+    content: dict[str, Any] = {"version": 1, "kind": "llm", "recipe": "demo", "contestants": [*CHOSEN]}
+    content["command"] = "corral compare --recipe demo --sweep learning_rate --hub-token hf_secret --out somewhere"
+    content["sweep"] = {"learning_rate": [*RATES], "num_iterations": [1, 4]}
+    content |= {"choose_seeds": [0, 1], "report_seeds": [2, 3, 4, 5], "chosen": CHOSEN if reported else {}, "runs": runs}
+    (folder / "compare.json").write_text(json.dumps(content | changes))
+    return folder
+
+
+def write_robot_run(
+    folder: Path, algorithm: str = "tce", seed: int = 0, *, task: str = "corral/ViaPointReacher-v0", solved: bool = True
+) -> Path:
+    """Ten batches; success is measured where `solved`, else the return alone."""
+    folder.mkdir(parents=True)
+    draw = random.Random(f"{algorithm} {task} {seed}")
+    settings = {"environment": task, "environment_config": {"reward": "dense"}, "algorithm": algorithm, "seed": seed}
+    settings |= {
+        "iterations": 10,
+        "learner": {"episodes": 64, **({"policy_rate": 2e-3} if algorithm == "tce" else {"rate": 3e-4})},
+    }
+    model = "gaussian-prodmp" if algorithm == "tce" else "gaussian-mlp"
+    content = {"settings": settings, "objective": {"name": algorithm}, "task": {"name": task}, "model": {"name": model}}
+    command = ["corral", "train", "--recipe", "via_point", "--algorithm", algorithm, "--seed", str(seed)]
+    (folder / "config.json").write_text(json.dumps({**content, "command": command, "versions": {"mujoco": "4.0.0"}}))
+    pull, rows = (0.9 if algorithm == "tce" else 0.5), []
+    for step in range(11):
+        reached = pull * (1 - math.exp(-step / 4)) + 0.01 * draw.gauss(0, 1)
+        line: dict[str, Any] = {"step": step, "update": 25 * step, "seconds": 1.0 + step, "env_steps": 6400 * step}
+        line |= {"success": max(0.0, reached) if solved else None, "return": -70 + 60 * reached, "reward": -75 + 60 * reached}
+        line |= {"motion/jerk": -8 - draw.random(), "motion/torque_rate": 0.3, "explore/autocorrelation": 0.7}
+        line |= {"tr/kl_before": 0.2, "tr/kl_after": 0.1, "tr/active_frac": 0.8} if algorithm == "tce" and step else {}
+        rows.append(line)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    end = {"objective": algorithm, "task": task, "model": model, "seed": seed, "steps": 10, "stopped": "finished", "why": None}
+    (folder / "summary.json").write_text(json.dumps(end))
     return folder
 
 

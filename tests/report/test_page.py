@@ -6,6 +6,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from corral.report.content import Report, make_report
@@ -116,7 +118,7 @@ def test_the_page_asks_the_network_for_nothing_and_runs_its_own_script_alone(sma
 def test_the_page_has_every_part(small: str) -> None:
     ids = {found.get("id") for _, found in Structure(small).tags}
     parts = {"findings", "curves", "region", "tokens", "completions", "events", "runs", "configuration", "reproduce"}
-    assert parts | {"filters", "finals", "learning", "trust", "heat", "histogram", "completion-list"} <= ids
+    assert parts | {"filters", "finals", "learning", "trust", "heat", "histograms", "completion-list"} <= ids
     assert "troll beats dppo on final success: +13.6 points" in small
     assert "corral train --objective dppo --seed 0" in small
 
@@ -252,7 +254,7 @@ def test_golden_curve(tmp_path: Path) -> None:
     found = curve(group, success, interval=False)
     assert found is not None
     assert found.value == pytest.approx([0.3, 0.3])
-    assert (found.low, found.high, found.update, found.seeds) == ([0.1, 0.2], [0.5, 0.4], [0.0, 8.0], 3)
+    assert (found.low, found.high, found.at, found.seeds) == ([0.1, 0.2], [0.5, 0.4], [0.0, 8.0], 3)
     assert curve(group, METRICS[3]) is None
 
 
@@ -279,6 +281,26 @@ def test_the_page_stands_on_bad_days(tmp_path: Path, damage: str) -> None:
         "in progress": "not ended after 4 of 8",
     }
     assert notes.get(damage, "Findings") in found
+
+
+def test_many_tokens_fit_on_a_page(tmp_path: Path) -> None:
+    """Six runs of 64 completions of 2000 tokens: every run keeps some of the first step and of the last."""
+    row = {
+        "token": ["word "] * 2000,
+        "action": ["clipped"] * 2000,
+        "kl_before": [0.0123456] * 2000,
+        "log_ratio": [-0.12345] * 2000,
+    }
+    rows = [{"step": step, **row} for step in range(1, 9) for _ in range(8)]
+    for seed in range(6):
+        path = write_run(tmp_path / str(seed), "ppo_clip", seed)
+        pq.write_table(pa.Table.from_pylist(rows), path / "tokens.parquet")
+    found = page(make_report(read_runs([tmp_path])))
+    assert len(found) < LARGEST / 2
+    tokens = data_of(found)["tokens"]
+    assert {entry["run"] for entry in tokens} == set(range(6))
+    assert sum(len(entry["token"]) for entry in tokens) <= 25_000
+    assert max(len(entry["token"]) for entry in tokens) == 600
 
 
 def test_errors_are_sentences(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from corral.cli import main
 from corral.report.content import make_report
 from corral.report.export import export, write_csv
 from corral.report.read import read_runs
-from report.synthetic import write_run
+from report.synthetic import write_robot_run, write_run
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -50,6 +50,20 @@ def test_every_figure_and_every_table(tmp_path: Path) -> None:
     assert [row["step"] for row in points if row["objective"] == "troll"] == ["0", "2", "4", "6", "8"]
     assert float(points[-1]["low"]) <= float(points[-1]["value"]) <= float(points[-1]["high"])
     assert rows_of(tmp_path / "out/results.csv")[1]["objective"] == "troll"
+
+
+def test_sweeps_ends_tokens_and_robots_are_exported_too(tmp_path: Path) -> None:
+    for rate in (1e-4, 1e-3):
+        for objective in ("troll", "dppo"):
+            few_metrics(write_run(tmp_path / f"runs/{objective}{rate}", objective, tokens=rate == 1e-4, learning_rate=rate))
+    names = {path.name for path in export(make_report(read_runs([tmp_path / "runs"])), tmp_path / "out")}
+    assert {"sweep.csv", "sweep.svg", "sweep.png", "final.svg"} <= names
+    assert {"kl-per-token-troll-learning-rate-0-0001.png", "kl-per-token-dppo-learning-rate-0-0001.svg"} <= names
+    assert rows_of(tmp_path / "out/sweep.csv")[0]["axis"] == "learning_rate"
+    write_robot_run(tmp_path / "robots/a")
+    names = {path.name for path in export(make_report(read_runs([tmp_path / "robots"])), tmp_path / "robot")}
+    assert {"return.svg", "motion_jerk.png", "final.png"} <= names
+    assert rows_of(tmp_path / "robot/return.csv")[1]["env_steps"] == "6400.0"
 
 
 def test_hostile_names_draw_and_do_not_compute(tmp_path: Path) -> None:

@@ -16,11 +16,14 @@ from trl.models.utils import unwrap_model_for_generation
 from corral.llm.guard import GuardCallback, on_any_process
 from corral.llm.problems import Problems, Reward, answer, text_of
 from corral.llm.settings import Settings
+from corral.llm.tokens import Few, thinned, token_rows
 from corral.llm.trainer import CorralTrainer
+from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
 from corral.run.view import View
+from corral.types import TokenBatch
 
 NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
 """What a line says where nothing was measured."""
@@ -56,6 +59,8 @@ class RunTrainer(CorralTrainer):
     """CorralTrainer whose checkpoints appear in a run folder whole or not at all, and whose guard hears of every loss."""
 
     session: Session
+    looked: tuple[Few, Objective] | None = None
+    """Completions of the last update of a step, until its line is written."""
 
     @property
     def updates_per_step(self) -> int:
@@ -67,6 +72,28 @@ class RunTrainer(CorralTrainer):
         loss = super().training_step(*args, **kwargs)
         self.session.guard.loss_is_finite &= bool(loss.isfinite())
         return loss
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rewards ride along in TRL's buffer of rollouts, for the rows of tokens.parquet."""
+        output = super()._generate_and_score_completions(inputs)
+        assert self._rewards is not None
+        rewards, mine = self._rewards, len(output["completion_ids"])
+        summed = (rewards * self.reward_weights.to(rewards.device)).nansum(-1)
+        output["corral_reward"] = summed[self.accelerator.process_index * mine :][:mine]
+        return output
+
+    def _look(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
+        """In the last update of a step the policy has moved furthest."""
+        last = self.state.global_step % self.updates_per_step == self.updates_per_step - 1
+        if last and self.model.training and self.session.folder is not None:
+            self.looked = Few.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
+
+    def newest_tokens(self) -> list[dict[str, Any]]:
+        """Rows of tokens.parquet for the step that just ended."""
+        looked, self.looked = self.looked, None
+        update = self.state.global_step
+        about = {"step": update // self.updates_per_step, "update": update}
+        return [] if looked is None else token_rows(*looked, self.processing_class, **about)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None: config.json says it all, and TRL's card would be written in pieces."""
@@ -201,6 +228,8 @@ class RunCallback(TrainerCallback):
         rows = self.trainer.newest_completions(session.settings.keep_completions)
         if session.folder is not None:
             session.folder.add_completions(rows)
+            if session.settings.keep_completions:
+                session.folder.tokens_kept = thinned(session.folder.tokens_kept, self.trainer.newest_tokens())
         if line["success"] is not None:
             session.view.completions(rows[:3])
 

@@ -3,15 +3,16 @@
 from typing import Any
 
 from corral.report.content import Report
-from corral.report.findings import count, value
+from corral.report.findings import count, spread, value
 from corral.report.html import Safe, join, note, table, tag
+from corral.report.tables import compare_command
 
 EVENTS = {"objective": "Objective", "seed": "Seed", "step": "Step", "kind": "Kind", "what": "What happened"}
 
 RUNS = {
     "objective": "Objective", "seed": "Seed", "stopped": "Ended", "steps": "Steps", "start": "Start", "best": "Best",
-    "final": "Final", "greedy": "Greedy",
-    "seconds": "Seconds", "tokens": "Tokens", "skipped": "Skipped updates", "run": "Folder",
+    "final": "Final", "greedy": "Greedy", "return": "Return",
+    "seconds": "Seconds", "tokens": "Tokens", "env_steps": "Environment steps", "skipped": "Skipped updates", "run": "Folder",
 }  # fmt: skip
 
 
@@ -20,7 +21,13 @@ def event_table(report: Report) -> Safe:
     rows = report.tables["events"]
     if not rows:
         return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
-    return table(rows, EVENTS, lambda key, row: "—" if row[key] is None else str(row[key]), aria_label="Failures and warnings")
+    return table(
+        rows,
+        EVENTS,
+        lambda key, row: "—" if row[key] is None else str(row[key]),
+        aria_label="Failures and warnings",
+        data_table="events",
+    )
 
 
 def run_table(report: Report) -> Safe:
@@ -33,9 +40,14 @@ def run_table(report: Report) -> Safe:
             return "—"
         if key in ("start", "best", "final", "greedy"):
             return value(report, row[key])
+        if key == "return":
+            return spread(row[key], None, None)
         return f"{row[key]:,.0f}" if isinstance(row[key], float) else str(row[key])
 
-    return table(report.tables["runs"], RUNS, show, aria_label="Runs")
+    rows = report.tables["runs"]
+    optional = ("greedy", "return", "tokens", "env_steps")
+    columns = {key: text for key, text in RUNS.items() if key not in optional or any(row[key] is not None for row in rows)}
+    return table(rows, columns, show, aria_label="Runs", data_table="runs")
 
 
 def configuration(report: Report) -> Safe:
@@ -58,7 +70,7 @@ def reproduce(report: Report) -> Safe:
     rows = report.tables["versions"]
     differ = [row["package"] for row in rows if row["differ"]]
     how = "The same from a file: save this as settings.json, then run corral train --config settings.json."
-    items = []
+    items = [tag("pre", text, tabindex="0") for plan in report.comparisons if (text := compare_command(plan.command))]
     for row in report.tables["commands"]:
         command = tag("p", "It was started from Python, or its command is unknown.")
         if row["command"]:

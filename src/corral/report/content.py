@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corral.report import figures, outcomes, tables
+from corral.report import across, figures, outcomes, sweeps, tables
+from corral.report.compared import Comparison, split_runs
 from corral.report.groups import Group, group_runs
 from corral.report.html import shortened
 from corral.report.read import Run
@@ -17,8 +18,14 @@ class Report:
 
     title: str
     groups: Sequence[Group]
+    """Those that the page is about."""
+    swept: Sequence[Group]
+    """Runs on which a comparison chose its settings: they are in the sweep and in the lists, and count for nothing else."""
+    sweeps: Sequence[sweeps.Sweep]
+    comparisons: Sequence[Comparison]
     measure: outcomes.Measure
     threshold: float | None
+    """For the steps to it; None where every problem has its own."""
     metrics: Sequence[figures.Metric]
     every: int
     """Steps per point of a figure."""
@@ -30,34 +37,55 @@ class Report:
         return [run for group in self.groups for run in group.runs]
 
 
-def make_report(runs: Sequence[Run], *, title: str | None = None, threshold: float | None = None) -> Report:
+def make_report(
+    runs: Sequence[Run],
+    comparisons: Sequence[Comparison] = (),
+    *,
+    title: str | None = None,
+    threshold: float | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
     """Group, count, compare.
 
     Args:
-        threshold: of the metric, for the steps to it; None takes nine tenths of what the best objective ends with.
+        comparisons: what `corral compare` wrote beside the runs, from `read_comparisons`.
+        notes: what was wrong with files that belong to no run.
+        threshold: of the metric, for the steps to it; None takes nine tenths of the best objective's end, problem by problem.
     """
     if not runs:
         raise RunError("a report needs at least one run.")
-    groups = group_runs(runs)
+    shown, aside, chosen = split_runs(runs, comparisons)
+    groups, swept = group_runs(shown, chosen), group_runs(aside)
     measure = outcomes.main_metric(runs)
-    threshold = outcomes.default_threshold(groups, measure.key) if threshold is None else threshold
-    metrics = figures.drawn_metrics(runs)
+    by_problem = [[group for group in groups if group.problem == name] for name in dict.fromkeys(g.problem for g in groups)]
+    thresholds = [outcomes.default_threshold(own, measure.key) if threshold is None else threshold for own in by_problem]
+    metrics = figures.drawn_metrics(shown)
+    found = sweeps.find_sweeps(runs, comparisons, measure)
     differ, same = tables.configuration(groups)
     return Report(
         title=title or headline(groups),
         groups=groups,
+        swept=swept,
+        sweeps=found,
+        comparisons=comparisons,
         measure=measure,
-        threshold=threshold,
+        threshold=thresholds[0] if len(set(thresholds)) == 1 else None,
         metrics=metrics,
-        every=figures.stride(runs, metrics),
+        every=figures.stride(shown, metrics),
         tables={
-            "results": outcomes.results(groups, measure.key, threshold),
+            "results": [
+                row
+                for own, reach in zip(by_problem, thresholds, strict=True)
+                for row in outcomes.results(own, measure.key, reach)
+            ],
             "comparisons": outcomes.comparisons(groups, measure),
-            "runs": tables.run_table(groups, measure.key),
-            "events": tables.events(groups),
+            "overall": across.overall(groups, measure),
+            "sweep": sweeps.table(found),
+            "runs": tables.run_table([*groups, *swept], measure.key),
+            "events": [*tables.events([*groups, *swept]), *tables.plan_events(comparisons, runs), *tables.file_events(notes)],
             "differences": differ,
             "settings": same,
-            "versions": tables.versions(groups),
+            "versions": tables.versions([*groups, *swept]),
             "commands": tables.commands(groups),
         },
     )

@@ -1,20 +1,15 @@
 """Figures for papers, SVG and PNG, and tables as CSV: what the page shows of all groups and seeds."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corral.report import figures
+from corral.report import figures, outcomes, plots
 from corral.report.content import Report
 from corral.report.groups import Group
-from corral.report.html import visible
 from corral.run.files import RunError, disk_sentence, write_whole
-
-COLOURS = ("#1f5fa8", "#c2500a", "#1a7f5a", "#9c3d88", "#8a6d00", "#117a8b", "#b3263c", "#555d6b")
-"""As on the page."""
-
-DASHES = ("-", "--", ":", "-.")
 
 
 def export(report: Report, folder: Path) -> list[Path]:
@@ -24,28 +19,50 @@ def export(report: Report, folder: Path) -> list[Path]:
     except OSError as error:
         raise RunError(disk_sentence(error, folder)) from error
     written = [write_csv(rows, folder / f"{name}.csv") for name, rows in report.tables.items() if rows]
-    for metric in report.metrics:
-        name = metric.key.replace("/", "_")
-        for problem in dict.fromkeys(group.problem for group in report.groups):
-            groups = [group for group in report.groups if group.problem == problem]
-            stem = name if len({group.problem for group in report.groups}) == 1 else f"{name}-{_file_name(problem)}"
-            rows = points(groups, metric, report.every)
-            if rows:
-                written += [write_csv(rows, folder / f"{stem}.csv"), *draw(report, groups, metric, folder / stem)]
+    problems = list(dict.fromkeys(group.problem for group in report.groups))
+    for problem in problems:
+        ending = "" if len(problems) == 1 else f"-{_file_name(problem)}"
+        written += _of_problem(report, [group for group in report.groups if group.problem == problem], folder, ending)
+    for index, sweep in enumerate(report.sweeps):
+        stem = folder / ("sweep" if len(report.sweeps) == 1 else f"sweep-{index + 1}")
+        written += draw(partial(plots.draw_sweep, sweep=sweep, measure=report.measure), stem)
     return written
 
 
-def points(groups: Sequence[Group], metric: figures.Metric, every: int) -> list[dict[str, Any]]:
-    """What a figure draws, as rows."""
-    rows = []
+def _of_problem(report: Report, groups: Sequence[Group], folder: Path, ending: str) -> list[Path]:
+    """Curves, ends and histograms of the groups of one problem."""
+    axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
+    look, written = plots.looks(report.groups), []
+    for metric in report.metrics:
+        interval = metric.section == "learning"
+        found = [(group, figures.curve(group, metric, report.every, interval=interval, axis=axis)) for group in groups]
+        curves = [(group, curve) for group, curve in found if curve is not None]
+        stem = folder / f"{metric.key.replace('/', '_')}{ending}"
+        if curves:
+            written.append(write_csv(points(curves, axis), stem.with_name(f"{stem.name}.csv")))
+            written += draw(partial(plots.draw_curves, curves=curves, metric=metric, look=look, axis=axis), stem)
+    rows = {id(group): row for group, row in zip(report.groups, report.tables["results"], strict=True)}
+    ends = [(group, rows[id(group)], seeds) for group in groups if (seeds := outcomes.finals(group, report.measure.key))]
+    if ends:
+        written += draw(partial(plots.draw_finals, rows=ends, measure=report.measure), folder / f"final{ending}")
     for group in groups:
-        curve = figures.curve(group, metric, every, interval=metric.section == "learning")
-        for step, update, value, low, high in zip(*_columns(curve), strict=True):
-            rows.append({"objective": group.label, "step": step, "update": update, "value": value, "low": low, "high": high})
-    return rows
+        moved = any(value for run in group.runs for row in run.tokens for value in row["kl_before"] if value)
+        if moved:
+            stem = folder / f"kl-per-token-{_file_name(group.label)}{ending}"
+            written += draw(partial(plots.draw_histogram, group=group, colour=look[group.key]["color"]), stem)
+    return written
 
 
-def draw(report: Report, groups: Sequence[Group], metric: figures.Metric, stem: Path) -> list[Path]:
+def points(curves: Sequence[tuple[Group, figures.Curve]], axis: str) -> list[dict[str, Any]]:
+    """What a figure draws, as rows."""
+    return [
+        {"objective": group.label, "step": step, axis: at, "value": value, "low": low, "high": high}
+        for group, curve in curves
+        for step, at, value, low, high in zip(curve.step, curve.at, curve.value, curve.low, curve.high, strict=True)
+    ]
+
+
+def draw(on: Callable[[Any], None], stem: Path) -> list[Path]:
     """One figure as SVG and as PNG."""
     try:
         from matplotlib.figure import Figure
@@ -53,25 +70,9 @@ def draw(report: Report, groups: Sequence[Group], metric: figures.Metric, stem: 
         raise RunError("exporting figures needs matplotlib. Install it: pip install 'corral[report]'.") from missing
     figure = Figure(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.add_subplot()
-    objectives = list(dict.fromkeys(group.objective for group in report.groups))
-    settings = list(dict.fromkeys(group.setting for group in report.groups))
-    scale = 100.0 if metric.percent else 1.0
-    for group in groups:
-        curve = figures.curve(group, metric, report.every, interval=metric.section == "learning")
-        if curve is None:
-            continue
-        look = {"color": COLOURS[objectives.index(group.objective) % 8], "linestyle": DASHES[settings.index(group.setting) % 4]}
-        value, low, high = ([scale * number for number in column] for column in (curve.value, curve.low, curve.high))
-        # A label that begins with _ is hidden, and $ begins a formula: neither is for labels of ours to do.
-        label = f"{visible(group.label)} ({curve.seeds})".replace("$", r"\$")
-        axes.plot(curve.update, value, label=label if not label.startswith("_") else f" {label}", **look)
-        axes.fill_between(curve.update, low, high, color=look["color"], alpha=0.16, linewidth=0)
-    if metric.log and any(number > 0 for line in axes.lines for number in line.get_ydata()):
-        axes.set_yscale("log")
-    axes.set(xlabel="updates", ylabel=f"{metric.title}{' (%)' if metric.percent else ''}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize="small", title="objective (seeds)", title_fontsize="small")
+    on(axes)
     paths = [stem.with_name(f"{stem.name}{ending}") for ending in (".svg", ".png")]
     for path in paths:
         write_whole(path, lambda beside, kind=path.suffix[1:]: figure.savefig(beside, format=kind, dpi=200))
@@ -89,10 +90,6 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 
     write_whole(path, write)
     return path
-
-
-def _columns(curve: figures.Curve | None) -> tuple[Sequence[Any], ...]:
-    return ([],) * 5 if curve is None else (curve.step, curve.update, curve.value, curve.low, curve.high)
 
 
 def _inert(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ class Metric:
     key: str
     title: str
     caption: str
-    section: Literal["learning", "region"]
+    section: Literal["learning", "region", "motion"]
     percent: bool = False
     log: bool = False
     """A logarithmic axis: values span decades."""
@@ -38,9 +38,14 @@ def _region(key: str, title: str, caption: str, **look: bool) -> Metric:
     return Metric(key=key, title=title, caption=caption, section="region", **look)
 
 
+def _motion(key: str, title: str, caption: str, **look: bool) -> Metric:
+    return Metric(key=key, title=title, caption=caption, section="motion", **look)
+
+
 METRICS = (
     _learning("success", "Success", "held-out problems solved by one sample at temperature 1", percent=True),
     _learning("greedy", "Greedy success", "held-out problems solved by the likeliest tokens", percent=True),
+    _learning("return", "Return", "mean over held-out contexts, without exploration"),
     _learning("reward", "Training reward", "mean reward of the rollouts"),
     _region("entropy", "Entropy", "nats per token of the policy"),
     _region("tr/active_frac", "Active fraction", "share of tokens on which the trust region acted", percent=True),
@@ -59,13 +64,35 @@ METRICS = (
     _region("grad_norm", "Gradient norm", "before clipping", log=True),
     _region("completions/mean_length", "Completion length", "mean, in tokens"),
     _region("tokens_per_second", "Speed", "tokens per second"),
+    _region("steps_per_second", "Speed", "environment steps per second"),
+    _motion("motion/jerk", "Jerk", "minus the log of the dimensionless jerk: higher is smoother"),
+    _motion("explore/jerk", "Jerk while exploring", "the same with the noise of training"),
+    _motion("motion/spectrum", "Spectral arc length", "negative: nearer to 0 is smoother"),
+    _motion("explore/spectrum", "Spectral arc length while exploring", "the same with the noise of training"),
+    _motion("motion/torque_rate", "Torque rate", "how fast actions change: nearer to 0 is smoother", log=True),
+    _motion("explore/torque_rate", "Torque rate while exploring", "the same with the noise of training", log=True),
+    _motion(
+        "explore/autocorrelation", "Autocorrelation of exploration", "of what noise adds to actions, .1 s apart; white noise: 0"
+    ),
 )
+
+
+ROBOTS = {
+    "success": "held-out contexts solved, without exploration",
+    "reward": "mean return of the training episodes",
+    "entropy": "nats, of the Gaussian over plans",
+    "tr/active_frac": "share of plans whose mean was projected",
+    "tr/kl_before": "mean KL to the old policy, nats per plan, as the network wants it",
+    "tr/ratio_max": "new over old density of anything that was credited",
+}
+"""Where metrics of robots mean something else."""
 
 
 def drawn_metrics(runs: Sequence[Run]) -> list[Metric]:
     """Those that any run has; of counters, those that ever counted."""
-    found = []
+    found, robots = [], all(run.is_robot for run in runs)
     for metric in METRICS:
+        metric = replace(metric, caption=ROBOTS[metric.key]) if robots and metric.key in ROBOTS else metric
         values = [value for run in runs for line in run.lines if isinstance(value := line.get(metric.key), float)]
         if values and (metric.key not in ("skipped", "tr/unconverged") or any(values)):
             found.append(metric)
@@ -91,6 +118,7 @@ def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[An
         "step": [int(line["step"]) for line in last],
         "update": [_finite(line.get("update"), line["step"]) for line in last],
         "tokens": [_finite(line.get("num_tokens"), 0.0) for line in last],
+        "env_steps": [_finite(line.get("env_steps"), 0.0) for line in last],
         "seconds": [_finite(line.get("seconds"), 0.0) for line in last],
     }
     for metric in metrics:
@@ -103,28 +131,29 @@ class Curve:
     """A group's curve of one metric: at each point the interquartile mean of its seeds and an interval."""
 
     step: Sequence[int]
-    update: Sequence[float]
+    at: Sequence[float]
+    """Updates, or environment steps."""
     value: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
     seeds: int
 
 
-def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True) -> Curve | None:
+def curve(group: Group, metric: Metric, every: int = 1, *, interval: bool = True, axis: str = "update") -> Curve | None:
     """Where at least one seed measured something. The interval is a bootstrap's, or the range of the seeds."""
     by_step: dict[int, list[tuple[float, float]]] = {}
     for run in group.runs:
         columns = points(run, [metric], every)
-        for step, update, value in zip(columns["step"], columns["update"], columns[metric.key], strict=True):
+        for step, at, value in zip(columns["step"], columns[axis], columns[metric.key], strict=True):
             if isinstance(value, float):
-                by_step.setdefault(step, []).append((update, value))
+                by_step.setdefault(step, []).append((at, value))
     if not by_step:
         return None
     steps = sorted(by_step)
     values = [[value for _, value in by_step[step]] for step in steps]
     middle, low, high = _with_interval(values) if interval else _with_range(values)
-    update = [float(np.mean([update for update, _ in by_step[step]])) for step in steps]
-    return Curve(step=steps, update=update, value=middle, low=low, high=high, seeds=max(map(len, values)))
+    at = [float(np.mean([at for at, _ in by_step[step]])) for step in steps]
+    return Curve(step=steps, at=at, value=middle, low=low, high=high, seeds=max(map(len, values)))
 
 
 def _with_range(values: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:

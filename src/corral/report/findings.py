@@ -4,6 +4,7 @@ from typing import Any
 
 from corral.report.content import Report
 from corral.report.html import Safe, join, note, table, tag
+from corral.report.outcomes import BESIDE
 from corral.report.statistics import ENOUGH, plain, signed
 
 JUDGED = """
@@ -22,29 +23,51 @@ objective, that flatters it: look at the failures below.
 """
 
 
-def findings(report: Report) -> Safe:
-    """Sentences, the picture of where everybody ended, the table, and the method."""
+CHOSEN = "Each contestant has the setting that was chosen for it in the sweep, and runs with seeds that the choice never saw."
+
+ACROSS = """
+Over all tasks together, on one scale: success as it is; returns so that 0 is where a task's runs began and 1 what the best
+contestant ended with there. Interquartile mean and mean over tasks and seeds, with 95 % bootstrap intervals that draw runs
+within each task (rliable); chance is how likely a run ends above one of another contestant, on a task drawn at random.
+"""
+
+
+def findings(report: Report, headline: Safe | None = None) -> Safe:
+    """Sentences, the picture of where everybody ended, the table, and the method.
+
+    Args:
+        headline: what a sweep has to say, where there is one.
+    """
     rows = sorted(report.tables["comparisons"], key=lambda row: not row["claimed"])
-    final, area = (sentences([row for row in rows if row["measure"] == name]) for name in ("final", "area"))
-    more = tag("details", tag("summary", f"On the mean {report.measure.name} over the run"), area) if rows else None
+    final, area, returns = ([row for row in rows if row["measure"] == name] for name in ("final", "area", "return"))
+    titles = {f"On the mean {report.measure.name} over the run": area, "On the final return": returns}
+    more = [tag("details", tag("summary", title), sentences(part)) for title, part in titles.items() if part]
     text = JUDGED.format(
-        name=report.measure.name, threshold="it" if report.threshold is None else value(report, report.threshold)
+        name=report.measure.name,
+        threshold="90 % of the best end" if report.threshold is None else value(report, report.threshold),
     )
     return join(
         *warnings(report),
-        final if rows else None,
-        more,
+        headline,
+        tag("p", CHOSEN, class_="count") if rows and any(group.chosen for group in report.groups) else None,
+        sentences(final) if rows else None,
+        *more,
         tag("details", tag("summary", "All comparisons in numbers"), comparison_table(report)) if rows else None,
         tag("div", id="finals", class_="figures wide"),
         result_table(report),
+        overall_table(report),
         tag("details", tag("summary", "How this was judged"), *(tag("p", part) for part in text.strip().split("\n\n"))),
     )
 
 
 def sentences(rows: list[dict[str, Any]]) -> Safe:
     """A list, claims first."""
-    items = [tag("li", row["sentence"], class_="claim" if row["claimed"] else "tie") for row in rows]
-    return tag("ul", *items, class_="sentences")
+    return sentences_of([(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows])
+
+
+def sentences_of(said: list[tuple[str, str]]) -> Safe:
+    """Sentences, each with its kind, which is its mark: claim, tie or range."""
+    return tag("ul", *(tag("li", text, class_=kind) for text, kind in said), class_="sentences")
 
 
 def comparison_table(report: Report) -> Safe:
@@ -66,7 +89,7 @@ def comparison_table(report: Report) -> Safe:
             return "—" if row[key] is None else f"{row[key]:.2g}"
         return ("yes" if row[key] else "no") if key == "claimed" else row[key]
 
-    return table(report.tables["comparisons"], columns, show, aria_label="Comparisons")
+    return table(report.tables["comparisons"], columns, show, aria_label="Comparisons", data_table="comparisons")
 
 
 def warnings(report: Report) -> list[Safe]:
@@ -89,25 +112,45 @@ def result_table(report: Report) -> Safe:
     """One row per group."""
     rows, name = report.tables["results"], report.measure.name
     columns = {"group": "Objective"}
+    if any(group.chosen for group in report.groups):
+        columns["setting"] = "Chosen setting"
     if len({row["problem"] for row in rows}) > 1:
         columns["problem"] = "Problem"
     columns |= {"counted": "Runs", "final": f"Final {name}", "area": "Mean over the run"}
-    if any(row["greedy"] is not None for row in rows):
-        columns["greedy"] = "Greedy"
-    threshold = "" if report.threshold is None else f" {value(report, report.threshold)}"
-    columns |= {"steps_to_threshold": f"Steps to{threshold or ' threshold'}", "collapsed": "Collapsed", "seconds": "Seconds"}
+    columns |= {key: key.capitalize() for key in BESIDE if key != name and any(row[key] is not None for row in rows)}
+    threshold = "90 % of the best" if report.threshold is None else value(report, report.threshold)
+    columns |= {"steps_to_threshold": f"Steps to {threshold}", "collapsed": "Collapsed", "seconds": "Seconds"}
 
     def show(key: str, row: dict[str, Any]) -> str:
         if key == "group":
-            return f"{row['objective']} {row['setting']}".strip()
+            return row["objective"] if "setting" in columns else f"{row['objective']} {row['setting']}".strip()
         if key in ("final", "area", "greedy"):
             return estimate(report, row[key], row[f"{key}_low"], row[f"{key}_high"])
+        if key == "return":
+            return spread(row[key], row["return_low"], row["return_high"])
         number = "—" if row[key] is None else row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}"
         of = {"counted": f" of {row['runs']}", "collapsed": f" of {row['counted']}"}
         of["steps_to_threshold"] = f" ({row['reached']} of {row['counted']})"
         return number + of.get(key, "")
 
-    return table(rows, columns, show, aria_label="Results")
+    return table(rows, columns, show, aria_label="Results", data_table="results")
+
+
+def overall_table(report: Report) -> Safe | None:
+    """Over several tasks, where there are."""
+    rows = report.tables["overall"]
+    if not rows:
+        return None
+    columns = {"objective": "Objective", "tasks": "Tasks", "seeds": "Seeds", "middle": "Interquartile mean", "mean": "Mean"}
+    columns["chance"] = "Chance to be better"
+
+    def show(key: str, row: dict[str, Any]) -> str:
+        if key in ("middle", "mean"):
+            return spread(row[key], row[f"{key}_low"], row[f"{key}_high"], digits=3)
+        return f"{row[key]:.2f}" if key == "chance" else str(row[key])
+
+    shown = table(rows, columns, show, aria_label="All tasks together", data_table="overall")
+    return join(tag("h3", "All tasks together"), tag("p", ACROSS, class_="count"), shown)
 
 
 def value(report: Report, number: float) -> str:
@@ -123,6 +166,12 @@ def estimate(report: Report, middle: float | None, low: float | None, high: floa
         return value(report, middle)
     factor = report.measure.factor
     return f"{value(report, middle)} [{plain(low * factor)}…{plain(high * factor)}]"
+
+
+def spread(middle: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
+    """A number of no unit with its interval."""
+    numbers = [None if end is None else f"{end:.{digits}g}".replace("-", "−") for end in (middle, low, high)]
+    return (numbers[0] or "—") + ("" if numbers[1] is None else f" [{numbers[1]}…{numbers[2]}]")
 
 
 def count(number: int, what: str) -> str:

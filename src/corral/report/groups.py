@@ -1,17 +1,22 @@
 """Which runs belong together: one objective with one setting, on one task; its seeds are repetitions of it."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from corral.report.read import Run
 
 ASIDE = {
-    "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device",
+    "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device", "workers",
+    "algorithm", "environment", "environment_config",
     "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
 }  # fmt: skip
-"""Settings that make no other method: where a run differs in these alone it is the same one, repeated."""
+"""Settings that make no other method: those of the problem, and those in which a repetition may differ."""
+
+Chosen = Mapping[Path, tuple[str, str]]
+"""Runs whose setting a comparison chose: the contestant, and its setting in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,44 +32,56 @@ class Group:
     problem: str
     """Task and model; groups are compared on the same one only."""
     runs: Sequence[Run]
+    chosen: bool = False
+    """Whether the setting was chosen for it, as it was for the others: then they are compared though settings differ."""
 
     @property
     def label(self) -> str:
-        """Its name, short."""
-        return f"{self.objective} {self.setting}".strip()
+        """Its name, short: where each contestant has one chosen setting, the contestant says it all."""
+        return self.objective if self.chosen else f"{self.objective} {self.setting}".strip()
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs by problem, setting and objective, in that order."""
+def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]:
+    """Runs by problem, setting and objective, in that order; those of a comparison by contestant."""
+    chosen = {} if chosen is None else chosen
     found: dict[tuple[str, str, str], list[Run]] = {}
-    problems = {id(run): " with ".join(filter(None, (run.task, run.model))) for run in runs}
+    problems = problems_of(runs)
+    own, shared = once(own_settings, runs), once(shared_settings, runs)
     for run in runs:
         peers = [peer for peer in runs if peer.objective == run.objective and problems[id(peer)] == problems[id(run)]]
-        own = _varied(run, peers, lambda peer: flat(_inner(peer.settings, "objective_config")))
-        other = _varied(run, peers, lambda peer: flat({key: peer.settings[key] for key in peer.settings if key not in ASIDE}))
-        found.setdefault((problems[id(run)], other, f"{run.objective} {own}".strip()), []).append(run)
-    ordered = sorted(found.items(), key=lambda item: (item[0][0], _natural(item[0][1]), _natural(item[0][2])))
+        objective, setting = chosen.get(run.path) or (
+            " ".join([run.objective, *pairs_of(varied(run, peers, own))]),
+            " ".join(pairs_of(varied(run, peers, shared))),
+        )
+        found.setdefault((problems[id(run)], setting, objective), []).append(run)
+
+    def order(item: tuple[tuple[str, str, str], list[Run]]) -> tuple[Any, ...]:
+        (where, setting, objective), members = item
+        return where, () if members[0].path in chosen else _natural(setting), _natural(objective)
+
+    ordered = sorted(found.items(), key=order)
     return [
         Group(
             key=index,
             objective=objective,
             setting=setting,
-            problem=problem,
+            problem=where,
             runs=sorted(members, key=lambda run: _natural(run.seed)),
+            chosen=members[0].path in chosen,
         )
-        for index, ((problem, setting, objective), members) in enumerate(ordered)
+        for index, ((where, setting, objective), members) in enumerate(ordered)
     ]
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Whom to compare: objectives under the same setting; if there is one objective alone, its settings."""
+    """Whom to compare: objectives under the same setting, or each with the one chosen for it; of one alone, its settings."""
     found = []
     for index, ours in enumerate(groups):
         for theirs in groups[:index]:
             if ours.problem != theirs.problem:
                 continue
             alone = len({group.objective for group in groups if group.problem == ours.problem}) == 1
-            if ours.setting == theirs.setting or alone:
+            if ours.setting == theirs.setting or alone or (ours.chosen and theirs.chosen):
                 found.append((ours, theirs))
     return found
 
@@ -80,11 +97,50 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _varied(run: Run, peers: Iterable[Run], read: Any) -> str:
-    """Those settings of a run in which its peers are not all the same, as `key=value …`."""
+def problems_of(runs: Sequence[Run]) -> dict[int, str]:
+    """What each run is about: its task, with the settings in which that was varied, and the model, where one is trained.
+
+    By the `id` of the run.
+    """
+    read, found = once(task_settings, runs), {}
+    for run in runs:
+        same = [peer for peer in runs if peer.task == run.task]
+        task = " ".join([run.task, *pairs_of(varied(run, same, read))])
+        found[id(run)] = task if run.is_robot else " with ".join(filter(None, (task, run.model)))
+    return found
+
+
+def once(read: Callable[[Run], dict[str, str]], runs: Iterable[Run]) -> Callable[[Run], dict[str, str]]:
+    """`read`, done once for every run: each is compared with all its peers."""
+    known = {id(run): read(run) for run in runs}
+    return lambda run: known[id(run)]
+
+
+def own_settings(run: Run) -> dict[str, str]:
+    """Those of the objective itself."""
+    return flat(_inner(run.settings, "objective_config"))
+
+
+def shared_settings(run: Run) -> dict[str, str]:
+    """Those that any objective has."""
+    return flat({key: value for key, value in run.settings.items() if key not in ASIDE})
+
+
+def task_settings(run: Run) -> dict[str, str]:
+    """Those of the task, or of a robot's environment."""
+    return flat(_inner(run.settings, "task_config")) | flat(_inner(run.settings, "environment_config"))
+
+
+def varied(run: Run, peers: Iterable[Run], read: Callable[[Run], dict[str, str]]) -> dict[str, str]:
+    """Those settings of a run in which its peers are not all the same."""
     mine, others = read(run), [read(peer) for peer in peers]
     keys = sorted({key for other in [mine, *others] for key in other})
-    return " ".join(f"{key}={mine.get(key, 'default')}" for key in keys if len({other.get(key) for other in others}) > 1)
+    return {key: mine.get(key, "default") for key in keys if len({other.get(key) for other in others}) > 1}
+
+
+def pairs_of(settings: Mapping[str, Any]) -> list[str]:
+    """`key=value` of each."""
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def _inner(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -59,14 +59,15 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[s
     """Rows under the headings of `columns`; `show` makes a cell of a key and a row."""
     cells = [[show(key, row) for key in columns] for row in rows]
     numeric = [all(NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
-    kinds = ["number" if is_number else None for is_number in numeric]
+    wordy = [any(len(str(line[index])) > 12 for line in cells) for index in range(len(columns))]
+    kinds = ["number" if digits else "words" if words else None for digits, words in zip(numeric, wordy, strict=True)]
     head = tag(
         "tr", *(tag("th", heading, scope="col", class_=kind) for heading, kind in zip(columns.values(), kinds, strict=True))
     )
     body = [
         tag(
             "tr",
-            tag("th", line[0], scope="row"),
+            tag("th", line[0], scope="row", class_=kinds[0] if kinds[0] == "words" else None),
             *(tag("td", cell, class_=kind) for cell, kind in zip(line[1:], kinds[1:], strict=True)),
         )
         for line in cells

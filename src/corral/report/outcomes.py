@@ -14,6 +14,9 @@ from corral.report.read import Run
 
 Row = dict[str, Any]
 
+BESIDE = ("greedy", "return")
+"""What stands beside the main metric: the success of the likeliest tokens, and the return of robots."""
+
 COUNTED = ("finished", "collapsed")
 """Runs that count in the statistics: those that used their budget, and those that were stopped because they fell apart."""
 
@@ -29,11 +32,24 @@ class Measure:
     """From the run's number to `unit`."""
 
 
+RETURN = Measure(key="return", name="return", unit="", factor=1.0)
+
+MEASURES = (
+    Measure(key="success", name="success", unit="points", factor=100.0),
+    RETURN,
+    Measure(key="reward", name="reward", unit="", factor=1.0),
+)
+"""What may be compared, the best first: on held-out problems, on held-out contexts, in training."""
+
+
 def main_metric(runs: Sequence[Run]) -> Measure:
-    """Held-out success where it was measured, else the reward."""
-    if any(run.values("success") for run in runs):
-        return Measure(key="success", name="success", unit="points", factor=100.0)
-    return Measure(key="reward", name="reward", unit="", factor=1.0)
+    """Held-out success where every task has it, else the return on held-out contexts, else the reward in training."""
+    tasks = {run.task: [peer for peer in runs if peer.task == run.task] for run in runs}
+    for everywhere in (all, any):
+        for measure in MEASURES:
+            if everywhere(any(run.values(measure.key) for run in peers) for peers in tasks.values()):
+                return measure
+    return MEASURES[-1]
 
 
 def counted(group: Group, metric: str) -> dict[str, Run]:
@@ -53,11 +69,12 @@ def areas(group: Group, metric: str) -> dict[str, float]:
 
 
 def default_threshold(groups: Sequence[Group], metric: str) -> float | None:
-    """Nine tenths of what the best objective ends with."""
-    ends = [
-        statistics.interquartile_mean(np.array([*found.values()])).value for group in groups if (found := finals(group, metric))
-    ]
-    return 0.9 * max(ends) if ends else None
+    """Nine tenths of what the best objective ends with; of returns, of the way there from where runs begin. None of nothing."""
+    ends = [np.array([*found.values()])[:, None] for group in groups if (found := finals(group, metric))]
+    best = max((float(statistics.middle_mean(found)[0]) for found in ends), default=0.0)
+    starts = [run.values(metric)[0][1] for group in groups for run in group.runs if run.values(metric)]
+    start = 0.0 if metric == "success" or not starts else float(np.mean(starts))
+    return start + 0.9 * (best - start) if ends and best > start else None
 
 
 def results(groups: Sequence[Group], metric: str, threshold: float | None) -> list[Row]:
@@ -67,8 +84,8 @@ def results(groups: Sequence[Group], metric: str, threshold: float | None) -> li
         runs = counted(group, metric)
         row: Row = {"objective": group.objective, "setting": group.setting, "problem": group.problem}
         row |= {"runs": len(group.runs), "counted": len(runs)}
-        greedy = {seed: run.values("greedy")[-1][1] for seed, run in runs.items() if run.values("greedy")}
-        for name, found in (("final", finals(group, metric)), ("area", areas(group, metric)), ("greedy", greedy)):
+        beside = {name: {seed: run.values(name)[-1][1] for seed, run in runs.items() if run.values(name)} for name in BESIDE}
+        for name, found in {"final": finals(group, metric), "area": areas(group, metric), **beside}.items():
             estimate = statistics.interquartile_mean(np.array([*found.values()])) if found else None
             row |= {
                 name: estimate and estimate.value,
@@ -89,25 +106,30 @@ def results(groups: Sequence[Group], metric: str, threshold: float | None) -> li
 def comparisons(groups: Sequence[Group], measure: Measure) -> list[Row]:
     """One row per pair and measure, with its sentence. Claims hold among all pairs of their measure together."""
     rows = []
-    for name, read in (("final", finals), ("area", areas)):
+    judged = {"final": (finals, measure), "area": (areas, measure)}
+    if measure.key == "success":
+        judged["return"] = finals, RETURN  # what robots have besides
+    for name, (read, by) in judged.items():
         found = []
         for ours, theirs in pairs(groups):
-            a, b = read(ours, measure.key), read(theirs, measure.key)
+            a, b = read(ours, by.key), read(theirs, by.key)
             if a and b:
-                scaled = ({seed: value * measure.factor for seed, value in side.items()} for side in (a, b))
+                scaled = ({seed: value * by.factor for seed, value in side.items()} for side in (a, b))
                 found.append((ours, theirs, statistics.difference(*scaled), a, b))
         holds = statistics.holm([difference.p for _, _, difference, _, _ in found])
-        what = f"final {measure.name}" if name == "final" else f"mean {measure.name} over the run"
+        what = f"mean {by.name} over the run" if name == "area" else f"final {by.name}"
+        several = len({group.problem for group in groups}) > 1
         for (ours, theirs, difference, a, b), held in zip(found, holds, strict=True):
             names = shortened(visible(ours.label), 80), shortened(visible(theirs.label), 80)
-            words = statistics.sentence(*names, what, difference, holds=held, among=len(found), unit=measure.unit)
+            of = f"{what} in {shortened(visible(ours.problem), 80)}" if several else what
+            words = statistics.sentence(*names, of, difference, holds=held, among=len(found), unit=by.unit)
             other = differing(ours, theirs)
             chance = statistics.probability_of_improvement(np.array([*a.values()]), np.array([*b.values()]))
             rows.append(
                 {
                     "measure": name, "problem": ours.problem, "ours": ours.label, "theirs": theirs.label,
                     "difference": difference.mean.value, "low": difference.mean.low, "high": difference.mean.high,
-                    "unit": measure.unit, "p": difference.p, "seeds": difference.mean.count, "paired": difference.paired,
+                    "unit": by.unit, "p": difference.p, "seeds": difference.mean.count, "paired": difference.paired,
                     "claimed": statistics.claimed(difference, held), "probability": chance.value,
                     "probability_low": chance.low, "probability_high": chance.high,
                     "sentence": words + (f" They also differ in {other}." if other else ""),
@@ -118,13 +140,10 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[Row]:
 
 def differing(ours: Group, theirs: Group) -> str:
     """Settings in which two groups differ though neither was varied in them: a comparison that may not be fair."""
-    aside = {"seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every"}
+    aside = {"seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers"}
+    aside |= {"objective_config", "algorithm", "learner", "prodmp"}  # each has its own
     a, b = (
-        {
-            key: value
-            for key, value in flat(side.runs[0].settings).items()
-            if key.split(".")[0] not in aside | {"objective_config"}
-        }
+        {key: value for key, value in flat(side.runs[0].settings).items() if key.split(".")[0] not in aside}
         for side in (ours, theirs)
     )
     names = sorted(

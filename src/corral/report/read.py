@@ -53,6 +53,11 @@ class Run:
         return self._said("objective")
 
     @property
+    def is_robot(self) -> bool:
+        """Whether a robot learned, and no language model."""
+        return "environment" in self.settings
+
+    @property
     def task(self) -> str:
         """Its name."""
         return self._said("task")
@@ -135,7 +140,8 @@ def read_run(path: Path) -> Run:
         _object(path / "summary.json", notes, "it has not ended, or was killed"),
     )
     lines = _lines(path / "metrics.jsonl", notes)
-    completions = _rows(path / "completions.parquet", ("step", "completion"), notes)
+    robot = "environment" in _mapping(config.get("settings"))
+    completions = _rows(path / "completions.parquet", ("step", "completion"), notes, optional=robot)
     tokens = _rows(path / "tokens.parquet", ("step", "token", "action", "kl_before"), notes, optional=True)
     whole = [row for row in tokens if _aligned(row)]
     if len(whole) < len(tokens):

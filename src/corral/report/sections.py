@@ -5,15 +5,24 @@ from corral.report.appendix import configuration, event_table, reproduce, run_ta
 from corral.report.content import Report
 from corral.report.findings import count, findings
 from corral.report.html import Safe, join, note, tag
+from corral.report.sweep_section import headline, sweep_section
 
-AXES = {"update": "updates", "tokens": "tokens", "seconds": "seconds"}
+AXES = {"update": "updates", "env_steps": "environment steps", "tokens": "tokens", "seconds": "seconds"}
+LOGGED = {"env_steps": "env_steps", "tokens": "num_tokens"}
+"""What a line of metrics calls them."""
 BANDS = {"interval": "95 % interval", "range": "range of seeds", "seeds": "each seed"}
 THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
 ACTIONS = {"projected": "projected back", "masked": "masked", "clipped": "clipped"}
 SIGNS = {"": "any", "high": "above its group's mean", "low": "below"}
 
-FILTERED = ("curves", "region", "tokens")
+FILTERED = ("curves", "region", "motion", "tokens")
 """Parts that the filters are for."""
+
+DARK = """
+A few completions of every step, as its last update saw them. The darker a token, the further it wanted to go: the KL between
+the new and the old policy before the region acted, of the whole distribution where the objective keeps one, else of the sampled
+token against all others, which is a lower bound.
+"""
 
 NO_TOKENS = """
 These runs have no tokens.parquet, so there is no picture of single tokens: which ones were projected, masked or clipped, and
@@ -23,20 +32,24 @@ how far they wanted to go.
 
 def body(report: Report) -> Safe:
     """Header, parts, footer."""
-    parts = {
-        "findings": ("Findings", findings(report)),
+    speaks = not all(run.is_robot for run in report.runs)
+    wanted = {
+        "findings": ("Findings", findings(report, headline(report))),
+        "sweep": ("Sweep", sweep_section(report)) if report.sweeps else None,
         "curves": ("Learning curves", tag("div", id="learning", class_="figures wide")),
         "region": ("Trust region", region()),
-        "tokens": ("Tokens", tokens(report)),
-        "completions": ("Completions", completions(report)),
+        "motion": ("Motion", motion()) if any(metric.section == "motion" for metric in report.metrics) else None,
+        "tokens": ("Tokens", tokens(report)) if speaks else None,
+        "completions": ("Completions", completions(report)) if speaks else None,
         "events": ("Failures and warnings", event_table(report)),
         "runs": ("Runs", run_table(report)),
         "configuration": ("Configuration", configuration(report)),
         "reproduce": ("Reproduce", reproduce(report)),
     }
+    parts = {name: part for name, part in wanted.items() if part is not None}
     made = {name: tag("section", tag("h2", heading), content, id=name) for name, (heading, content) in parts.items()}
     links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
-    middle = tag("div", controls(report), *(made.pop(name) for name in FILTERED))
+    middle = tag("div", controls(report), *(made.pop(name) for name in FILTERED if name in made))
     return join(
         tag("a", "Skip to the findings", href="#findings", class_="skip"),
         tag(
@@ -46,7 +59,7 @@ def body(report: Report) -> Safe:
             tag("nav", tag("ul", *links), aria_label="Sections"),
         ),
         tag("noscript", note("Figures need this page's script; tables do not.")),
-        tag("main", made.pop("findings"), middle, *made.values()),
+        tag("main", made.pop("findings"), made.pop("sweep", None), middle, *made.values()),
         tag("footer", tag("p", f"Made by corral {corral.__version__} from the files of {count(len(report.runs), 'run')}.")),
     )
 
@@ -59,7 +72,9 @@ def summary(report: Report) -> str:
     how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(ends.items()))
     seeds = {len(group.runs) for group in report.groups}
     each = count(max(seeds), "seed") + (" each" if len(seeds) == 1 else " at most")
-    return f"{count(len(report.runs), 'run')}, {each}: {how}."
+    swept = sum(len(group.runs) for group in report.swept)
+    more = f" Their settings were chosen on {count(swept, 'run')} of a sweep." if swept else ""
+    return f"{count(len(report.runs), 'run')}, {each}: {how}.{more}"
 
 
 def controls(report: Report) -> Safe:
@@ -78,12 +93,20 @@ def controls(report: Report) -> Safe:
         select("problem", "Problem", dict(enumerate(problems))) if len(problems) > 1 else None,
         tag("fieldset", tag("legend", "Objective"), *boxes),
         tag("fieldset", tag("legend", "Seed"), *picks),
-        select("axis", "Over", AXES),
+        select("axis", "Over", axes(report)),
         select("band", "Band", BANDS),
         select("metric", "Metric", learning) if learning else None,
         id="filters",
         class_="controls",
     )
+
+
+def axes(report: Report) -> dict[str, str]:
+    """What the curves can be drawn over; environment steps or tokens, as it was robots or language models that learned."""
+    logged = {key for run in report.runs for line in run.lines for key in line}
+    found = {key: text for key, text in AXES.items() if key in ("update", "seconds") or LOGGED[key] in logged}
+    first = {"env_steps": AXES["env_steps"]} if all(run.is_robot for run in report.runs) and "env_steps" in found else {}
+    return first | found
 
 
 def region() -> Safe:
@@ -92,17 +115,27 @@ def region() -> Safe:
     return join(tag("p", text, class_="count"), tag("div", id="trust", class_="figures"))
 
 
+def motion() -> Safe:
+    """How smoothly robots move."""
+    text = "On held-out contexts, without exploration and with it. Medians over episodes."
+    return join(tag("p", text, class_="count"), tag("div", id="motion-figures", class_="figures"))
+
+
 def tokens(report: Report) -> Safe:
     """Heat-map and histogram, where runs kept tokens."""
     if not any(run.tokens for run in report.runs):
         return note(NO_TOKENS)
     marks = [tag("span", text, class_=f"token {name}") for name, text in ACTIONS.items()]
-    text = "The darker a token, the further it wanted to go: its KL to the old policy before the region acted. "
+    picks = (select("run", "Run", {}), select("step", "Step", {}), select("tokens", "Completion", {}))
     return join(
-        tag("p", text, *marks, class_="legend"),
-        tag("form", select("tokens", "Completion", {}), id="token-filters", class_="controls"),
-        tag("div", id="heat", class_="heat"),
-        tag("div", id="histogram", class_="figures wide"),
+        tag("p", DARK, class_="count"),
+        tag("p", *marks, class_="legend"),
+        tag("form", *picks, id="token-filters", class_="controls"),
+        tag("p", id="heat-about", class_="count"),
+        tag("div", id="heat", class_="heat", tabindex="0", role="group", aria_label="Tokens; arrow keys read their values"),
+        tag("p", id="heat-status", class_="count", role="status"),
+        tag("div", id="histograms", class_="figures"),
+        tag("div", id="tails", class_="figures wide"),
     )
 
 

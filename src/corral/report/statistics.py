@@ -81,6 +81,17 @@ def probability_of_improvement(better: Array, worse: Array) -> Estimate:
     return Estimate(value=float(share_above(x, y)[0]), low=_one(low), high=_one(high), count=min(len(x), len(y)))
 
 
+def mean_over_tasks(scores: Array) -> Estimate:
+    """Mean over runs and tasks of [R T], with a bootstrap interval that draws runs within each task."""
+    low, high = _interval(scores, lambda drawn: drawn.mean(keepdims=True)[0]) if len(scores) > 1 else (None, None)
+    return Estimate(value=float(scores.mean()), low=_one(low), high=_one(high), count=len(scores))
+
+
+def chance_over_tasks(better: Array, worse: Array) -> float:
+    """How likely a run of the one ends above a run of the other, on a task drawn at random: [R T], [S T]."""
+    return float(np.mean([share_above(x[:, None], y[:, None])[0] for x, y in zip(better.T, worse.T, strict=True)]))
+
+
 def middle_mean(scores: Array) -> Array:
     """[R P] → [P]: a quarter of the runs is cut at either end, rounded down. rliable's `aggregate_iqm`, sixty times as fast."""
     cut = len(scores) // 4
@@ -185,13 +196,16 @@ def steps_to(points: Sequence[tuple[float, float]], threshold: float) -> float:
 
 
 def collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
-    """Whether a run lost what it had: it ended below half of its best, and at least .1 lower; or was stopped for that."""
+    """Whether a run lost what it had: it ended below half of its best, and at least .1 lower; or was stopped for that.
+
+    Half of a return below zero would be more than all of it: nobody can tell there.
+    """
     if stopped == "collapsed":
         return True
     if not points:
         return False
     best, last = max(y for _, y in points), points[-1][1]
-    return last < share * best and best - last > margin
+    return best > 0 and last < share * best and best - last > margin
 
 
 def signed(value: float) -> str:

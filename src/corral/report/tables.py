@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from corral.report.compared import Comparison, setting_text
 from corral.report.groups import Group, flat
 from corral.report.outcomes import COUNTED
 from corral.report.read import Run
@@ -21,14 +22,17 @@ def run_table(groups: Sequence[Group], metric: str) -> list[Row]:
     rows = []
     for group in groups:
         for run in group.runs:
-            values, greedy, last = run.values(metric), run.values("greedy"), run.lines[-1] if run.lines else {}
+            values, greedy, returns = run.values(metric), run.values("greedy"), run.values("return")
+            last = run.lines[-1] if run.lines else {}
             rows.append(
                 {
                     "run": str(run.path), "objective": group.label, "problem": group.problem, "seed": run.seed,
                     "stopped": run.stopped, "steps": run.steps, "planned": run.planned,
                     "start": values[0][1] if values else None, "best": max((value for _, value in values), default=None),
                     "final": values[-1][1] if values else None, "greedy": greedy[-1][1] if greedy else None,
-                    "seconds": last.get("seconds"), "tokens": last.get("num_tokens"), "skipped": last.get("skipped"),
+                    "return": returns[-1][1] if returns else None,
+                    "seconds": last.get("seconds"), "tokens": last.get("num_tokens"),
+                    "env_steps": last.get("env_steps"), "skipped": last.get("skipped"),
                 }
             )  # fmt: skip
     return rows
@@ -69,12 +73,34 @@ def _events(run: Run, again: Sequence[Run]) -> Iterator[Row]:
         yield {"step": None, "kind": "file", "what": note}
 
 
+def plan_events(comparisons: Sequence[Comparison], runs: Sequence[Run]) -> list[Row]:
+    """Runs of comparisons that left no folder to tell of them: not begun, or failed at once."""
+    there = {run.path.resolve() for run in runs}
+    missing = [entry for plan in comparisons for entry in plan.entries if entry.path.resolve() not in there]
+    rows = []
+    for entry in missing:
+        label = f"{entry.contestant} {setting_text(entry.setting)}".strip()
+        failed = entry.state == "failed"
+        what = (
+            (entry.error or "it failed before it began.") if failed else f"planned, and {entry.state}: not in the statistics."
+        )
+        kind = "failed" if failed else "left out"
+        rows.append({"objective": label, "seed": str(entry.seed), "step": None, "kind": kind, "what": what})
+    return rows
+
+
+def file_events(notes: Sequence[str]) -> list[Row]:
+    """Files of no run that could not be read."""
+    return [{"objective": "", "seed": "", "step": None, "kind": "file", "what": note} for note in notes]
+
+
 def configuration(groups: Sequence[Group]) -> tuple[list[Row], list[Row]]:
     """Settings in which groups differ, one column per group; and those that all share."""
-    columns = {
-        group.label if len({g.problem for g in groups}) == 1 else f"{group.label} ({group.problem})": _settings(group)
-        for group in groups
-    }
+    several = len({group.problem for group in groups}) > 1
+    columns: dict[str, dict[str, str]] = {}
+    for group in groups:
+        name = f"{group.label} ({group.problem})" if several else group.label
+        columns[name if name not in columns else f"{name} {group.setting}"] = _settings(group)
     keys = sorted({key for column in columns.values() for key in column})
     differ, same = [], []
     for key in keys:
@@ -135,9 +161,20 @@ def command(run: Run) -> str | None:
     """`corral train …` as it was given, without where it wrote; None if it was started from Python."""
     said = run.config.get("command")
     words = [str(word) for word in said] if isinstance(said, list) else []
-    if len(words) < 2 or "train" not in words[1:]:
+    return as_command(words[words.index("train", 1) :]) if "train" in words[1:] else None
+
+
+def compare_command(text: str) -> str | None:
+    """`corral compare …` as it was given, without where it wrote; None if it was started from Python."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote that is not closed
         return None
-    words = words[words.index("train", 1) :]
+    return as_command(words[words.index("compare", 1) :]) if "compare" in words[1:] else None
+
+
+def as_command(words: Sequence[str]) -> str:
+    """`corral` and these words, without where it wrote, and without secrets."""
     kept: list[str] = []
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""

@@ -4,6 +4,7 @@ config.json          everything resolved, with versions and the commit
 metrics.jsonl        one line per step; step 0 is before any update
 summary.json         how it ended
 completions.parquet  a few completions of every step, where a language model learns
+tokens.parquet       fewer of them token by token: how far each wanted to go, and what the objective did to it
 checkpoints/         checkpoint-<number>, each with a manifest.json of sizes and digests, written last
 """
 
@@ -43,6 +44,13 @@ COMPLETIONS = pa.schema(
     ]
 )
 
+TOKENS = pa.schema(
+    [("step", pa.int64()), ("update", pa.int64())]
+    + [(name, pa.float64()) for name in ("reward", "advantage", "bound")]
+    + [(name, pa.list_(pa.string())) for name in ("token", "action")]
+    + [(name, pa.list_(pa.float32())) for name in ("kl_before", "kl_after", "log_ratio")]
+)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -59,7 +67,9 @@ class RunFolder:
         self.path = path
         self.config, self.metrics, self.summary = path / "config.json", path / "metrics.jsonl", path / "summary.json"
         self.completions, self.checkpoints = path / "completions.parquet", path / "checkpoints"
-        self.writing = self.checkpoints / ".writing"
+        self.tokens, self.writing = path / "tokens.parquet", self.checkpoints / ".writing"
+        self.tokens_kept: list[dict[str, Any]] = []
+        """Rows of tokens.parquet; they reach the disk together with the completions."""
         self._rows: list[dict[str, Any]] = []
         self._lock: int | None = None
 
@@ -135,10 +145,7 @@ class RunFolder:
         lines = [line for line in self.lines() if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_whole(self.metrics, lambda beside: beside.write_text(text))
-        self._rows = []
-        if self.completions.exists():
-            with contextlib.suppress(pa.ArrowInvalid):  # damaged from outside: completions are worth no failure
-                self._rows = [row for row in pq.read_table(self.completions).to_pylist() if row["step"] <= step]
+        self._rows, self.tokens_kept = (_rows_until(path, step) for path in (self.completions, self.tokens))
         self.summary.unlink(missing_ok=True)
         return lines
 
@@ -147,9 +154,12 @@ class RunFolder:
         self._rows += rows
 
     def write_completions(self) -> None:
-        """All completions kept so far."""
-        table = pa.Table.from_pylist(self._rows, schema=COMPLETIONS)
-        write_whole(self.completions, lambda beside: pq.write_table(table, beside))
+        """All completions kept so far, and those that are kept token by token."""
+        tables = {self.completions: pa.Table.from_pylist(self._rows, schema=COMPLETIONS)}
+        if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
+            tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
+        for path, table in tables.items():
+            write_whole(path, lambda beside, table=table: pq.write_table(table, beside))
 
     def publish(self, name: str, step: int, keep: int) -> None:
         """Give the checkpoint in `writing` its manifest and its name, and remove all but the `keep` newest."""
@@ -184,6 +194,14 @@ class RunFolder:
         """Checkpoints, newest first."""
         found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
         return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
+
+
+def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Rows of a parquet file up to a step."""
+    if path.exists():
+        with contextlib.suppress(pa.ArrowInvalid):  # damaged from outside: completions are worth no failure
+            return [row for row in pq.read_table(path).to_pylist() if row["step"] <= step]
+    return []
 
 
 def damage(checkpoint: Path) -> str | None:

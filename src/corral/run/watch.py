@@ -14,7 +14,8 @@ class Limits:
     success_margin: float = 0.1
     """…if it also lost this much: between .02 and .01 there is only noise."""
     entropy_share: float = 0.01
-    """Entropy below this share of its best is a collapse. Healthy runs lose nine tenths of it and more."""
+    """Entropy, or a Gaussian's standard deviation, below this share of its best is a collapse. Healthy runs lose nine tenths
+    of it and more."""
     kl: float = 1.0
     """Mean KL to the old policy, in nats per token, that no trust region would allow."""
     reference_kl: float = 10.0
@@ -45,6 +46,7 @@ class CollapseWatch:
         found = [
             self._fell("success", line.get("success"), self.limits.success_share, self.limits.success_margin),
             self._fell("entropy", None if solved else line.get("entropy"), self.limits.entropy_share, 0.0),
+            self._fell("std", None if solved else line.get("std"), self.limits.entropy_share, 0.0),
             self._exploded("tr/kl_before", line.get("tr/kl_before"), self.limits.kl),
             self._exploded("kl", line.get("kl"), self.limits.reference_kl),
             self._equal(None if solved else line.get("frac_reward_zero_std"), line.get("reward")),
