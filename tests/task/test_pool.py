@@ -44,6 +44,25 @@ def test_every_mixture_of_ends_keeps_its_order(ends: list[str]) -> None:
 
 
 @needs_a_sandbox
+@pytest.mark.parametrize("error", [IndexError, KeyError, KeyboardInterrupt])
+def test_what_goes_wrong_in_one_ends_all(error: type[BaseException]) -> None:
+    seen: list[int] = []
+
+    def fails_at_three(number: int) -> int:
+        seen.append(number)
+        if number == 3:
+            raise error("three")
+        time.sleep(0.01)
+        return -number
+
+    with Pool(2) as pool:
+        with pytest.raises(error, match="three"):
+            pool.map(fails_at_three, range(1000))
+        assert len(seen) < 100
+        assert pool.map(lambda a, b: a - b, [5, 7, 9], [1, 2, 3]) == [4, 5, 6]
+
+
+@needs_a_sandbox
 def test_no_programs_no_results() -> None:
     assert shared_pool(2).run([]) == []
 

@@ -22,6 +22,7 @@ from corral.task.sandbox import backend as backends
 from corral.task.sandbox import view as views
 from corral.task.sandbox.inside import filter, syscalls
 from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
+from corral.task.sandbox.worker import run_connected
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -205,17 +206,31 @@ def test_the_same_program_has_the_same_sets_in_the_same_order(backend: str) -> N
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_chance_is_new_for_every_program(backend: str) -> None:
+    # All are forked from one process, which has loaded `random`.
+    drawn = [run(backend, "import random; print(random.random())").stdout for _ in range(4)]
+    assert len(set(drawn)) == 4
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_two_programs_that_talk(backend: str) -> None:
     asks = "import sys\nfor i in range(3):\n    print(i, flush=True)\n    sys.stderr.write(input())"
     answers = "import sys\nfor line in sys.stdin:\n    print(int(line) ** 2, flush=True)"
-    with Worker(backend) as worker:
-        first, second = worker.run_connected(Job(code=asks), Job(code=answers))
+    with Worker(backend) as one, Worker(backend) as other:
+        pair = (one, other)
+        first, second = run_connected(pair, Job(code=asks), Job(code=answers))
         assert (first.status, first.stderr, second.status) == ("ok", "014", "ok")
-        first, second = worker.run_connected(Job(code=asks), Job(code="1/0"))
+        first, second = run_connected(pair, Job(code=asks), Job(code="1/0"))
         assert (first.status, second.status) == ("error", "error")
         quick = Limits(timeout=0.3)
-        first, second = worker.run_connected(Job(code="input()", limits=quick), Job(code="input()", limits=quick))
-        assert (first.status, second.status) == ("timeout", "timeout")
+        first, second = run_connected(pair, Job(code="input()", limits=quick), Job(code="input()", limits=quick))
+        assert "timeout" in {first.status, second.status} <= {"timeout", "error"}  # the end of one may end the other's input
+        closes = "import os, sys, time\nos.close(1)\ntime.sleep(.5)"  # its end of the pipe, seen before its own end
+        reads = (
+            "import sys, time\nstart = time.monotonic()\nsys.stdin.read()\nsys.stderr.write(str(time.monotonic() - start < .4))"
+        )
+        _, second = run_connected(pair, Job(code=closes), Job(code=reads))
+        assert (second.status, second.stderr) == ("ok", "True")
 
 
 @needs_a_sandbox

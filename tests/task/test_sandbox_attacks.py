@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from sandboxes import EVERY_BACKEND, run
+from sandboxes import EVERY_BACKEND, group, run
 
 from corral.task.sandbox import Job, Worker, run_python
+from corral.task.sandbox.worker import run_connected
 
 pytestmark = pytest.mark.parametrize("backend", EVERY_BACKEND)
 
@@ -257,20 +258,23 @@ print([n for n in names if attempt(lambda: os.fstat(n))[:3] == "did"], [m for m 
 
 def test_no_other_process_can_be_seen_or_reached(backend: str) -> None:
     code = f"""
-print(os.getpid() < 10, os.getppid())
+import threading
+print(os.getpid(), os.getppid(), threading.main_thread().native_id)
 print([p for p in range(3, 5000) if p != os.getpid() and attempt(lambda: os.kill(p, 0)) != "ESRCH"])
 print(attempt(lambda: os.kill({os.getpid()}, 9)), attempt(lambda: os.kill({os.getppid()}, 9)))
 """
     lines = attack(backend, code).splitlines()
-    assert lines[0] == "True 1"
+    assert lines[0] == "2 0 2"  # the second of its namespace; its parent is outside, and so is nobody
     assert lines[1] == "[]"
     assert lines[2] in ("ESRCH ESRCH", "did it: None ESRCH", "ESRCH did it: None")  # a number may be the program's own
 
 
 @pytest.mark.parametrize("number", [1, 2, 9, 10, 15, 17, 19, 24, 34, 64])
 def test_the_first_process_feels_no_signal(backend: str, number: int) -> None:
-    code = f"import time\nos.kill(1, {number}); time.sleep(.05); print(os.getppid())"
-    assert attack(backend, code) == "1"
+    code = f"import time\nos.kill(1, {number}); time.sleep(.05); print(attempt(lambda: os.kill(1, 0)))"
+    with Worker(backend) as worker:
+        assert worker.run(Job(code=TRY + code)).stdout == "did it: None\n"
+        assert worker.run(Job(code="print('next')")).stdout == "next\n"  # nor did its memory, which is the worker's
 
 
 def test_killing_everything_kills_oneself_at_most(backend: str) -> None:
@@ -293,7 +297,7 @@ CALLS = {
     "seccomp": 317, "pidfd_getfd": 438, "kcmp": 312, "syslog": 103, "vhangup": 153, "lookup_dcookie": 212,
     "sched_setaffinity": 203, "sched_setscheduler": 144, "setpriority": 141, "ioprio_set": 251, "move_pages": 279,
     "mbind": 237, "migrate_pages": 256, "landlock_create_ruleset": 444, "splice": 275, "vmsplice": 278, "modify_ldt": 154,
-    "remap_file_pages": 216, "process_madvise": 440, "quotactl_fd": 443, "cachestat": 451,
+    "remap_file_pages": 216, "sendmsg": 46, "sendmmsg": 307, "process_madvise": 440, "quotactl_fd": 443, "cachestat": 451,
 }  # fmt: skip
 
 
@@ -337,6 +341,93 @@ def test_set_uid_files_give_nothing(backend: str) -> None:
     assert (
         attack(backend, "print([os.statvfs(p).f_flag & 2 for p in ('/', '/usr/lib', '/tmp', os.__file__)])") == "[2, 2, 2, 2]"
     )
+
+
+# ---------------------------------------------------------------- from one program to the next, and to the one beside it
+
+LEAVES = """
+import fcntl, time
+for _ in range(50):  # numbers of processes are handed out in turn
+    if os.fork() == 0: os._exit(0)
+    os.wait()
+server = socket.socket(socket.AF_UNIX); server.bind("\\0name"); server.listen()
+lock = os.open(os.__file__, os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_EX)
+a, b = socket.socketpair()  # sent to each other, they would be held by nothing else, and outlive us
+assert attempt(lambda: socket.send_fds(a, [b"x"], [a.fileno(), b.fileno(), server.fileno(), lock])) == "ENOSYS"
+os.umask(0); os.environ["LEFT"] = "x"; sys.setrecursionlimit(77); os.__file__ = "/left"
+open("/tmp/left", "w").close(); open("/dev/shm/left", "w").close()
+for _ in range(5):
+    if os.fork() == 0: os.setsid(); time.sleep(100)
+"""
+
+FINDS = """
+import fcntl
+print(os.getpid(), end=" ")
+child = os.fork()
+if child == 0: os._exit(0)
+os.wait(); print(child, end=" ")
+print(attempt(lambda: os.kill(-1, 0)), os.listdir("/tmp"), os.listdir("/dev/shm"), end=" ")
+print(attempt(lambda: socket.socket(socket.AF_UNIX).bind("\\0name")), end=" ")
+print(attempt(lambda: fcntl.flock(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)), end=" ")
+print(oct(os.umask(0)), os.environ.get("LEFT"), sys.getrecursionlimit())
+"""
+
+
+def test_a_program_finds_nothing_of_the_one_before_it(backend: str) -> None:
+    with Worker(backend) as worker:
+        before = worker.run(Job(code=TRY + FINDS)).stdout
+        assert before == "2 3 ESRCH [] [] did it: None did it: None 0o77 None 1000\n"
+        assert worker.run(Job(code=TRY + LEAVES)).status == "ok"
+        assert worker.run(Job(code=TRY + FINDS)).stdout == before
+
+
+def test_a_worker_gathers_nothing(backend: str) -> None:
+    codes = ["print(1)", "1/0", "import os; os.fork(); os.setsid(); os.fork()", TRY + LEAVES]
+    with Worker(backend) as worker:
+
+        def belongings() -> list[tuple[int, int, int]]:
+            members = [Path("/proc", pid) for pid in group(worker.process.pid)]
+            mounts = [len((member / "mountinfo").read_text().splitlines()) for member in members]
+            files = [len(os.listdir(member / "fd")) for member in members]
+            return sorted(zip(mounts, files, [len(list(member.glob("task/*"))) for member in members], strict=True))
+
+        worker.run(Job(code=""))
+        before = belongings()
+        for code in codes * 3:
+            worker.run(Job(code=code))
+        assert belongings() == before
+
+
+def test_orphans_that_have_ended_do_not_count(backend: str) -> None:
+    code = """
+failed = 0
+for _ in range(100):  # more than there may be processes
+    if os.fork() == 0:
+        if os.fork() == 0: os._exit(0)
+        os._exit(0)
+    failed += os.wait()[1] != 0
+print(failed)
+"""
+    assert attack(backend, code) == "0"
+
+
+def test_programs_that_talk_share_nothing_but_the_pipes(backend: str) -> None:
+    mischief = """
+import time
+open("/tmp/mine", "w").close()
+server = socket.socket(socket.AF_UNIX); server.bind("\\0mine"); server.listen()
+print(attempt(lambda: os.kill(-1, 9)), flush=True)
+for pid in range(3, 100): attempt(lambda: os.kill(pid, 9))
+time.sleep(.3)
+"""
+    looks = """
+client = socket.socket(socket.AF_UNIX)
+sys.stderr.write(f"{input()} {os.listdir('/tmp')} {attempt(lambda: client.connect(chr(0) + 'mine'))}")
+"""
+    with Worker(backend) as one, Worker(backend) as other:
+        first, second = run_connected((one, other), Job(code=TRY + mischief), Job(code=TRY + looks))
+    assert (first.status, second.status) == ("ok", "ok")
+    assert second.stderr == "ESRCH [] ECONNREFUSED"
 
 
 # ---------------------------------------------------------------- the network

@@ -51,10 +51,9 @@ class Sampler(Protocol):
 
 
 def choose_backend(asked: str, subject: Subject, device: str) -> Backend:
-    """vLLM if it is there and has a GPU to run on; `auto` never fails, `vllm` says what is missing."""
+    """`auto` is vLLM where it is installed and a GPU is used; `vllm` says what is missing, and runs on a processor too."""
     reasons = [
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
-        (device != "cuda", "vLLM runs on a GPU here, and none is used."),
         (
             Path(subject.model, "adapter_config.json").is_file(),
             "this checkpoint is an adapter, and vLLM takes whole models here.",
@@ -64,12 +63,13 @@ def choose_backend(asked: str, subject: Subject, device: str) -> Backend:
     why = next((sentence for holds, sentence in reasons if holds), None)
     if asked == "vllm" and why is not None:
         raise RunError(f"--backend vllm: {why} Or use --backend transformers.")
-    return "transformers" if asked == "transformers" or why is not None else "vllm"
+    suits = why is None and (asked == "vllm" or device == "cuda")
+    return "vllm" if suits and asked != "transformers" else "transformers"
 
 
 def make_sampler(backend: Backend, subject: Subject, device: str) -> Sampler:
-    """Load the model. On a GPU it computes in bfloat16, the embedded one excepted, as training does."""
-    return VllmSampler(subject) if backend == "vllm" else TransformersSampler(subject, device)
+    """Load the model. On a GPU it computes in bfloat16, the embedded one excepted, as training does; else in float32."""
+    return VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
 
 
 class TransformersSampler:
@@ -109,8 +109,9 @@ class TransformersSampler:
 class VllmSampler:
     """vLLM. Every prompt has a seed of its own, so that the size of a batch changes no draw."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, device: str) -> None:
         self.name = subject.model
+        self.dtype = "bfloat16" if device == "cuda" else "float32"
         try:
             self.tokenizer = padded(AutoTokenizer.from_pretrained(self.name))
             self.config = AutoConfig.from_pretrained(self.name)
@@ -121,7 +122,7 @@ class VllmSampler:
         """Start the engine, for sequences of `room` tokens: for a model's longest, the memory may not suffice."""
         vllm: Any = importlib.import_module("vllm")
         try:
-            self.engine = vllm.LLM(model=self.name, dtype="bfloat16", seed=0, max_model_len=room)
+            self.engine = vllm.LLM(model=self.name, dtype=self.dtype, seed=0, max_model_len=room)
         except (OSError, ValueError, RuntimeError) as error:
             raise RunError(f"vLLM could not start with {self.name!r}: {str(error).splitlines()[0]}") from error
         self.parameters = vllm.SamplingParams

@@ -123,10 +123,14 @@ class MBPP(CodeTask):
 
 @dataclass(frozen=True, kw_only=True)
 class APPS(CodeTask):
-    """APPS (Hendrycks et al. 2021) and data sets in its shape: programs from competitions, and functions."""
+    """APPS (Hendrycks et al. 2021) and data sets in its shape: programs from competitions, and functions.
+
+    The hub's `codeparrot/apps` is a script, which `datasets` no longer runs; `metr-evals/apps` has the same rows as files. Rows
+    without tests are among them: with `skip_malformed` they are passed over.
+    """
 
     name: ClassVar[str] = "apps"
-    HUB: ClassVar[Hub | None] = Hub("codeparrot/apps", config="all", train="train", held_out="test")
+    HUB: ClassVar[Hub | None] = Hub("metr-evals/apps", train="train", held_out="test")
 
     max_completion_length: int = 2048
     """Tokens that a right completion may need."""

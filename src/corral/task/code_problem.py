@@ -2,17 +2,22 @@
 
 import json
 import marshal
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
 from corral.task.code_extract import defines, extract_program
 from corral.task.code_harness import REPORT, UNABLE
 from corral.task.code_value import Opaque, decode, loads, same
 from corral.task.pool import Pool
 from corral.task.sandbox import Job, Limits
+
+NO_RESULT = Opaque("no result")
+"""Where a function raised, or the program ended before."""
 
 ROOM = 16 << 20
 """Bytes of results that a function may give back, all calls together."""
@@ -23,13 +28,15 @@ class Runs:
     """Whole programs: (standard input, standard output) of each run. Spaces at the ends of lines and the text do not count."""
 
     cases: tuple[tuple[str, str], ...]
+    tolerance: float = 0.0
+    """By how much a number may differ that is expected with a decimal point; then spaces and empty lines count less still."""
 
     def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
         """The share of runs that end well with the right output; with `stop`, none after the first that does not."""
         right = 0
         for stdin, stdout in self.cases:
             result = pool.run_one(Job(code=program, stdin=stdin, limits=limits))
-            if result.status == "ok" and lines(result.stdout) == lines(stdout):
+            if result.status == "ok" and same_output(result.stdout, stdout, self.tolerance):
                 right += 1
             elif stop:
                 break
@@ -44,8 +51,8 @@ class Calls:
     cases: tuple[tuple[str, str], ...]
     tolerance: float = 0.0
     """By how much a float may differ."""
-    loose: bool = False
-    """A tuple will do for a list, and [x] is right where x is expected: APPS writes results that way."""
+    how: Literal["same", "apps", "sets", "presence"] = "same"
+    """What counts as equal: see `COMPARISONS`."""
 
     def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
         """The share of right results, all from one process."""
@@ -55,11 +62,7 @@ class Calls:
 
     def right(self, got: object, expected: object) -> bool:
         """Whether a result is the expected one."""
-        if not self.loose:
-            return same(got, expected, self.tolerance)
-        got = untupled(got)
-        wrapped = isinstance(expected, list) and len(expected) == 1 and same(got, expected[0], self.tolerance)
-        return wrapped or same(got, expected, self.tolerance)
+        return got is not NO_RESULT and COMPARISONS[self.how](got, expected, self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,14 @@ def call(program: str, entry: str, arguments: tuple[str, ...], pool: Pool, limit
     stdin = "".join(line + "\n" for line in arguments)
     result = pool.run_one(Job(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy))
     answers = [_value(line) for line in result.stdout.splitlines()[: len(arguments)]]
-    return answers + [Opaque("no result")] * (len(arguments) - len(answers))
+    return answers + [NO_RESULT] * (len(arguments) - len(answers))
 
 
 def _value(line: str) -> object:
     try:
         return decode(json.loads(line)["value"])
     except (ValueError, TypeError, LookupError, RecursionError):  # raised, or forged
-        return Opaque("no result")
+        return NO_RESULT
 
 
 @cache
@@ -189,6 +192,53 @@ def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def untupled(value: object) -> object:
-    """The same with lists for tuples."""
-    return [untupled(item) for item in value] if isinstance(value, list | tuple) else value
+def same_output(got: str, expected: str, tolerance: float) -> bool:
+    """Equal lines; with a tolerance, equal words on lines that are not empty, where numbers with a decimal point may differ."""
+    if lines(got) == lines(expected) or not tolerance:
+        return lines(got) == lines(expected)
+    ours, theirs = ([line.split() for line in text.split("\n") if line.strip()] for text in (got, expected))
+    return [len(line) for line in ours] == [len(line) for line in theirs] and all(
+        a == b or _close(a, b, tolerance)
+        for line, other in zip(ours, theirs, strict=True)
+        for a, b in zip(line, other, strict=True)
+    )
+
+
+def _close(got: str, expected: str, tolerance: float) -> bool:
+    try:
+        int(expected)
+    except ValueError:
+        try:
+            return math.isclose(float(got), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+        except ValueError:
+            return False
+    return False  # whole numbers are counted, not measured
+
+
+def _as_apps(got: object, expected: object, tolerance: float) -> bool:
+    """A tuple will do for a list, and x is right where [x] is expected: APPS writes results that way."""
+    got = _untupled(got)
+    wrapped = isinstance(expected, list) and len(expected) == 1 and same(got, expected[0], tolerance)
+    return wrapped or same(got, expected, tolerance)
+
+
+def _untupled(value: object) -> object:
+    return [_untupled(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
+    """The same elements, in any order and number: EvalPlus asks no more of some functions."""
+    try:
+        return set(got) == set(expected)
+    except TypeError:  # not a collection, or of things that no set can hold
+        return False
+
+
+def _presence(got: object, expected: object, tolerance: float) -> bool:
+    """Whether there is a result at all, as EvalPlus has it where results are matches of patterns. Booleans are themselves."""
+    return got == expected if isinstance(got, bool) else expected == (got is not None)
+
+
+COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
+    "same": same, "apps": _as_apps, "sets": _as_sets, "presence": _presence,
+}  # fmt: skip

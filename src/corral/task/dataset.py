@@ -138,26 +138,39 @@ class Finite(_Data):
     def _gathered(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, Any]:
         """Prompt → answer of all rows. Those that cannot be used are an error, or a warning where they are to be skipped."""
         found, bad, repeated = gather(self.problem, rows, leaked)
-        if bad and not self.skip_malformed:
+        if bad.count and not self.skip_malformed:
             hint = "Mend them, or go on without them: skip_malformed=true."
             raise ValueError(f"{self.name}: {listed(bad, 'malformed')}\n{hint}")
-        for places, what in ((bad, "malformed and skipped"), (repeated, "repeated and used once")):
-            if places:
-                warnings.warn(f"{self.name}: {listed(places, what)}", stacklevel=2)
+        for tally, what in ((bad, "malformed and skipped"), (repeated, "repeated and used once")):
+            if tally.count:
+                warnings.warn(f"{self.name}: {listed(tally, what)}", stacklevel=2)
         return found
+
+
+class Tally:
+    """How many rows, and where the first of them are, and why: there may be millions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[tuple[str, str]] = []
+
+    def add(self, place: str, why: str) -> None:
+        """One more."""
+        self.count += 1
+        if self.count <= LISTED:
+            self.first.append((place, why))
 
 
 def gather(
     problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str] = ()
-) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
-    """Prompt → answer of all rows; (place, why) of those that cannot be used; (place, as which) of those that are repeated.
+) -> tuple[dict[str, Any], Tally, Tally]:
+    """Prompt → answer of all rows; those that cannot be used, and why; those that are repeated, and as which.
 
     A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
     """
     found: dict[str, Any] = {}
     places: dict[str, str] = {}
-    bad: list[tuple[str, str]] = []
-    repeated: list[tuple[str, str]] = []
+    bad, repeated = Tally(), Tally()
     for place, row in rows:
         try:
             if isinstance(row, Malformed):
@@ -168,20 +181,20 @@ def gather(
             if prompt in found and found[prompt] != answer:
                 raise Malformed(f"the prompt of {places[prompt]} with another answer")
         except Malformed as error:
-            bad.append((place, str(error)))
+            bad.add(place, str(error))
             continue
         if prompt in found:
-            repeated.append((place, f"as {places[prompt]}"))
+            repeated.add(place, f"as {places[prompt]}")
         else:
             found[prompt], places[prompt] = answer, place
     return found, bad, repeated
 
 
-def listed(places: list[tuple[str, str]], what: str) -> str:
+def listed(rows: Tally, what: str) -> str:
     """How many rows, and the places of the first of them."""
-    first = "".join(f"\n  {place}: {why}" for place, why in places[:LISTED])
-    more = f"\n  … and {len(places) - LISTED} more" if len(places) > LISTED else ""
-    return f"{len(places)} {'row is' if len(places) == 1 else 'rows are'} {what}:{first}{more}"
+    first = "".join(f"\n  {place}: {why}" for place, why in rows.first)
+    more = f"\n  … and {rows.count - LISTED} more" if rows.count > LISTED else ""
+    return f"{rows.count} {'row is' if rows.count == 1 else 'rows are'} {what}:{first}{more}"
 
 
 def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Many programs, several at a time: a warm interpreter behind the wall per worker, results in order, no wait without an end."""
 
 import atexit
+import collections
 import os
 import threading
 import weakref
@@ -8,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from corral.task.sandbox.result import Job, SandboxResult
 from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
 from corral.task.sandbox.view import SandboxUnavailable
-from corral.task.sandbox.worker import Worker, WorkerLost, available_backend
+from corral.task.sandbox.worker import Worker, WorkerLost, available_backend, run_connected
 
 USES = 2000
 """Programs after which a worker is replaced, so that nothing in it can grow without end."""
@@ -28,7 +29,7 @@ class Pool:
     died is run once more, since it may not have been its fault; one whose worker hung counts as timed out.
 
     Args:
-        workers: programs at a time; None for one per core that this process may use.
+        workers: programs at a time, or pairs of programs that talk; None for one per core that this process may use.
         backend: "bwrap" or "unshare"; None takes the first that works.
         unsafe_code_execution: where neither works, run programs as the user, with limits and no wall, instead of refusing.
     """
@@ -59,15 +60,15 @@ class Pool:
         """Run one program, in this thread."""
         if self.backend is None:
             return run_unsafe(job)
-        return self._with_worker(lambda worker: worker.run(job), lambda status, why: SandboxResult(status, "", why, 0.0))
+        (result,) = self._with_workers(1, lambda workers: (workers[0].run(job),))
+        return result
 
     def run_connected(self, first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
-        """Run two programs side by side, each reading what the other writes, in this thread."""
+        """Run two programs side by side, each in a worker of its own and reading what the other writes, in this thread."""
         if self.backend is None:
             return run_unsafe_connected(first, second)
-        return self._with_worker(
-            lambda worker: worker.run_connected(first, second), lambda status, why: (SandboxResult(status, "", why, 0.0),) * 2
-        )
+        one, other = self._with_workers(2, lambda workers: run_connected((workers[0], workers[1]), first, second))
+        return one, other
 
     def map(self, function: Callable[..., Result], *items: Sequence) -> list[Result]:
         """`function` of every item, several at a time, in order; it may call `run_one` and `run_connected`."""
@@ -78,28 +79,47 @@ class Pool:
             raise RuntimeError("pool: it has been closed.")
         if self._owner != os.getpid():
             raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
-        if len(items[0]) <= 1:
-            return [function(*row) for row in zip(*items, strict=True)]
-        return list(self._threads.map(function, *items))
+        rows = list(zip(*items, strict=True))
+        if len(rows) <= 1:
+            return [function(*row) for row in rows]
+        results: list[Result | None] = [None] * len(rows)
+        todo = collections.deque(enumerate(rows))
 
-    def _with_worker(self, use: Callable[[Worker], Result], give_up: Callable[..., Result]) -> Result:
-        """Borrow a worker; replace it where it fails."""
+        def work() -> None:  # many rows per thread: to wake another one for each of them takes its time
+            while todo:
+                try:
+                    index, row = todo.popleft()
+                except IndexError:  # someone else has the last one
+                    return
+                try:
+                    results[index] = function(*row)
+                except BaseException:
+                    todo.clear()
+                    raise
+
+        for thread in [self._threads.submit(work) for _ in range(min(self.size, len(rows)))]:
+            thread.result()
+        return cast(list[Result], results)
+
+    def _with_workers(self, count: int, use: Callable[[list[Worker]], tuple[SandboxResult, ...]]) -> tuple[SandboxResult, ...]:
+        """Borrow workers, for a program each; replace them where one fails."""
         for last in (False, True):
-            worker, uses = self._take()
+            borrowed: list[tuple[Worker, int]] = []
             try:
-                result = use(worker)
+                while len(borrowed) < count:
+                    borrowed.append(self._take())
+                results = use([worker for worker, _ in borrowed])
             except WorkerLost as lost:
-                self._discard(worker)
-                if lost.hung:
-                    return give_up("timeout", str(lost))
-                if last:
-                    return give_up("error", str(lost))
+                self._discard(borrowed)
+                if lost.hung or last:
+                    return (SandboxResult("timeout" if lost.hung else "error", "", str(lost), 0.0),) * count
             except BaseException:
-                self._discard(worker)
+                self._discard(borrowed)
                 raise
             else:
-                self._put(worker, uses + 1)
-                return result
+                for worker, uses in borrowed:
+                    self._put(worker, uses + 1)
+                return results
         raise AssertionError("unreachable")
 
     def _take(self) -> tuple[Worker, int]:
@@ -118,9 +138,10 @@ class Pool:
                 return
         worker.close()
 
-    def _discard(self, worker: Worker) -> None:
-        worker.kill()
-        worker.close()
+    def _discard(self, borrowed: list[tuple[Worker, int]]) -> None:
+        for worker, _ in borrowed:
+            worker.kill()
+            worker.close()
 
     def close(self) -> None:
         """Wait for what is under way, which its time limits bound, and end every worker. A second call does nothing."""

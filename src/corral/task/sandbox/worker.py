@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
+from corral.task.sandbox.files import Input, Pipe, memory_file
 from corral.task.sandbox.result import Job, SandboxResult, encode
 from corral.task.sandbox.view import SandboxUnavailable, view
 
@@ -38,26 +39,8 @@ class WorkerLost(RuntimeError):
         self.hung = hung
 
 
-@dataclass(kw_only=True)
-class _Running:
-    """A program under way: what it wrote so far, by file, and how it ended."""
-
-    id: int
-    job: Job
-    streams: dict[int, bytearray]
-    open: set[int] = field(default_factory=set)
-    overflowed: bool = False
-    report: dict[str, Any] | None = None
-
-    def result(self) -> SandboxResult:
-        assert self.report is not None
-        status = "output" if self.overflowed else self.report["status"]
-        texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
-        return SandboxResult(status, texts[0] if len(texts) > 1 else "", texts[-1], self.report["seconds"])
-
-
 class Worker:
-    """One warm interpreter behind one wall; a context manager. Used by one thread at a time."""
+    """One warm interpreter behind one wall; a context manager. It runs one program at a time, for one thread at a time."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -103,28 +86,16 @@ class Worker:
 
     def run(self, job: Job) -> SandboxResult:
         """Run one program to its end."""
-        with _Input(job.stdin) as stdin, _Pipe() as out, _Pipe() as err:
-            running = self._start(job, stdin, out, err, capture=(out, err))
-            self._collect([running])
+        with Input(job.stdin) as stdin, Pipe() as out, Pipe() as err:
+            running = self.start(job, stdin, out, err, capture=(out, err))
+            collect(running)
         return running.result()
 
-    def run_connected(self, first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
-        """Run two programs side by side, each reading what the other writes; their own `stdin` is not used."""
-        with _Pipe() as there, _Pipe() as back, _Pipe() as err_first, _Pipe() as err_second:
-            pair = [
-                self._start(first, back.reader, there, err_first, capture=(err_first,)),
-                self._start(second, there.reader, back, err_second, capture=(err_second,)),
-            ]
-            for pipe in (there, back):
-                pipe.close()  # else neither would see the other's end
-            self._collect(pair)
-        return pair[0].result(), pair[1].result()
-
-    def _start(self, job: Job, stdin: int, out: "_Pipe", err: "_Pipe", capture: tuple["_Pipe", ...]) -> _Running:
+    def start(self, job: Job, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "Running":
+        """Start a program; the last one must have ended. What it writes to the pipes in `capture` is for `collect` to read."""
         self._next += 1
         code = memory_file(encode(job.code))
-        limits = asdict(job.limits)
-        order = json.dumps({"run": self._next, "limits": limits}).encode()
+        order = json.dumps({"run": self._next, "limits": vars(job.limits)}).encode()
         files = array.array("i", [code, stdin, out.writer, err.writer])
         try:
             self.control.settimeout(GRACE)
@@ -135,56 +106,7 @@ class Worker:
             os.close(code)
         for pipe in capture:
             pipe.close_writer()
-        readers = [pipe.reader for pipe in capture]
-        return _Running(id=self._next, job=job, streams={reader: bytearray() for reader in readers}, open=set(readers))
-
-    def _collect(self, programs: list[_Running]) -> None:
-        """Read until every program has ended and every one of its streams is closed."""
-        deadline = time.monotonic() + max(one.job.limits.timeout for one in programs) + GRACE
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.control, selectors.EVENT_READ, None)
-            for one in programs:
-                for reader in one.open:
-                    selector.register(reader, selectors.EVENT_READ, one)
-            while any(one.report is None or one.open for one in programs):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready and time.monotonic() >= deadline:
-                    raise WorkerLost("sandbox: the worker does not answer.", hung=True)
-                for key, _ in ready:
-                    if key.data is None:
-                        self._note(programs)
-                    elif not self._read(key.data, key.fd):
-                        selector.unregister(key.fd)
-                        key.data.open.discard(key.fd)
-
-    def _note(self, programs: list[_Running]) -> None:
-        """A message from inside."""
-        try:
-            text = self.control.recv(CHUNK)
-        except OSError:
-            text = b""
-        if not text:
-            raise WorkerLost("sandbox: the worker has gone.", hung=False)
-        message = json.loads(text)
-        if message["status"] == "failed":
-            raise refusal(f"{self.backend}: {message['why']}")
-        for one in programs:
-            if one.id == message["done"]:
-                one.report = message
-
-    def _read(self, one: _Running, file: int) -> bool:
-        """Take what is there; False at the end of the stream. Beyond the limit the program is ended, and the rest ignored."""
-        data = os.read(file, CHUNK)
-        kept = one.streams[file]
-        if len(kept) <= one.job.limits.output:
-            kept += data
-        if len(kept) > one.job.limits.output and not one.overflowed:
-            one.overflowed = True
-            try:
-                self.control.send(json.dumps({"kill": one.id}).encode())
-            except OSError as error:
-                raise WorkerLost("sandbox: the worker has gone.", hung=False) from error
-        return bool(data)
+        return Running(worker=self, id=self._next, job=job, streams={pipe.reader: bytearray() for pipe in capture})
 
     def close(self) -> None:
         """End the interpreter inside and all it holds; wait until they have gone. A second call does nothing."""
@@ -213,53 +135,82 @@ class Worker:
         self.close()
 
 
-class _Pipe:
-    """A pipe whose ends are closed once each, at the latest on leaving the context."""
+@dataclass(kw_only=True)
+class Running:
+    """A program under way: what it wrote so far, by file, and how it ended."""
 
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+    worker: Worker
+    id: int
+    job: Job
+    streams: dict[int, bytearray]
+    overflowed: bool = False
+    report: dict[str, Any] | None = None
 
-    def close_writer(self) -> None:
-        if self.writer >= 0:
-            os.close(self.writer)
-            self.writer = -1
+    def note(self) -> None:
+        """A message from inside."""
+        try:
+            text = self.worker.control.recv(CHUNK)
+        except OSError:
+            text = b""
+        if not text:
+            raise WorkerLost("sandbox: the worker has gone.", hung=False)
+        message = json.loads(text)
+        if message["status"] == "failed":
+            raise refusal(f"{self.worker.backend}: {message['why']}")
+        self.report = message
 
-    def close(self) -> None:
-        self.close_writer()
-        if self.reader >= 0:
-            os.close(self.reader)
-            self.reader = -1
+    def read(self, file: int) -> bool:
+        """Take what is there; False at the end of the stream. Beyond the limit the program is ended, and the rest ignored."""
+        data = os.read(file, CHUNK)
+        kept = self.streams[file]
+        if len(kept) <= self.job.limits.output:
+            kept += data
+        if len(kept) > self.job.limits.output and not self.overflowed:
+            self.overflowed = True
+            try:
+                self.worker.control.send(json.dumps({"kill": self.id}).encode())
+            except OSError as error:
+                raise WorkerLost("sandbox: the worker has gone.", hung=False) from error
+        return bool(data)
 
-    def __enter__(self) -> "_Pipe":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Input:
-    """A program's input as an open file: all of it is there from the start, whatever its size, and no one has to feed it."""
-
-    def __init__(self, text: str) -> None:
-        self.file = memory_file(encode(text))
-
-    def __enter__(self) -> int:
-        return self.file
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.file)
+    def result(self) -> SandboxResult:
+        """Once it has ended."""
+        assert self.report is not None
+        status = "output" if self.overflowed else self.report["status"]
+        texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
+        return SandboxResult(status, texts[0] if len(texts) > 1 else "", texts[-1], self.report["seconds"])
 
 
-def memory_file(data: bytes) -> int:
-    """An open file that exists in memory only, holds `data`, can be read and not be written."""
-    written = os.memfd_create("input", os.MFD_CLOEXEC)
-    try:
-        view_left = memoryview(data)
-        while view_left:
-            view_left = view_left[os.write(written, view_left) :]
-        return os.open(f"/proc/self/fd/{written}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(written)
+def collect(*programs: Running) -> None:
+    """Read until every program has ended and every one of its streams is closed."""
+    deadline = time.monotonic() + max(one.job.limits.timeout for one in programs) + GRACE
+    with selectors.DefaultSelector() as selector:
+        for one in programs:
+            for file in (one.worker.control.fileno(), *one.streams):
+                selector.register(file, selectors.EVENT_READ, one)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready and time.monotonic() >= deadline:
+                raise WorkerLost("sandbox: the worker does not answer.", hung=True)
+            for key, _ in ready:
+                if key.fd not in key.data.streams:
+                    key.data.note()
+                elif key.data.read(key.fd):
+                    continue
+                selector.unregister(key.fd)
+
+
+def run_connected(workers: tuple[Worker, Worker], first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
+    """Run two programs side by side, each reading what the other writes; their own `stdin` is not used."""
+    with Pipe() as there, Pipe() as back, Pipe() as err_first, Pipe() as err_second:
+        pair = (
+            workers[0].start(first, back.reader, there, err_first, capture=(err_first,)),
+            workers[1].start(second, there.reader, back, err_second, capture=(err_second,)),
+        )
+        for pipe in (there, back):
+            pipe.close()  # else neither would see the other's end
+        collect(*pair)
+    return pair[0].result(), pair[1].result()
 
 
 @cache

@@ -88,9 +88,15 @@ def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
     return [instruction(_AT_LEAST, starts[middle][0], 0, 1), instruction(_JUMP, len(low)), *low, *high]
 
 
-def install(program: bytes) -> None:
-    """Put the filter on this process and all it will start; it cannot be taken off. Needs `forbid_new_privileges` first."""
-    text = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(text))
-    buffer = ctypes.create_string_buffer(header, len(header))
-    kernel.prctl(22, 2, ctypes.addressof(buffer))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+class Filter:
+    """A filter that is ready to be put on a process. Needs `forbid_new_privileges` first."""
+
+    def __init__(self, program: bytes) -> None:
+        self._program = ctypes.create_string_buffer(program, len(program))  # the header points to it
+        header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(self._program))
+        self._header = ctypes.create_string_buffer(header, len(header))
+        self._address = ctypes.addressof(self._header)
+
+    def install(self) -> None:
+        """Put it on this process and all it will start; it cannot be taken off."""
+        kernel.prctl(22, 2, self._address)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

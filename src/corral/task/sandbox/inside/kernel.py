@@ -1,11 +1,12 @@
 """System calls that Python does not wrap: namespaces, mounts, capabilities, limits that no child can lift."""
 
+import _signal  # the functions without the enumerations around them
 import ctypes
 import os
 import struct
 
 MACHINE = os.uname().machine
-NUMBERS = {"x86_64": {"clone": 56, "pivot_root": 155, "capset": 126}, "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91}}
+NUMBERS = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
 NUMBER = {
     **NUMBERS.get(MACHINE, {}),  # those below have one number everywhere
     "open_tree": 428, "move_mount": 429, "close_range": 436, "mount_setattr": 442,
@@ -13,6 +14,7 @@ NUMBER = {
 
 NEW_MOUNTS, NEW_CGROUP, NEW_HOSTNAME, NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 NEW_USER, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+_SHARE_MEMORY, _SHARE_FILES = 0x00000100, 0x00000400
 
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
 """Flags of a mount; the old and the new calls agree on these four."""
@@ -22,7 +24,7 @@ _CLONE_TREE, _CLOSE_ON_EXEC, _MOVE_FROM_EMPTY_PATH = 1, 0o2000000, 4
 _MS_REC, _MS_SLAVE, _DETACH = 16384, 1 << 19, 2
 _PR_SET_DEATH_SIGNAL, _PR_SET_DUMPABLE, _PR_NO_NEW_PRIVILEGES, _PR_AMBIENT, _PR_SET_SECUREBITS = 1, 4, 38, 47, 28
 
-# PyDLL keeps the interpreter's lock: between `clone` and its return in the child nothing else may run.
+# PyDLL keeps the interpreter's lock: a child that Python has not been told of must not have to take it again.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -51,15 +53,38 @@ def unshare(flags: int) -> None:
     _checked("unshare", _libc.unshare(flags))
 
 
-def fork_into(flags: int) -> int:
-    """Fork, with the child in new namespaces: 0 in the child, the child's id in the parent.
+_stack = ctypes.create_string_buffer(1 << 14)
+_top = ctypes.c_void_p(ctypes.addressof(_stack) + len(_stack) & ~15)
 
-    Python is not told (its hooks seed generators anew and reset locks, which takes longer than the fork): the process must have
-    one thread, and the child should do little more than fork again, by os.fork.
+
+def first_process() -> int:
+    """Start the first process of a new process namespace; returns its number here. When it is killed, all others there are.
+
+    It runs nothing but libc's pause(), on a stack of its own in this process's memory, with this process's open files: nothing
+    is copied for it. This process must have no signal handlers, since they would be its too: without any, the kernel keeps from
+    it every signal from inside its namespace. It ignores SIGCHLD, so that orphans that end do not stay as zombies. Call this
+    with no other child running, whose end would be lost in the same way.
     """
-    flags |= 17  # SIGCHLD at the end
-    number = ctypes.c_long(NUMBER["clone"])
-    return _checked("clone", _libc.syscall(number, ctypes.c_long(flags), None, None, None, None))
+    before = _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)  # it gets a copy of our handlers
+    try:
+        flags = ctypes.c_int(_SHARE_MEMORY | _SHARE_FILES | NEW_PIDS | _signal.SIGCHLD)
+        return _checked("clone", _libc.clone(_libc.pause, _top, flags, None))
+    finally:
+        _signal.signal(_signal.SIGCHLD, before)
+
+
+def children_go_to(process: int) -> None:
+    """Let the next children be born in the process namespace of `process`, an open pidfd; it is this one's or below it."""
+    _checked("setns", _libc.setns(process, NEW_PIDS))
+
+
+def fork() -> int:
+    """Fork without telling Python: 0 in the child, the child's number in the parent.
+
+    Its hooks give every module that has one a chance to reset locks and generators, which takes as long as a small program. A
+    process with one thread holds no locks that anyone else would free.
+    """
+    return _checked("fork", _libc.fork())
 
 
 def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
@@ -81,6 +106,18 @@ def write_at(folder: int, path: str, text: str) -> None:
         os.write(file, text.encode())
     finally:
         os.close(file)
+
+
+def read_at(folder: int, path: str) -> str:
+    """A text file whole."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        text = b""
+        while part := os.read(file, 1 << 16):
+            text += part
+    finally:
+        os.close(file)
+    return text.decode()
 
 
 def detached(path: str, flags: int) -> int:
@@ -120,11 +157,19 @@ def enter_root(path: str) -> None:
     os.chdir("/")
 
 
-def drop_privileges() -> None:
-    """Give up every capability for good: without new privileges, nothing that is executed later can bring one back."""
+_CAPABILITIES = struct.pack("=II", 0x20080522, 0), bytes(24)
+"""Version 3, this process; three empty sets."""
+
+
+def drop_capabilities() -> None:
+    """Give up every capability: without new privileges, nothing that is executed later can bring one back."""
+    call("capset", *_CAPABILITIES)
+
+
+def keep_no_capabilities() -> None:
+    """From here on no user id brings capabilities, nor a change of user keeps them; both are locked."""
     prctl(_PR_AMBIENT, 4)  # clear all
-    prctl(_PR_SET_SECUREBITS, 0b101111)  # no root by user id, no keeping over a change of user, both locked
-    call("capset", struct.pack("=II", 0x20080522, 0), bytes(24))  # version 3, this process; three empty sets
+    prctl(_PR_SET_SECUREBITS, 0b101111)
     forbid_new_privileges()
 
 

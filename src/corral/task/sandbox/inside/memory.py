@@ -2,6 +2,8 @@
 
 import os
 
+from corral.task.sandbox.inside import kernel
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -13,14 +15,11 @@ class Memory:
         self.baseline = self._pages("self")[0] * PAGE
         """Address space of this process, which every program starts with."""
         self._shared = self._private("self")  # pages that a child shares with us until it writes to them
-        self._numbers: dict[int, str] = {}
         self._kills = self._out_of_memory_kills()
 
-    def used_by(self, pid: int) -> int:
-        """Bytes held by `pid` and everything it has started, beyond what they were born with."""
-        if pid not in self._numbers:
-            self._numbers[pid] = self._number(pid)
-        total, queue = 0, [self._numbers[pid]]
+    def used_by(self, handles: list[int]) -> int:
+        """Bytes held by processes, given as open pidfds, and everything they have started, beyond what they were born with."""
+        total, queue = 0, [self._number(handle) for handle in handles]
         while queue:
             number = queue.pop()
             try:
@@ -31,22 +30,14 @@ class Memory:
                 continue
         return total * PAGE
 
-    def forget(self, pid: int) -> None:
-        """`pid` has ended, and its number may come again."""
-        self._numbers.pop(pid, None)
-
     def ran_out(self) -> bool:
         """Whether the kernel has killed anything for want of memory since the last question."""
         before, self._kills = self._kills, self._out_of_memory_kills()
         return self._kills > before
 
-    def _number(self, pid: int) -> str:
-        """The id of `pid` as this /proc shows it, which may belong to an outer namespace."""
-        handle = os.pidfd_open(pid)
-        try:
-            lines = self._read(f"self/fdinfo/{handle}").splitlines()
-        finally:
-            os.close(handle)
+    def _number(self, handle: int) -> str:
+        """The number of a process as this /proc shows it, which may belong to an outer namespace."""
+        lines = self._read(f"self/fdinfo/{handle}").splitlines()
         return next(line.split()[1] for line in lines if line.startswith("Pid:"))
 
     def _private(self, number: str) -> int:
@@ -69,6 +60,4 @@ class Memory:
             os.close(folder)
 
     def _read(self, path: str) -> str:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
-        with os.fdopen(file) as opened:
-            return opened.read()
+        return kernel.read_at(self.proc, path)

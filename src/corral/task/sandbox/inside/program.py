@@ -1,5 +1,6 @@
 """The last steps before a program, and the program: from here on the process belongs to whoever wrote it."""
 
+import _signal  # the functions without the enumerations around them
 import atexit
 import contextlib
 import errno
@@ -28,49 +29,84 @@ NAME = "<program>"
 _exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, resource.getrlimit, resource.RLIMIT_AS
 
 
-def set_limits(limits: dict[str, int | float]) -> None:
-    """What the kernel counts for each process, and for the user: none of it can be raised again."""
-    memory = int(limits["address_space"])
-    cpu = math.ceil(limits["timeout"]) + 1
-    for kind, soft, hard in (
-        (resource.RLIMIT_AS, memory, memory + SPARE),
-        (resource.RLIMIT_CPU, cpu, cpu + 1),
-        (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
-        (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
-        (resource.RLIMIT_NOFILE, limits["files"], limits["files"]),
-        (resource.RLIMIT_STACK, 64 << 20, 64 << 20),
-        (resource.RLIMIT_SIGPENDING, 256, 256),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-    ):
-        _, most = resource.getrlimit(kind)
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
-        resource.setrlimit(kind, (int(soft), int(hard)))
+def warm_up() -> None:
+    """Do once what every program would do anew: open the standard streams, and make the some hundred types of the compiler."""
+    reader, writer = os.pipe()
+    source = os.memfd_create("input")
+    for number, file in enumerate((source, writer, writer)):  # of the kind that programs get: Python asks when it opens them
+        os.dup2(file, number)
+    for file in (reader, writer, source):
+        os.close(file)
+    sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")
+    sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")
+    sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", line_buffering=True)
+    exec(compile("", NAME, "exec", dont_inherit=True), {})
 
 
-def prepare(limits: dict[str, int | float], code: int, streams: list[int], instructions: bytes) -> bytes:
-    """Limits, files 0 to 2 and no other, the filter; returns the program's text."""
-    set_limits(limits)
-    with open(code, "rb", closefd=False) as file:
-        source = file.read()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
+def _stream(number: int, mode: str, errors: str, line_buffering: bool = False) -> io.TextIOWrapper:
+    binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
+    return io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)
+
+
+class Plan:
+    """All of a program's surroundings that can be worked out before the fork, where it costs no copies of memory pages."""
+
+    def __init__(self, limits: dict[str, int | float], address_space: int) -> None:
+        memory = int(limits["memory_mb"]) << 20
+        folder = min(limits["folder_size"], memory)
+        self.timeout = limits["timeout"]
+        self.memory = memory + SPARE
+        """What all processes together may hold."""
+        self.folder = f"size={folder},nr_inodes={limits['folder_files']},mode=700"
+        cpu, address_space = math.ceil(self.timeout) + 1, address_space + memory
+        self.limits = [
+            _at_most(kind, soft, hard)
+            for kind, soft, hard in (
+                (resource.RLIMIT_AS, address_space, address_space + SPARE),
+                (resource.RLIMIT_CPU, cpu, cpu + 1),
+                (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
+                (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
+                (resource.RLIMIT_NOFILE, limits["files"], limits["files"]),
+                (resource.RLIMIT_STACK, 64 << 20, 64 << 20),
+                (resource.RLIMIT_SIGPENDING, 256, 256),
+                (resource.RLIMIT_CORE, 0, 0),
+                (resource.RLIMIT_MEMLOCK, 0, 0),
+                (resource.RLIMIT_MSGQUEUE, 0, 0),
+            )
+        ]
+        """What the kernel counts for each process, and for the user: none of it can be raised again."""
+
+
+def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
+    """A limit, lowered to the one that holds already."""
+    _, most = resource.getrlimit(kind)
+    return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
+
+
+def prepare(plan: Plan, code: int, streams: list[int], rules: filter.Filter) -> bytes:
+    """A temporary folder, limits, files 0 to 2 and no other, no powers, the filter; returns the program's text."""
+    kernel.unshare(kernel.NEW_MOUNTS)
+    kernel.mount_memory("/tmp", kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXEC, plan.folder)
     os.chdir("/tmp")
     os.umask(0o077)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    filter.install(instructions)
+    os.setsid()
+    source = os.pread(code, os.fstat(code).st_size, 0)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    for kind, values in plan.limits:
+        _setrlimit(kind, values)
+    kernel.drop_capabilities()
+    kernel.hide_memory(True)
+    rules.install()
     kernel.close_files_from(3)
     return source
 
 
 def run(source: bytes) -> None:
     """Run `source` as `python program.py` would, up to and including the exit status. Does not return."""
-    sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")
-    sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")
-    sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", line_buffering=True)
     sys.argv = ["program.py"]
+    threading.main_thread()._set_native_id()  # else it is the worker's, as the machine outside counts
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
@@ -135,8 +171,3 @@ def _finish(main: types.ModuleType) -> int:
         except BaseException:  # the program may have closed it, or put anything there
             code = 0 if getattr(stream, "closed", True) else 120
     return code
-
-
-def _stream(number: int, mode: str, errors: str, line_buffering: bool = False) -> io.TextIOWrapper:
-    binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
-    return io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)

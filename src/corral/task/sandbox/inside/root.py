@@ -1,7 +1,7 @@
 """A file system with nothing in it but an interpreter, and namespaces around it: what bubblewrap does, in few calls."""
 
+import _socket
 import os
-import socket
 
 from corral.task.sandbox.inside import kernel
 
@@ -11,11 +11,11 @@ NOBODY = 65534
 HOST = "sandbox"
 """The machine's name inside."""
 
-ALL = kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOSTNAME | kernel.NEW_CGROUP
+ALL = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOSTNAME | kernel.NEW_CGROUP
 
 
 def leave(view: dict[str, list], proc: int) -> None:
-    """Go where nothing of the outside is left: new namespaces, a new root, the first process of its own world.
+    """Go where nothing of the outside is left but its processes: new namespaces, a new root.
 
     Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
     of processes. Everyone else gets one, in which they may mount; so does a root that may not mount, as in many containers,
@@ -36,14 +36,11 @@ def leave(view: dict[str, list], proc: int) -> None:
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(ALL | kernel.NEW_USER)
         kernel.map_user(proc, uid, uid, gid)
-    socket.sethostname(HOST)
+    _socket.sethostname(HOST)
     build(view)
-    if child := os.fork():
-        kernel.close_files_from(3)  # the pipe ends of the world inside must close with it
-        _, status = os.waitpid(child, 0)
-        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     if not with_power:
-        kernel.drop_privileges()
+        kernel.keep_no_capabilities()
+        kernel.drop_capabilities()
 
 
 def build(view: dict[str, list]) -> None:
@@ -84,3 +81,25 @@ def become_nobody() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     kernel.forbid_new_privileges()
     kernel.hide_memory(False)  # a change of user hides /proc/self, where the next namespace's users are written
+
+
+def settle(proc: int) -> None:
+    """Become the first process of a namespace in which there is one user, nobody, and may fit programs out.
+
+    The mounts made so far are locked there, read-only as they are. Processes are counted there, whoever else is nobody outside.
+    Its powers end there, and programs get none of them.
+
+    Args:
+        proc: an open folder /proc.
+    """
+    become_nobody()
+    uid, gid = os.geteuid(), os.getegid()
+    kernel.unshare(kernel.NEW_USER | kernel.NEW_PIDS | kernel.NEW_MOUNTS)
+    kernel.map_user(proc, NOBODY, uid, gid)
+    kernel.keep_no_capabilities()
+    kernel.write_at(proc, "self/oom_score_adj", "1000")  # where memory runs out, the largest of us goes, and no one else
+    if child := os.fork():
+        kernel.close_files_from(3)  # the pipe ends of the world inside must close with it
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    kernel.die_with_parent()
