@@ -72,25 +72,12 @@ def full_troll(p: Problem, upcast: bool = False) -> tuple[Tensor, Tensor]:
     return gradients(p, loss)
 
 
-def corral_troll(p: Problem, impl: str) -> tuple[Tensor, Tensor]:
-    """`lm_head` on the old support, then the objective."""
-
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        assert p.old is not None
-        head = corral.lm_head(hidden, weight, p.tokens, ids=p.old.ids, impl=impl)
-        assert head.dist is not None
-        return objective_loss(p, "troll", head.logp, head.dist.logp, head.dist.rest)
-
-    return gradients(p, loss)
-
-
 def corral_fused(p: Problem, name: str, impl: str, exact: bool) -> tuple[Tensor, Tensor]:
-    """Hidden states → loss in one function."""
-    objective = corral.make_objective(name)
+    """Hidden states → loss in one function; what the tokens are weighted with is known beforehand, as in training."""
+    objective, options = corral.make_objective(name), {"exact": exact, "impl": impl, "weights": p.weights}
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        fused = corral.policy_loss_from_hidden
-        return fused(hidden[None], weight, p.tokens[None], p.batch(), objective, exact=exact, impl=impl).loss.sum()
+        return corral.policy_loss_from_hidden(hidden[None], weight, p.tokens[None], p.batch, objective, **options).loss.sum()
 
     return gradients(p, loss)
 
@@ -103,7 +90,7 @@ def clip_with(p: Problem, logp_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[
 def objective_loss(p: Problem, name: str, logp: Tensor, kept: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
     assert p.old is not None
     dist = None if kept is None or rest is None else corral.SparseDist(p.old.ids, kept, rest)
-    return corral.make_objective(name)(p.batch(corral.HeadOutput(logp, None, dist))).loss.sum()
+    return corral.make_objective(name)(p.batch_with(corral.HeadOutput(logp, None, dist))).loss.sum()
 
 
 def sampled_logp(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
@@ -144,6 +131,20 @@ def liger_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
     return gradients(p, lambda h, w: head(w, h, p.tokens))
 
 
+def liger_clip(p: Problem) -> tuple[Tensor, Tensor]:
+    """Its loss has one advantage per sequence: rows of 1024 tokens share the first one's. Only its time is compared."""
+    kind = importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    head, rows = kind(beta=0.0, use_ref_model=False, loss_type="bnpo"), (-1, min(1024, len(p.tokens)))
+    assert p.old is not None
+    tokens, old, advantages = p.tokens.view(rows), p.old.logp[:, 0].contiguous().view(rows), p.advantages.view(rows)[:, 0]
+    mask = torch.ones_like(tokens)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return head(hidden.view(*tokens.shape, -1), weight, tokens, mask, advantages, old_per_token_logps=old)[0]
+
+    return gradients(p, loss)
+
+
 def cce_clip(p: Problem) -> tuple[Tensor, Tensor]:
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return clip_with(p, lambda h, w: -function(h, w, p.tokens, reduction="none"))
@@ -154,10 +155,14 @@ def quack_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
     return gradients(p, lambda h, w: function(h, w, p.tokens, reduction="sum"))
 
 
+BRIEF = {"one product", "three products", "full logits", "corral, triton", "corral, triton, exact"}
+"""Contenders that run at every shape; the others at the usual ones."""
+
 OTHERS: dict[str, tuple[str, Contender]] = {
     "TRL, chunked log-probs, clip": ("trl", trl_clip),
     "torch F.linear_cross_entropy": ("torch", torch_cross_entropy),
     "Liger, fused cross-entropy": ("liger_kernel", liger_cross_entropy),
+    "Liger, fused GRPO": ("liger_kernel", liger_clip),
     "CCE, clip": ("cut_cross_entropy", cce_clip),
     "Quack, fused cross-entropy": ("quack", quack_cross_entropy),
 }
@@ -173,9 +178,9 @@ def contenders(device: str, dtype: torch.dtype) -> dict[tuple[str, str], Contend
         (OLD, "full logits"): full_old_pass,
         (OLD, "corral, torch"): part(corral_old_pass, impl="torch"),
         (TROLL, "full logits"): full_troll,
-        (TROLL, "corral, torch"): part(corral_troll, impl="torch"),
+        (TROLL, "corral, torch"): part(corral_fused, name="troll", impl="torch", exact=True),
         (CLIP, "full logits"): lambda p: clip_with(p, lambda h, w: sampled_logp(h, w, p.tokens)),
-        (CLIP, "corral, torch"): lambda p: clip_with(p, lambda h, w: corral.lm_head(h, w, p.tokens, impl="torch").logp),
+        (CLIP, "corral, torch"): part(corral_fused, name="ppo_clip", impl="torch", exact=True),
     }
     if device == "cpu":
         if dtype != torch.float32:

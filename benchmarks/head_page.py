@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FILE, PAGE, FIGURE = ROOT / "benchmarks/results/head.json", ROOT / "docs/performance.md", ROOT / "docs/performance.svg"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+OTHERS = ", other shapes"
 MARKERS = {"products": "x", "old pass": "o", "troll update": "^", "clip update": "s"}
 Row = dict[str, Any]
 
@@ -54,11 +55,44 @@ def title(row: Row) -> str:
     return f"N = {row['N']}, V = {row['V']}, H = {row['H']}, K = {row['K']}, {row['policy']} policy, {row['dtype']}"
 
 
+def overview(rows: Iterable[Row]) -> str:
+    """Many shapes: a line per shape, corral's times relative to those products that nobody can do without."""
+    head = [
+        "N",
+        "V",
+        "H",
+        "K",
+        "policy",
+        "one product, ms",
+        "old pass",
+        "troll",
+        "clip",
+        "exact troll ÷ 3",
+        "full logits: old",
+        "troll",
+        "clip",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for _, group in groupby(rows, shape_of):
+        listed = list(group)
+        ms = {(row["task"], row["name"]): row["ms"] for row in listed if "ms" in row}
+        one, three = ms["products", "one product"], ms["products", "three products"]
+        sparse = [ms[task, "corral, triton"] / one for task in ("old pass", "troll update", "clip update")]
+        naive = [ms[task, "full logits"] / one for task in ("old pass", "troll update", "clip update")]
+        ratios = [*sparse, ms["troll update", "corral, triton, exact"] / three, *naive]
+        shape = [str(listed[0][key]) for key in ("N", "V", "H", "K", "policy")]
+        lines.append([*shape, figure(one), *(f"{ratio:.2f}" for ratio in ratios)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def section(name: str, result: dict[str, Any]) -> str:
     """Everything measured on one device."""
     machine = result["machine"]
     where = machine["gpu"] or f"{machine['threads']} threads of a {machine['cpu']} CPU"
     text = f"## {name[0].upper()}{name[1:]}\n\n{where}, torch {machine['torch']}.\n\n"
+    if name.endswith(OTHERS):
+        text += "Times as multiples of one product; the exact update as one of three. Few runs each.\n\n"
+        return text + overview(result["rows"])
     for _, rows in groupby(result["rows"], shape_of):
         listed = list(rows)
         text += f"### {title(listed[0])}\n\n{table(listed)}\n"
@@ -104,7 +138,7 @@ def main() -> None:
     partial = PAGE.with_name(f"{PAGE.name}.{os.getpid()}")
     partial.write_text(text)
     os.replace(partial, PAGE)
-    plot(results, FIGURE)
+    plot({name: result for name, result in results.items() if not name.endswith(OTHERS)}, FIGURE)
 
 
 if __name__ == "__main__":

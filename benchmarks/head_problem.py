@@ -1,6 +1,7 @@
 """Rows for the head benchmark: an old and a new policy over a large vocabulary, as peaked or as flat as asked for."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class Problem:
     old: corral.SparseDist | None = None
     """The old policy on its own support, which an update reads."""
 
+    @cached_property
+    def weights(self) -> Tensor:
+        """Every token counts alike [1 N]."""
+        return torch.ones_like(self.advantages)[None]
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """N, V and H."""
@@ -48,16 +54,21 @@ class Problem:
             head = corral.lm_head(self.hidden_old, self.weight, self.tokens, top_k=self.k, impl="torch")
         return replace(self, old=head.dist)
 
-    def batch(self, head: corral.HeadOutput | None = None) -> corral.TokenBatch:
-        """What an objective reads, as one sequence [1 N]; without a head the new policy is left blank."""
+    @cached_property
+    def batch(self) -> corral.TokenBatch:
+        """What an objective reads, as one sequence [1 N], with the new policy left blank."""
         assert self.old is not None
         old = corral.SparseDist(self.old.ids[None], self.old.logp[None], self.old.rest[None])
-        logp_old = old.logp[..., 0]
+        logp_old = old.logp[..., 0].contiguous()
         mask = torch.ones_like(logp_old, dtype=torch.bool)
-        if head is None:
-            return corral.TokenBatch(logp_old, logp_old, self.advantages[None], mask, None, old)
-        new = None if head.dist is None else corral.SparseDist(old.ids, head.dist.logp[None], head.dist.rest[None])
-        return corral.TokenBatch(head.logp[None], logp_old, self.advantages[None], mask, new, old)
+        return corral.TokenBatch(logp_old, logp_old, self.advantages[None], mask, None, old)
+
+    def batch_with(self, head: corral.HeadOutput) -> corral.TokenBatch:
+        """The same with the new policy."""
+        old, new = self.batch.dist_old, None
+        if old is not None and head.dist is not None:
+            new = corral.SparseDist(old.ids, head.dist.logp[None], head.dist.rest[None])
+        return replace(self.batch, logp_new=head.logp[None], dist_new=new)
 
 
 def make_problem(tokens: int, vocabulary: int, width: int, k: int, policy: str, device: str, dtype: torch.dtype) -> Problem:

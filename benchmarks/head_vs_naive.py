@@ -1,7 +1,9 @@
 """How fast, how small and how exact is the language-model head, against full logits and against the heads that others ship?
 
 All contenders of a shape run in one process and in turns, so that whatever else the machine does, and its temperature, fall on
-all alike. "cool" pauses before each run; "sustained" runs back to back. Memory is what is held at the worst moment beyond the
+all alike. "cool" pauses before each run; "sustained" runs back to back. On a GPU the host starts some milliseconds ahead of the
+device, as it is in training, where the rest of the model lies before the head: launches count only where they hold the device
+up. Memory is what is held at the worst moment beyond the
 inputs, gradients included. Errors are against float64, on some of the rows: of log-probs, and of dH relative to its norm.
 
     python benchmarks/head_vs_naive.py [--device cuda] [--quick] [--save]          corral bench head […]
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from head_contenders import CLIP, OLD, OTHERS, PRODUCTS, Contender, contenders, objective_loss
+from head_contenders import BRIEF, CLIP, OLD, OTHERS, PRODUCTS, Contender, contenders, objective_loss
 from head_problem import Problem, make_problem
 from results import save_results
 from torch import Tensor
@@ -28,25 +30,30 @@ from torch.profiler import ProfilerActivity, profile
 import corral
 
 FILE = Path(__file__).with_name("results") / "head.json"
+AHEAD = 6_000_000
+"""Cycles of the device, about 3 ms, by which the host is ahead."""
 CHECKED = 64
 """Rows whose results are compared with float64."""
 CPU_SHAPES = [(512, 49152, 576), (2048, 49152, 576), (512, 151936, 896)]
 GPU_SHAPES = [(n, v, h) for h in (896, 4096) for n in (2048, 8192, 16384) for v in (32000, 151936, 262144)]
-Case = tuple[tuple[int, int, int], int, str, torch.dtype]
+Case = tuple[tuple[int, int, int], int, str, torch.dtype, bool]
 
 
 def cases(device: str, quick: bool) -> list[Case]:
-    """Shape, K, policy and dtype of each comparison. The other policies and K appear at one shape per width."""
+    """Shape, K, policy and dtype of each comparison, and whether it is a brief one.
+
+    The other policies and K appear at one shape per width. Everybody takes part at the usual shapes; brief comparisons have
+    few contenders and few runs.
+    """
     if device == "cpu":
         shapes = CPU_SHAPES[:1] if quick else CPU_SHAPES
-        return [(shape, 64, "medium", dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16)]
-    usual = [(8192, 151936, h) for h in (896, 4096)]
-    if quick:
-        return [(shape, 64, policy, torch.bfloat16) for shape in usual for policy in ("peaked", "flat")]
-    listed = [(shape, 64, "peaked") for shape in GPU_SHAPES]
-    listed += [(shape, 64, policy) for shape, policy in itertools.product(usual, ("medium", "flat"))]
-    listed += [(shape, k, "peaked") for shape, k in itertools.product(usual, (16, 256))]
-    return [(*each, torch.bfloat16) for each in listed]
+        return [(shape, 64, "medium", dtype, False) for shape in shapes for dtype in (torch.float32, torch.bfloat16)]
+    usual = [(8192, 151936, h) for h in (4096, 896)]
+    full = [(shape, 64, policy, torch.bfloat16, False) for policy in ("peaked", "flat") for shape in usual]
+    listed = [(shape, 64, policy) for policy in ("peaked", "flat", "medium") for shape in usual]
+    listed += [(shape, k, "peaked") for k, shape in itertools.product((16, 256), usual)]
+    listed += [(shape, 64, "peaked") for shape in GPU_SHAPES if shape not in usual]
+    return full if quick else full + [(*each, torch.bfloat16, True) for each in listed]
 
 
 def milliseconds(run: Callable[[], Any], device: str) -> float:
@@ -57,6 +64,7 @@ def milliseconds(run: Callable[[], Any], device: str) -> float:
         run()
         return 1e3 * (clock() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD)
     begin.record()
     run()
     end.record()
@@ -74,7 +82,7 @@ def interleaved(runs: dict[Any, Callable[[], Any]], device: str, rounds: int, pa
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def sustained(run: Callable[[], Any], device: str, seconds: float = 0.6) -> float:
+def sustained(run: Callable[[], Any], device: str, seconds: float = 0.3) -> float:
     """Median of the second half of a long row of runs: by then the clock has settled."""
     taken, until = [], time.perf_counter() + seconds
     while time.perf_counter() < until or len(taken) < 4:
@@ -143,12 +151,14 @@ def reference_gradient(task: str, p: Problem) -> Tensor:
 
 def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
     """One row per contender; those that cannot run say why."""
-    (tokens, vocabulary, width), k, policy, dtype = case
+    (tokens, vocabulary, width), k, policy, dtype, brief = case
     p = make_problem(tokens, vocabulary, width, k, policy, device, dtype).with_support()
     about = {"N": tokens, "V": vocabulary, "H": width, "K": k, "policy": policy, "dtype": str(dtype).removeprefix("torch.")}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
     for (task, name), contender in contenders(device, dtype).items():
+        if brief and name not in BRIEF:
+            continue
         rows[task, name] = row = {**about, "task": task, "name": name}
         package = OTHERS.get(name, ("torch", None))[0]
         if importlib.util.find_spec(package) is None:
@@ -156,19 +166,22 @@ def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
             continue
         try:
             row["mib"] = peak_mebibytes(lambda contender=contender: contender(p), device)
-            if "cross" not in name:  # another loss: its gradient cannot be compared
+            if "cross" not in name and "GRPO" not in name:  # another loss: its gradient cannot be compared
                 row |= errors(task, contender, p)
         except torch.OutOfMemoryError:
             row["status"] = "out of memory"
             torch.cuda.empty_cache()
             continue
-        except (ImportError, AttributeError, NotImplementedError, ValueError) as error:  # another version, or a path not built
+        except Exception as error:  # other people's code, at another version, may fail in any way; ours may not
+            if name not in OTHERS:
+                raise
             row["status"] = f"{type(error).__name__}: {error}"[:160]
             continue
         runs[task, name] = lambda contender=contender: contender(p)
-    for key, value in interleaved(runs, device, rounds, 0.0 if device == "cpu" else 0.15).items():
+    pause = 0.0 if device == "cpu" else 0.03 if brief else 0.1
+    for key, value in interleaved(runs, device, min(rounds, 3) if brief else rounds, pause).items():
         rows[key]["ms"] = value
-    if device != "cpu":
+    if device != "cpu" and not brief:
         for key, run in runs.items():
             rows[key]["ms_sustained"] = sustained(run, device)
     for row in rows.values():
@@ -194,15 +207,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a few shapes")
+    parser.add_argument("--others", action="store_true", help="a GPU's other shapes, briefly")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each contender; the median counts")
     parser.add_argument("--save", action="store_true", help="keep the rows in benchmarks/results/head.json")
     args = parser.parse_args()
-    rows = []
+    rows, name = [], f"head on {args.device}{', other shapes' if args.others else ''}"
     for case in cases(args.device, args.quick):
+        if args.others != case[-1]:
+            continue
         rows += measure(case, args.device, args.rounds)
         if args.save:  # after every shape: a long run that is cut short keeps what it has
             FILE.parent.mkdir(exist_ok=True)
-            save_results(f"head on {args.device}", rows, FILE)
+            save_results(name, rows, FILE)
 
 
 if __name__ == "__main__":

@@ -9,40 +9,58 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from corral.kernels import dense_backward, doubt, row_gradient, select, settle, sparse_backward, stream, troll_loss
+from corral.kernels import (
+    dense_backward,
+    dense_forward,
+    doubt,
+    extract,
+    inspect_batch,
+    loss_rows,
+    row_gradient,
+    settle,
+    sparse_backward,
+    stream,
+    token_loss,
+    troll_loss,
+)
 
 # The types of arguments by name; all others are pointers to float32.
 TYPES = {
-    "i32": "count rows tiles slots slots_in top_k room vocabulary width start",
-    "fp32": "mass bound regression cap before after slope curve tolerance",
-    "*i32": "marks state first of_tile of_row queue length key route counts starts out_ids out_route out_key",
-    "*i64": "candidates order picked tokens", "*u8": "place", "*i1": "out_active out_converged out_flawed",
-    "*bf16": "dz d_weight",
+    "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
+    "stride_kept stride_logp stride_scale",
+    "fp32": "mass bound regression cap before after slope curve tolerance small low high",
+    "*i32": "counter marks queue key route counts starts out_ids out_route out_key filled floors most",
+    "*i64": "listed order picked tokens", "*u8": "place mask state", "*bf16": "dz d_weight stored",
 }  # fmt: skip
-BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128}
-SWITCHES = {"BIAS": True, "CAP": True, "ENTROPY": True, "GIVEN": True}
+BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8}
+ON = "BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT WEIGHTS KEPT REST LOGP NATS SCALE WEIGHT THRESHOLD CAPPED"
+SWITCHES = dict.fromkeys(ON.split(), True)
+TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
+STREAM = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
+BLANK = {"store": None, "counter": None, "STORE": False, "COUNTER": False}
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
-    (
-        stream._stream_kernel, {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>"},
-        {"PLAIN": False, "PROGRAMS": 132, "GROUP": 16}, 8,
-    ),
-    (
-        select._tile_kernel, {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "of_row": "*i32"},
-        {"ROWS": 64, "SPLIT": 4}, 4,
-    ),
-    (doubt._doubt_kernel, {"count": "*i32"}, {"TOP_K": True, "BEST": 64}, 4),
-    (doubt._doubt_kernel, {"count": "*i32"}, {"TOP_K": False, "BEST": 1}, 4),
-    (settle._given_kernel, {"count": "*i32"}, {"SOME": 16}, 4),
-    (settle._top_k_kernel, {"count": "*i32", "ids": "*i64"}, {"THRESHOLD": True, "BEST": 64, "WIDE": 256}, 4),
+    (stream._stream_kernel, STREAM, {"STORE": True, "COUNTER": True, "PLAIN": False, "PROGRAMS": 132, "GROUP": 16}, 8),
+    (stream._stream_kernel, STREAM, {"STORE": True, "COUNTER": True, "PLAIN": True, "PROGRAMS": 132, "GROUP": 16}, 8),
+    (stream._stream_kernel, STREAM, BLANK | {"PLAIN": True, "PROGRAMS": 132, "GROUP": 16}, 8),
+    (doubt._given_kernel, {"length": "*i32"}, {}, 4),
+    (doubt._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
+    (extract._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "SPLIT": 16, "LISTED": 256}, 8),
+    (extract._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "SPLIT": 16, "LISTED": 128}, 8),
+    (settle._given_kernel, {}, {}, 4),
+    (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
+    (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
     (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
     (row_gradient._route_kernel, {"ids": "*i32"}, {}, 1),
-    (
-        sparse_backward._hidden_kernel, {"weight": "*bf16", "out": "*bf16", "ids": "*i32"},
-        {"CODE": 1, "BLOCK": 1024, "SOME": 8}, 4,
-    ),
-    (sparse_backward._weight_kernel, {"hidden": "*bf16"}, {"WEIGHT": True, "BLOCK": 4096, "SOME": 8}, 4),
-    (dense_backward._dense_kernel, {"ids": "*i32"}, {"BLOCK": 4096}, 8),
-    (troll_loss._troll_kernel, {}, {"CAPPED": False, "GRADIENT": 0, "TOLERANCE": 1e-3}, 1),
+    (sparse_backward._hidden_kernel, {"weight": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
+    (sparse_backward._weight_kernel, {"hidden": "*bf16"}, {"ADD": True, "SOME": 2}, 8),
+    (dense_backward._dense_kernel, {"ids": "*i32"}, {}, 8),
+    (dense_forward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
+    (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
+    (inspect_batch._compact_kernel, {"hidden": "*bf16", "picked": "*bf16", "position": "*i64", "index": "*i64"}, {}, 4),
+    (inspect_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 16}, 4),
+    (loss_rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
+    (troll_loss._troll_kernel, {}, {"GRADIENT": 0}, 1),
+    *((token_loss._token_kernel, {}, {"RULE": rule, "MEASURE": 4}, 1) for rule in range(5)),
 ]  # fmt: skip
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import corral
 from corral import TokenBatch, policy_loss_from_hidden
-from interpreted import DEVICE
+from interpreted import DEVICE, HALF
 from tolerance import assert_close
 
-from corral.kernels import stream  # isort: skip  # after `interpreted`
+from corral.kernels import dense_forward, fused_loss, stream  # isort: skip  # after `interpreted`
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -97,6 +97,68 @@ def test_the_triton_path_is_the_torch_path(name, support, exact):
             assert got.metrics[key].item() == pytest.approx(wanted.metrics[key].item(), rel=1e-3, abs=1e-4), key
     assert got.metrics["head/dropped"].item() <= (0 if exact else 1e-3)
     assert got.metrics["head/dense_share"].item() == 1 if exact else got.metrics["head/dense_share"].item() <= 1
+
+
+WEIGHTED = {
+    "plain": {},
+    "capped": {"softcap": 6.0, "scale": 1.2, "temperature": 0.9},
+    "biased": {"bias": True},
+    "without a support": {"support": False, "name": "ppo_clip"},
+    "half precision": {"dtype": HALF},
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTED.values(), ids=WEIGHTED)
+@pytest.mark.parametrize("summed", [True, False])
+def test_an_exact_gradient_of_known_weights_is_formed_in_the_forward_pass(case, summed, monkeypatch):
+    case = dict(case)
+    dtype, name = case.pop("dtype", torch.float32), case.pop("name", "troll")
+    problem = Problem(DEVICE, case.pop("support", True))
+    bias = torch.randn(VOCABULARY, device=DEVICE) if case.pop("bias", False) else None
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (problem.hidden, problem.weight)]
+    leaves += [] if bias is None else [bias.to(dtype).requires_grad_()]
+    weights = torch.rand(2, 4, device=DEVICE)
+    weights[0, 0] = 0.0
+    monkeypatch.setattr(dense_forward, "BYTES_AT_ONCE", 3 * 96 * leaves[0].element_size())  # two parts
+    formed = []
+    inner = fused_loss.dense_forward
+    monkeypatch.setattr(fused_loss, "dense_forward", lambda *inputs: formed.append(1) or inner(*inputs))
+
+    def loss(inputs: list[Tensor], impl: str, dtype: torch.dtype) -> Tensor:
+        batch, objective = problem.batch, corral.make_objective(name)
+        hidden, weight, *rest = (x.to(dtype) for x in inputs)
+        given = {"bias": rest[0] if rest else None, "weights": weights, "exact": True, "impl": impl, **case}
+        out = policy_loss_from_hidden(hidden, weight, problem.tokens, batch, objective, **given)
+        return 3 * out.loss.sum() if summed else (out.loss * torch.arange(8.0, device=DEVICE).view(2, 4)).sum()
+
+    got = torch.autograd.grad(loss(leaves, "triton", dtype), leaves)
+    assert formed == [1]
+    wanted = torch.autograd.grad(loss(leaves, "torch", torch.float32), leaves)
+    for actual, expected in zip(got, wanted, strict=True):
+        assert (actual.float() - expected.float()).norm() < (2e-5 if dtype == torch.float32 else 6e-3) * expected.float().norm()
+
+
+def test_gradients_formed_beforehand_are_there_once_and_then_made_again():
+    problem, objective = Problem(DEVICE), corral.make_objective("troll")
+    weights = torch.ones(2, 4, device=DEVICE)
+    out = policy_loss_from_hidden(
+        problem.hidden, problem.weight, problem.tokens, problem.batch, objective, weights=weights, exact=True, impl="triton"
+    )
+    first = torch.autograd.grad(2 * out.loss.sum(), problem.leaves, retain_graph=True)
+    second = torch.autograd.grad(2 * out.loss.sum(), problem.leaves)
+    for one, other in zip(first, second, strict=True):
+        assert_close(one, other, torch.float32, atol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_refused_by_the_backward_pass():
+    problem, objective = Problem(DEVICE), corral.make_objective("troll")
+    hidden = problem.hidden.detach().clone()
+    hidden[0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="troll's loss is not finite at 1 live tokens"), torch.no_grad():
+        policy_loss_from_hidden(hidden, problem.weight, problem.tokens, problem.batch, objective, impl="triton")
+    out = policy_loss_from_hidden(hidden, problem.weight, problem.tokens, problem.batch, objective, impl="triton")
+    with pytest.raises(ValueError, match="troll's loss is not finite at 1 live tokens"):
+        out.loss.sum().backward()
 
 
 @pytest.mark.parametrize("way", ["tied embedding", "adapter on the head", "checkpointing", "frozen head"])

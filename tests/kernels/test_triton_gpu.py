@@ -73,6 +73,32 @@ def test_awkward_rows(kind):
     assert not left.any() or (out.dist.rest - exact.rest)[left].abs().max() < 2e-4
 
 
+@pytest.mark.parametrize("strength", [6.0, 30.0])
+def test_common_tokens_are_neighbours(strength):
+    """Nearly all of the top 64 lie in two tiles, with many more that come into question; whole numbers keep sums exact."""
+    hidden, weight, tokens, _ = problem(300, 64, BF16, "ties")
+    bias = torch.zeros(VOCABULARY, device="cuda")
+    bias[:512] = strength
+    out = corral.lm_head(hidden, weight, tokens, bias=bias, top_k=64, impl="triton")
+    logp = exact_logp(hidden, weight, bias)
+    wanted = corral.top_k_support(logp.float(), tokens, 64)
+    assert torch.equal(out.dist.ids, wanted.ids)
+    assert (out.dist.rest - corral.gather_support(logp, wanted.ids).rest).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("slots", [1, 64, 257])
+def test_a_given_support_of_any_tokens(slots):
+    """No mark is the largest of its tile: all of them are made again."""
+    hidden, weight, tokens, _ = problem(1023, 256, BF16)
+    ids = torch.rand(1023, 4096, device="cuda").argsort(-1)[:, :slots] * 11
+    ids[:, 0] = torch.where((ids[:, 1:] == tokens[:, None]).any(-1), ids[:, 0], tokens)
+    ids[3, slots // 2 :] = -1
+    out = corral.lm_head(hidden, weight, tokens, ids=ids, impl="triton")
+    exact = corral.gather_support(exact_logp(hidden, weight, None), ids)
+    assert (out.dist.logp - exact.logp)[ids >= 0].abs().max() < 2e-4
+    assert (out.dist.rest - exact.rest).abs().max() < 2e-4
+
+
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("name", corral.objective_names())
@@ -96,8 +122,12 @@ def test_gradients_off_the_threshold(name, dtype, exact):
     wanted = torch.autograd.grad(torch.where(clear, reference.loss, 0.0).sum(), leaves)
 
     fast = [x.detach().clone().requires_grad_() for x in (moved, weight)]
-    out = policy_loss_from_hidden(fast[0][None], fast[1], tokens[None], batch, objective, exact=exact, impl="triton")
-    got = torch.autograd.grad(torch.where(clear, out.loss, 0.0).sum(), fast)
+    # Known weights and a plain sum: an exact gradient is formed in the forward pass.
+    weights = clear.float() if exact else None
+    out = policy_loss_from_hidden(
+        fast[0][None], fast[1], tokens[None], batch, objective, exact=exact, weights=weights, impl="triton"
+    )  # fmt: skip
+    got = torch.autograd.grad(out.loss.sum() if exact else torch.where(clear, out.loss, 0.0).sum(), fast)
     assert (out.loss - reference.loss)[clear].abs().max() < 2e-3
     for actual, expected in zip(got, wanted, strict=True):
         error = (actual.double() - expected).norm() / expected.norm()

@@ -95,7 +95,7 @@ def test_supports_of_awkward_rows(kind, vocabulary, monkeypatch):
         bias[[0, 17, 18, 40, 69]] = 0.0
         tokens = torch.tensor([0, 17, 18, 69], device=DEVICE)
     else:
-        monkeypatch.setattr(select, "TILES_AT_ONCE", 8)
+        monkeypatch.setattr(select, "ROOM", 2)
         monkeypatch.setattr(select, "ROWS_AT_ONCE", 3)
     for top_k in (1, 4):
         rows = select.stream_head(hidden, weight, bias, tokens, None, LogitSpec(), HeadRequest(top_k))
@@ -108,15 +108,15 @@ def test_supports_of_awkward_rows(kind, vocabulary, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 19])
-@pytest.mark.parametrize("room", [10_000, 10])
-def test_a_given_support_is_gather_support(rows, room, monkeypatch):
-    monkeypatch.setattr(select, "TILES_AT_ONCE", room)
+@pytest.mark.parametrize(("at_once", "slots"), [(10_000, 6), (10, 7)])  # 7 and the sampled token leave no slot empty
+def test_a_given_support_is_gather_support(rows, at_once, slots, monkeypatch):
+    monkeypatch.setattr(select, "ROWS_AT_ONCE", at_once)
     hidden, weight, tokens = problem(rows, 85)
-    ids = some_ids(rows, 85, 6, tokens)
+    ids = some_ids(rows, 85, slots, tokens)
     found = select.stream_head(hidden, weight, None, tokens, ids, LogitSpec(), HeadRequest())
     logp = dense(LogitSpec(), hidden.double(), weight.double(), None)
     expected = corral.gather_support(logp, ids)
-    assert found.ids is ids
+    assert torch.equal(found.ids, ids)
     assert_close(found.kept, expected.logp, torch.float32, atol=LOGITS)
     assert_close(found.rest, expected.rest, torch.float32, atol=LOGITS)
     assert_close(found.logp, logp.gather(1, tokens[:, None])[:, 0], torch.float32, atol=LOGITS)

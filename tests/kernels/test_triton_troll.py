@@ -10,7 +10,9 @@ import corral
 from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
-from corral.kernels.troll_loss import TrollSettings, troll_loss  # isort: skip  # after `interpreted`
+from corral.kernels.loss_rows import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, OldRows, metrics_of  # isort: skip  # after it
+from corral.kernels.online import HeadRows  # isort: skip
+from corral.kernels.troll_loss import TrollLoss  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -37,6 +39,12 @@ def policies(noise: tuple[float, ...] = (0.0, 0.01, 0.5, 5.0), vocabulary: int =
     return old, new, torch.randn(len(noise), 3, dtype=torch.float64)
 
 
+def as_rows(dist: SparseDist) -> HeadRows:
+    """A policy [B T K] as the head reports it."""
+    kept, rest = (x.flatten(0, 1).float().to(DEVICE) for x in (dist.logp, dist.rest))
+    return HeadRows(rest, kept[:, 0].contiguous(), dist.ids.flatten(0, 1).to(DEVICE), kept, rest, torch.zeros_like(rest))
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_loss_gradient_and_metrics_are_the_objective_s(settings):
     old, new, advantages = policies()
@@ -47,19 +55,20 @@ def test_loss_gradient_and_metrics_are_the_objective_s(settings):
     weights = torch.rand(4, 3, dtype=torch.float64)
     wanted = torch.autograd.grad((exact.loss * weights).sum(), leaves)
 
-    flat = [x.flatten(0, 1).float().to(DEVICE).requires_grad_() for x in (new.logp, new.rest)]
-    fixed = SparseDist(old.ids.flatten(0, 1).to(DEVICE), *(x.flatten(0, 1).float().to(DEVICE) for x in (old.logp, old.rest)))
-    credit = advantages.flatten().float().to(DEVICE)
-    rows = troll_loss(SparseDist(fixed.ids, *flat), fixed, fixed.logp[:, 0], credit, TrollSettings.of(objective))
-    got = torch.autograd.grad((rows.loss * weights.flatten().to(DEVICE)).sum(), flat)
-    assert not rows.flawed.any()
-    assert (rows.loss.cpu() - exact.loss.flatten()).norm() < 2e-6 * exact.loss.norm()
+    rows, fixed = (as_rows(x) for x in (new, old))
+    before = OldRows(fixed.logp, fixed.kept, fixed.rest, advantages.flatten().float().to(DEVICE), None)
+    found = TrollLoss.of(objective)(rows, before)
+    loss, kl_after, active = (found.fields[x] for x in (LOSS, KL_AFTER, ACTED))
+    assert not found.fields[FLAWED].any()
+    assert (loss.cpu() - exact.loss.flatten()).norm() < 2e-6 * exact.loss.norm()
     size = sum(x.norm() for x in wanted)
-    for actual, expected in zip(got, wanted, strict=True):
-        assert (actual.cpu() - expected.flatten(0, 1)).norm() < 2e-5 * size
+    for actual, expected in zip((found.kept, found.rest), wanted, strict=True):
+        scaled = actual.cpu() * weights.flatten().view(-1, *[1] * (actual.ndim - 1))
+        assert (scaled - expected.flatten(0, 1)).norm() < 2e-5 * size
     bound = objective.config.bound
-    assert ((rows.kl_after[rows.active] - bound).abs() <= 1e-6).all()
-    metrics = rows.metrics(fixed.rest)
+    assert ((kl_after[active > 0] - bound).abs() <= 1e-6).all()
+    metrics, flawed = metrics_of(found, rows, before, projects=True)
+    assert flawed.item() == 0
     assert set(metrics) == set(exact.metrics)
     for name, value in exact.metrics.items():
         assert metrics[name].item() == pytest.approx(value.item(), rel=2e-3 if name == "tr/dual" else 1e-5, abs=1e-6), name
@@ -67,37 +76,23 @@ def test_loss_gradient_and_metrics_are_the_objective_s(settings):
 
 def test_policies_without_a_common_token_are_returned_to_the_old_one():
     # New and old allow different tokens: nothing is common, so r = old, η = inf, the row counts as not converged.
-    new = SparseDist(torch.tensor([[0, 1]]), torch.tensor([[0.0, -math.inf]]), torch.tensor([-math.inf]))
-    old = SparseDist(torch.tensor([[0, 1]]), torch.tensor([[-math.inf, 0.0]]), torch.tensor([-math.inf]))
-    new, old = (SparseDist(x.ids.to(DEVICE), x.logp.to(DEVICE), x.rest.to(DEVICE)) for x in (new, old))
-    one = torch.ones(1, device=DEVICE)
-    rows = troll_loss(new, old, -one, one, TrollSettings.of(corral.make_objective("troll")))
-    assert rows.flawed.item()  # and the objective itself has to say so
-    assert not rows.converged.item()
-    assert rows.dual.item() == math.inf
+    new = SparseDist(torch.tensor([[[0, 1]]]), torch.tensor([[[0.0, -math.inf]]]), torch.tensor([[-math.inf]]))
+    old = SparseDist(torch.tensor([[[0, 1]]]), torch.tensor([[[-math.inf, 0.0]]]), torch.tensor([[-math.inf]]))
+    rows, fixed, one = as_rows(new), as_rows(old), torch.ones(1, device=DEVICE)
+    found = TrollLoss.of(corral.make_objective("troll"))(rows, OldRows(-one, fixed.kept, fixed.rest, one, None)).fields
+    assert found[FLAWED].item() == 1  # and the objective itself has to say so
+    assert found[CONVERGED].item() == 0
+    assert found[DUAL].item() == math.inf
 
 
-@pytest.mark.parametrize("wrong", ["anchor", "advantage", "new", "old"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_bad_rows_are_noticed(wrong):
     old, new, advantages = policies()
-    rows = {
-        "new": new.logp.flatten(0, 1), "old": old.logp.flatten(0, 1), "anchor": old.logp.flatten(0, 1)[:, 0].clone(),
-        "advantage": advantages.flatten(),
-    }  # fmt: skip
-    rows = {name: x.float().to(DEVICE).clone() for name, x in rows.items()}
-    if wrong == "anchor":
-        rows["anchor"][2] += 0.01
-    elif wrong == "advantage":
-        rows["advantage"][2] = math.inf
-    else:
-        rows[wrong][2, 1] = math.nan
-    rest = [x.rest.flatten().float().to(DEVICE) for x in (new, old)]
-    ids = old.ids.flatten(0, 1).to(DEVICE)
-    found = troll_loss(
-        SparseDist(ids, rows["new"], rest[0]), SparseDist(ids, rows["old"], rest[1]), rows["anchor"], rows["advantage"],
-        TrollSettings.of(corral.make_objective("troll")),
-    )  # fmt: skip
-    assert found.flawed.nonzero().flatten().tolist() == [2]
+    rows, fixed = as_rows(new), as_rows(old)
+    rows.kept[2, 1] = wrong
+    before = OldRows(fixed.logp, fixed.kept, fixed.rest, advantages.flatten().float().to(DEVICE), None)
+    found = TrollLoss.of(corral.make_objective("troll"))(rows, before)
+    assert found.fields[FLAWED].nonzero().flatten().tolist() == [2]
 
 
 def test_what_the_kernel_does_not_compute_is_left_to_the_objective():
@@ -107,4 +102,4 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_objective():
         corral.make_objective("troll", tail="fill", vocab_size=40),
         lambda batch: None,
     ):
-        assert TrollSettings.of(objective) is None
+        assert TrollLoss.of(objective) is None

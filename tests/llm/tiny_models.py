@@ -80,11 +80,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
+def tiny_model(family: str = "llama", seed: int = 0, **sizes: int) -> PreTrainedModel:
     """Fresh random weights, scaled so that next tokens are neither certain nor uniform."""
     config_cls, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    config = config_cls(**{**SIZES, **settings})
+    config = config_cls(**{**SIZES, **settings, **sizes})
     model = MODEL_FOR_CAUSAL_LM_MAPPING[config_cls](config)
     model.generation_config.eos_token_id = ENDS
     with torch.no_grad():
@@ -158,7 +158,8 @@ def nudge(model: nn.Module, size: float = 0.15, seed: int = 1) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(size * parameter.std() * torch.randn(parameter.shape, generator=generator))
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+                parameter.add_(size * parameter.std() * noise)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -195,7 +196,8 @@ class Spy:
     @classmethod
     def on(cls, trainer: CorralTrainer) -> "Spy":
         spy = cls(trainer.objective.function)
-        trainer.objective = replace(trainer.objective, function=spy)
+        # By another name nothing is known of it beforehand, and it is asked once.
+        trainer.objective = replace(trainer.objective, name="spied", function=spy)
         return spy
 
     def __call__(self, batch: TokenBatch, config: ObjectiveConfig) -> ObjectiveOutput:

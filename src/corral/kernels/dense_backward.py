@@ -23,20 +23,20 @@ def dense_rows(
     bias: Tensor | None,
     spec: LogitSpec,
     rows: HeadRows,
-    g_entropy: Tensor,
+    g_entropy: Tensor | None,
     gradient: RowGradient,
     picked: Tensor,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
-    *,
-    fresh: bool,
 ) -> None:
-    """Write dH of the rows `picked`, and add their dW and db to what is there; `fresh` where nothing is."""
+    """Write dH of the rows `picked`, and their dW and db."""
     for part in slices(len(picked), ROWS_AT_ONCE):
-        row = picked[part]
-        add = not fresh or part.start > 0
-        h = hidden[row]
+        add = part.start > 0
+        # Matrix units take rows by the dozen: −1 stands for one without a gradient.
+        real = picked[part]
+        row = torch.nn.functional.pad(real, (0, -len(real) % 16), value=-1)
+        h = hidden[row.clamp(min=0)]
         d_h = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if d_hidden is not None else None
         columns = max(2048, LOGITS_AT_ONCE // len(row) // 256 * 256)
         memory = h.new_empty(len(row) * min(columns, len(weight)), dtype=torch.float32)
@@ -45,27 +45,27 @@ def dense_rows(
             w = weight[block]
             shape = (len(row), len(w))
             products, dz = (x[: shape[0] * shape[1]].view(shape) for x in (memory, memory_dz))
-            _multiply(h, w.T, products)
+            multiply(h, w.T, products)
             _dense_kernel[(shape[0], triton.cdiv(shape[1], 4096))](
                 products, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
                 gradient.value, block.start, shape[1], len(weight), gradient.ids.shape[1], *spec_arguments(spec),
                 spec.scale / spec.temperature,
                 spec.temperature / spec.softcap if spec.softcap is not None else 0.0, BIAS=bias is not None,
-                CAP=spec.softcap is not None, BLOCK=4096, SLOTS=max(2, triton.next_power_of_2(gradient.ids.shape[1])),
-                num_warps=8,
+                CAP=spec.softcap is not None, NATS=g_entropy is not None, BLOCK=4096,
+                SLOTS=max(2, triton.next_power_of_2(gradient.ids.shape[1])), num_warps=8,
             )  # fmt: skip
             if d_h is not None:
-                _multiply(dz, w, d_h, add=True)
+                multiply(dz, w, d_h, add=True)
             if d_weight is not None:
-                _multiply(dz.T, h, d_weight[block], add=add)
+                multiply(dz.T, h, d_weight[block], add=add)
             if d_bias is not None:
                 d_b = dz.sum(0, dtype=torch.float32)
                 d_bias[block] = d_b + d_bias[block] if add else d_b
         if d_hidden is not None and d_h is not None:
-            d_hidden.index_copy_(0, row, d_h.to(d_hidden.dtype))
+            d_hidden.index_copy_(0, real, d_h[: len(real)].to(d_hidden.dtype))
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """out = left @ right, or out += it, summed in float32 whatever the factors are."""
     if left.dtype == out.dtype and (left.is_cuda or left.dtype == torch.float32):
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
@@ -83,21 +83,25 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) ->
 @no_type_check
 def _dense_kernel(
     products, dz, bias, picked, lse, rest, nats, g_nats, factor, ids, value, start, width, vocabulary, slots, before, cap,
-    after, slope, curve, BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    after, slope, curve, BIAS: tl.constexpr, CAP: tl.constexpr, NATS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one row: the factor times p / p_rest everywhere, then the single entries in their places."""
     row = tl.load(picked + tl.program_id(0))
+    real = row >= 0
+    row = tl.where(real, row, 0)
     begin = tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * width
     product = tl.load(products + at + column, mask=column < width, other=0.0)[None, :]
     z = logits_of_products(product, start + column, bias, vocabulary, before, cap, after, BIAS, CAP)
     log_p = z - tl.load(lse + row)
-    entropy_g = tl.load(g_nats + row)
-    surprise = tl.where(log_p > -float("inf"), log_p + tl.load(nats + row), 0.0)
     log_rest = tl.load(rest + row)
     log_rest = tl.where(log_rest == -float("inf"), 0.0, log_rest)
-    g = (tl.exp(log_p - log_rest) * tl.load(factor + row) - tl.exp(log_p) * entropy_g * surprise) * slope
+    g = tl.exp(log_p - log_rest) * tl.load(factor + row)
+    if NATS:
+        surprise = tl.where(log_p > -float("inf"), log_p + tl.load(nats + row), 0.0)
+        g -= tl.exp(log_p) * tl.load(g_nats + row) * surprise
+    g = tl.where(real, g * slope, 0.0)
     if CAP:
         u = z * curve
         g = tl.where(z > -float("inf"), g * (1.0 - u * u), 0.0)
@@ -107,4 +111,4 @@ def _dense_kernel(
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) - start
     single = tl.load(value + row * slots + slot, mask=slot < slots, other=0.0)
-    tl.store(dz + at + id, single.to(kind), mask=(id >= begin) & (id < begin + BLOCK) & (id < width))
+    tl.store(dz + at + id, single.to(kind), mask=real & (id >= begin) & (id < begin + BLOCK) & (id < width))

@@ -1,4 +1,8 @@
-"""Which tiles of each row hold more of the support than their largest logit, and have to be made again."""
+"""Which tiles of each row hold more of the support than their largest logit, and have to be made again.
+
+A tile whose only member is its largest logit is settled by its statistics. Every row's normaliser and entropy come from here
+too: they need nothing but the statistics, of which those of a doubtful tile are replaced afterwards.
+"""
 
 from dataclasses import dataclass
 from typing import no_type_check
@@ -8,142 +12,206 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corral.kernels.online import HeadRows
 from corral.kernels.stream import TileStatistics, rank_bits, rank_key
 
 WARPS = 4
 """That work on one row."""
+LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @dataclass(frozen=True, eq=False)
 class Doubt:
-    """The doubtful tiles of some rows, numbered in any order: only where their logits are kept hangs on it."""
+    """The doubtful tiles of N rows. No number of them is ever too large for the memory here, so nobody has to ask for it."""
 
     state: Tensor
-    """[N, tiles] int32: 0 untouched, 1 its largest logit is a member and no other, 2 + p where recomputed as the p-th."""
-    count: Tensor
-    first: Tensor
-    """Doubtful tiles of each row, and the number of the first [N]; −1 where there was no room for all of them."""
-    tile: Tensor
-    row: Tensor
-    """Of each doubtful tile [room]."""
+    """[N, tiles] uint8: 0 nothing was taken out of this tile, 1 its largest logit was, 2 it is made again."""
     queue: Tensor
-    """Numbers of the doubtful tiles at each place of the vocabulary [tiles, N]."""
     length: Tensor
-    """Of each queue [tiles], and behind them how many there are in all."""
-    candidates: Tensor
-    """For a top k, rank keys of the settled tiles' largest logits that may be members [N, k or a little more]."""
+    """Rows that wait for each tile of the vocabulary [tiles, N], and how many they are [tiles]."""
+    listed: Tensor
+    """Of a given support [N, M]: id · M + slot, ascending. Of an own one [N, room]: rank keys of what was taken out so far."""
+    filled: Tensor
+    """For an own support: how many keys were taken out, more than `room` where they did not fit [N]."""
+    floor: Tensor
+    """For an own support: what every member reaches, as an integer that sorts as logits do [N]."""
 
 
-def doubts(stats: TileStatistics, marks: Tensor, width: int, *, given: bool, top_k: int | None, room: int) -> Doubt:
-    """Of the support `marks` [N, 1 + K], whose first slot is the sampled token, or of the policy's own top k and that token."""
-    count, tiles = stats.peak.shape
-    best = max(2, triton.next_power_of_2(top_k)) if top_k is not None else 1
+def given_doubts(stats: TileStatistics, marks: Tensor, width: int, *, given: bool, out: HeadRows) -> Doubt:
+    """Of the support `marks` [N, 1 + K]. Slot 0, the sampled token, is a member only without a `given` support.
 
-    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=marks.device)
-
-    doubt = Doubt(
-        integers(count, tiles), integers(count), integers(count), integers(room), integers(room), integers(tiles, count),
-        integers(tiles + 1).zero_(), integers(count, best, dtype=torch.int64),
-    )  # fmt: skip
-    _doubt_kernel[(count,)](
-        stats.peak, stats.place, stats.second, marks, doubt.state, doubt.count, doubt.first, doubt.tile, doubt.row,
-        doubt.queue, doubt.length, doubt.candidates, count, tiles, marks.shape[1], top_k or 0, room,
-        GIVEN=given, TOP_K=top_k is not None, TILES=max(triton.next_power_of_2(tiles), best), BEST=best,
-        SLOTS=max(2, triton.next_power_of_2(marks.shape[1])), COLUMNS=width, num_warps=WARPS,
+    Fills in the normaliser, the entropy, and `out.kept` of all marks in settled tiles.
+    """
+    (count, tiles), slots = stats.peak.shape, marks.shape[1]
+    padded = max(2, triton.next_power_of_2(slots))
+    doubt = _blank(stats, padded)
+    _given_kernel[(count,)](
+        stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, doubt.state, doubt.queue, doubt.length,
+        doubt.listed, out.kept, out.lse, out.entropy, count, tiles, slots, GIVEN=given, ENTROPY=stats.weighted.numel() > 0,
+        TILES=triton.next_power_of_2(tiles), SLOTS=padded, COLUMNS=width, num_warps=WARPS,
     )  # fmt: skip
     return doubt
 
 
+def own_doubts(stats: TileStatistics, marks: Tensor, width: int, *, top_k: int, room: int, out: HeadRows) -> Doubt:
+    """Of the policy's own top k and the sampled token, `marks` [N, 1]; `room` for what may be a member, a power of 2."""
+    count, tiles = stats.peak.shape
+    doubt = _blank(stats, room)
+    _own_kernel[(count,)](
+        stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, doubt.state, doubt.queue, doubt.length,
+        doubt.listed, doubt.filled, doubt.floor, out.lse, out.entropy, count, tiles, top_k,
+        ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), ROOM=room, COLUMNS=width, num_warps=WARPS,
+    )  # fmt: skip
+    return doubt
+
+
+def _blank(stats: TileStatistics, listed: int) -> Doubt:
+    (count, tiles), device = stats.peak.shape, stats.peak.device
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    return Doubt(
+        empty(count, tiles, dtype=torch.uint8), empty(tiles, count), torch.zeros(tiles, dtype=torch.int32, device=device),
+        empty(count, listed, dtype=torch.int64), empty(count), empty(count),
+    )  # fmt: skip
+
+
 @triton.jit
 @no_type_check
-def _doubt_kernel(
-    peak, place, second, marks, state, count, first, of_tile, of_row, queue, length, candidates, rows, tiles, slots, top_k,
-    room, GIVEN: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+def log_sum(peak, total):
+    """log Σ total e^peak, −inf of nothing."""
+    top = tl.max(peak, 0)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    return top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
+
+
+@triton.jit
+@no_type_check
+def whole_tiles(top, runner_up, without):
+    """Σ e^(z − top) of each tile, and second − top."""
+    some = top > -float("inf")
+    down = tl.where(runner_up > -float("inf"), runner_up - tl.where(some, top, 0.0), -float("inf"))
+    return tl.where(some, 1.0, 0.0) + without * tl.exp(down), down
+
+
+@triton.jit
+@no_type_check
+def _normaliser(top, runner_up, without, weighted, lse, nats, row, tiles, ENTROPY: tl.constexpr, TILES: tl.constexpr):
+    """log Σ e^z of a row, and its entropy."""
+    whole, down = whole_tiles(top, runner_up, without)
+    total = log_sum(top, whole)
+    tl.store(lse + row, total)
+    if ENTROPY:
+        # −H = Σ p log p; around its own largest logit a tile adds e^(top − lse) Σ e^(z − top) ((z − top) + (top − lse)).
+        tile = tl.arange(0, TILES)
+        some = top > -float("inf")
+        u = tl.load(weighted + row * tiles + tile, mask=tile < tiles, other=0.0)
+        around = tl.exp(down) * (u + tl.where(down > -float("inf"), down, 0.0) * without)
+        high = tl.where(some, top - total, 0.0)
+        tl.store(nats + row, -tl.sum(tl.where(some, tl.exp(high) * (around + whole * high), 0.0), 0))
+    return total
+
+
+@triton.jit
+@no_type_check
+def _given_kernel(
+    peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, nats, rows, tiles, slots,
+    GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     live = tile < tiles
-    if TOP_K:
-        again = _own_doubts(peak, place, second, marks + row * slots, candidates, row, tiles, top_k, TILES, BEST, COLUMNS)
-        level = tl.zeros((TILES,), tl.int32)
-    else:
-        level = _given_levels(place, marks + row * slots, state, row, tiles, slots, GIVEN, TILES, SLOTS, COLUMNS)
-        again = level == 2
+    here = row * tiles + tile
+    top = tl.load(peak + here, mask=live, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=live, other=-float("inf"))
+    without = tl.load(others + here, mask=live, other=0.0)
+    total = _normaliser(top, runner_up, without, weighted, lse, nats, row, tiles, ENTROPY, TILES)
+    tl.store(state + here, tl.zeros((TILES,), tl.uint8), mask=live)
 
-    many = tl.sum(again.to(tl.int32), 0)
-    start = tl.atomic_add(length + tiles, many)
-    fits = start + many <= room
-    tl.store(count + row, many)
-    tl.store(first + row, tl.where(fits, start, -1))
-    number = start + tl.cumsum(again.to(tl.int32), 0) - 1
-    tl.store(state + row * tiles + tile, tl.where(again, number + 2, level), mask=live)
-    again = again & fits
-    tl.store(of_tile + number, tile, mask=again)
-    tl.store(of_row + number, (row + tl.zeros((TILES,), tl.int64)).to(tl.int32), mask=again)
-    place_in_queue = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again)
-    tl.store(queue + tile.to(tl.int64) * rows + place_in_queue, number, mask=again)
+    slot = tl.arange(0, SLOTS)
+    mark = tl.load(marks + row * slots + slot, mask=slot < slots, other=-1)
+    tl.store(values + row * slots + slot, tl.full((SLOTS,), -float("inf"), tl.float32), mask=slot < slots)
+    if GIVEN:  # where the support has the sampled token too, that is the one to look for
+        twice = tl.max(((mark == tl.load(marks + row * slots)) & (slot > 0)).to(tl.int32), 0) > 0
+        mark = tl.where((slot == 0) & twice, -1, mark)
+    key = tl.sort(tl.where(mark >= 0, mark.to(tl.int64) * SLOTS + slot, NOTHING))
+    tl.store(listed + row * SLOTS + slot, key)
+    tl.debug_barrier()
+    before = tl.load(listed + row * SLOTS + slot - 1, mask=slot > 0, other=-1)
+    real = key != NOTHING
+    id = tl.where(real, key // SLOTS, 0).to(tl.int32)
+    at = id // COLUMNS
+    own_slot = (key % SLOTS).to(tl.int32)
+    known = real & (tl.load(place + row * tiles + at).to(tl.int32) == id % COLUMNS)
+    member = real
+    if GIVEN:
+        member = member & (own_slot > 0)
+    tl.store(state + row * tiles + at, tl.full((SLOTS,), 1, tl.uint8), mask=member & known)
+    tl.debug_barrier()
+    tl.store(state + row * tiles + at, tl.full((SLOTS,), 2, tl.uint8), mask=real & ~known)
+    tl.debug_barrier()
+    again = real & (tl.load(state + row * tiles + at, mask=real, other=0) == 2)
+    value = tl.load(peak + row * tiles + at, mask=real, other=0.0) - total
+    tl.store(values + row * slots + own_slot, value, mask=real & ~again)
+    first = again & ((before < 0) | (before // (SLOTS * COLUMNS) != at))
+    position = tl.atomic_add(length + at, tl.full((SLOTS,), 1, tl.int32), mask=first)
+    tl.store(queue + at.to(tl.int64) * rows + position, (row * SLOTS + slot).to(tl.int32), mask=first)
 
 
 @triton.jit
 @no_type_check
-def _own_doubts(
-    peak, place, second, sampled, candidates, row, tiles, top_k, TILES: tl.constexpr, BEST: tl.constexpr, COLUMNS: tl.constexpr
+def _own_kernel(
+    peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, lse, nats, rows, tiles, top_k,
+    ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Where the row's own top k and its sampled token leave doubt; the largest of all other tiles become candidates.
+    """Of the largest and second largest of all tiles at least k reach the k-th largest of these, so all members do.
 
-    At least k logits reach the k-th largest tile maximum, so all members do. A tile whose second largest logit does not holds
-    one member at most. The k-th largest is found bit by bit, as an integer that sorts as the logits do.
+    A tile whose second largest does not holds one member at most. The k-th largest is found bit by bit.
     """
+    row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     live = tile < tiles
     here = row * tiles + tile
     top = tl.load(peak + here, mask=live, other=-float("inf"))
-    bits = tl.where(live, rank_bits(top).to(tl.int64), -0x80000001)
-    floor = tl.full((), -0x80000000, tl.int64)
-    for step in tl.static_range(32):
-        trial = floor + (1 << (31 - step))
-        floor = tl.where(tl.sum((bits >= trial).to(tl.int32), 0) >= top_k, trial, floor)
-    again = live & (rank_bits(tl.load(second + here, mask=live, other=-float("inf"))).to(tl.int64) >= floor)
+    runner_up = tl.load(second + here, mask=live, other=-float("inf"))
+    without = tl.load(others + here, mask=live, other=0.0)
+    _normaliser(top, runner_up, without, weighted, lse, nats, row, tiles, ENTROPY, TILES)
+
+    bits = tl.where(live, rank_bits(top), -0x80000000)
+    next_bits = tl.where(live, rank_bits(runner_up), -0x80000000)
+    reach = tl.sum((bits >= 0).to(tl.int32) + (next_bits >= 0).to(tl.int32), 0)
+    floor = tl.where(reach >= top_k, 0, -0x80000000)
+    for step in tl.static_range(31):
+        trial = floor + (1 << (30 - step))
+        reach = tl.sum((bits >= trial).to(tl.int32) + (next_bits >= trial).to(tl.int32), 0)
+        floor = tl.where(reach >= top_k, trial, floor)
+    tl.store(floors + row, floor)
+
+    token = tl.load(marks + row)
     largest = tile * COLUMNS + tl.load(place + here, mask=live, other=0).to(tl.int32)
-    token = tl.load(sampled)
-    again = again | (live & (tile == token // COLUMNS) & (largest != token))
+    sampled_here = live & (tile == token // COLUMNS)
+    again = live & ((next_bits >= floor) | (sampled_here & (largest != token)))
+    # Where fewer than k logits are finite, impossible tokens are members, and that takes more than tiles' statistics.
+    hopeless = floor <= -0x7F800001  # as −inf ranks
+    again = again & ~hopeless
 
-    # Settled tiles above the floor come first, then those at it by lower id: what no longer fits cannot be a member.
-    above = live & ~again & (bits > floor)
-    level = live & ~again & (bits == floor)
-    tie = tl.sum(above.to(tl.int32), 0) + tl.cumsum(level.to(tl.int32), 0) - 1
-    slot = tl.where(above, tl.cumsum(above.to(tl.int32), 0) - 1, tie)
-    tl.store(candidates + row * BEST + tl.arange(0, BEST), tl.full((BEST,), -0x7FFFFFFFFFFFFFFF, tl.int64))
+    # In front the sampled token, then settled tiles above the floor, then those at it by lower id: what comes after the first
+    # k cannot be a member. Behind these there is room for what is found in tiles that are made again.
+    settled = live & ~again & ~sampled_here
+    above = settled & (bits > floor)
+    level = settled & (bits == floor)
+    tie = tl.sum(above.to(tl.int32), 0) + tl.cumsum(level.to(tl.int32), 0)
+    slot = tl.where(above, tl.cumsum(above.to(tl.int32), 0), tie)
+    taken = (above | level) & (slot <= top_k)
+    tl.store(listed + row * ROOM + tl.arange(0, ROOM), tl.full((ROOM,), LOWEST, tl.int64))
     tl.debug_barrier()
-    tl.store(candidates + row * BEST + slot, rank_key(top, largest), mask=(above | level) & (slot < BEST))
-    return again
-
-
-@triton.jit
-@no_type_check
-def _given_levels(
-    place, marks, state, row, tiles, slots, GIVEN: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """0 where a tile holds no mark, 1 where its largest logit is the only one and a member, 2 where there is any other.
-
-    The sampled token, in slot 0, belongs to a given support only if it stands there again.
-    """
-    tile = tl.arange(0, TILES)
-    live = tile < tiles
-    here = state + row * tiles
-    tl.store(here + tile, tl.zeros((TILES,), tl.int32), mask=live)
-    tl.debug_barrier()
-    slot = tl.arange(0, SLOTS)
-    mark = tl.load(marks + slot, mask=slot < slots, other=-1)
-    at = tl.where(mark >= 0, mark // COLUMNS, 0)
-    known = tl.load(place + row * tiles + at).to(tl.int32) + at * COLUMNS == mark
-    member = mark >= 0
-    if GIVEN:
-        member = member & (slot > 0)
-    tl.store(here + at, tl.full((SLOTS,), 1, tl.int32), mask=member & known)
-    tl.debug_barrier()
-    tl.store(here + at, tl.full((SLOTS,), 2, tl.int32), mask=(mark >= 0) & ~known)
-    tl.debug_barrier()
-    return tl.load(here + tile, mask=live, other=0)
+    tl.store(listed + row * ROOM + slot, rank_key(top, largest), mask=taken)
+    done = sampled_here & ~again
+    tl.store(listed + row * ROOM + tl.zeros((TILES,), tl.int32), rank_key(top, largest), mask=done)
+    full = 1 + tl.sum(taken.to(tl.int32), 0)
+    tl.store(filled + row, tl.where(hopeless, ROOM + 1, full))
+    tl.store(state + here, tl.where(again, 2, tl.where(taken | done, 1, 0)).to(tl.uint8), mask=live)
+    position = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again)
+    tl.store(queue + tile.to(tl.int64) * rows + position, (row + tl.zeros((TILES,), tl.int64)).to(tl.int32), mask=again)

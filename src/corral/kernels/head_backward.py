@@ -31,6 +31,13 @@ class HeadGradients:
             return self
         return HeadGradients(self.logp * factor, self.kept * factor, self.rest * factor, self.entropy * factor)
 
+    def settled(self, tokens: Tensor, ids: Tensor, rest: Tensor) -> "HeadGradients":
+        """The same, in one of the many ways to say it: the sampled token's all in `logp`, and 0 where nothing depends on it."""
+        own = ids == tokens[:, None]
+        logp = self.logp + torch.where(own, self.kept, 0.0).sum(-1)
+        kept, outside = torch.where(own | (ids < 0), 0.0, self.kept), torch.where(rest == -torch.inf, 0.0, self.rest)
+        return HeadGradients(logp, kept, outside, self.entropy)
+
 
 class LogitGradient:
     """Gradient of log-probs, support, rest and entropy H with respect to the logits, block by block.
@@ -72,6 +79,18 @@ class LogitGradient:
         # Members of the support are far above what is left of it: whatever c_v made of them is replaced.
         dz[row, column] = single
         return dz
+
+    def singles(self, logp: Tensor) -> Tensor:
+        """dz of all marked tokens [n · slots], given their log-probs [n, slots]: the support's, then the sampled one's."""
+        place = torch.arange(logp.numel(), device=logp.device)
+        return self.value + self._marked(logp.flatten(), place % self.slots, place // self.slots)
+
+    def of_mass(self, mass: Tensor, peak: Tensor, block: int, singles: Tensor) -> Tensor:
+        """dz of one block from e^(z − m) [n, v] and m [n, 1], in its place; without entropy."""
+        slot, row, column = self.marks[block]
+        mass.mul_(self.outside * (peak - self.shift).exp())
+        mass[row, column] = singles[slot]
+        return mass
 
     def _marked(self, logp: Tensor, slot: Tensor, row: Tensor) -> Tensor:
         """What the softmax adds at marked tokens: members of the support, and in the last slot a sampled token that is none."""

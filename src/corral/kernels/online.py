@@ -68,18 +68,20 @@ class LogMass:
         self.peak, self.total = torch.full_like(like, -torch.inf), torch.zeros_like(like)
         self.weighted = torch.zeros_like(like) if entropy else None
 
-    def fold(self, z: Tensor, spare: Tensor | None = None) -> None:
-        """Take in logits [n, v]; `z` is used up, and so is `spare` of the same shape, which entropy needs."""
+    def fold(self, z: Tensor, spare: Tensor | None = None) -> Tensor:
+        """Take in logits [n, v]; `z` is used up. Returns e^(z − m), in its place, or for entropy in that of `spare`."""
         if not z.shape[-1]:
-            return
+            return z
         self.move_to(torch.maximum(self.peak, z.amax(-1)))
         gap = z.sub_(torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None])
         if self.weighted is None:
-            self.total += gap.exp_().sum(-1)
-            return
-        weight = torch.exp(gap.clamp_(min=IMPOSSIBLE), out=spare)
-        self.total += weight.sum(-1)
-        self.weighted += weight.mul_(gap).sum(-1)
+            weight = gap.exp_()
+            self.total += weight.sum(-1)
+        else:
+            weight = torch.exp(gap.clamp_(min=IMPOSSIBLE), out=spare)
+            self.total += weight.sum(-1)
+            self.weighted += gap.mul_(weight).sum(-1)
+        return weight
 
     def move_to(self, peak: Tensor) -> None:
         """Measure from another m, no smaller than the last."""
@@ -126,14 +128,16 @@ class OnlineHead:
         self.best = None if request.top_k is None else RunningTopK(len(tokens), request.top_k, self.marked)
         self.scratch = Scratch(tokens.device)
 
-    def fold(self, z: Tensor, block: int) -> None:
-        """Take in the logits [n, v] of one block; `z` is used up."""
+    def fold(self, z: Tensor, block: int, spare: Tensor | None = None) -> Tensor:
+        """Take in the logits [n, v] of one block; `z` is used up. Returns what it adds to the rest, as `LogMass.fold` does."""
         slot, row, column = self.marks[block]
         self.marked.view(-1)[slot] = z[row, column]
         z[row, column] = -torch.inf
         if self.best is not None:
             self.rest.fold(self.best.fold(z, self.marks.starts[block]))
-        self.rest.fold(z, self.scratch("weights", z.shape, z.dtype) if self.request.entropy else None)
+        if self.request.entropy and spare is None:
+            spare = self.scratch("weights", z.shape, z.dtype)
+        return self.rest.fold(z, spare)
 
     def candidates(self) -> tuple[Tensor, Tensor]:
         """Ids and logits of the support: those given, or the k largest beside the sampled token."""

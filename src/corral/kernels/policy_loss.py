@@ -2,47 +2,30 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from corral.divergence import binary_tv
 from corral.kernels.dispatch import choose
-from corral.kernels.head import HeadOutput, lm_head
+from corral.kernels.foreseen import foresee
+from corral.kernels.head import OWN_SUPPORT, HeadOutput, lm_head
+from corral.kernels.live import Live
 from corral.kernels.logits import LogitSpec
 from corral.kernels.online import HeadRequest
 from corral.support import check_ids
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
+if TYPE_CHECKING:
+    from corral.kernels.token_loss import TokenLoss
+    from corral.kernels.troll_loss import TrollLoss
+
 TOLERANCE = 1e-3
 """Share of a token's gradient, in Σ |dz|, that the sparse backward may leave out: half of what rounding to bfloat16 costs."""
-OWN_SUPPORT = 64
-"""Tokens of the new policy that carry its gradient where the batch brings no support."""
-
 
 TokenObjective = Callable[[TokenBatch], ObjectiveOutput]
 """What `make_objective` returns: a batch of tokens → a loss per token."""
-
-
-class Live:
-    """The tokens that are trained on: picked out of [B T …] into rows [N …], and spread out again."""
-
-    def __init__(self, mask: Bool[Tensor, "B T"]) -> None:
-        self.shape = mask.shape
-        rows = mask.flatten().nonzero().squeeze(-1)
-        self.count = len(rows)
-        self.rows = None if self.count == mask.numel() else rows  # all of them: nothing to copy
-
-    def pick(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        return flat if self.rows is None else flat[self.rows]
-
-    def spread(self, x: Tensor) -> Tensor:
-        """0 where nothing was picked."""
-        if self.rows is not None:
-            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.rows, x)
-        return x.reshape(*self.shape, *x.shape[1:])
 
 
 def policy_loss_from_hidden(
@@ -53,6 +36,7 @@ def policy_loss_from_hidden(
     objective: TokenObjective,
     *,
     exact: bool = False,
+    weights: Float[Tensor, "B T"] | None = None,
     bias: Float[Tensor, " V"] | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
@@ -64,8 +48,9 @@ def policy_loss_from_hidden(
         hidden → log π, and π on the support of dist_old → objective → L_t          backward: dz → dH, dW, db
 
     Gradients reach `hidden`, `weight` and `bias` through autograd, for any weighting of the tokens afterwards. On a GPU a
-    row's backward is sparse where the logits outside its support carry at most 10⁻³ of its own gradient Σ |dz|, or of the mean
-    row's, and dense elsewhere. Masked tokens never enter the head, and blocked ones cost no backward.
+    row's backward is sparse where what it leaves out is less than 10⁻³ of its own gradient Σ |dz|, or of the mean row's, and
+    dense elsewhere. Masked tokens never enter the head, and blocked ones cost no backward. There, a loss that is not finite is
+    refused in the backward pass, which has to wait for the device anyway.
 
     Args:
         hidden: last hidden states of the positions that predict `tokens` [B T H].
@@ -73,7 +58,10 @@ def policy_loss_from_hidden(
         tokens: sampled tokens [B T]; padding may hold anything.
         batch: all that the objective needs but the new policy: `logp_new` and `dist_new` are not read and may hold anything.
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
-        exact: leave nothing out of the gradient: every row's backward is dense.
+        exact: leave nothing out of the gradient: every row's backward is dense. Right for flat policies.
+        weights: what the reduction will multiply each token's loss with [B T]. The loss comes multiplied, ready to be summed.
+            A dense gradient is then formed in the forward pass, three products instead of four, and used if the loss is
+            indeed summed right away; any other use is correct too, but pays for it twice.
         scale, softcap, temperature: how the model and the sampler turn products into logits, as in `lm_head`.
         impl: "torch", "triton", or "auto" for the best there is.
     Returns:
@@ -83,52 +71,112 @@ def policy_loss_from_hidden(
     Ref:
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
-    _check(hidden, weight, tokens, batch)
+    _check(hidden, weight, tokens, batch, weights)
     spec = LogitSpec(scale, softcap, temperature)
-    live = Live(batch.mask)
-    ids = None if batch.dist_old is None else live.pick(batch.dist_old.ids)
-    rows, picked = live.pick(hidden), live.pick(tokens).long()
     report = torch.full((2,), torch.nan, device=hidden.device)
     chosen = choose("policy_loss_from_hidden", impl, hidden, weight)
-    if not live.count:
-        head = _no_rows(rows, ids)
-    elif chosen == "triton":
-        head = _triton_head(rows, weight, bias, picked, ids, spec, 0.0 if exact else TOLERANCE, report)
-    else:
-        report.copy_(torch.tensor([1.0, 0.0]))  # the torch path's backward is dense and leaves nothing out
-        head = lm_head(
-            rows, weight, picked, bias=bias, scale=scale, softcap=softcap, temperature=temperature, ids=ids, impl="torch"
-        )
-    out = _fused(batch, head, objective, live) if chosen == "triton" else None
+    out = None
+    if chosen == "triton":
+        out = _fused(hidden, weight, bias, tokens, batch, objective, weights, spec, exact, report)
     if out is None:
+        live = Live(batch.mask)
+        ids = None if batch.dist_old is None else live.pick(batch.dist_old.ids)
+        rows, picked = live.pick(hidden), live.pick(tokens).long()
+        if not live.count:
+            head = _no_rows(rows, ids)
+        elif chosen == "triton":
+            head = _triton_head(rows, weight, bias, picked, ids, spec, 0.0 if exact else TOLERANCE, report)
+        else:
+            report.copy_(torch.tensor([1.0, 0.0]))  # the torch path's backward is dense and leaves nothing out
+            head = lm_head(
+                rows, weight, picked, bias=bias, scale=scale, softcap=softcap, temperature=temperature, ids=ids, impl="torch",
+                expect=foresee(objective, batch, live.pick, weights),
+            )  # fmt: skip
         out = objective(_with_new_policy(batch, head, live))
-    return ObjectiveOutput(out.loss, out.metrics | {"head/dense_share": report[0], "head/dropped": report[1]})
+        if weights is not None:
+            out = dataclasses.replace(out, loss=torch.where(batch.mask, out.loss * weights, 0.0))
+    metrics = out.metrics | {"head/dense_share": report[0], "head/dropped": report[1]}
+    return dataclasses.replace(out, metrics=metrics)
 
 
-def _fused(batch: TokenBatch, head: HeadOutput, objective: TokenObjective, live: Live) -> ObjectiveOutput | None:
-    """TROLL in one kernel; None for other objectives, and for a bad batch: the objective itself says what is wrong with it."""
-    from corral.kernels.troll_loss import TrollSettings, troll_loss
+def _fused(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    batch: TokenBatch,
+    objective: TokenObjective,
+    weights: Tensor | None,
+    spec: LogitSpec,
+    exact: bool,
+    report: Tensor,
+) -> ObjectiveOutput | None:
+    """Head and objective in a few kernels and one wait for the device.
 
-    settings, shape = TrollSettings.of(objective), batch.mask.shape
-    advantages, old, rollout = batch.advantages, batch.dist_old, batch.logp_rollout
-    if settings is None or head.dist is None or old is None or not live.count:
+    None for other objectives, and for a bad batch: the objective itself says what is wrong with it.
+    """
+    from corral.kernels.dense_forward import Begun, begin
+    from corral.kernels.fused_loss import Job, fused_loss
+    from corral.kernels.inspect_batch import compact, inspect_batch
+    from corral.kernels.loss_rows import OldRows
+    from corral.kernels.select import ROWS_AT_ONCE
+    from corral.kernels.stream import TileStatistics, stream
+
+    rule, old, mask = rule_of(objective), batch.dist_old, batch.mask
+    if rule is None or not mask.numel() or (rule.needs_support and old is None) or not _plain(batch):
         return None
-    if advantages.shape == shape[:1]:
-        advantages = advantages[:, None].expand(shape)
-    given = (advantages, batch.logp_old) if rollout is None else (advantages, batch.logp_old, rollout)
-    if any(x.shape != shape or not x.is_floating_point() for x in given):
+    inspection, formed = inspect_batch(batch, tokens, weights, len(weight)), exact and weights is not None
+    index: Tensor | None = None
+    early: tuple[Tensor, Begun | TileStatistics] | None = None
+    if mask.numel() <= ROWS_AT_ONCE and (formed or not exact):
+        # The product does not wait for the host to know how many rows it has.
+        packed, index = compact(hidden.detach(), mask)
+        if formed:
+            early = packed, begin(packed, weight, bias, spec, inspection.counts)
+        else:
+            early = packed, stream(packed, weight, bias, spec, entropy=False, counter=inspection.counts)
+    live_rows, credited, refused = inspection.answer.numbers()
+    if refused or not live_rows:
         return None
-    advantages, logp_old, *sampler = (live.pick(x.detach()) for x in given)
-    old = SparseDist(head.dist.ids, live.pick(old.logp.detach()), live.pick(old.rest.detach()))
-    rows = troll_loss(head.dist, old, logp_old, advantages, settings)
-    flawed = rows.flawed | (old.ids[:, 0] < 0)
-    metrics = rows.metrics(old.rest)
-    if sampler:
-        flawed = flawed | ~sampler[0].isfinite()
-        metrics["tr/mismatch"] = binary_tv(sampler[0], logp_old).mean()
-    if bool(flawed.any()):  # asked last, when the device has everything else to do
-        return None
-    return ObjectiveOutput(live.spread(rows.loss), metrics)
+    live = Live(mask, live_rows, None if index is None else index[:live_rows])
+    advantages = batch.advantages[:, None].expand(mask.shape) if batch.advantages.ndim == 1 else batch.advantages
+    kept, rest = (None, None) if old is None else (old.logp, old.rest)
+    given = OldRows(batch.logp_old, kept, rest, advantages, batch.logp_rollout)
+    # Three products over all rows, or one over all and three over those that can have a gradient.
+    at_once = formed and 3 * credited > 2 * live_rows
+    job = Job(
+        name=getattr(objective, "name", "the objective"), live=live, tokens=live.pick(tokens).long().contiguous(),
+        ids=None if old is None else live.pick(old.ids),
+        old=given.each(lambda x: live.pick(x.detach()).contiguous()),
+        weights=None if weights is None else live.pick(weights).float().contiguous(), rule=rule, spec=spec,
+        request=_request(hidden, weight, old is None and not exact), tolerance=0.0 if exact else TOLERANCE, at_once=at_once,
+        report=report, early=early,
+    )  # fmt: skip
+    return fused_loss(hidden, weight, bias, job)
+
+
+def rule_of(objective: TokenObjective) -> "TrollLoss | TokenLoss | None":
+    """The kernel that computes an objective's loss of a token, if there is one."""
+    from corral.kernels.token_loss import TokenLoss
+    from corral.kernels.troll_loss import TrollLoss
+
+    return TrollLoss.of(objective) or TokenLoss.of(objective)
+
+
+def _plain(batch: TokenBatch) -> bool:
+    """Whether shapes and dtypes are what every objective asks for."""
+    shape = batch.mask.shape
+    given = [batch.logp_old] if batch.logp_rollout is None else [batch.logp_old, batch.logp_rollout]
+    if batch.advantages.shape not in (shape, shape[:1]) or any(x.shape != shape for x in given):
+        return False
+    return all(x.is_floating_point() for x in (*given, batch.advantages))
+
+
+def _request(hidden: Tensor, weight: Tensor, own: bool) -> HeadRequest:
+    """Without a given support, the policy's own carries a sparse gradient."""
+    from corral.kernels.triton_head import most_top_k
+
+    return HeadRequest(top_k=min(OWN_SUPPORT, most_top_k(hidden, len(weight)))) if own else HeadRequest()
 
 
 def _no_rows(hidden: Tensor, ids: Tensor | None) -> HeadOutput:
@@ -148,13 +196,12 @@ def _triton_head(
     report: Tensor,
 ) -> HeadOutput:
     """The head with a backward that may be sparse. Without a given support, the policy's own carries the gradient."""
-    from corral.kernels.triton_head import Plan, TritonHead, most_top_k
+    from corral.kernels.triton_head import Plan, TritonHead
 
     check_ids("policy_loss_from_hidden", "tokens", tokens, lowest=0, vocabulary=len(weight))
     if ids is not None:
         check_ids("policy_loss_from_hidden", "dist_old.ids", ids, lowest=-1, vocabulary=len(weight))
-    own = ids is None and tolerance > 0
-    request = HeadRequest(top_k=min(OWN_SUPPORT, most_top_k(hidden, len(weight)))) if own else HeadRequest()
+    request = _request(hidden, weight, ids is None and tolerance > 0)
     logp, _, kept, rest, _ = TritonHead.apply(hidden, weight, bias, tokens, ids, Plan(spec, request, tolerance, report))
     return HeadOutput(logp, None, None if ids is None else SparseDist(ids, kept, rest))
 
@@ -163,14 +210,17 @@ def _with_new_policy(batch: TokenBatch, head: HeadOutput, live: Live) -> TokenBa
     """The batch with the new policy in it: live rows [N] back in their places, 0 elsewhere."""
     dist = None
     if head.dist is not None and batch.dist_old is not None:
-        dist = SparseDist(
-            batch.dist_old.ids, live.spread(head.dist.logp), live.spread(head.dist.rest)
-        )  # fmt: skip
+        dist = SparseDist(batch.dist_old.ids, live.spread(head.dist.logp), live.spread(head.dist.rest))
     return dataclasses.replace(batch, logp_new=live.spread(head.logp), dist_new=dist)
 
 
-def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, batch: TokenBatch) -> None:
+def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, batch: TokenBatch, weights: Tensor | None) -> None:
     shape = batch.mask.shape
+    if weights is not None and (weights.shape != shape or not weights.is_floating_point() or weights.requires_grad):
+        raise ValueError(
+            f"policy_loss_from_hidden: weights are constants [B T] like the mask, {list(shape)}; got {list(weights.shape)}, "
+            f"{weights.dtype}{', with a gradient' if weights.requires_grad else ''}."
+        )
     if tokens.shape != shape or hidden.shape[:-1] != shape or hidden.ndim != 3 or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"policy_loss_from_hidden: hidden is [B T H], tokens and mask are [B T], weight is [V H]; got hidden "

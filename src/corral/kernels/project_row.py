@@ -1,4 +1,4 @@
-"""The projection and its KL on one row's registers: `projection.categorical_kl`, lane by lane.
+"""Divergences and the projection on one row's registers: `divergence` and `projection.categorical_kl`, lane by lane.
 
 Padding lanes hold −inf in both policies and count for nothing.
 """
@@ -36,6 +36,53 @@ def kl_elements(log_p, log_q):
     both = (log_p > -float("inf")) & (log_q > -float("inf"))
     term = kl_term(tl.exp(log_p), tl.exp(log_q), tl.where(both, log_q - log_p, 1.0))
     return tl.where((log_p > -float("inf")) & (log_q == -float("inf")), float("inf"), term)
+
+
+@triton.jit
+@no_type_check
+def expm1(x):
+    """eˣ − 1, by its series where that is small."""
+    near = tl.abs(x) < 0.5
+    y = tl.where(near, x, 0.0)
+    series = 1 / 5040 + y * (1 / 40320 + y * (1 / 362880 + y * (1 / 3628800)))
+    series = 1.0 + y * (0.5 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y * (1 / 720 + y * series)))))
+    return tl.where(near, y * series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+@no_type_check
+def log1p(x):
+    """log(1 + x), with the rounding of 1 + x undone."""
+    one_more = 1.0 + x
+    off = tl.where(one_more == 1.0, 1.0, one_more - 1.0)
+    return tl.where(one_more == 1.0, x, tl.log(one_more) * (x / off))
+
+
+@triton.jit
+@no_type_check
+def abs_difference(log_p, log_q):
+    """|p − q| as max(p, q) (1 − e^−|log p − log q|)."""
+    neither = (log_p == -float("inf")) & (log_q == -float("inf"))
+    gap = tl.where(neither, 0.0, log_p) - tl.where(neither, 0.0, log_q)
+    return tl.exp(tl.maximum(log_p, log_q)) * -expm1(-tl.abs(gap))
+
+
+@triton.jit
+@no_type_check
+def binary_kl(log_p, log_q):
+    """KL between (p, 1 − p) and (q, 1 − q), as `divergence.binary_kl` has it."""
+    sure_p, sure_q = log_p >= 0.0, log_q >= 0.0
+    rest_p = tl.where(sure_p, -float("inf"), tl.log(-expm1(tl.where(sure_p, -1.0, log_p))))
+    rest_q = tl.where(sure_q, -float("inf"), tl.log(-expm1(tl.where(sure_q, -1.0, log_q))))
+    both = (rest_p > -float("inf")) & (rest_q > -float("inf"))
+    gap = tl.where(both, rest_q - rest_p, 1.0)
+    near = both & (tl.abs(gap) < 0.5) & (log_p > -float("inf")) & (log_q > -float("inf"))
+    p = tl.where(near, log_p, -1.0)
+    step = tl.where(near, log_q - log_p, 0.0)
+    gap = tl.where(near, log1p(tl.exp(p) * expm1(step) / expm1(p)), gap)
+    other = kl_term(tl.exp(rest_p), tl.exp(rest_q), gap)
+    other = tl.where((rest_p > -float("inf")) & (rest_q == -float("inf")), float("inf"), other)
+    return kl_elements(log_p, log_q) + other
 
 
 @triton.jit

@@ -58,10 +58,10 @@ class TileStatistics:
     weighted: Tensor
     """Σ (z − second) e^(z − second) over the same; for the entropy, empty unless asked for."""
 
-    def rows(self, a: int, b: int) -> "TileStatistics":
-        """Those of some tokens."""
+    def first(self, count: int) -> "TileStatistics":
+        """Those of the first tokens."""
         fields = (self.peak, self.place, self.second, self.others, self.weighted)
-        return TileStatistics(*(x[a:b] if x.numel() else x for x in fields))
+        return TileStatistics(*(x[:count] for x in fields))
 
 
 def tile_of(x: Tensor) -> Tile:
@@ -75,8 +75,21 @@ def _little_memory(device: torch.device) -> bool:
     return bool(properties.shared_memory_per_block_optin < 160 * 1024)
 
 
-def stream(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, *, entropy: bool) -> TileStatistics:
-    """Every logit of hidden [N, H] over weight [V, H], once, reduced where it was made."""
+def stream(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LogitSpec,
+    *,
+    entropy: bool,
+    store: Tensor | None = None,
+    counter: Tensor | None = None,
+) -> TileStatistics:
+    """Every logit of hidden [N, H] over weight [V, H], once, reduced where it was made.
+
+    `store` [N, tiles · C] gets e^(z − second) of every logit but its tile's largest, where it is 0: what a dense gradient is
+    made of, as exact in half precision as the gradient itself will be. Of N rows only the first `counter` [1] may be there.
+    """
     tile = tile_of(hidden)
     count, vocabulary = len(hidden), len(weight)
     tiles = triton.cdiv(vocabulary, tile.columns)
@@ -87,9 +100,11 @@ def stream(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec,
     _stream_kernel[(programs,)](
         TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
-        bias, peak, place, second, others, weighted, count, vocabulary, hidden.shape[1], tiles, *spec_arguments(spec),
-        BIAS=bias is not None, CAP=spec.softcap is not None, PLAIN=bias is None and spec.softcap is None and spec.scale > 0,
-        ENTROPY=entropy, PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        None if store is None else TensorDescriptor.from_tensor(store, [tile.rows, tile.columns]),
+        bias, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
+        *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, BIAS=bias is not None,
+        CAP=spec.softcap is not None, PLAIN=bias is None and spec.softcap is None and spec.scale > 0, ENTROPY=entropy,
+        PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         GROUP=16 if hidden.shape[1] >= 2048 else 32, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return TileStatistics(peak, place, second, others, weighted)
@@ -138,11 +153,14 @@ def rank_key(z, ids):
 @triton.jit
 @no_type_check
 def _stream_kernel(
-    hidden, weight, bias, peak, place, second, others, weighted, count, vocabulary, width, tiles, before, cap, after,
-    BIAS: tl.constexpr, CAP: tl.constexpr, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    hidden, weight, store, bias, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles, before, cap,
+    after, COUNTER: tl.constexpr, STORE: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, PLAIN: tl.constexpr,
+    ENTROPY: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Persistent: each program takes every PROGRAMS-th tile, GROUP row blocks at a time so that they share the weights."""
+    if COUNTER:
+        count = tl.minimum(tl.load(counter), count)
     row_blocks = tl.cdiv(count, ROWS)
     for index in tl.range(tl.program_id(0), row_blocks * tiles, PROGRAMS, flatten=True):
         group = index // (GROUP * tiles)
@@ -162,14 +180,17 @@ def _stream_kernel(
         else:
             z = logits_of_products(products, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
             factor = before * 0.0 + 1.0
-        # Ties to the left: without a rule, threads that share a row may disagree on the place.
-        top, at = tl.max(z, 1, return_indices=True, return_indices_tie_break_left=True)
+        # The place by comparison: faster than a maximum that carries its index along. NaN has none, and takes any.
+        top = tl.max(z, 1)
+        at = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
         z = tl.where(local[None, :] == at[:, None], -float("inf"), z)
         next_top = tl.max(z, 1)
         # Where nothing but the largest is finite, the sum is 0 whatever it is relative to.
         base = tl.where(next_top == -float("inf"), 0.0, next_top)
         exponent = factor * 1.4426950408889634  # log2 e
         e = tl.exp2(z * exponent - (base * exponent)[:, None])
+        if STORE:
+            store.store([row_block * ROWS, column_block * COLUMNS], e.to(store.dtype))
         rows = row_block * ROWS + tl.arange(0, ROWS)
         live = rows < count
         here = rows.to(tl.int64) * tiles + column_block

@@ -1,4 +1,8 @@
-"""Where the trainer's own forward passes meet `corral.lm_head`: supports come with the log-probs, at no additional pass."""
+"""Where the trainer's own forward passes meet `corral.lm_head`: supports come with the log-probs, at no additional pass.
+
+On a GPU the trainer thereby does what `policy_loss_from_hidden` does: hidden states → log-probs and support in one streamed
+product, the loss in one kernel where there is one, and a backward pass that is sparse where a row's own bound allows it.
+"""
 
 import functools
 import types
@@ -12,19 +16,33 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor, nn
 
 from corral.kernels import lm_head
+from corral.kernels.foreseen import Expect
 from corral.support import gather_support, top_k_support
 from corral.types import SparseDist
 
 Forward = Callable[..., Any]
 
 
+Pick = Callable[[Tensor], Tensor]
+"""[B T …] → the rows [N …] that a head is given."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SupportRequest:
-    """Which support a pass shall report: the policy's own top-k, or given ids [B T K]."""
+    """Which support a pass shall report, the policy's own top-k or given ids [B T K] or none, and what will become of it."""
 
     top_k: int | None = None
     mass: float = 1.0
     ids: Tensor | None = None
+    tolerance: float = 0.0
+    """Share of a token's gradient that a sparse backward pass may leave out."""
+    foresee: Callable[[Pick], Expect | None] | None = None
+    """The loss that will follow, so that gradients can be formed on the way."""
+
+    @property
+    def supported(self) -> bool:
+        """Whether a support is wanted at all."""
+        return self.top_k is not None or self.ids is not None
 
 
 class PolicyHead:
@@ -43,20 +61,24 @@ class PolicyHead:
         self.request: SupportRequest | None = None
         self.tokens = 0
         self.dists: list[SparseDist] = []
+        self.reports: list[Tensor] = []
+        """What backward passes have said, and will say, of dense rows and of what they left out; [2] each."""
         inner = model.forward
 
         @functools.wraps(type(model).forward)  # `generate` reads the model's own signature through it
         def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.request is None:
-                return inner(*args, **kwargs)
-            score = self._score_hidden if kwargs.get("fused_lm_head") else self._score_logits
-            return score(self.request, inner, *args, **kwargs)
+            request = self.request
+            if request is not None and kwargs.get("fused_lm_head"):
+                return self._score_hidden(request, inner, *args, **kwargs)
+            if request is not None and request.supported:
+                return self._score_logits(request, inner, *args, **kwargs)
+            return inner(*args, **kwargs)
 
         model.forward = types.MethodType(forward, model)
 
     @contextmanager
     def reporting(self, request: SupportRequest, tokens: int) -> Iterator[list[SparseDist]]:
-        """Inside, every pass appends the support of each row's last `tokens` tokens, [B T K]."""
+        """Inside, every pass appends the support of each row's last `tokens` tokens, [B T K], where one is wanted."""
         self.request, self.tokens, self.dists = request, tokens, []
         try:
             yield self.dists
@@ -71,9 +93,18 @@ class PolicyHead:
             output = inner(*args, labels=labels, **kwargs)
         finally:
             trl_utils._ChunkedLogProbFunction = original
-        assert head.dist is not None
-        self.dists.append(head.dist)
+        if head.dist is not None:
+            self.dists.append(head.dist)
+        if head.report is not None and torch.is_grad_enabled():
+            self.reports.append(head.report)
         return output
+
+    def finished_reports(self) -> list[Tensor]:
+        """Those of backward passes that are over; each is given once. One may be under way; of others nothing will be heard."""
+        over = [not bool(report.isnan().any()) for report in self.reports]
+        done = [report for report, is_over in zip(self.reports, over, strict=True) if is_over]
+        self.reports = [] if all(over) else self.reports[-1:]
+        return done
 
     def _score_logits(self, request: SupportRequest, inner: Forward, *, input_ids: Tensor, **kwargs: Any) -> Any:
         """A pass that computes every logit."""
@@ -95,6 +126,7 @@ class _HeadFunction:
     def __init__(self, request: SupportRequest, scored: Tensor, tokens: int) -> None:
         self.request, self.scored, self.completion = request, scored, scored[:, -tokens:]
         self.dist: SparseDist | None = None
+        self.report: Tensor | None = None
 
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
@@ -106,10 +138,13 @@ class _HeadFunction:
         if every_row:
             hidden, tokens = hidden[rows], tokens[rows]
         ids = None if self.request.ids is None else self.request.ids[self.completion]
+        expect = None
+        if self.request.foresee is not None and not hidden.is_cuda:  # kernels on a GPU do without
+            expect = self.request.foresee(lambda x: x[self.completion])
         empty = not len(tokens)
         if empty:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
             hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
-            ids = None if ids is None else ids.new_full((1, ids.shape[-1]), -1)
+            ids, expect = None if ids is None else ids.new_full((1, ids.shape[-1]), -1), None
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -120,10 +155,12 @@ class _HeadFunction:
                 bias=bias, scale=scale, softcap=softcap, temperature=temperature,
                 top_k=None if self.request.top_k is None else min(self.request.top_k, len(weight)),
                 mass=self.request.mass, ids=ids, entropy="entropy" in outputs,
+                expect=expect, tolerance=self.request.tolerance,
             )  # fmt: skip
-        assert head.dist is not None
         keep = slice(0, 0 if empty else None)
-        self.dist = self._spread(SparseDist(head.dist.ids[keep], head.dist.logp[keep], head.dist.rest[keep]))
+        self.report = None if empty else head.report
+        if head.dist is not None:
+            self.dist = self._spread(SparseDist(head.dist.ids[keep], head.dist.logp[keep], head.dist.rest[keep]))
         results = [None if x is None else x[keep] for x in (head.logp, head.entropy)]
         if every_row:
             results = [None if x is None else x.new_zeros(len(rows)).masked_scatter(rows, x) for x in results]

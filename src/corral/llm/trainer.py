@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,8 +12,11 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from corral.advantage import group_advantages
+from corral.kernels.batch_loss import batch_loss
+from corral.kernels.foreseen import Expect, foresee
+from corral.kernels.policy_loss import TOLERANCE
 from corral.llm.config import CorralConfig
-from corral.llm.policy_head import PolicyHead, SupportRequest
+from corral.llm.policy_head import Pick, PolicyHead, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
 from corral.objective.troll import troll
@@ -153,7 +158,10 @@ class CorralTrainer(GRPOTrainer):
         else:
             with self.policy_head.reporting(request, logits_to_keep) as pieces:
                 result = super()._get_per_token_logps_and_entropies(*passing, **kwargs)
-                dist = SparseDist(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "rest")))
+                dist = None
+                if pieces:
+                    whole = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "rest"))
+                    dist = SparseDist(*whole)
         if self._scored is None:
             self._scored = Scored(result[0], result[1], dist)
         return result
@@ -163,28 +171,53 @@ class CorralTrainer(GRPOTrainer):
         zeroed = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
         if self.beta == 0 or not self.args.use_bias_correction_kl:
             zeroed.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
-        if "corral_ids" in inputs:
-            self._ask(SupportRequest(ids=inputs["corral_ids"].long()))
-        else:  # the policy is its own anchor
-            self._ask(self._own_support() if self.needs_support and not _plain_at_rest(self.objective) else None)
-        loss = super()._compute_loss(model, zeroed)
-        scored, self._scored = self._scored, None
-        assert scored is not None
         mode = "train" if self.model.training else "eval"
         mask = inputs["completion_mask"].bool()
         if "tool_mask" in inputs:
             mask = mask & inputs["tool_mask"].bool()
+        request = replace(self._support_of(inputs), tolerance=TOLERANCE, foresee=partial(self._foresee, inputs, mask, mode))
+        # Which tokens are the most uncertain hangs on the last digit; without a support those of TRL's own head are at hand.
+        self._ask(request if request.supported or self.top_entropy_quantile == 1.0 else None)
+        loss = super()._compute_loss(model, zeroed)
+        scored, self._scored = self._scored, None
+        assert scored is not None
         policy = self._policy_loss(inputs, scored, mask, mode)
         self._mend_metrics(policy.detach(), mode)
         return loss + policy
+
+    def _support_of(self, inputs: dict[str, Any]) -> SupportRequest:
+        """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
+        if "corral_ids" in inputs:
+            return SupportRequest(ids=inputs["corral_ids"].long())
+        return self._own_support() if self.needs_support and not _plain_at_rest(self.objective) else SupportRequest()
+
+    def _foresee(self, inputs: dict[str, Any], mask: Tensor, mode: str, pick: Pick) -> Expect | None:
+        """What `_policy_loss` will be, as far as the head's results go; None where other terms read them too."""
+        other = self.beta != 0 or self.top_entropy_quantile < 1.0 or self.correction is not None
+        if other or getattr(self, "_entropy_bonus_enabled", False) or not bool(mask.any()):
+            return None
+        blank = torch.zeros(mask.shape, device=mask.device)
+        dist = None
+        if "corral_ids" in inputs:
+            dist = SparseDist(inputs["corral_ids"].long(), inputs["corral_logp"], inputs["corral_rest"])
+        batch = self._token_batch(inputs, Scored(blank, None, dist), mask)
+        at_rest = "old_per_token_logps" not in inputs and batch.logp_rollout is not batch.logp_old
+        with torch.enable_grad():
+            ones = torch.ones_like(blank, requires_grad=True)
+            (weights,) = torch.autograd.grad(self._average(ones, mask, inputs, mode), ones)
+        return foresee(self._objective_for(dist), batch, pick, weights, at_rest=at_rest)
+
+    def _objective_for(self, dist: SparseDist | None) -> Objective:
+        """At rest a support changes nothing, so none was made."""
+        return make_objective("reinforce") if self.needs_support and dist is None else self.objective
 
     def _policy_loss(self, inputs: dict[str, Any], scored: Scored, mask: Tensor, mode: str) -> Tensor:
         """The objective's loss, weighted and averaged as TRL's own would be."""
         if bool(mask.any()):
             batch = self._token_batch(inputs, scored, mask)
-            # At rest a support changes nothing, so none was made.
-            at_rest = self.needs_support and batch.dist_new is None
-            out = (make_objective("reinforce") if at_rest else self.objective)(batch)
+            objective = self._objective_for(batch.dist_new)
+            out = batch_loss(objective, batch)
+            self._look(inputs, batch, objective)
             weighted = out.loss if self.correction is None else out.loss * self.correction(batch)
         else:  # every completion of this micro-batch is masked out
             out = ObjectiveOutput(scored.logp * 0.0, {})
@@ -192,10 +225,25 @@ class CorralTrainer(GRPOTrainer):
         # Both of these talk to the other processes, which may have live tokens where this one has none.
         if self.top_entropy_quantile < 1.0:
             weighted = weighted * self.get_high_entropy_mask(scored.entropy, mask.int(), 1 - self.top_entropy_quantile)
-        self._record(out.metrics, int(mask.sum()), mode)
+        self._record(out.metrics | self._head_metrics(), int(mask.sum()), mode)
+        return self._average(weighted, mask, inputs, mode)
+
+    def _average(self, loss: Tensor, mask: Tensor, inputs: dict[str, Any], mode: str) -> Tensor:
+        """Of every token's loss what TRL makes of its own: corrected for vLLM if asked to, masked and reduced."""
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            weighted = weighted * inputs["importance_sampling_ratio"]
-        return self._reduce(torch.where(mask, weighted, 0.0), mask, inputs, mode)
+            loss = loss * inputs["importance_sampling_ratio"]
+        return self._reduce(torch.where(mask, loss, 0.0), mask, inputs, mode)
+
+    def _head_metrics(self) -> dict[str, Tensor]:
+        """Of the backward passes since the last micro-batch: the share of dense rows, and the most that was left out."""
+        reports = self.policy_head.finished_reports()
+        if not reports:
+            return {}
+        dense, dropped = torch.stack(reports).unbind(-1)
+        return {"head/dense_share": dense.mean(), "head/dropped_max": dropped.amax()}
+
+    def _look(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
+        """What an objective is given, for those who want to look at single tokens. Nobody does here."""
 
     def _token_batch(self, inputs: dict[str, Any], scored: Scored, mask: Tensor) -> TokenBatch:
         logp_new, new = scored.logp, scored.dist

@@ -18,6 +18,11 @@ class ObjectiveConfig:
     """What happens to a token that leaves the region, in a word."""
 
     @property
+    def tokenwise(self) -> bool:
+        """Whether a token's loss depends on no other token: then gradients may be formed a few tokens at a time."""
+        return True
+
+    @property
     def bounds(self) -> tuple[float, float] | None:
         """How far a token may go where Â < 0 and where Â > 0, in the objective's own measure; None where nothing is fixed."""
         return None

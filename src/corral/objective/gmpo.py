@@ -21,6 +21,10 @@ class GMPOConfig(ObjectiveConfig):
             raise ValueError(f"gmpo: `clip` is a distance in log-ratio and must be ≥ 0; got {self.clip!r}.")
 
     @property
+    def tokenwise(self) -> bool:
+        return False
+
+    @property
     def bounds(self) -> tuple[float, float]:
         return self.clip, self.clip
 

@@ -25,6 +25,10 @@ class GSPOConfig(ObjectiveConfig):
                 raise ValueError(f"gspo: `{key}` is a distance from ratio 1 and must be ≥ 0; got {value!r}.")
 
     @property
+    def tokenwise(self) -> bool:
+        return False
+
+    @property
     def bounds(self) -> tuple[float, float]:
         return self.clip_low, self.clip_high
 

@@ -58,6 +58,10 @@ class TROLLConfig(ObjectiveConfig):
             raise ValueError(f"troll: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
 
     @property
+    def tokenwise(self) -> bool:
+        return self.level == "token"
+
+    @property
     def bounds(self) -> tuple[float, float]:
         return self.bound, self.bound
 

@@ -1,0 +1,158 @@
+"""The exact gradient of a weighted sum of losses in three products: formed while each part's logits are there.
+
+Some rows at a time, the product leaves e^(z − second) of every logit beside the tiles' statistics; from these come the rows'
+normalisers, supports and losses, and then each logit's gradient, in the place of what was stored of it.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corral.kernels.dense_backward import multiply
+from corral.kernels.logits import LogitSpec, slices
+from corral.kernels.loss_rows import LossRows, OldRows
+from corral.kernels.online import HeadRows
+from corral.kernels.row_gradient import RowGradient, Upstream, row_gradient
+from corral.kernels.select import HeadInput, given_rows, join
+from corral.kernels.stream import TileStatistics, stream, tile_of
+
+BYTES_AT_ONCE = 7 * 2**28
+"""Of what is stored of the logits: the more rows at once, the fewer times dW is read and written."""
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """The first rows' product, made before it was known how many rows there are."""
+
+    memory: Tensor
+    """What is stored of the logits of as many rows as are worked on at once."""
+    stats: TileStatistics
+
+
+Rule = Callable[[HeadRows, OldRows], LossRows]
+
+
+def begin(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, counter: Tensor | None = None) -> Begun:
+    """Of at most N rows the first ones; `counter` knows how many there are."""
+    tile = tile_of(hidden)
+    columns = triton.cdiv(len(weight), tile.columns) * tile.columns
+    most = max(tile.rows, BYTES_AT_ONCE // (columns * hidden.element_size()))
+    size = triton.cdiv(len(hidden), triton.cdiv(len(hidden), most))
+    memory = hidden.new_empty(size, columns)
+    return Begun(memory, stream(hidden[:size], weight, bias, spec, entropy=False, store=memory, counter=counter))
+
+
+def dense_forward(
+    source: HeadInput,
+    old: OldRows,
+    weights: Tensor | None,
+    rule: Rule,
+    needed: Sequence[bool],
+    begun: Begun | None = None,
+) -> tuple[HeadRows, LossRows, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Rows, losses, and the gradients of Σ weights · loss with respect to hidden states, weight and bias."""
+    hidden, weight, bias = source.hidden, source.weight, source.bias
+    d_hidden, d_weight = (torch.empty_like(x) if need else None for x, need in zip((hidden, weight), needed, strict=False))
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
+    begun = begun or begin(hidden, weight, bias, source.spec)
+    memory, size = begun.memory, len(begun.memory)
+    found: list[tuple[HeadRows, LossRows]] = []
+    for part in slices(len(hidden), size):
+        piece, dz = source.rows(part), memory[: part.stop - part.start]
+        stats = piece.statistics(dz) if part.start else begun.stats.first(len(dz))
+        base = stats.second.clone()  # what is stored is relative to it, and it changes where tiles are made again
+        rows = given_rows(piece, stats)
+        loss = rule(rows, old.each(operator.itemgetter(part)))
+        upstream = Upstream(
+            logp=loss.own, kept=loss.kept, rest=loss.rest, weights=None if weights is None else weights[part]
+        )  # fmt: skip
+        gradient = row_gradient(rows, piece.tokens, upstream, source.spec, len(weight), 0.0)
+        _turn_into_gradient(dz, stats, base, rows, gradient, piece)
+        dz = dz[:, : len(weight)]
+        if d_hidden is not None:
+            multiply(dz, weight, d_hidden[part])
+        if d_weight is not None:
+            multiply(dz.T, piece.hidden, d_weight, add=part.start > 0)
+        if d_bias is not None:
+            d_bias += dz.sum(0, dtype=torch.float32)
+        found.append((rows, loss))
+    d_bias = d_bias.to(bias.dtype) if d_bias is not None and bias is not None else None
+    return join([rows for rows, _ in found]), LossRows.join([loss for _, loss in found]), (d_hidden, d_weight, d_bias)
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    """x times the first element of another tensor, in place; nothing is read or written where that is 1, as in a plain sum."""
+    flat = x.view(-1)
+    _scale_kernel[(triton.cdiv(flat.numel(), 65536),)](flat, factor, flat.numel(), BLOCK=8192, num_warps=8)
+
+
+@triton.jit
+@no_type_check
+def _scale_kernel(x, factor, total, BLOCK: tl.constexpr):
+    times = tl.load(factor).to(tl.float32)
+    if times != 1.0:
+        for step in range(0, 8):
+            at = (tl.program_id(0).to(tl.int64) * 8 + step) * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(x + at, mask=at < total, other=0.0).to(tl.float32) * times
+            tl.store(x + at, value.to(x.dtype.element_ty), mask=at < total)
+
+
+def _turn_into_gradient(
+    stored: Tensor, stats: TileStatistics, base: Tensor, rows: HeadRows, gradient: RowGradient, source: HeadInput
+) -> None:
+    """In place."""
+    spec, (count, tiles) = source.spec, base.shape
+    width, slots = tile_of(source.hidden).columns, gradient.ids.shape[1]
+    some = min(16, triton.next_power_of_2(tiles))
+    _gradient_kernel[(count, triton.cdiv(tiles, some))](
+        stored, stats.peak, stats.place, base, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value, tiles, slots,
+        spec.scale / spec.temperature, spec.temperature / spec.softcap if spec.softcap is not None else 0.0,
+        CAP=spec.softcap is not None, SOME=some, COLUMNS=width, SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _gradient_kernel(
+    stored, peak, place, second, lse, rest, factor, ids, value, tiles, slots, slope, curve,
+    CAP: tl.constexpr, SOME: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """SOME tiles of one row: the factor times p / p_rest everywhere, then the tiles' largest, then the single entries."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    live = tile < tiles
+    local = tl.arange(0, COLUMNS)
+    log_rest = tl.load(rest + row)
+    log_rest = tl.where(log_rest == -float("inf"), 0.0, log_rest)
+    shift = tl.load(lse + row) + log_rest
+    times = tl.load(factor + row) * slope
+    below = tl.load(second + row * tiles + tile, mask=live, other=-float("inf"))
+    top = tl.load(peak + row * tiles + tile, mask=live, other=-float("inf"))
+    here = stored + row * tiles * COLUMNS + tile[:, None] * COLUMNS + local[None, :]
+    e = tl.load(here, mask=live[:, None], other=0.0).to(tl.float32)
+    # Above a rest too small for float32 only members are that large, which are replaced; in two steps, since 0 · inf is NaN.
+    high = below - shift
+    g = e * tl.exp(tl.minimum(high, 80.0))[:, None] * (tl.exp(tl.minimum(tl.maximum(high - 80.0, 0.0), 80.0)) * times)[:, None]
+    of_top = tl.exp(top - shift) * times
+    if CAP:
+        u = tl.where(e > 0.0, (tl.log(e) + below[:, None]) * curve, 0.0)
+        g = g * (1.0 - u * u)
+        v = tl.where(top > -float("inf"), top * curve, 0.0)
+        of_top = of_top * (1.0 - v * v)
+    kind = stored.dtype.element_ty
+    tl.store(here, g.to(kind), mask=live[:, None])
+    tl.debug_barrier()
+    at = tl.load(place + row * tiles + tile, mask=live, other=0).to(tl.int32)
+    tl.store(stored + row * tiles * COLUMNS + tile * COLUMNS + at, of_top.to(kind), mask=live)
+    tl.debug_barrier()
+    slot = tl.arange(0, SLOTS)
+    id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    single = tl.load(value + row * slots + slot, mask=slot < slots, other=0.0)
+    begin = tl.program_id(1) * SOME * COLUMNS
+    tl.store(stored + row * tiles * COLUMNS + id, single.to(kind), mask=(id >= begin) & (id < begin + SOME * COLUMNS))

@@ -1,0 +1,244 @@
+"""Gradients formed in the forward pass, while its logits are still there: three products where making them again takes four.
+
+That needs the loss that will follow. A caller who knows it says so; what the backward pass then really asks for is compared
+with it, and the difference, if there is any, takes the usual way. A wrong guess costs time and nothing else.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corral.kernels.head_backward import HeadGradients, HeadState, LogitGradient, head_backward
+from corral.kernels.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
+from corral.kernels.online import HeadRequest, HeadRows, OnlineHead
+from corral.kernels.parallel import Shard
+from corral.types import SparseDist, TokenBatch
+
+HELD = {"cpu": 2**24, "cuda": 2**28}
+"""Logits that are held at once: 64 MiB on a CPU, 1 GiB on a GPU."""
+FEWEST = 64
+"""Rows whose logits are held at once, at least: products with fewer are slow."""
+ROUNDING = 64
+"""Units in the last place by which two computations of a row's gradient may differ."""
+
+Expect = Callable[[Tensor, SparseDist | None, slice], Tensor]
+"""(logp [n], policy on the support that was given, which rows) → the loss, summed as it will be: a scalar."""
+
+
+def foresee(
+    objective: Any,
+    batch: TokenBatch,
+    pick: Callable[[Tensor], Tensor],
+    weights: Tensor | None = None,
+    *,
+    at_rest: bool = False,
+) -> Expect | None:
+    """The loss that an objective will take of a batch, Σ w L; None where a token's loss depends on others.
+
+    Args:
+        objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput, of which nothing is foreseen.
+        batch: all but the new policy, [B T].
+        pick: [B T …] → the rows [N …] that the head is given.
+        weights: what the loss of each token will be multiplied with [B T]; all the same unless given.
+        at_rest: the new policy is its own anchor, in the place of the batch's.
+    """
+    if not getattr(getattr(objective, "config", None), "tokenwise", False):
+        return None
+    advantages, old = batch.advantages, batch.dist_old
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand(batch.mask.shape)
+    old_rows = None if old is None else SparseDist(*(pick(x)[None] for x in (old.ids, old.logp, old.rest)))
+    given = [None if x is None else pick(x)[None] for x in (batch.logp_old, advantages, batch.logp_rollout, weights)]
+    live = pick(batch.mask)[None]
+
+    def expect(logp: Tensor, new: SparseDist | None, rows: slice) -> Tensor:
+        mask = live[:, rows]
+        if not bool(mask.any()):
+            return logp.sum() * 0.0
+        logp_old, credit, rollout, factor = (None if x is None else x[:, rows] for x in given)
+        assert logp_old is not None
+        assert credit is not None
+        anchor = None
+        if new is not None and old_rows is not None:
+            new = SparseDist(new.ids[None], new.logp[None], new.rest[None])
+            anchor = SparseDist(new.ids, old_rows.logp[:, rows], old_rows.rest[:, rows])
+        logp_old = logp[None].detach() if at_rest else logp_old
+        loss = objective(TokenBatch(logp[None], logp_old, credit, mask, new, anchor, rollout)).loss
+        return (loss if factor is None else loss * factor).sum()
+
+    return expect
+
+
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """Gradients of the inputs, and of the head's results, for the loss that was expected."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    grads: HeadGradients
+
+    def backward(self, spec: LogitSpec, state: HeadState, actual: HeadGradients, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of hidden states, weight and bias for what is really asked; these are used up."""
+        scale, difference = self.compare(actual, state)
+        found = self.scaled(scale, state)
+        if difference is None:
+            return found
+        missing = head_backward(spec, state, difference, needed)
+        return [g if g is None or more is None else g.add_(more) for g, more in zip(found, missing, strict=True)]
+
+    def compare(self, actual: HeadGradients, state: HeadState) -> tuple[float, HeadGradients | None]:
+        """(s, difference): what is asked for is s times what was expected, and a difference, None where that is rounding."""
+        expected, actual = self.grads, actual.settled(state.tokens, state.ids, state.rest)
+        pairs = [(getattr(actual, x), getattr(expected, x)) for x in ("logp", "kept", "rest", "entropy")]
+        scale = _usual_ratio(pairs)
+        off = torch.stack([_by_row(a - scale * e) for a, e in pairs]).sum(0)
+        size = torch.stack([_by_row(a) for a, _ in pairs]).sum(0)
+        wrong = ~(off <= ROUNDING * torch.finfo(off.dtype).eps * size)
+        if not bool(wrong.any()):
+            return scale, None
+        differences = (torch.where(wrong[:, None] if a.ndim > 1 else wrong, a - scale * e, 0.0) for a, e in pairs)
+        return scale, HeadGradients(*differences)
+
+    def scaled(self, factor: float, state: HeadState) -> list[Tensor | None]:
+        """Gradients of hidden states, weight and bias in their own dtypes; these are used up."""
+        found = ((self.hidden, state.hidden), (self.weight, state.weight), (self.bias, state.bias))
+        return [None if g is None or x is None else (g if factor == 1.0 else g.mul_(factor)).to(x.dtype) for g, x in found]
+
+
+def _usual_ratio(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """What most rows were multiplied with: the median over rows of ⟨actual, expected⟩ / ⟨expected, expected⟩."""
+    actual, expected = (torch.cat([x[i].reshape(len(x[i]), -1).double() for x in pairs], -1) for i in range(2))
+    norm = expected.square().sum(-1)
+    some = norm > 0
+    if not bool(some.any()):
+        return 0.0
+    ratio = float(((actual * expected).sum(-1)[some] / norm[some]).median())
+    return 1.0 if abs(ratio - 1) < torch.finfo(pairs[0][0].dtype).eps else ratio
+
+
+def _by_row(x: Tensor) -> Tensor:
+    return x.abs() if x.ndim == 1 else x.abs().sum(-1)
+
+
+def can_foresee(spec: LogitSpec, request: HeadRequest, shard: Shard) -> bool:
+    """Whether gradients can be formed on the way: not through a soft cap, nor for an own support or a split vocabulary."""
+    return spec.softcap is None and request.top_k is None and shard.group is None
+
+
+def head_foreseen(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    ids: Tensor | None,
+    spec: LogitSpec,
+    request: HeadRequest,
+    expect: Expect,
+    needed: Sequence[bool],
+) -> tuple[HeadRows, Foreseen]:
+    """What `head_forward` finds, and the gradients that are needed; some rows at a time, over the whole vocabulary."""
+    dtype, device = working_dtype(hidden, weight), hidden.device
+    blocks = list(slices(len(weight), block_size(device, len(hidden))[1]))
+    most = max(FEWEST, HELD.get(device.type, HELD["cpu"]) // len(weight))
+    even = math.ceil(len(hidden) / math.ceil(len(hidden) / most)) if len(hidden) else 1
+    into = GradientSum(hidden, weight, bias, needed, dtype)
+    scratch = Scratch(device)
+    found: list[tuple[HeadRows, HeadGradients]] = []
+    for part in slices(len(hidden), even) if len(hidden) else [slice(0)]:
+        h, t, i = operand(hidden[part], dtype), tokens[part], None if ids is None else ids[part]
+        online = OnlineHead(t, i, request, blocks, dtype)
+        held = [_hold(spec, h, weight[block], bias, online, j, block, scratch) for j, block in enumerate(blocks)]
+        rows = online.finish()
+        grads = _expected(rows, t, ids is not None, expect, part)
+        found.append((rows, grads))
+        into.add(part.start or 0, h, t, rows, grads.scaled(spec.slope), blocks, held, scratch)
+    rows, grads = (
+        _joined(kind, parts) for kind, parts in zip((HeadRows, HeadGradients), zip(*found, strict=True), strict=True)
+    )
+    return rows, Foreseen(*into.all(), grads)
+
+
+def _joined(kind: type, parts: Sequence[Any]) -> Any:
+    return kind(*(torch.cat([getattr(part, field.name) for part in parts]) for field in dataclasses.fields(kind)))
+
+
+def _hold(
+    spec: LogitSpec,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    online: OnlineHead,
+    index: int,
+    block: slice,
+    scratch: Scratch,
+) -> tuple[Tensor, Tensor]:
+    """e^(z − m) of one block, 0 on the support, and the m [n] that it was measured from."""
+    dtype, shape = online.marked.dtype, (len(h), len(weight))
+    w = operand(weight, dtype, scratch)
+    own = scratch(f"held {index}", shape, dtype)
+    out = scratch("z", shape, dtype) if online.request.entropy else own
+    z = spec.block(h, w, None if bias is None else bias[block], out=out)
+    return online.fold(z, index, own if online.request.entropy else None), online.rest.peak
+
+
+def _expected(rows: HeadRows, tokens: Tensor, given: bool, expect: Expect, part: slice) -> HeadGradients:
+    """Gradients of the loss that is expected of some rows."""
+    leaves = [x.detach().requires_grad_() for x in (rows.logp, rows.kept, rows.rest)]
+    with torch.enable_grad():
+        logp, *support = leaves
+        loss = expect(logp, SparseDist(rows.ids, *support) if given else None, part)
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    logp, kept, rest = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))
+    return HeadGradients(logp, kept, rest, torch.zeros_like(logp)).settled(tokens, rows.ids, rows.rest)
+
+
+class GradientSum:
+    """dH, dW and db of the rows so far, in the working dtype."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool], dtype: torch.dtype) -> None:
+        self.weights, self.dtype = weight, dtype
+        self.hidden = torch.zeros_like(hidden, dtype=dtype) if needed[0] else None
+        self.weight = torch.empty_like(weight, dtype=dtype) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
+        self.fresh = True
+
+    def add(
+        self, start: int, h: Tensor, tokens: Tensor, rows: HeadRows, grads: HeadGradients, blocks: Sequence[slice],
+        held: Sequence[tuple[Tensor, Tensor]], scratch: Scratch,
+    ) -> None:  # fmt: skip
+        """Those of the rows from `start` on; what is held of them is used up."""
+        picked = grads.live()
+        if not len(picked):
+            return
+        state = HeadState(h, self.weights, None, tokens, rows.ids, rows.lse, rows.rest, nats=None, shard=Shard())
+        gradient = LogitGradient(state, grads, picked, blocks)
+        singles = gradient.singles(torch.cat([rows.kept, rows.logp[:, None]], -1)[picked])
+        every = len(picked) == len(h)
+        h = h if every else h[picked]
+        d_hidden = None if self.hidden is None else torch.zeros_like(h, dtype=self.dtype)
+        for i, (block, (mass, peak)) in enumerate(zip(blocks, held, strict=True)):
+            mass = (
+                mass if every else torch.index_select(mass, 0, picked, out=scratch("live", (len(h), len(mass.T)), mass.dtype))
+            )
+            dz = gradient.of_mass(mass, peak[picked, None], i, singles)
+            if d_hidden is not None:
+                accumulate(d_hidden, dz, operand(self.weights[block], self.dtype, scratch))
+            if self.weight is not None:
+                accumulate(self.weight[block], dz.T, h, fresh=self.fresh)
+            if self.bias is not None:
+                self.bias[block] += dz.sum(0)
+        if self.hidden is not None and d_hidden is not None:
+            self.hidden[start + picked] = d_hidden
+        self.fresh = False
+
+    def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dH, dW, db, those that are needed."""
+        if self.fresh and self.weight is not None:
+            self.weight.zero_()
+        return self.hidden, self.weight, self.bias

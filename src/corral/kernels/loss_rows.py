@@ -1,0 +1,126 @@
+"""What the loss kernels leave of each token, and the metrics of a batch made of it: one kernel for all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corral.kernels.online import HeadRows
+
+LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
+"""Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
+FIELDS = 10
+
+
+@dataclass(frozen=True, eq=False)
+class OldRows:
+    """The old policy at N live tokens, and what they were worth."""
+
+    logp: Tensor
+    """Log-probability of the sampled token [N]."""
+    kept: Tensor | None
+    rest: Tensor | None
+    """On its support [N, K], whose slot 0 is the sampled token, and outside it [N]."""
+    advantages: Tensor
+    rollout: Tensor | None
+    """What the sampler reported [N]."""
+
+    def each(self, pick: Callable[[Tensor], Tensor]) -> "OldRows":
+        """Something done to every field."""
+        kept, rest, rollout = (None if x is None else pick(x) for x in (self.kept, self.rest, self.rollout))
+        return OldRows(pick(self.logp), kept, rest, pick(self.advantages), rollout)
+
+
+@dataclass(frozen=True, eq=False)
+class LossRows:
+    """Losses and their gradients with respect to log-probs, of N live tokens."""
+
+    fields: Tensor
+    """[FIELDS, N]."""
+    own: Tensor | None
+    """d loss / d log π of the sampled token [N]."""
+    kept: Tensor | None
+    rest: Tensor | None
+    """d loss / d log π on the support [N, K], and of the rest [N]."""
+
+    @classmethod
+    def join(cls, parts: list["LossRows"]) -> "LossRows":
+        """Tokens one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        gradients = ([getattr(x, name) for x in parts] for name in ("own", "kept", "rest"))
+        return cls(torch.cat([x.fields for x in parts], 1), *(None if x[0] is None else torch.cat(x) for x in gradients))
+
+
+def blank_fields(like: Tensor) -> Tensor:
+    """Memory for the fields of as many tokens as `like` has."""
+    return torch.empty(FIELDS, len(like), device=like.device)
+
+
+def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """What the objective reports, and how many tokens are flawed."""
+    out = torch.empty(FIELDS, device=rows.lse.device)
+    support, count = old.rest is not None, len(rows.lse)
+    _metrics_kernel[(1,)](
+        loss.fields, old.rest, out, count, SUPPORT=support, BLOCK=min(2048, triton.next_power_of_2(count)), num_warps=8
+    )
+    names = {"tr/active_frac": ACTED, "tr/ratio_max": LOG_RHO, "tr/kl_before": KL_MEAN, "tr/kl_max": KL_MAX}
+    if support:
+        names["tr/rest_mass"] = LOSS  # whose own mean nobody asks for
+    if projects:
+        names |= {"tr/kl_after": KL_AFTER, "tr/dual": DUAL, "tr/unconverged": CONVERGED}
+    if old.rollout is not None:
+        names["tr/mismatch"] = MISMATCH
+    return {name: out[place] for name, place in names.items()}, out[FLAWED]
+
+
+@triton.jit
+@no_type_check
+def _metrics_kernel(fields, rest, out, count, SUPPORT: tl.constexpr, BLOCK: tl.constexpr):
+    """One program, so that the sums are the same every time."""
+    zero = tl.zeros((BLOCK,), tl.float32)
+    acted, kl, after, dual, projected, unconverged, mismatch, flawed, mass = (
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+    )
+    log_rho, most = zero - float("inf"), zero - float("inf")
+    for begin in range(0, count, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        live = row < count
+        here = fields + row
+        log_rho = tl.maximum(log_rho, tl.load(here + 1 * count, mask=live, other=-float("inf")))
+        on = tl.load(here + 2 * count, mask=live, other=0.0)
+        acted += on
+        kl += tl.load(here + 3 * count, mask=live, other=0.0)
+        most = tl.maximum(most, tl.load(here + 4 * count, mask=live, other=-float("inf")))
+        after += tl.load(here + 5 * count, mask=live, other=0.0)
+        eta = tl.load(here + 6 * count, mask=live, other=0.0)
+        finite = (on > 0.0) & (eta < float("inf"))
+        dual += tl.where(finite, eta, 0.0)
+        projected += tl.where(finite, 1.0, 0.0)
+        unconverged += 1.0 - tl.load(here + 7 * count, mask=live, other=1.0)
+        mismatch += tl.load(here + 8 * count, mask=live, other=0.0)
+        flawed += tl.load(here + 9 * count, mask=live, other=0.0)
+        if SUPPORT:
+            mass += tl.exp(tl.load(rest + row, mask=live, other=-float("inf")).to(tl.float32))
+    tl.store(out + 0, tl.sum(mass, 0) / count)
+    tl.store(out + 1, tl.exp(tl.minimum(tl.max(log_rho, 0), 20.0)))
+    tl.store(out + 2, tl.sum(acted, 0) / count)
+    tl.store(out + 3, tl.sum(kl, 0) / count)
+    tl.store(out + 4, tl.max(most, 0))
+    tl.store(out + 5, tl.sum(after, 0) / count)
+    tl.store(out + 6, tl.sum(dual, 0) / tl.maximum(tl.sum(projected, 0), 1.0))
+    tl.store(out + 7, tl.sum(unconverged, 0))
+    tl.store(out + 8, tl.sum(mismatch, 0) / count)
+    tl.store(out + 9, tl.sum(flawed, 0))

@@ -1,0 +1,95 @@
+"""A loss in one kernel, on what a head has said: the objective's own loss, gradient and metrics."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import corral
+from corral import SparseDist, TokenBatch
+from interpreted import DEVICE
+from tolerance import assert_close
+
+from corral.kernels.batch_loss import batch_loss  # isort: skip  # after `interpreted`
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+VOCABULARY = 12
+CASES = {
+    **{name: (name, {}) for name in corral.objective_names()},
+    "troll, tight": ("troll", {"bound": 0.005}),
+    "dppo on a support": ("dppo", {"estimator": "topk", "bound": 0.02}),
+    "troll by sequence": ("troll", {"level": "sequence"}),
+}
+OF_SUPPORTS = ("troll", "dppo on a support")
+BOTH = [(case, support) for case in CASES for support in (True, False) if support or not case.startswith(OF_SUPPORTS)]
+
+
+def make_batch(support: bool = True) -> tuple[TokenBatch, list[Tensor]]:
+    """Two completions of four tokens, of which one and two are padding that holds anything; and the leaves behind them."""
+    draw = torch.Generator().manual_seed(1)
+    old = (2 * torch.randn(2, 4, VOCABULARY, generator=draw)).log_softmax(-1)
+    new = (old + 0.3 * torch.randn(old.shape, generator=draw)).log_softmax(-1)
+    tokens = torch.randint(VOCABULARY, (2, 4), generator=draw)
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]], device=DEVICE)
+    dist_old = corral.top_k_support(old, tokens, 4)
+    dist_new = corral.gather_support(new, dist_old.ids)
+    leaves = [x.to(DEVICE).requires_grad_() for x in (dist_new.logp[..., 0].clone(), dist_new.logp, dist_new.rest)]
+    logp_old = torch.where(mask, dist_old.logp[..., 0].to(DEVICE), math.nan)
+    ids, kept, rest = (x.to(DEVICE) for x in (dist_old.ids, dist_old.logp, dist_old.rest))
+    advantages = torch.tensor([1.0, -0.7], device=DEVICE)
+    dists = (SparseDist(ids, leaves[1], leaves[2]), SparseDist(ids, kept, rest)) if support else (None, None)
+    return TokenBatch(leaves[0], logp_old, advantages, mask, *dists, logp_old), leaves
+
+
+@pytest.mark.parametrize(("case", "support"), BOTH)
+def test_it_is_the_objective(case, support):
+    name, config = CASES[case]
+    objective = corral.make_objective(name, **config)
+    (batch, leaves), weights = make_batch(support), torch.arange(1.0, 9.0, device=DEVICE).view(2, 4)
+    got, wanted = batch_loss(objective, batch, kernels=True), objective(batch)
+    assert_close(got.loss, wanted.loss, atol=2e-6)
+    assert got.metrics.keys() == wanted.metrics.keys()
+    for key, value in wanted.metrics.items():
+        assert got.metrics[key].item() == pytest.approx(value.item(), rel=1e-3, abs=1e-5), key
+    gradients = [torch.autograd.grad((x.loss * weights).sum(), leaves, allow_unused=True) for x in (got, wanted)]
+    # The sampled token is in both places: only the sum of the two is defined.
+    sums = []
+    for logp, kept, rest in gradients:
+        kept = torch.zeros_like(leaves[1]) if kept is None else kept.clone()
+        kept[..., 0] += 0.0 if logp is None else logp
+        sums.append((kept, torch.zeros_like(leaves[2]) if rest is None else rest))
+    for actual, expected in zip(*sums, strict=True):
+        assert_close(actual, expected, atol=1e-5)
+
+
+def test_the_objective_says_what_is_wrong():
+    batch, leaves = make_batch()
+    with torch.no_grad():
+        leaves[1][0, 0] = math.nan
+        leaves[0][0, 0] = math.nan
+    with pytest.raises(ValueError, match="troll"):
+        batch_loss(corral.make_objective("troll"), batch, kernels=True)
+
+
+def test_any_function_is_an_objective_and_a_cpu_asks_it():
+    batch, _ = make_batch()
+    asked = []
+
+    def objective(given):
+        asked.append(given)
+        return corral.ObjectiveOutput(given.logp_new * 2, {})
+
+    for kernels in (True, None):
+        out = batch_loss(objective, batch, kernels=kernels)
+        assert torch.equal(out.loss, batch.logp_new * 2)
+    assert asked == [batch, batch]
+
+
+def test_nothing_to_train_on_is_the_objective_s_affair():
+    batch, _ = make_batch()
+    empty = dataclasses.replace(batch, mask=torch.zeros_like(batch.mask))
+    with pytest.raises(ValueError, match="mask has no live token"):
+        batch_loss(corral.make_objective("troll"), empty, kernels=True)
