@@ -50,7 +50,7 @@ def test_recipe_file_and_flags(settings_of: Callable[..., Settings], tmp_path: P
     argv = ["--recipe", "via_point", "--algorithm", "bbrl", "--iterations", "7", "--set", "learner.episodes=8", "--seed", "3"]
     settings = settings_of(*argv, "--prodmp.basis", "4", "--eval-size", "5")
     assert (settings.algorithm, settings.iterations, settings.seed, settings.eval_size) == ("bbrl", 7, 3, 5)
-    assert settings.learner == {"episodes": 8, "std": 0.3}
+    assert settings.learner == {**read_recipe("via_point")["bbrl"], "episodes": 8}
     assert settings.prodmp["basis"] == 4
     path = tmp_path / "mine.toml"
     path.write_text('environment = "corral/HopperJump-v0"\n[learner]\nepisodes = 2\n')

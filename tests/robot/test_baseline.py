@@ -125,3 +125,12 @@ def test_impossible_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             BaselineConfig(**settings)
+
+
+def test_an_environment_that_breaks_is_told_apart_from_a_policy_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from corral.robot.env.via_point import Arms
+
+    step = Arms.step
+    monkeypatch.setattr(Arms, "step", lambda arms, action: step(arms, action) * (np.nan if arms.time == 70 else 1.0))
+    with pytest.raises(ValueError, match="an environment returned NaN or infinite"):
+        baseline("sb3-ppo").step()

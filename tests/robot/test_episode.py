@@ -31,7 +31,7 @@ class Counter(gymnasium.Env):
         self.t += 1
         self.total += float(action[0])
         over = self.t == 2 + self.number % 3
-        info = {"success": 1.0} if over and self.number % 2 == 0 else {}
+        info = {"success": 1.0, "event": self.number / 2} if over and self.number % 2 == 0 else {}
         reward = np.nan if self.broken else float(self.t)
         return np.array([float(action[0]), self.total]), reward, over, False, info
 
@@ -57,6 +57,7 @@ def test_golden_ragged_episodes() -> None:
     assert episodes.observations[0, :, 1].tolist() == [0, 0.25, 1.25, 1.25, 1.25]  # the last one of its own, repeated
     assert episodes.observations[2, :, 1].tolist() == [2, 0.25, 1.25, 1.5, 1.75]
     assert torch.equal(episodes.success.isnan(), torch.tensor([False, True, False]))  # seed 1 ended without a word
+    assert episodes.event.nan_to_num(-1.0).tolist() == [0, -1, 1]
     # Seeds 1 and 4 end in the same step, and only 4 has anything to say.
     both = world.act(world.start([1, 4]), lambda t, seen: np.zeros((2, 1)))
     assert both.success[1] == 1

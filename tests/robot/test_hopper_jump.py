@@ -119,6 +119,8 @@ def test_a_jump_to_the_goal_succeeds_and_is_remembered_to_the_end() -> None:
     assert info["success"] == 1
     assert info["highest"] == pytest.approx(states[1:, 1].max())
     assert info["highest"] > 1.7
+    standing = np.flatnonzero(states[1:, 7] > 0.5)  # the torso rises: the push, and then the flight
+    assert standing[0] < info["event"] < np.argmax(states[1:, 1]), "the foot leaves the floor before the highest point"
     assert states[-1, 1] < 0.5  # long over: it has fallen, and is not healthy
     assert max(rewards[:-1]) <= 0
     paid = 10 * info["highest"] - 3 * info["goal_distance"] - 2 * info["landing_distance"]

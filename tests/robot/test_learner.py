@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.env import ENVIRONMENTS
-from corral.robot.episode import Episodes, Plant, episode_seeds, held_out_seeds
+from corral.robot.episode import Plant, episode_seeds, held_out_seeds
 from corral.robot.learner import Learner, Plans
 from corral.robot.prodmp import ProDMP
 from corral.robot.segment import segment_log_prob
@@ -236,10 +237,29 @@ def test_the_published_rule_leaves_the_last_reward_out() -> None:
         agent.begin_batch(plans.chol)
         bonus = torch.zeros_like(episodes.rewards)
         bonus[:3, -1] = 100.0
-        fields = (episodes.observations, episodes.rewards + bonus, episodes.mask, episodes.actions, episodes.success)
+        paid = replace(episodes, rewards=episodes.rewards + bonus)
         with torch.no_grad():
-            moved = not torch.equal(agent.credit(Episodes(*fields)).advantages, agent.credit(episodes).advantages)
+            moved = not torch.equal(agent.credit(paid).advantages, agent.credit(episodes).advantages)
         assert moved == seen
+
+
+def test_rewards_are_credited_to_the_event_that_earned_them() -> None:
+    # A reward in the last step, and an event in step 40: told of it, the segment around step 40 is paid and the last is not.
+    agents = [learner("tce", move_to_event=moved, policy_epochs=1, critic_epochs=1) for moved in (False, True)]
+    for agent, step in zip(agents, (99, 40), strict=True):
+        episodes, plans = agent.sample()
+        agent.begin_batch(plans.chol)
+        bonus = torch.zeros_like(episodes.rewards)
+        bonus[:3, -1] = 100.0
+        event = torch.full((len(bonus),), 40.0, dtype=torch.float64)
+        paid = replace(episodes, rewards=bonus, event=event)
+        agent.critic.value[-1].weight.data.zero_()  # a critic that expects nothing: advantages are what segments were paid
+        with torch.no_grad():
+            found = agent.credit(paid)
+        first, last = agent.pairs.unbind(-1)
+        last = torch.where(last == last.max(), 100, last)  # the closing segment
+        assert int(found.advantages[0].argmax()) == int(((first <= step) & (step < last)).nonzero()[0])
+        assert found.targets.max() == pytest.approx(100.0)
 
 
 def test_segments_contexts_and_plans_are_drawn_apart() -> None:

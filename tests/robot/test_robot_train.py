@@ -83,7 +83,8 @@ def test_what_a_run_leaves(reference: Path) -> None:
     assert [line["step"] for line in written if line["success"] is not None] == [0, 2, 4, 6]
     assert written[-1]["update"] == 2 * ITERATIONS
     assert written[-1]["env_steps"] == 400 * ITERATIONS
-    assert {"return", "reward", "batch_success", "tr/kl_after", "tr/active_frac", "skipped"} <= written[-1].keys()
+    assert {"return", "reward", "batch_success", "tr/kl_after", "tr/active_frac", "skipped", "std"} <= written[-1].keys()
+    assert {"motion/jerk", "explore/torque_rate", "explore/autocorrelation"} <= written[2].keys() - written[3].keys()
     ended = summary(reference)
     assert [ended[key] for key in ("objective", "task", "model", "seed", "steps", "stopped", "why")] == [
         "tce", "corral/ViaPointReacher-v0", "gaussian-prodmp", 0, ITERATIONS, "finished", None,
@@ -279,6 +280,21 @@ def test_a_density_s_entropy_below_zero_is_no_collapse() -> None:
     alarmed, calm = CollapseWatch(LIMITS), CollapseWatch(LIMITS)
     assert any(alarmed.observe(line) for line in falling)
     assert not any(calm.observe(watched(line)) for line in falling)
+
+
+def test_a_policy_that_stops_exploring_is_noticed_unless_it_is_done() -> None:
+    narrow = [{"std": value, "success": 0.2} for value in (0.3, 0.2, 0.002, 0.002, 0.002, 0.002)]
+    watch = CollapseWatch(LIMITS)
+    found = [watch.observe(watched(line)) for line in narrow]
+    assert [len(said) for said in found] == [0, 0, 0, 0, 1, 0], "the third in a row, and once"
+    assert found[4][0].startswith("std fell from 0.3 to 0.002")
+    done = CollapseWatch(LIMITS)
+    assert not any(done.observe(watched({**line, "success": 0.95})) for line in narrow)
+
+
+def test_std_is_the_geometric_mean_of_the_deviations(reference: Path) -> None:
+    # Diagonal at first: every deviation is `std`, 1 by default; two small steps later not far from it.
+    assert lines(reference)[1]["std"] == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.supports("run: a full disk loses nothing", door="robots")

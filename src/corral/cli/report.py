@@ -51,15 +51,19 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def reported(arguments: argparse.Namespace) -> list[str]:
     """Make the page and the exports; what was found and where it is, line by line."""
+    from corral.report.compared import read_comparisons
     from corral.report.content import make_report
     from corral.report.export import export
     from corral.report.page import write_page
     from corral.report.read import read_runs
     from corral.run.view import count
 
-    report = make_report(read_runs(arguments.runs), title=arguments.title, threshold=arguments.threshold)
+    runs = read_runs(arguments.runs)
+    comparisons, notes = read_comparisons(arguments.runs, runs)
+    report = make_report(runs, comparisons, title=arguments.title, threshold=arguments.threshold, notes=notes)
     size = write_page(report, arguments.out)
-    lines = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
+    lines = [found.sentence for sweep in report.sweeps for found in sweep.ranges]
+    lines += [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
     if arguments.export is not None:
         lines.append(f"{len(export(report, arguments.export))} figures and tables are in {arguments.export}")
     return [*lines, f"The report of {count(len(report.runs), 'run')} is in {arguments.out} ({size / 1e6:.1f} MB)."]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from corral.numerics import number_in
-from corral.robot.episode import UPDATES, Episodes, Plant, episode_seeds
+from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds
 from corral.robot.tracking import Array
 
 try:
@@ -192,6 +192,7 @@ class StepEnvironments(VecEnv):
     def step_wait(self) -> tuple[Array, Array, NDArray[np.bool_], list[dict[str, Any]]]:
         observation, reward, terminated, truncated, info = self.envs.step(self._actions)
         observation, over = np.asarray(observation, np.float32), terminated | truncated
+        check_finite(observation, reward)
         self._returns += reward
         infos: list[dict[str, Any]] = [{} for _ in over]
         if over.any():

@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from corral.robot.config import LearnerConfig
 from corral.robot.episode import Episodes
-from corral.robot.learner import Credit, Learner, LearnerConfig
+from corral.robot.learner import Credit, Learner
 from corral.robot.segment import normalise_advantages
 
 

@@ -14,6 +14,9 @@ from corral.robot.tracking import Array, Tracking
 
 Flags = NDArray[np.bool_]
 
+TOLD = ("success", "event")
+"""What the info of an episode's last step may say of it."""
+
 CONTEXTS, PLANS, SEGMENTS, UPDATES, HELD_OUT = range(5)
 """What random numbers are for; each purpose has its own."""
 
@@ -30,6 +33,8 @@ class Episodes:
     """As the environment received them, after clipping."""
     success: Float[Tensor, "E"]
     """From the last step's info; NaN where the environment does not say."""
+    event: Float[Tensor, "E"]
+    """The same: the step in which something happened that decided what was paid later, such as a take-off."""
 
     @property
     def returns(self) -> Float[Tensor, "E"]:
@@ -92,34 +97,43 @@ class Plant:
         space, steps, count = self.envs.single_action_space, self.steps, len(context)
         observations = np.repeat(context[:, None], steps + 1, 1)
         rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, space.shape[0]))
-        mask, success = np.zeros((count, steps), bool), np.full(count, np.nan)
+        mask, told = np.zeros((count, steps), bool), {name: np.full(count, np.nan) for name in TOLD}
         live = np.ones(count, bool)
         for t in range(steps):
             action = np.asarray(policy(t, observations[:, t])).clip(space.low, space.high).astype(space.dtype)
-            observation, reward, over, said, info_success = self._step(action)
+            observation, reward, over, info = self._step(action)
             mask[:, t], actions[:, t] = live, np.where(live[:, None], action, 0.0)
             rewards[:, t] = np.where(live, reward, 0.0)
             observations[:, t + 1] = np.where(live[:, None], observation, observations[:, t])
-            success = np.where(live & over & said, info_success, success)
+            for name, (said, value) in info.items():
+                told[name] = np.where(live & over & said, value, told[name])
             live &= ~over
             if not live.any():
                 observations[:, t + 2 :] = observations[:, t + 1, None]
                 break
-        if not (np.isfinite(rewards).all() and np.isfinite(observations).all()):
-            raise ValueError(
-                "Plant: an environment returned NaN or infinite observations or rewards. Has its simulation become unstable?"
-            )
-        return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, success)))
+        check_finite(observations, rewards)
+        return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *told.values())))
 
-    def _step(self, action: Array) -> tuple[Array, Array, Flags, Flags, Array]:
-        """Observations, rewards, over or not, said success or not and what was said, of the first len(action) environments."""
+    def _step(self, action: Array) -> tuple[Array, Array, Flags, dict[str, tuple[Flags, Array]]]:
+        """Observations, rewards, over or not, and who told what, of the first len(action) environments."""
         count, total = len(action), self.envs.num_envs
         filled = np.concatenate([action, np.repeat(action[-1:], total - count, 0)])
         observation, reward, terminated, truncated, info = self.envs.step(filled)
-        success = np.asarray(info.get("success", np.full(total, np.nan)), float)
-        said = np.asarray(info.get("_success", np.full(total, "success" in info)))  # Gymnasium's mark of who gave the info
-        return observation[:count], reward[:count], (terminated | truncated)[:count], said[:count], success[:count]
+        told = {}
+        for name in TOLD:
+            value = np.asarray(info.get(name, np.full(total, np.nan)), float)
+            said = np.asarray(info.get(f"_{name}", np.full(total, name in info)))  # Gymnasium's mark of who gave the info
+            told[name] = said[:count], value[:count]
+        return observation[:count], reward[:count], (terminated | truncated)[:count], told
 
     def close(self) -> None:
         """End the environments' processes."""
         self.envs.close()
+
+
+def check_finite(observations: Array, rewards: Array) -> None:
+    """Refuse numbers that no policy can learn from, before they reach one."""
+    if not (np.isfinite(rewards).all() and np.isfinite(observations).all()):
+        raise ValueError(
+            "Plant: an environment returned NaN or infinite observations or rewards. Has its simulation become unstable?"
+        )

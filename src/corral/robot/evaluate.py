@@ -11,9 +11,9 @@ import torch
 
 from corral.robot.env import ENVIRONMENTS, Environment
 from corral.robot.episode import Episodes, held_out_seeds
+from corral.robot.measure import smoothness
 from corral.robot.prepare import prepare
 from corral.robot.settings import Settings, resolve
-from corral.robot.smoothness import log_dimensionless_jerk, spectral_arc_length, torque_rate
 from corral.robot.tracking import Array
 from corral.robot.train import STATE
 from corral.run.choose import choose_checkpoint
@@ -25,6 +25,9 @@ RESAMPLES = 2000
 """Of a bootstrap."""
 FILMED, EVERY = 3, 2
 """Episodes in a film, and which pictures of them are kept: one in so many."""
+
+SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
+"""What measures of smoothness are called in a table."""
 
 WAYS = ("mean", "exploring")
 """Without exploration, and as in training."""
@@ -90,18 +93,9 @@ def estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[st
     found = {"return": bootstrap(episodes.returns.numpy(), np.mean)}
     if len(success):
         found["success"] = Estimate(float(success.mean()), *wilson(float(success.mean()), len(success)))
-    live = episodes.mask.sum(-1).tolist()
-    velocities = episodes.observations[:, 1:, slice(*environment.tracking.velocities)].numpy()
-    measures: dict[str, Callable[[int, int], Array]] = {
-        "jerk (LDJ)": lambda row, end: log_dimensionless_jerk(velocities[row, :end], environment.dt),
-        "spectrum (SPARC)": lambda row, end: spectral_arc_length(velocities[row, :end], environment.dt),
-        "torque rate": lambda row, end: torque_rate(episodes.actions[row, :end].numpy(), environment.dt),
-    }
-    for name, measure in measures.items():
-        values = np.array([float(measure(row, end)) for row, end in enumerate(live) if end >= 4])
-        values = values[np.isfinite(values)]  # a robot that does not move has no smoothness
+    for name, values in smoothness(episodes, environment).items():
         if len(values):
-            found[name] = bootstrap(values, np.median)
+            found[SMOOTHNESS[name]] = bootstrap(values, np.median)
     return {name: asdict(one) for name, one in found.items()}
 
 

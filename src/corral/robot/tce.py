@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from corral.numerics import number_in
+from corral.robot.config import LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, episode_seeds
-from corral.robot.learner import Credit, Learner, LearnerConfig
+from corral.robot.event import rewards_at_event
+from corral.robot.learner import Credit, Learner
 from corral.robot.segment import (
     critic_targets,
     draw_pairs,
@@ -33,6 +35,9 @@ class TCEConfig(LearnerConfig):
     """Ends of segments per episode."""
     closing_segment: bool = True
     """The last segment runs to the end of the episode; False as published, where no segment holds the last reward."""
+    move_to_event: bool = False
+    """Where the environment tells of an event, such as a take-off, what is paid after it counts as paid at it; published for
+    the hopper."""
     jitter: float = 1e-4
     """Added to a segment's variances, relative to the largest of them."""
     common_jitter: bool = False
@@ -90,7 +95,8 @@ class TCE(Learner):
 
     def credit(self, episodes: Episodes) -> Credit:
         config, live = self.config, episodes.mask
-        rewards, values = episodes.rewards.to(self.dtype), self.critic(episodes.observations[:, :-1])
+        paid = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
+        rewards, values = paid.to(self.dtype), self.critic(episodes.observations[:, :-1])
         advantages, mask = segment_advantages(
             rewards, values, self.pairs, mask=live, gamma=config.gamma, closing_segment=config.closing_segment
         )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from corral.robot.banner import banner
-from corral.robot.episode import held_out_seeds
+from corral.robot.env import ENVIRONMENTS
+from corral.robot.measure import measure
 from corral.robot.prepare import Agent, described, model_name, optimizers, prepare, updates_of
 from corral.robot.settings import Settings, resolve
 from corral.run.ending import Outcome, attempt, close, last_words, summarise
@@ -26,11 +27,12 @@ STATE = "state.pt"
 LIMITS = Limits(kl=10.0)
 """KL is here of a whole plan and not of a token; a healthy BBRL begins at .6 before its projection."""
 
-NOT_MEASURED: dict[str, float | None] = {"success": None, "return": None}
+NOT_MEASURED: dict[str, float | None] = dict.fromkeys(("success", "return"))
 """What a line says where nothing was measured."""
 
-WATCHED = ("success", "tr/kl_before")
-"""What a collapse shows in. Not the entropy: that of a density has no zero, and falls below it in good health."""
+WATCHED = ("success", "tr/kl_before", "std")
+"""What a collapse shows in. Not the entropy: that of a density has no zero, and falls below it in good health; the mean
+standard deviation that it stands for has one."""
 
 
 def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -> Outcome:
@@ -130,10 +132,8 @@ class Job(Interruptible):
         return stop
 
     def measure(self) -> dict[str, float | None]:
-        """Success and return on held-out contexts, without exploration. Training's random numbers are its own."""
-        episodes = self.agent.evaluate(held_out_seeds(self.settings.eval_size))
-        known = episodes.success[~episodes.success.isnan()]
-        return {"success": float(known.mean()) if len(known) else None, "return": float(episodes.returns.mean())}
+        """What the policy is worth now. Training's random numbers are its own."""
+        return measure(self.agent, ENVIRONMENTS[self.settings.environment], self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
         """One more line of metrics, for the guard, the folder and the eyes."""

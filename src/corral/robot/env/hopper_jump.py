@@ -78,7 +78,7 @@ class HopperJump(gymnasium.Env):
         self.data = mujoco.MjData(self.model)
         self._torso, self._foot = (self.model.body(name).id for name in ("torso", "foot"))
         self._pair = {self.model.geom(name).id for name in ("floor", "foot_geom")}
-        self.time, self.goal, self.phase, self.highest, self.landing = 0, 0.0, FALLING, 0.0, NEVER
+        self.time, self.goal, self.phase, self.highest, self.landing, self.takeoff = 0, 0.0, FALLING, 0.0, NEVER, np.nan
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
@@ -87,7 +87,7 @@ class HopperJump(gymnasium.Env):
         self.data.qpos[1] = HEIGHT
         self.data.qpos[3:] = self.np_random.uniform(LEG[:, 0], LEG[:, 1])
         mujoco.mj_forward(self.model, self.data)
-        self.time, self.phase, self.highest, self.landing = 0, FALLING, 0.0, NEVER
+        self.time, self.phase, self.highest, self.landing, self.takeoff = 0, FALLING, 0.0, NEVER, np.nan
         return self.observation(), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
@@ -99,6 +99,8 @@ class HopperJump(gymnasium.Env):
         distance, height = float(np.linalg.norm(self.offset())), float(self.data.xpos[self._torso, 2])
         self.highest = max(self.highest, height)
         before, self.phase = self.phase, next_phase(self.phase, self.contact())
+        if before == STANDING and self.phase == FLYING:
+            self.takeoff = self.time - 1.0
         if before == FLYING and self.phase == DOWN:
             self.landing = distance
         over = self.time == STEPS
@@ -128,9 +130,10 @@ class HopperJump(gymnasium.Env):
         return np.concatenate([self.data.qpos, self.data.qvel, offset, [self.goal, self.time / STEPS]])
 
     def outcome(self, distance: float) -> dict[str, float]:
-        """What the episode came to."""
+        """What the episode came to; the event is the step in which the foot left the floor, NaN if it never did."""
         success = float(self.landing < LANDED and self.highest > JUMPED)
-        return {"success": success, "highest": self.highest, "landing_distance": self.landing, "goal_distance": distance}
+        distances = {"landing_distance": self.landing, "goal_distance": distance}
+        return {"success": success, "event": self.takeoff, "highest": self.highest, **distances}
 
     def render(self) -> NDArray[np.uint8]:
         """From the side, the goal as a cross; 480 × 360."""

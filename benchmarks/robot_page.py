@@ -1,0 +1,215 @@
+"""Write what benchmarks/results/robots.json holds into docs/results/robots.md, as tables, sentences and figures.
+
+python benchmarks/robot_page.py
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from robot_results import FILE, TASKS, Run
+
+from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/results/robots.md"
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+ORDER = ("TCE", "TCE, paid at take-off", "TCE, published rules", "BBRL", "PPO", "PPO, gSDE", "SAC", "SAC, gSDE")
+COLOURS = ("#2563eb", "#0891b2", "#7c3aed", "#dc2626", "#059669", "#84cc16", "#d97706", "#92400e")
+SHARES = (0.5, 0.8, 0.95)
+Rows = dict[str, list[Run]]
+
+
+def by_task(runs: Iterable[Run]) -> dict[str, Rows]:
+    """Runs of each task by row, in the order of `ORDER`; those that came less than half as far as they were to are left out."""
+    tasks: dict[str, Rows] = {}
+    for task, group in groupby(sorted(runs, key=place), lambda run: run["task"]):
+        kept = [run for run in group if 2 * run["iterations"] >= run["asked"]]
+        tasks[task] = {row: found for row in ORDER if (found := [run for run in kept if run["row"] == row])}
+    return {task: rows for task, rows in tasks.items() if rows}
+
+
+def place(run: Run) -> tuple[int, str]:
+    """Where a run's task stands on the page."""
+    return list(TASKS.values()).index(run["task"].split(",")[0]), run["task"]
+
+
+def ends(rows: Rows) -> dict[str, int]:
+    """Environment steps at which each row is looked at: the most at which all of its runs were measured."""
+    return {row: max(set.intersection(*(set(run["env_steps"]) for run in runs))) for row, runs in rows.items()}
+
+
+def at(run: Run, name: str, end: int) -> float | None:
+    """What was measured at `end`."""
+    return run[name][run["env_steps"].index(end)]
+
+
+def values(runs: list[Run], name: str, end: int) -> np.ndarray:
+    """The same of every seed that has it."""
+    return np.array([value for run in runs if (value := at(run, name, end)) is not None], dtype=float)
+
+
+def estimate(scores: np.ndarray, form: str = "{:.1f}") -> str:
+    """Interquartile mean, and its interval."""
+    if not len(scores):
+        return "–"
+    found = interquartile_mean(scores)
+    text = form.format(found.value)
+    if found.low is not None:
+        text += f" ({form.format(found.low)} … {form.format(found.high)})"
+    return text.replace("-", "−")
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
+
+
+def results_table(rows: Rows) -> str:
+    """Return and success at the end, and what they cost where most of the task's runs were made."""
+    versions = [run["versions"] for runs in rows.values() for run in runs]
+    usual, lines = max(versions, key=versions.count), []
+    for (row, runs), end in zip(rows.items(), ends(rows).values(), strict=True):
+        timed = [run["seconds"] * end / (run["iterations"] * run["batch"]) for run in runs if run["versions"] == usual]
+        seconds = f"{np.median(timed):.0f}" if timed else "–"
+        paid, success = values(runs, "return", end), 100 * values(runs, "success", end)
+        lines.append([row, str(len(runs)), thousands(end), estimate(paid), estimate(success, "{:.0f}"), seconds])
+    return markdown(["", "seeds", "steps", "return", "success, %", "seconds"], lines)
+
+
+def efficiency_table(rows: Rows) -> str:
+    """Environment steps to shares of the way from the first return to the best final one: median of the seeds."""
+    end = ends(rows)
+    best = max(interquartile_mean(values(runs, "return", end[row])).value for row, runs in rows.items())
+    lines = []
+    for row, runs in rows.items():
+        cells = []
+        for share in SHARES:
+            reached = []
+            for run in runs:
+                points = [(x, y) for x, y in zip(run["env_steps"], run["return"], strict=True) if x <= end[row]]
+                reached.append(steps_to(points, run["return"][0] + share * (best - run["return"][0])))
+            count, middle = int(np.isfinite(reached).sum()), float(np.median(reached))
+            cells.append(("–" if np.isinf(middle) else thousands(middle)) + f" ({count} of {len(runs)})")
+        lines.append([row, *cells])
+    return markdown(["steps to", *(f"{share:.0%} of the way to {best:.1f}".replace("-", "−") for share in SHARES)], lines)
+
+
+def thousands(steps: float) -> str:
+    """Environment steps for people."""
+    return f"{steps / 1e6:.2f} million" if steps >= 1e6 else f"{steps / 1e3:.0f} thousand"
+
+
+def smoothness_table(rows: Rows) -> str:
+    """While exploring, averaged over training, and of the policy's own motions at the end: medians of the seeds."""
+    explored = ("explore/jerk", "explore/spectrum", "explore/torque_rate", "explore/autocorrelation")
+    moved = ("motion/jerk", "motion/spectrum", "motion/torque_rate")
+    lines = []
+    for (row, runs), end in zip(rows.items(), ends(rows).values(), strict=True):
+        means = [[mean_until(run, name, end) for run in runs] for name in explored]
+        last = [[at(run, name, end) for run in runs] for name in moved]
+        lines.append([row, *(middle(found) for found in [*means, *last])])
+    head = ["", "exploring: LDJ", "SPARC", "torque rate", "autocorrelation", "at the end: LDJ", "SPARC", "torque rate"]
+    return markdown(head, lines)
+
+
+def mean_until(run: Run, name: str, end: int) -> float | None:
+    """Mean of a run's measurements up to `end`."""
+    found = [y for x, y in zip(run["env_steps"], run[name], strict=True) if x <= end and y is not None]
+    return float(np.mean(found)) if found else None
+
+
+def middle(found: list[float | None]) -> str:
+    """The median of those that are there."""
+    there = [value for value in found if value is not None]
+    return f"{np.median(there):.3g}".replace("-", "−") if there else "–"
+
+
+def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
+    """TCE against every other row of each task, by pairs of equal seeds; all comparisons of the page are made together."""
+    made: list[tuple[str, str, str, Difference, int]] = []
+    for task, rows in tasks.items():
+        last = ends(rows)
+        for row in rows:
+            if row == "TCE" or "TCE" not in rows:
+                continue
+            end = min(last["TCE"], last[row])  # equal steps, where one row has fewer
+            ours, theirs = ({str(run["seed"]): at(run, "return", end) for run in rows[one]} for one in ("TCE", row))
+            if set(ours) & set(theirs):
+                made.append((task, "TCE", row, difference(ours, theirs), end))
+    holds = holm([found.p for *_, found, _ in made])
+    said: dict[str, list[str]] = {task: [] for task in tasks}
+    for (task, one, other, found, end), held in zip(made, holds, strict=True):
+        measure = f"return after {thousands(end)} steps"
+        said[task].append(sentence(one, other, measure, found, holds=held, among=len(made), unit=""))
+    return said
+
+
+def unfinished(rows: Rows) -> list[str]:
+    """Rows with a run that did not come to its end."""
+    return [row for row, runs in rows.items() if any(run["iterations"] < run["asked"] for run in runs)]
+
+
+def section(task: str, rows: Rows, said: list[str]) -> str:
+    """Everything about one task."""
+    cut = [f"{row} ({thousands(max(run['asked'] * run['batch'] for run in rows[row]))})" for row in unfinished(rows)]
+    text = f"### {task[0].upper()}{task[1:]}\n\n{results_table(rows)}\n"
+    if cut:
+        text += f"Not all runs came to the end over which their learning rates fall: {', '.join(cut)}.\n\n"
+    text += "".join(f"- {one}\n" for one in said) + ("\n" if said else "")
+    return text + f"{efficiency_table(rows)}\n{smoothness_table(rows)}"
+
+
+def plot(tasks: dict[str, Rows], name: str, path: Path) -> None:
+    """Learning curves of every task: interquartile mean over the seeds, with its interval."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "corral"  # the same file from the same numbers
+    from matplotlib import pyplot
+
+    columns = min(3, len(tasks))
+    height = -(-len(tasks) // columns)
+    figure, axes = pyplot.subplots(height, columns, figsize=(4.6 * columns, 3.4 * height), squeeze=False)
+    for axis in axes.ravel()[len(tasks) :]:
+        axis.set_visible(False)
+    for axis, (task, rows) in zip(axes.ravel(), tasks.items(), strict=False):
+        for (row, runs), end in zip(rows.items(), ends(rows).values(), strict=True):
+            steps = [x for x in runs[0]["env_steps"] if x <= end]
+            curves = np.array([[at(run, name, x) for x in steps] for run in runs], dtype=float)
+            value, low, high = interquartile_curve(curves)
+            colour = COLOURS[ORDER.index(row)]
+            axis.plot(np.array(steps) / 1e6, value, color=colour, lw=1.5, label=row)
+            axis.fill_between(np.array(steps) / 1e6, low, high, color=colour, alpha=0.15, lw=0)
+        axis.set(title=task, xlabel="million environment steps", ylabel=name)
+        axis.title.set_fontsize(10)
+        axis.legend(fontsize=6, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def page(tasks: dict[str, Rows], old: str) -> str:
+    """The page with its measured part replaced."""
+    before, rest = old.split(BEGIN)
+    after = rest.split(END)[1]
+    said = claims(tasks)
+    measured = "\n".join(section(task, rows, said[task]) for task, rows in tasks.items())
+    return f"{before}{BEGIN}\n\n{measured.rstrip()}\n\n{END}{after}"
+
+
+def main() -> None:
+    tasks = by_task(json.loads(FILE.read_text())["runs"])
+    text = page(tasks, PAGE.read_text())
+    partial = PAGE.with_name(f"{PAGE.name}.{os.getpid()}")
+    partial.write_text(text)
+    os.replace(partial, PAGE)
+    for name in ("return", "success"):
+        plot(tasks, name, PAGE.with_name(f"robots-{name}.svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""How well, how fast and how smoothly do TCE, BBRL and step-based baselines learn the robots' tasks? Runs → one small file.
+
+python benchmarks/robot_results.py RUNS [RUNS …]      folders of `corral train`, or folders of those, into results/robots.json
+python benchmarks/robot_page.py                       the file into docs/results/robots.md and its figures
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "results/robots.json"
+TASKS = {
+    "corral/ViaPointReacher-v0": "via-point arm",
+    "corral/HopperJump-v0": "hopper jump",
+    "corral/BoxPushing-v0": "box pushing",
+    "corral/MetaWorld-v0": "Meta-World",
+}
+ROWS = {
+    "tce": "TCE",
+    "bbrl": "BBRL",
+    "sb3-ppo": "PPO",
+    "sb3-ppo-gsde": "PPO, gSDE",
+    "sb3-sac": "SAC",
+    "sb3-sac-gsde": "SAC, gSDE",
+}
+MEASURED = (
+    "return",
+    "success",
+    "motion/jerk",
+    "motion/spectrum",
+    "motion/torque_rate",
+    "explore/jerk",
+    "explore/spectrum",
+    "explore/torque_rate",
+    "explore/autocorrelation",
+)
+Run = dict[str, Any]
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """What was learned: the environment, and its reward or task."""
+    settings = config["settings"]
+    return ", ".join([TASKS[settings["environment"]], *settings["environment_config"].values()]).replace("_", " ")
+
+
+def row_of(config: Mapping[str, Any]) -> str:
+    """How: the algorithm, and by which rules where there are several."""
+    algorithm, chosen = config["settings"]["algorithm"], config["objective"]
+    if algorithm == "tce" and not chosen["closing_segment"]:
+        return "TCE, published rules"
+    if algorithm == "tce" and chosen["move_to_event"]:
+        return "TCE, paid at take-off"
+    return ROWS[algorithm]
+
+
+def read_run(path: Path) -> Run | None:
+    """What the page needs of a run; None if nothing was measured in it."""
+    config = json.loads((path / "config.json").read_text())
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    measured = [line for line in lines if line.get("return") is not None]
+    if not measured or "motion/jerk" not in measured[0]:
+        return None
+    settings = config["settings"]
+    return {
+        "task": task_of(config),
+        "row": row_of(config),
+        "seed": settings["seed"],
+        "asked": settings["iterations"],
+        "iterations": lines[-1]["step"],
+        "batch": lines[-1]["env_steps"] // max(1, lines[-1]["step"]),
+        "seconds": round(lines[-1]["seconds"]),
+        "learner": settings["learner"],
+        "prodmp": settings["prodmp"] if config["model"]["prodmp"] else None,
+        "versions": {name: config["versions"].get(name) for name in ("torch", "mujoco", "gymnasium", "stable_baselines3")},
+        "env_steps": [line["env_steps"] for line in measured],
+        **{name: [rounded(line.get(name)) for line in measured] for name in MEASURED},
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    """Five digits are more than any seed repeats."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Folders of runs in a folder, itself included."""
+    yield from sorted(path.parent for path in root.rglob("config.json") if (path.parent / "metrics.jsonl").is_file())
+
+
+def longest(runs: list[Run]) -> list[Run]:
+    """One run per task, row and seed: the one that went furthest."""
+    kept: dict[tuple[str, str, int], Run] = {}
+    for run in runs:
+        key = run["task"], run["row"], run["seed"]
+        if key not in kept or run["iterations"] > kept[key]["iterations"]:
+            kept[key] = run
+    return [kept[key] for key in sorted(kept)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--keep", action="store_true", help="add to what the file holds, instead of replacing it")
+    chosen = parser.parse_args()
+    found = [run for root in chosen.runs for path in run_folders(root) if (run := read_run(path)) is not None]
+    if chosen.keep and chosen.out.exists():
+        found += json.loads(chosen.out.read_text())["runs"]
+    runs = longest(found)
+    partial = chosen.out.with_name(f"{chosen.out.name}.{os.getpid()}")
+    lines = ",\n".join(json.dumps(run, separators=(",", ":")) for run in runs)
+    partial.write_text(f'{{"runs":[\n{lines}\n]}}\n')
+    os.replace(partial, chosen.out)
+    print(f"{len(runs)} runs in {chosen.out}, {chosen.out.stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Runs → results page: which runs count, where they are compared, and what is said of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import robot_page
+import robot_results
+
+from corral.robot.settings import resolve
+from corral.robot.smoke import TRAINING
+from corral.robot.train import train
+
+
+def run(row: str, seed: int, returns: list[float], *, task: str = "via-point arm, dense", asked: int = 2) -> dict[str, Any]:
+    """As robots.json holds it: measured at 0, 100, 200, … steps."""
+    flat = {name: [0.5] * len(returns) for name in robot_results.MEASURED}
+    steps = [100 * number for number in range(len(returns))]
+    about = {
+        "asked": asked,
+        "iterations": len(returns) - 1,
+        "batch": 100,
+        "seconds": 10,
+        "learner": {},
+        "prodmp": None,
+        "versions": {},
+    }
+    return {"task": task, "row": row, "seed": seed, "env_steps": steps, **about, **flat, "return": returns}
+
+
+def test_a_run_is_read_as_it_was_measured(tmp_path: Path) -> None:
+    plans = {"prodmp": {"basis": 3, "alpha": 10.0, "auto_scale": True}}
+    published = {"tce": {"policy_epochs": 1, "critic_epochs": 1, "closing_segment": False}}
+    done = train(
+        resolve([TRAINING, plans, published, {"seed": 3, "environment_config": {"reward": "dense"}}]),
+        out=tmp_path / "runs" / "one",
+        quiet=True,
+    )
+    (path,) = robot_results.run_folders(tmp_path)
+    found = robot_results.read_run(path)
+    assert found is not None
+    assert (found["task"], found["row"], found["seed"]) == ("via-point arm, dense", "TCE, published rules", 3)
+    assert found["env_steps"] == [0, 400, 800]
+    assert found["return"][-1] == pytest.approx(done.summary["return_final"], rel=1e-4)
+    assert all(len(found[name]) == 3 for name in robot_results.MEASURED)
+    assert -1 <= found["explore/autocorrelation"][-1] <= 1
+
+
+def test_the_furthest_run_of_a_seed_counts() -> None:
+    short, long = run("TCE", 0, [-9.0, -5.0]), run("TCE", 0, [-9.0, -5.0, -3.0])
+    other = run("TCE", 1, [-9.0, -4.0])
+    assert robot_results.longest([short, long, other]) == [long, other]
+
+
+def test_a_row_is_looked_at_where_all_its_runs_were_measured() -> None:
+    # TCE's runs were to take 400 steps and came to 300 and 200: both are looked at at 200. PPO's came to 100, less than half.
+    runs = [run("TCE", 0, [-9.0, -5.0, -3.0, -1.0], asked=4), run("TCE", 1, [-9.0, -8.0, -3.0], asked=4)]
+    runs += [run("PPO", 0, [-9.0, 0.0], asked=4), run("SAC", 0, [-9.0, -6.0], asked=1)]  # SAC was to take 100, and did
+    rows = robot_page.by_task(runs)["via-point arm, dense"]
+    assert robot_page.ends(rows) == {"TCE": 200, "SAC": 100}
+    assert robot_page.values(rows["TCE"], "return", 200).tolist() == [-3.0, -3.0]
+    assert "| TCE | 2 | 0 thousand | −3.0 (−3.0 … −3.0) | 50 (50 … 50) | 8 |" in robot_page.results_table(rows)
+    assert "over which their learning rates fall: TCE (0 thousand)." in robot_page.section("x", rows, [])
+
+
+def test_golden_efficiency() -> None:
+    # Best at the end: −1, from −9: half of the way is −5 (step 100), 80 % is −2.6 (step 200), 95 % is −1.4 (step 300).
+    rows = {"TCE": [run("TCE", 0, [-9.0, -5.0, -2.0, -1.0])], "BBRL": [run("BBRL", 0, [-9.0, -8.0, -5.0, -5.0])]}
+    table = robot_page.efficiency_table(rows).splitlines()
+    assert table[0].startswith("| steps to | 50% of the way to −1.0 |")
+    assert table[2] == "| TCE | 0 thousand (1 of 1) | 0 thousand (1 of 1) | 0 thousand (1 of 1) |"
+    assert table[3] == "| BBRL | 0 thousand (1 of 1) | – (0 of 1) | – (0 of 1) |"
+    assert robot_page.thousands(416_000) == "416 thousand"
+    assert robot_page.thousands(1_280_000) == "1.28 million"
+
+
+def test_a_row_with_fewer_steps_is_compared_at_its_own_end() -> None:
+    # TCE has −5 after 100 steps, where SAC ends with −6, whatever TCE has later.
+    tce = [run("TCE", seed, [-9.0, -5.0 + 0.01 * seed, 90.0]) for seed in range(3)]
+    sac = [run("SAC", seed, [-9.0, -6.0 - 0.01 * seed], asked=1) for seed in range(3)]
+    (said,) = robot_page.claims(robot_page.by_task([*tce, *sac])).values()
+    assert said == ["TCE beats SAC on return after 0 thousand steps: +1.0, 95 % interval 1.0…1.1, 3 seeds."]
+
+
+def test_claims_need_seeds_and_hold_together() -> None:
+    generator = np.random.default_rng(0)
+    better = [run("TCE", seed, [-9.0, -1.0 + 0.01 * generator.standard_normal()]) for seed in range(5)]
+    worse = [run("BBRL", seed, [-9.0, -5.0 + 0.01 * generator.standard_normal()]) for seed in range(5)]
+    few = [run("PPO", seed, [-9.0, -8.0 - seed]) for seed in range(2)]
+    (said,) = robot_page.claims(robot_page.by_task([*better, *worse, *few])).values()
+    assert said[0].startswith("TCE beats BBRL on return after 0 thousand steps: +4.0")
+    assert said[1].startswith("No difference can be claimed between TCE and PPO")
+
+
+def test_the_page_keeps_what_people_wrote(tmp_path: Path) -> None:
+    runs = [run("TCE", seed, [-9.0, -1.0 - seed]) for seed in range(3)] + [run("BBRL", seed, [-9.0, -5.0]) for seed in range(3)]
+    tasks = robot_page.by_task(runs)
+    old = f"before\n{robot_page.BEGIN}\nold\n{robot_page.END}\nafter\n"
+    text = robot_page.page(tasks, old)
+    assert text.startswith(f"before\n{robot_page.BEGIN}\n\n### Via-point arm, dense\n")
+    assert text.endswith(f"{robot_page.END}\nafter\n")
+    assert robot_page.page(tasks, text) == text
+    robot_page.plot(tasks, "return", tmp_path / "figure.svg")
+    assert "<svg" in (tmp_path / "figure.svg").read_text()
+
+
+def test_the_page_is_what_the_file_says() -> None:
+    runs = json.loads(robot_results.FILE.read_text())["runs"]
+    page = robot_page.PAGE.read_text()
+    assert robot_page.page(robot_page.by_task(runs), page) == page, "run python benchmarks/robot_page.py"
