@@ -33,6 +33,7 @@ GROUPS = {
     "model": "Models",
     "scale": "Several processes",
     "run": "A run",
+    "comparison": "Comparisons",
     "other": "Other software",
 }
 """Sections of the page, by the word before the colon."""
