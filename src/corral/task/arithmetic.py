@@ -3,11 +3,10 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar
 
 from corral.task.countdown import apply
-from corral.task.draws import PATIENCE, checked_count, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
 
 PROMPT = re.compile(r"([1-9][0-9]{0,5})([+*-])([1-9][0-9]{0,5}):")
 CHAIN = re.compile(r"([+-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
@@ -15,7 +14,7 @@ EQUATION = re.compile(r"(0|[1-9][0-9]*)([+*])(0|[1-9][0-9]*)=(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arithmetic:
+class Arithmetic(Drawn):
     """Compute a+b, a-b or a*b, and write down every step.
 
         prompt      "47+85:"   completion  "47+80=127+5=132"                       the places of b, in any order
@@ -49,18 +48,6 @@ class Arithmetic:
         largest, ones = 10**self.digits - 1, int("1" * self.digits)
         return max(len(worked(largest, sign, ones if sign == "-" else largest)) for sign in self.operations)
 
-    def train_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to learn from, drawn with replacement."""
-        return [prompt for prompt, _ in self.demonstrations(count, seed)]
-
-    def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to evaluate on; a+b is held out together with b+a."""
-        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(self.name, count))]
-
-    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
-        """`train_prompts(count, seed)`, each with its answer, places from the highest to the lowest."""
-        return list(islice(self._draw(seed, held_out=False), checked_count(self.name, count)))
-
     def verify(self, prompt: str, completion: str) -> float:
         """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text.
 
@@ -85,7 +72,7 @@ class Arithmetic:
         return left, operation, right
 
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Endless (prompt, answer) of one split."""
+        """Uniform operands; answers take places from the highest to the lowest. a+b is held out together with b+a."""
         draw = uniform(self.name, seed, held_out=held_out)
         misses = 0
         while misses < PATIENCE:

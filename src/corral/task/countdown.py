@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar
 
-from corral.task.draws import PATIENCE, checked_count, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
 
 OPERATORS = "+-*"
 
@@ -19,7 +18,7 @@ STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown:
+class Countdown(Drawn):
     """Combine n numbers into a target, left to right, with + − and *, using every number exactly once.
 
         prompt      "3 7 12>22:"         the numbers in any order, and the target
@@ -52,18 +51,6 @@ class Countdown:
         """Characters of the longest answer: a number, then an operator, a number, "=" and a result for every step."""
         number, value = len(str(self.n_max)), len(str(self.value_max))
         return number + (self.n - 1) * (1 + number + 1 + value)
-
-    def train_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to learn from, drawn with replacement."""
-        return [prompt for prompt, _ in self.demonstrations(count, seed)]
-
-    def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to evaluate on: the problems of 1/10 of (numbers, target), which training never sees in any order."""
-        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(self.name, count))]
-
-    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
-        """`train_prompts(count, seed)`, each with an answer drawn uniformly from all that reach its target."""
-        return list(islice(self._draw(seed, held_out=False), checked_count(self.name, count)))
 
     def verify(self, prompt: str, completion: str) -> float:
         """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text.
@@ -101,7 +88,10 @@ class Countdown:
         return numbers, target
 
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Endless (prompt, answer) of one split: uniform numbers and operators, rejected until all fits."""
+        """Uniform numbers and operators, rejected until all fits.
+
+        Held out are 1/10 of (numbers, target), in any order. An answer is drawn uniformly from all that reach its target.
+        """
         draw = uniform(self.name, seed, held_out=held_out)
         misses = 0
         while misses < PATIENCE:

@@ -2,13 +2,38 @@
 
 import hashlib
 import random
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import ClassVar
 
 HELD_OUT_SHARE = 10
 """One problem in this many is held out."""
 
 PATIENCE = 100_000
 """Draws without a problem of the wanted kind after which there is none; below 1 in 10,000 drawing would be hopeless anyway."""
+
+
+class Drawn(ABC):
+    """A task that draws its problems: training and held-out ones by seed, each with an answer."""
+
+    name: ClassVar[str]
+
+    def train_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to learn from, drawn with replacement."""
+        return [prompt for prompt, _ in self.demonstrations(count, seed)]
+
+    def held_out_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to evaluate on, which training never sees in any form."""
+        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(self.name, count))]
+
+    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
+        """`train_prompts(count, seed)`, each with a right answer."""
+        return list(islice(self._draw(seed, held_out=False), checked_count(self.name, count)))
+
+    @abstractmethod
+    def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
+        """Endless (prompt, answer) of one split."""
 
 
 def uniform(task: str, seed: int, *, held_out: bool) -> Callable[[], float]:

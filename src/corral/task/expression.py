@@ -4,10 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar
 
-from corral.task.draws import PATIENCE, checked_count, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
 
 PROMPT = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
 ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
@@ -25,7 +24,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expression:
+class Expression(Drawn):
     """Complete `f = lambda x: …`, given f(1), f(2), …
 
         prompt      "1>3 2>5 3>7 4>9:"      inputs, always 1 to `pairs`, and outputs
@@ -60,18 +59,6 @@ class Expression:
         """Characters of the longest expression that is read."""
         return self.max_length
 
-    def train_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to learn from, drawn with replacement."""
-        return [prompt for prompt, _ in self.demonstrations(count, seed)]
-
-    def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """`count` prompts to evaluate on. Inputs never vary, so whoever gives the same outputs is the same problem."""
-        return [prompt for prompt, _ in islice(self._draw(seed, held_out=True), checked_count(self.name, count))]
-
-    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
-        """`train_prompts(count, seed)`, each with the expression that it was made from."""
-        return list(islice(self._draw(seed, held_out=False), checked_count(self.name, count)))
-
     def verify(self, prompt: str, completion: str) -> float:
         """1.0 iff `completion` is an expression that gives every output of `prompt`; 0.0 for any other text.
 
@@ -96,7 +83,10 @@ class Expression:
         return outputs
 
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Endless (prompt, expression) of one split: shapes, operators and constants, rejected until all fits."""
+        """Shapes, operators and constants, rejected until all fits.
+
+        Inputs never vary, so whatever gives the same outputs is the same problem, and held out with it.
+        """
         draw = uniform(self.name, seed, held_out=held_out)
         signs = list(OPERATORS.values())
         misses = 0
