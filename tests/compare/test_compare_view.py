@@ -93,7 +93,7 @@ def test_what_matters_stays_on_a_small_screen(tmp_path: Path) -> None:
     for record, state in zip(
         all_runs.records, ["finished"] * 4 + ["failed", "running", "running"] + ["waiting"] * 3, strict=True
     ):
-        record.state = state  # type: ignore[assignment]
+        record.state = state
     shown = shown_records(all_runs.records, 5)
     assert [record.state for record in shown] == ["finished", "finished", "failed", "running", "running"]
     assert shown[0] is all_runs.records[2]  # of those that ended the latest

@@ -198,7 +198,7 @@ def test_time_left_is_judged_by_what_was_done(tmp_path: Path) -> None:
     schedule = Schedule(
         comparison=comparison, engine=LocalEngine(jobs=2, program=FAKE), board=Notes(), steps=120, choose=choose
     )
-    schedule.board.look = left.append  # type: ignore[method-assign]
+    schedule.board.look = left.append
     schedule.run()
     comparison.close()
     assert left[0] is None

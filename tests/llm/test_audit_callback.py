@@ -366,7 +366,7 @@ class TestTroubles:
     @pytest.mark.usefixtures("unchecked_shapes")
     def test_not_a_trainer(self) -> None:
         with pytest.raises(ValueError, match="takes a GRPOTrainer; got str"):
-            audit("trainer")  # type: ignore[arg-type]
+            audit("trainer")
 
     def test_a_sharded_model(self, tmp_path: Path) -> None:
         trainer = stock(tmp_path)

@@ -1,10 +1,8 @@
 """The page in a real browser: figures are drawn, filters and keys work, nothing is fetched, nothing hostile runs."""
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -23,21 +21,7 @@ from report.synthetic import write_comparison, write_robot_run, write_run, write
 
 pytestmark = pytest.mark.browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--disable-gpu", "--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>\"'\u202egnp"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser")
-    if CHROMIUM is None:
-        pytest.skip("needs chromium: make test-browser")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")
@@ -46,28 +30,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     write_page(make_report(read_runs([write_small_set(folder / "runs")])), folder / "page.html")
     return folder / "page.html"
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Any]:
-    """Opens a page; at the end there must be no message of any kind, and no request but for the file."""
-    said: list[str] = []
-    contexts = []
-
-    def opened(path: Path, **context: Any) -> Any:
-        contexts.append(browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **context}))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: None if request.url == path.as_uri() else said.append(f"asked for {request.url}"))
-        page.goto(path.as_uri())
-        page.wait_for_selector("html[data-ready=yes]", timeout=20_000)
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert said == []
 
 
 def test_figures_are_drawn(open_page: Any, small: Path) -> None:

@@ -87,7 +87,7 @@ def test_rotation_distance_by_hand() -> None:
 def test_rewards_are_those_of_fancy_gym_on_the_same_states(kind: str, last: bool) -> None:
     expected = FANCY[f"box_{kind}_{'last' if last else 'middle'}"]
     states = [{name: FANCY[f"box_{name}"][index] for name in STATE} for index in range(len(expected))]
-    seen = [push_reward(kind, **state, last=last) for state in states]  # type: ignore[arg-type]
+    seen = [push_reward(kind, **state, last=last) for state in states]
     np.testing.assert_allclose(seen, expected, atol=1e-10)
     distances = [np.linalg.norm(state["box"][:3] - state["target"][:3]) for state in states]
     assert min(distances) < 0.05 < 0.1 < max(distances)  # both sides of the bonus are among them
@@ -247,7 +247,7 @@ def test_an_unstable_simulation_costs_fifty_and_is_undone(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_success_and_the_last_reward(kind: str) -> None:
-    env = BoxPushing(kind)  # type: ignore[arg-type]
+    env = BoxPushing(kind)
     for offset, yaw, success in ((0.04, 0.3, 1), (0.06, 0.3, 0), (0.04, 0.6, 0)):
         start, _ = env.reset(seed=1)
         env.time = STEPS - 1
@@ -283,4 +283,4 @@ def test_it_is_a_gymnasium_environment_with_a_picture() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_an_unknown_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="'temporal_spatial_sparse'; got 'thin'"):
-        BoxPushing("thin")  # type: ignore[arg-type]
+        BoxPushing("thin")

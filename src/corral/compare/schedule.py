@@ -154,7 +154,7 @@ class Schedule(Interruptible):
         return self._known(record).position, log_size(self.comparison.folder(record))
 
     def _change(self, record: Record, state: str, error: str | None = None) -> None:
-        record.state, record.error = state, error  # type: ignore[assignment]
+        record.state, record.error = state, error
         self.comparison.save()
         self.board.changed(record, self._known(record))
 

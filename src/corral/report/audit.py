@@ -1,9 +1,6 @@
 """The page of an audit: one file that asks the network for nothing. Tokens and names are shown as text, whatever they say."""
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,8 @@ from corral.audit.summary import Ball, Row, Summary, columns_of
 from corral.audit.words import RULES, number, percent, sentences
 from corral.report.audit_figures import bucket_figure, ratio_figure, update_figure
 from corral.report.audit_tokens import completions, shown
+from corral.report.document import document, write_document
 from corral.report.html import Safe, join, note, shortened, table, tag, visible
-from corral.run.files import RunError, write_whole
-
-LARGEST = 6_000_000
-"""Bytes of a page."""
 
 THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
 
@@ -41,36 +35,13 @@ computed here on the very same tokens at the same moment; a run that had been tr
 
 def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, out: Path) -> int:
     """The page, whole or not at all. Returns its size in bytes."""
-    content = audit_page(info, rows, summary).encode()
-    if len(content) > LARGEST:
-        raise RunError(f"the page would have {len(content) / 1e6:.1f} MB. This should not happen: please report it.")
-    if not out.parent.is_dir():
-        raise RunError(f"{out.parent} is no folder: make it first, or choose another --page.")
-    write_whole(out, lambda beside: beside.write_bytes(content))
-    return len(content)
+    return write_document(audit_page(info, rows, summary), out, "This should not happen: please report it.")
 
 
 def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
     """The whole HTML."""
-    style = _static("page.css") + _static("audit.css")
-    script = _static("audit.js")
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
-    )
     title = f"Audit of {shortened(str(info.get('model') or 'a run'), 80)}"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content=f"corral {corral.__version__}"),
-        tag("title", title),
-        Safe(f"<style>{style}</style>"),
-    )
-    inside = tag("body", body(title, info, rows, summary), Safe(f"<script>{script}</script>"))
-    return f'<!doctype html>\n<html lang="en">{head}{inside}</html>\n'
+    return document(title, body(title, info, rows, summary), {}, ["audit.js"], ["page.css", "audit.css"])
 
 
 def body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
@@ -180,12 +151,3 @@ def measured(info: Mapping[str, Any]) -> Safe:
         *(tag("p", part) for part in MEASURED.strip().split("\n\n")),
         tag("details", tag("summary", f"{len(rows)} rules, settings and versions"), asked),
     )
-
-
-def _static(name: str) -> str:
-    return files("corral.report").joinpath("static", name).read_text("utf-8")
-
-
-def _hash(text: str) -> str:
-    """What the policy calls an inline script or style by."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

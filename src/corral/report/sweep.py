@@ -158,14 +158,14 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
     def within(members: list[Cell], rivals: list[Cell]) -> tuple[float, ...]:
         best = max(cell.final for cell in rivals)
         least = best - (1 - share) * abs(best) if math.isfinite(best) else math.inf  # where all failed, nothing is usable
-        return tuple(float(cell.setting[key]) for cell in members if cell.final >= least)  # type: ignore[arg-type]
+        return tuple(float(cell.setting[key]) for cell in members if cell.final >= least)
 
     return [
         UsableRange(
             contestant=members[0].contestant,
             key=key,
             setting={name: value for name, value in members[0].setting.items() if name != key},
-            tried=tuple(float(cell.setting[key]) for cell in members),  # type: ignore[arg-type]
+            tried=tuple(float(cell.setting[key]) for cell in members),
             own=within(members, [cell for cell in found if cell.contestant == members[0].contestant]),
             overall=within(members, found),
         )

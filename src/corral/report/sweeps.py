@@ -141,7 +141,7 @@ def table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
     for sweep in sweeps:
         ranges = {(found.contestant, *found.setting.items()): found for found in sweep.ranges}
         for cell in sweep.cells:
-            value = float(cell.setting[sweep.key])  # type: ignore[arg-type]
+            value = float(cell.setting[sweep.key])
             others = tuple(sweep.others(cell.setting).items())
             found = ranges[cell.contestant, *others]
             rows.append(
