@@ -196,8 +196,9 @@ class Spy:
     @classmethod
     def on(cls, trainer: CorralTrainer) -> "Spy":
         spy = cls(trainer.objective.function)
-        # By another name nothing is known of it beforehand, and it is asked once.
+        # By another name no kernel takes its place, and without foresight it is asked once.
         trainer.objective = replace(trainer.objective, name="spied", function=spy)
+        trainer._foresee = lambda *_: None
         return spy
 
     def __call__(self, batch: TokenBatch, config: ObjectiveConfig) -> ObjectiveOutput:
