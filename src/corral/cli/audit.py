@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.cli import refuse
+from corral.cli.eval import chosen_flags
 from corral.cli.kind import kind_of_run, missing
 from corral.cli.train import UNSAFE, hush
 from corral.run.files import RunError
-from corral.run.settings import coerce, guess, nested
 
 NEEDED = ("numpy", "pyarrow", "rich")
 """Packages without which an audit cannot be shown; what compares models needs more."""
@@ -105,21 +105,9 @@ def audited(arguments: argparse.Namespace) -> Path:
 
 def settings_of(arguments: argparse.Namespace) -> Any:
     """The flags, each of its setting's type."""
-    from typing import get_type_hints
-
     from corral.llm.evaluate import EvalSettings
-    from corral.llm.settings import TABLES
 
-    hints = get_type_hints(EvalSettings)
-    given = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in MODEL_FLAGS}
-    chosen = {key: coerce(key, value, hints[key]) for key, value in given.items() if value is not None}
-    pairs = [text.partition("=") for text in arguments.set]
-    if not all(equals and key.startswith("task_config.") for key, equals, _ in pairs):
-        raise RunError(f"--set takes task_config.key=value; got {' '.join(arguments.set)!r}.")
-    config = nested([(key, value) for key, _, value in pairs], TABLES).get("task_config", {})
-    chosen["task_config"] = {key: guess(value) for key, value in config.items()}
-    if arguments.unsafe_code_execution:
-        chosen["task_config"]["unsafe_code_execution"] = True
+    chosen = chosen_flags(arguments, MODEL_FLAGS)
     return EvalSettings(**{"model": "", "problems": 16, "samples": 8, "backend": "transformers", **chosen})
 
 

@@ -2,8 +2,9 @@
 
 import argparse
 import signal
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from corral.cli import refuse
 from corral.cli.kind import kind_of_run, missing
@@ -106,19 +107,13 @@ def evaluated(arguments: argparse.Namespace) -> None:
         view.console.print(comparison(compare(arguments.against, outcome.path), LEVEL))
 
 
-def settings_of(arguments: argparse.Namespace) -> Any:
-    """The flags, each of its setting's type."""
-    from typing import get_type_hints
-
+def chosen_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Settings of an evaluation that were given, each of its own type; the task's own are in `task_config`."""
     from corral.llm.evaluate import EvalSettings
     from corral.llm.settings import TABLES
-    from corral.llm.smoke import EVALUATION, TASK_CONFIG
 
-    for name in ("episodes", "video"):
-        if getattr(arguments, name) is not None:
-            raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
     hints = get_type_hints(EvalSettings)
-    given = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in ("model", *FLAGS)}
+    given = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in names}
     chosen = {key: coerce(key, value, hints[key]) for key, value in given.items() if value is not None}
     pairs = [text.partition("=") for text in arguments.set]
     if not all(equals and key.startswith("task_config.") for key, equals, _ in pairs):
@@ -127,6 +122,18 @@ def settings_of(arguments: argparse.Namespace) -> Any:
     chosen["task_config"] = {key: guess(value) for key, value in config.items()}
     if arguments.unsafe_code_execution:
         chosen["task_config"]["unsafe_code_execution"] = True
+    return chosen
+
+
+def settings_of(arguments: argparse.Namespace) -> Any:
+    """The flags, each of its setting's type."""
+    from corral.llm.evaluate import EvalSettings
+    from corral.llm.smoke import EVALUATION, TASK_CONFIG
+
+    for name in ("episodes", "video"):
+        if getattr(arguments, name) is not None:
+            raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
+    chosen = chosen_flags(arguments, ("model", *FLAGS))
     if arguments.smoke:
         if "model" in chosen:
             raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")
