@@ -37,10 +37,10 @@ ON = "BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT WEIGHTS KEPT REST LOGP NATS SCALE W
 SWITCHES = dict.fromkeys(ON.split(), True)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
 STREAM = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
-BLANK = {"store": None, "counter": None, "STORE": False, "COUNTER": False}
+BLANK = {"store": None, "reference": None, "counter": None, "STORE": False, "REFERENCE": False, "COUNTER": False}
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
-    (stream._stream_kernel, STREAM, {"STORE": True, "COUNTER": True, "PLAIN": False, "PROGRAMS": 132, "GROUP": 16}, 8),
-    (stream._stream_kernel, STREAM, {"STORE": True, "COUNTER": True, "PLAIN": True, "PROGRAMS": 132, "GROUP": 16}, 8),
+    (stream._stream_kernel, STREAM, {"STORE": True, "REFERENCE": True, "COUNTER": True, "PLAIN": False, "PROGRAMS": 132, "GROUP": 16}, 8),
+    (stream._stream_kernel, STREAM, {"STORE": True, "REFERENCE": True, "COUNTER": True, "PLAIN": True, "PROGRAMS": 132, "GROUP": 16}, 8),
     (stream._stream_kernel, STREAM, BLANK | {"PLAIN": True, "PROGRAMS": 132, "GROUP": 16}, 8),
     (doubt._given_kernel, {"length": "*i32"}, {}, 4),
     (doubt._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),

@@ -83,12 +83,14 @@ def stream(
     *,
     entropy: bool,
     store: Tensor | None = None,
+    reference: Tensor | None = None,
     counter: Tensor | None = None,
 ) -> TileStatistics:
     """Every logit of hidden [N, H] over weight [V, H], once, reduced where it was made.
 
     `store` [N, tiles · C] gets e^(z − second) of every logit but its tile's largest, where it is 0: what a dense gradient is
-    made of, as exact in half precision as the gradient itself will be. Of N rows only the first `counter` [1] may be there.
+    made of, as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of
+    every logit, at most 2¹⁰⁰. Of N rows only the first `counter` [1] may be there.
     """
     tile = tile_of(hidden)
     count, vocabulary = len(hidden), len(weight)
@@ -101,8 +103,9 @@ def stream(
         TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         None if store is None else TensorDescriptor.from_tensor(store, [tile.rows, tile.columns]),
-        bias, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
-        *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, BIAS=bias is not None,
+        bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
+        *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, REFERENCE=reference is not None,
+        BIAS=bias is not None,
         CAP=spec.softcap is not None, PLAIN=bias is None and spec.softcap is None and spec.scale > 0, ENTROPY=entropy,
         PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         GROUP=16 if hidden.shape[1] >= 2048 else 32, num_warps=tile.warps, num_stages=tile.stages,
@@ -153,10 +156,10 @@ def rank_key(z, ids):
 @triton.jit
 @no_type_check
 def _stream_kernel(
-    hidden, weight, store, bias, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles, before, cap,
-    after, COUNTER: tl.constexpr, STORE: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, PLAIN: tl.constexpr,
-    ENTROPY: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    hidden, weight, store, bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles,
+    before, cap, after, COUNTER: tl.constexpr, STORE: tl.constexpr, REFERENCE: tl.constexpr, BIAS: tl.constexpr,
+    CAP: tl.constexpr, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Persistent: each program takes every PROGRAMS-th tile, GROUP row blocks at a time so that they share the weights."""
     if COUNTER:
@@ -189,10 +192,16 @@ def _stream_kernel(
         base = tl.where(next_top == -float("inf"), 0.0, next_top)
         exponent = factor * 1.4426950408889634  # log2 e
         e = tl.exp2(z * exponent - (base * exponent)[:, None])
-        if STORE:
-            store.store([row_block * ROWS, column_block * COLUMNS], e.to(store.dtype))
         rows = row_block * ROWS + tl.arange(0, ROWS)
         live = rows < count
+        if STORE:
+            kept = e
+            if REFERENCE:
+                level = tl.load(reference + rows, mask=live, other=0.0) * 1.4426950408889634
+                of_top = tl.exp2(tl.minimum(top * exponent - level, 100.0))
+                kept = e * tl.exp2(tl.minimum(base * exponent - level, 100.0))[:, None]
+                kept = tl.where(local[None, :] == at[:, None], of_top[:, None], kept)
+            store.store([row_block * ROWS, column_block * COLUMNS], kept.to(store.dtype))
         here = rows.to(tl.int64) * tiles + column_block
         tl.store(peak + here, top * factor, mask=live)
         tl.store(place + here, at.to(tl.uint8), mask=live)
