@@ -36,6 +36,8 @@ class Doubt:
     """For an own support: how many keys were taken out, more than `room` where they did not fit [N]."""
     floor: Tensor
     """For an own support: what every member reaches, as an integer that sorts as logits do [N]."""
+    overflow: Tensor
+    """For an own support: whether `filled` is more than `room` anywhere [1]."""
 
 
 def given_doubts(stats: TileStatistics, marks: Tensor, width: int, *, given: bool, out: HeadRows) -> Doubt:
@@ -60,7 +62,7 @@ def own_doubts(stats: TileStatistics, marks: Tensor, width: int, *, top_k: int, 
     doubt = _blank(stats, room)
     _own_kernel[(count,)](
         stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, doubt.state, doubt.queue, doubt.length,
-        doubt.listed, doubt.filled, doubt.floor, out.lse, out.entropy, count, tiles, top_k,
+        doubt.listed, doubt.filled, doubt.floor, doubt.overflow, out.lse, out.entropy, count, tiles, top_k,
         ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), ROOM=room, COLUMNS=width, num_warps=WARPS,
     )  # fmt: skip
     return doubt
@@ -72,9 +74,10 @@ def _blank(stats: TileStatistics, listed: int) -> Doubt:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
+    zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=device)
     return Doubt(
-        empty(count, tiles, dtype=torch.uint8), empty(tiles, count), torch.zeros(tiles, dtype=torch.int32, device=device),
-        empty(count, listed, dtype=torch.int64), empty(count), empty(count),
+        empty(count, tiles, dtype=torch.uint8), empty(tiles, count), zeros[:tiles], empty(count, listed, dtype=torch.int64),
+        empty(count), empty(count), zeros[tiles:],
     )  # fmt: skip
 
 
@@ -144,7 +147,9 @@ def _given_kernel(
     id = tl.where(real, key // SLOTS, 0).to(tl.int32)
     at = id // COLUMNS
     own_slot = (key % SLOTS).to(tl.int32)
-    known = real & (tl.load(place + row * tiles + at).to(tl.int32) == id % COLUMNS)
+    # Of equals at the top of a tile nobody knows which is where.
+    alone = tl.load(peak + row * tiles + at) > tl.load(second + row * tiles + at)
+    known = real & alone & (tl.load(place + row * tiles + at).to(tl.int32) == id % COLUMNS)
     member = real
     if GIVEN:
         member = member & (own_slot > 0)
@@ -163,12 +168,12 @@ def _given_kernel(
 @triton.jit
 @no_type_check
 def _own_kernel(
-    peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, lse, nats, rows, tiles, top_k,
-    ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
+    peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, nats, rows, tiles,
+    top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of the largest and second largest of all tiles at least k reach the k-th largest of these, so all members do.
 
-    A tile whose second largest does not holds one member at most. The k-th largest is found bit by bit.
+    A tile whose second largest does not holds one member at most. What just k of them reach is found by halving.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
@@ -181,18 +186,20 @@ def _own_kernel(
 
     bits = tl.where(live, rank_bits(top), -0x80000000)
     next_bits = tl.where(live, rank_bits(runner_up), -0x80000000)
-    reach = tl.sum((bits >= 0).to(tl.int32) + (next_bits >= 0).to(tl.int32), 0)
-    floor = tl.where(reach >= top_k, 0, -0x80000000)
-    for step in tl.static_range(31):
-        trial = floor + (1 << (30 - step))
+    # There are as many tiles as members at least, and so as many of these reach the least of the tiles' largest.
+    floor = tl.where(tiles >= top_k, tl.min(tl.where(live, bits, 0x7FFFFFFF), 0), -0x80000000)
+    ceiling = tl.max(bits, 0)
+    while floor < ceiling:
+        trial = (floor >> 1) + (ceiling >> 1) + ((floor | ceiling) & 1)  # the middle, rounded up; a sum might overflow
         reach = tl.sum((bits >= trial).to(tl.int32) + (next_bits >= trial).to(tl.int32), 0)
         floor = tl.where(reach >= top_k, trial, floor)
+        ceiling = tl.where(reach == top_k, trial, tl.where(reach > top_k, ceiling, trial - 1))
     tl.store(floors + row, floor)
 
     token = tl.load(marks + row)
     largest = tile * COLUMNS + tl.load(place + here, mask=live, other=0).to(tl.int32)
     sampled_here = live & (tile == token // COLUMNS)
-    again = live & ((next_bits >= floor) | (sampled_here & (largest != token)))
+    again = live & ((next_bits >= floor) | (sampled_here & ((largest != token) | (bits == next_bits))))
     # Where fewer than k logits are finite, impossible tokens are members, and that takes more than tiles' statistics.
     hopeless = floor <= -0x7F800001  # as −inf ranks
     again = again & ~hopeless
@@ -212,6 +219,7 @@ def _own_kernel(
     tl.store(listed + row * ROOM + tl.zeros((TILES,), tl.int32), rank_key(top, largest), mask=done)
     full = 1 + tl.sum(taken.to(tl.int32), 0)
     tl.store(filled + row, tl.where(hopeless, ROOM + 1, full))
+    tl.store(overflow, 1, mask=hopeless)
     tl.store(state + here, tl.where(again, 2, tl.where(taken | done, 1, 0)).to(tl.uint8), mask=live)
     position = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again)
     tl.store(queue + tile.to(tl.int64) * rows + position, (row + tl.zeros((TILES,), tl.int64)).to(tl.int32), mask=again)

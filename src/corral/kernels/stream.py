@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from corral.kernels.logits import LogitSpec
+from corral.kernels.reduce_tile import LOG2_E, ROOM, reduce_any, reduce_plain
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Tile:
 
 
 TILES = {
-    torch.bfloat16: Tile(128, 256, 64),
-    torch.float16: Tile(128, 256, 64),
+    torch.bfloat16: Tile(128, 256, 64, stages=4),
+    torch.float16: Tile(128, 256, 64, stages=4),
     torch.float32: Tile(64, 128, 32, warps=4),
 }
 """Measured best on an H200. A tile is at most 256 columns wide, so that a place in it fits a byte."""
@@ -50,11 +51,11 @@ class TileStatistics:
     peak: Tensor
     """Largest logit."""
     place: Tensor
-    """Its column within the tile, the lowest of equals; uint8."""
+    """Its column within the tile; where the second largest is its equal, any; uint8."""
     second: Tensor
     """Largest logit but that one."""
     others: Tensor
-    """Σ e^(z − second) over all columns but `place`."""
+    """Σ e^(z − second) over all columns but `place`; where these are 150 nats below the largest, at least 1."""
     weighted: Tensor
     """Σ (z − second) e^(z − second) over the same; for the entropy, empty unless asked for."""
 
@@ -99,6 +100,8 @@ def stream(
     place = hidden.new_empty(count, tiles, dtype=torch.uint8)
     weighted = torch.empty_like(others) if entropy else others.new_empty(0)
     programs = _processors(hidden.device) if hidden.is_cuda else 2
+    # A positive factor changes no order: it goes into the exponent and the results.
+    plain = bias is None and spec.softcap is None and spec.scale > 0 and (store is None) == (reference is None)
     _stream_kernel[(programs,)](
         TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
@@ -106,9 +109,10 @@ def stream(
         bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
         *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, REFERENCE=reference is not None,
         BIAS=bias is not None,
-        CAP=spec.softcap is not None, PLAIN=bias is None and spec.softcap is None and spec.scale > 0, ENTROPY=entropy,
+        CAP=spec.softcap is not None, PLAIN=plain, ENTROPY=entropy, COMPILED=hidden.is_cuda and torch.version.hip is None,
         PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        GROUP=16 if hidden.shape[1] >= 2048 else 32, num_warps=tile.warps, num_stages=tile.stages,
+        GROUP=16 if hidden.shape[1] >= 2048 else 32, num_warps=tile.warps,
+        num_stages=tile.stages if store is None else min(tile.stages, 3),  # what is stored takes the place of one
     )  # fmt: skip
     return TileStatistics(peak, place, second, others, weighted)
 
@@ -158,55 +162,88 @@ def rank_key(z, ids):
 def _stream_kernel(
     hidden, weight, store, bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles,
     before, cap, after, COUNTER: tl.constexpr, STORE: tl.constexpr, REFERENCE: tl.constexpr, BIAS: tl.constexpr,
-    CAP: tl.constexpr, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    CAP: tl.constexpr, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: each program takes every PROGRAMS-th tile, GROUP row blocks at a time so that they share the weights."""
+    """Persistent: each program takes every PROGRAMS-th tile, GROUP row blocks at a time so that they share the weights.
+
+    First whole tiles of plain products, which take fewer steps to reduce, then the others: as a rule the last of each row.
+    """
     if COUNTER:
         count = tl.minimum(tl.load(counter), count)
     row_blocks = tl.cdiv(count, ROWS)
-    for index in tl.range(tl.program_id(0), row_blocks * tiles, PROGRAMS, flatten=True):
-        group = index // (GROUP * tiles)
-        height = min(row_blocks - group * GROUP, GROUP)
-        row_block = group * GROUP + (index % (GROUP * tiles)) % height
-        column_block = (index % (GROUP * tiles)) // height
-        products = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(0, width, DEPTH):
-            h = hidden.load([row_block * ROWS, k])
-            w = weight.load([column_block * COLUMNS, k])
-            products = tl.dot(h, w.T, products, input_precision="ieee")
-        local = tl.arange(0, COLUMNS)
-        columns = column_block * COLUMNS + local
-        if PLAIN:  # a positive factor changes no order: it goes into the exponent and the results
-            z = tl.where((columns < vocabulary)[None, :], products, -float("inf"))
-            factor = before
-        else:
-            z = logits_of_products(products, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
-            factor = before * 0.0 + 1.0
-        # The place by comparison: faster than a maximum that carries its index along. NaN has none, and takes any.
-        top = tl.max(z, 1)
-        at = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
-        z = tl.where(local[None, :] == at[:, None], -float("inf"), z)
-        next_top = tl.max(z, 1)
-        # Where nothing but the largest is finite, the sum is 0 whatever it is relative to.
-        base = tl.where(next_top == -float("inf"), 0.0, next_top)
-        exponent = factor * 1.4426950408889634  # log2 e
-        e = tl.exp2(z * exponent - (base * exponent)[:, None])
+    whole = vocabulary // COLUMNS if PLAIN else 0
+    if PLAIN:
+        for index in tl.range(tl.program_id(0), row_blocks * whole, PROGRAMS, flatten=True):
+            row_block, column_block = _walk(index, row_blocks, whole, GROUP)
+            z = _multiply(hidden, weight, row_block, column_block, width, ROWS, COLUMNS, DEPTH)
+            top, at, next_top, total, gaps, e, base, is_top = reduce_plain(z, before, ENTROPY, COMPILED, COLUMNS)
+            rows = row_block * ROWS + tl.arange(0, ROWS)
+            if STORE:
+                level = tl.load(reference + rows, mask=rows < count, other=0.0)
+                kept = _relative(e, base, is_top, top, level, 100.0 - ROOM)
+                store.store([row_block * ROWS, column_block * COLUMNS], kept.to(store.dtype))
+            here = rows.to(tl.int64) * tiles + column_block
+            _leave(peak, place, second, others, weighted, here, rows < count, top, at, next_top, total, gaps, ENTROPY)
+    first = (tl.program_id(0) + PROGRAMS - row_blocks * whole % PROGRAMS) % PROGRAMS
+    for index in tl.range(first, row_blocks * (tiles - whole), PROGRAMS, flatten=True):
+        row_block, column_block = _walk(index, row_blocks, tiles - whole, GROUP)
+        column_block += whole
+        z = _multiply(hidden, weight, row_block, column_block, width, ROWS, COLUMNS, DEPTH)
+        columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
+        z = logits_of_products(z, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
+        top, at, next_top, total, gaps, e, base, is_top = reduce_any(z, ENTROPY, COLUMNS)
         rows = row_block * ROWS + tl.arange(0, ROWS)
-        live = rows < count
         if STORE:
             kept = e
             if REFERENCE:
-                level = tl.load(reference + rows, mask=live, other=0.0) * 1.4426950408889634
-                of_top = tl.exp2(tl.minimum(top * exponent - level, 100.0))
-                kept = e * tl.exp2(tl.minimum(base * exponent - level, 100.0))[:, None]
-                kept = tl.where(local[None, :] == at[:, None], of_top[:, None], kept)
+                level = tl.load(reference + rows, mask=rows < count, other=0.0)
+                kept = _relative(e, base, is_top, top, level, 100.0)
             store.store([row_block * ROWS, column_block * COLUMNS], kept.to(store.dtype))
         here = rows.to(tl.int64) * tiles + column_block
-        tl.store(peak + here, top * factor, mask=live)
-        tl.store(place + here, at.to(tl.uint8), mask=live)
-        tl.store(second + here, next_top * factor, mask=live)
-        tl.store(others + here, tl.sum(e, 1), mask=live)
-        if ENTROPY:
-            gap = tl.where(z > -float("inf"), (z - base[:, None]) * factor, 0.0)
-            tl.store(weighted + here, tl.sum(gap * e, 1), mask=live)
+        _leave(peak, place, second, others, weighted, here, rows < count, top, at, next_top, total, gaps, ENTROPY)
+
+
+@triton.jit
+@no_type_check
+def _walk(index, row_blocks, column_blocks, GROUP: tl.constexpr):
+    """Which tile is the index-th: down a group of row blocks, then the next column."""
+    group = index // (GROUP * column_blocks)
+    height = min(row_blocks - group * GROUP, GROUP)
+    within = index % (GROUP * column_blocks)
+    return group * GROUP + within % height, within // height
+
+
+@triton.jit
+@no_type_check
+def _multiply(
+    hidden, weight, row_block, column_block, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, width, DEPTH):
+        h = hidden.load([row_block * ROWS, k])
+        w = weight.load([column_block * COLUMNS, k])
+        products = tl.dot(h, w.T, products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+@no_type_check
+def _relative(e, base, is_top, top, reference, most):
+    """e^(z − reference) of every logit, from what a tile's reduction says of all but the largest, and of that."""
+    of_top = tl.exp2(tl.minimum((top - reference) * LOG2_E, 100.0))
+    of_base = tl.exp2(tl.minimum(base - reference * LOG2_E, most))
+    return e * of_base[:, None] + is_top * of_top[:, None]
+
+
+@triton.jit
+@no_type_check
+def _leave(
+    peak, place, second, others, weighted, here, live, top, at, next_top, total, gaps, ENTROPY: tl.constexpr
+):  # fmt: skip
+    tl.store(peak + here, top, mask=live)
+    tl.store(place + here, at.to(tl.uint8), mask=live)
+    tl.store(second + here, next_top, mask=live)
+    tl.store(others + here, total, mask=live)
+    if ENTROPY:
+        tl.store(weighted + here, gaps, mask=live)
