@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parents[3] / "benchmarks"
 BENCHMARKS = {
     "head": ("head_vs_naive.py", "the language-model head: time, memory and accuracy against full logits and fused heads"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
+    "walk": ("tune_walk.py", "the streamed product's way through its tiles: finds the fastest on this GPU, and remembers it"),
 }
 """Name → script, and what it measures."""
 

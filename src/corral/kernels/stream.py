@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from corral.kernels.logits import LogitSpec
 from corral.kernels.reduce_tile import LOG2_E, ROOM, reduce_any, reduce_plain
+from corral.kernels.walk import Walk, walk_of
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def stream(
     store: Tensor | None = None,
     reference: Tensor | None = None,
     counter: Tensor | None = None,
+    walk: Walk | None = None,
 ) -> TileStatistics:
     """Every logit of hidden [N, H] over weight [V, H], once, reduced where it was made.
 
@@ -102,17 +104,16 @@ def stream(
     programs = _processors(hidden.device) if hidden.is_cuda else 2
     # A positive factor changes no order: it goes into the exponent and the results.
     plain = bias is None and spec.softcap is None and spec.scale > 0 and (store is None) == (reference is None)
+    walk = walk or walk_of(hidden, tile.stages, stored=store is not None)
     _stream_kernel[(programs,)](
         TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         None if store is None else TensorDescriptor.from_tensor(store, [tile.rows, tile.columns]),
         bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
         *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, REFERENCE=reference is not None,
-        BIAS=bias is not None,
-        CAP=spec.softcap is not None, PLAIN=plain, ENTROPY=entropy, COMPILED=hidden.is_cuda and torch.version.hip is None,
-        PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        GROUP=16 if hidden.shape[1] >= 2048 else 32, num_warps=tile.warps,
-        num_stages=tile.stages if store is None else min(tile.stages, 3),  # what is stored takes the place of one
+        BIAS=bias is not None, CAP=spec.softcap is not None, PLAIN=plain, ENTROPY=entropy,
+        COMPILED=hidden.is_cuda and torch.version.hip is None, PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns,
+        DEPTH=tile.depth, GROUP=walk.group, num_warps=tile.warps, num_stages=walk.stages,
     )  # fmt: skip
     return TileStatistics(peak, place, second, others, weighted)
 
