@@ -82,6 +82,16 @@ def corral_fused(p: Problem, name: str, impl: str, exact: bool) -> tuple[Tensor,
     return gradients(p, loss)
 
 
+def overshoot(p: Problem, impl: str) -> float:
+    """How far the KL of projected tokens is from the bound, at most; 0 where none had to be projected."""
+    objective = corral.make_objective("troll")
+    with torch.no_grad():
+        out = corral.policy_loss_from_hidden(p.hidden_new[None], p.weight, p.tokens[None], p.batch, objective, impl=impl)
+    assert out.acted is not None
+    assert out.kl_after is not None
+    return (out.kl_after[out.acted] - objective.config.bound).abs().amax().item() if out.acted.any() else 0.0
+
+
 def clip_with(p: Problem, logp_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """PPO's clipped loss on whatever gives the sampled tokens' log-probs."""
     return gradients(p, lambda hidden, weight: objective_loss(p, "ppo_clip", logp_of(hidden, weight)))
@@ -117,8 +127,15 @@ def _one_minus(kept: Tensor) -> Tensor:
 
 
 def trl_clip(p: Problem) -> tuple[Tensor, Tensor]:
-    function = importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction
-    return clip_with(p, lambda h, w: function.apply(h, w, None, p.tokens, 1.0, 8192, None, 1.0, ())[0])
+    """Its trainers' head, in chunks as wide as theirs."""
+    utils = importlib.import_module("trl.trainer.utils")
+    function, chunk = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    return clip_with(p, lambda h, w: function.apply(h, w, None, p.tokens, 1.0, chunk, None, 1.0, ())[0])
+
+
+def verl_clip(p: Problem) -> tuple[Tensor, Tensor]:
+    function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return clip_with(p, lambda h, w: function(h, w, p.tokens, 1.0, "none")[0])
 
 
 def torch_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
@@ -157,9 +174,17 @@ def quack_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
 
 BRIEF = {"one product", "three products", "full logits", "corral, triton", "corral, triton, exact"}
 """Contenders that run at every shape; the others at the usual ones."""
+STEADY = {
+    (PRODUCTS, "one product"), (PRODUCTS, "three products"), (OLD, "corral, triton"), (TROLL, "corral, triton"),
+    (TROLL, "corral, triton, exact"),
+}  # fmt: skip
+"""Those of them whose sustained times are taken at every shape."""
+ALIKE = {"checkpointed chunks", "checkpointed chunks, compiled", "Liger, fused GRPO", "torch F.linear_cross_entropy"}
+"""Contenders that take the same time for every policy, and are not the fastest: they run on the peaked one alone."""
 
 OTHERS: dict[str, tuple[str, Contender]] = {
     "TRL, chunked log-probs, clip": ("trl", trl_clip),
+    "verl, fused kernel, clip": ("verl", verl_clip),
     "torch F.linear_cross_entropy": ("torch", torch_cross_entropy),
     "Liger, fused cross-entropy": ("liger_kernel", liger_cross_entropy),
     "Liger, fused GRPO": ("liger_kernel", liger_clip),
@@ -169,26 +194,34 @@ OTHERS: dict[str, tuple[str, Contender]] = {
 """Name → the package it needs, and the contender."""
 
 
-def contenders(device: str, dtype: torch.dtype) -> dict[tuple[str, str], Contender]:
+def contenders(device: str, dtype: torch.dtype, policy: str = "peaked") -> dict[tuple[str, str], Contender]:
     """(task, name) → contender, in the order of the tables. What is not installed is found out when it is called."""
-    part = functools.partial
     found: dict[tuple[str, str], Contender] = {
         (PRODUCTS, "one product"): one_product,
         (PRODUCTS, "three products"): three_products,
         (OLD, "full logits"): full_old_pass,
-        (OLD, "corral, torch"): part(corral_old_pass, impl="torch"),
         (TROLL, "full logits"): full_troll,
-        (TROLL, "corral, torch"): part(corral_fused, name="troll", impl="torch", exact=True),
         (CLIP, "full logits"): lambda p: clip_with(p, lambda h, w: sampled_logp(h, w, p.tokens)),
+    }
+    return found | (_on_cpu(dtype) if device == "cpu" else _on_gpu(policy))
+
+
+def _on_cpu(dtype: torch.dtype) -> dict[tuple[str, str], Contender]:
+    part = functools.partial
+    found: dict[tuple[str, str], Contender] = {
+        (OLD, "corral, torch"): part(corral_old_pass, impl="torch"),
+        (TROLL, "corral, torch"): part(corral_fused, name="troll", impl="torch", exact=True),
         (CLIP, "corral, torch"): part(corral_fused, name="ppo_clip", impl="torch", exact=True),
     }
-    if device == "cpu":
-        if dtype != torch.float32:
-            found[OLD, "full logits in float32"] = part(full_old_pass, upcast=True)
-            found[TROLL, "full logits in float32"] = part(full_troll, upcast=True)
-        return found
-    compiled = torch.compile(sampled_logp)
-    found |= {
+    if dtype != torch.float32:
+        found[OLD, "full logits in float32"] = part(full_old_pass, upcast=True)
+        found[TROLL, "full logits in float32"] = part(full_troll, upcast=True)
+    return found
+
+
+def _on_gpu(policy: str) -> dict[tuple[str, str], Contender]:
+    part, compiled = functools.partial, torch.compile(sampled_logp, dynamic=False)
+    found: dict[tuple[str, str], Contender] = {
         (OLD, "corral, triton"): part(corral_old_pass, impl="triton"),
         (TROLL, "corral, triton"): part(corral_fused, name="troll", impl="triton", exact=False),
         (TROLL, "corral, triton, exact"): part(corral_fused, name="troll", impl="triton", exact=True),
@@ -196,5 +229,6 @@ def contenders(device: str, dtype: torch.dtype) -> dict[tuple[str, str], Contend
         (CLIP, "corral, triton, exact"): part(corral_fused, name="ppo_clip", impl="triton", exact=True),
         (CLIP, "checkpointed chunks"): lambda p: clip_with(p, chunked_logp(p, sampled_logp)),
         (CLIP, "checkpointed chunks, compiled"): lambda p: clip_with(p, chunked_logp(p, compiled)),
+        **{(CLIP, name): contender for name, (_, contender) in OTHERS.items()},
     }
-    return found | {(CLIP, name): contender for name, (_, contender) in OTHERS.items()}
+    return {key: contender for key, contender in found.items() if policy == "peaked" or key[1] not in ALIKE}

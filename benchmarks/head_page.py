@@ -1,144 +1,119 @@
-"""Write what benchmarks/results/head.json holds into docs/performance.md, as tables and a figure.
+"""Write what benchmarks/results/head*.json hold into docs/performance.md, and a few lines of it into README.md.
+
+A block between `<!-- measured: NAME -->` and `<!-- /measured -->` is written anew; whatever else a page says stays.
 
 python benchmarks/head_page.py
 """
 
 import json
 import os
-from collections.abc import Iterable
-from itertools import groupby, product
+import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from head_figure import plot
+from head_goals import gains, goals, in_short
+from head_tables import Row, figure, markdown, tables
+
 ROOT = Path(__file__).parents[1]
-FILE, PAGE, FIGURE = ROOT / "benchmarks/results/head.json", ROOT / "docs/performance.md", ROOT / "docs/performance.svg"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
-OTHERS = ", other shapes"
-MARKERS = {"products": "x", "old pass": "o", "troll update": "^", "clip update": "s"}
-Row = dict[str, Any]
+FILE, ROLLOUTS = ROOT / "benchmarks/results/head.json", ROOT / "benchmarks/results/head_rollouts.json"
+PAGES, FIGURE = (ROOT / "docs/performance.md", ROOT / "README.md"), ROOT / "docs/performance.svg"
+BLOCK = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- /measured -->", re.DOTALL)
 
 
-def shape_of(row: Row) -> tuple[Any, ...]:
-    """What rows of one table have in common."""
-    return tuple(row[key] for key in ("N", "V", "H", "K", "policy", "dtype"))
-
-
-def table(rows: Iterable[Row]) -> str:
-    """One shape: a line per contender, times relative to one matrix product beside them."""
-    rows = list(rows)
-    product = next((row["ms"] for row in rows if row["name"] == "one product" and "ms" in row), None)
-    sustained = any("ms_sustained" in row for row in rows)
-    head = ["task", "", "ms", *(["sustained"] if sustained else []), "× one product", "MiB", "error"]
-    lines = [head, ["---"] * len(head)]
-    for row in rows:
-        if "ms" not in row:
-            lines.append([row["task"], row["name"], row["status"], *[""] * (len(head) - 3)])
-            continue
-        times = [figure(row["ms"]), *([figure(row["ms_sustained"])] if sustained else [])]
-        ratio = "" if product is None else f"{row['ms'] / product:.2f}"
-        lines.append([row["task"], row["name"], *times, ratio, figure(row["mib"]), error(row)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def figure(value: float) -> str:
-    """Three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def error(row: Row) -> str:
-    """The error that counts for the task."""
-    return next((f"{row[key]:.1e}" for key in ("logp_error", "gradient_error") if key in row), "")
-
-
-def title(row: Row) -> str:
-    """Heading of a table."""
-    return f"N = {row['N']}, V = {row['V']}, H = {row['H']}, K = {row['K']}, {row['policy']} policy, {row['dtype']}"
-
-
-def overview(rows: Iterable[Row]) -> str:
-    """Many shapes: a line per shape, corral's times relative to those products that nobody can do without."""
+def rollouts(results: dict[str, Any]) -> str:
+    """How flat real policies are, and what the head takes on them where it was timed."""
+    result = results.get("rollouts on cuda") or results["rollouts on cpu"]
+    rewards, *rows = result["rows"]
+    sets = {name: list(group) for name, group in groupby(rows, lambda row: row["set"])}
+    first, last = (sum(part) / len(part) for part in (rewards["rewards"][:5], rewards["rewards"][-5:]))
+    text = f"Mean reward of the first five steps {first:.2f}, of the last five {last:.2f}.\n\n"
     head = [
-        "N",
-        "V",
-        "H",
-        "K",
-        "policy",
-        "one product, ms",
-        "old pass",
-        "troll",
-        "clip",
-        "exact troll ÷ 3",
-        "full logits: old",
-        "troll",
-        "clip",
+        "set",
+        "tokens",
+        "entropy, nats",
+        "tokens for 1 − 10⁻⁵, median",
+        "rows whose 64 hold that",
+        "mass outside the 64: mean, 90 %",
     ]
-    lines = [head, ["---"] * len(head)]
-    for _, group in groupby(rows, shape_of):
-        listed = list(group)
-        ms = {(row["task"], row["name"]): row["ms"] for row in listed if "ms" in row}
-        one, three = ms["products", "one product"], ms["products", "three products"]
-        sparse = [ms[task, "corral, triton"] / one for task in ("old pass", "troll update", "clip update")]
-        naive = [ms[task, "full logits"] / one for task in ("old pass", "troll update", "clip update")]
-        ratios = [*sparse, ms["troll update", "corral, triton, exact"] / three, *naive]
-        shape = [str(listed[0][key]) for key in ("N", "V", "H", "K", "policy")]
-        lines.append([*shape, figure(one), *(f"{ratio:.2f}" for ratio in ratios)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text += markdown([*head, "dense rows"], (_about(name, group[0]) for name, group in sets.items()))
+    timed = {name: {(row["task"], row["name"]): row for row in group[1:]} for name, group in sets.items() if "ms" in group[1]}
+    if timed:
+        some = next(iter(timed.values()))["products", "one product"]
+        head = [
+            "ms",
+            "one, three products",
+            "old pass: full logits, corral",
+            "TROLL: full logits",
+            "routed",
+            "exact",
+            "clip: full logits",
+        ]
+        text += f"\n{result['machine']['gpu']}, N = {some['N']} (a set's rows, repeated), cool:\n\n"
+        text += markdown([*head, "routed", "exact"], (_times(name, group) for name, group in timed.items()))
+    return f"{text}\n{_errors(rows)}\n"
 
 
-def section(name: str, result: dict[str, Any]) -> str:
-    """Everything measured on one device."""
-    machine = result["machine"]
-    where = machine["gpu"] or f"{machine['threads']} threads of a {machine['cpu']} CPU"
-    text = f"## {name[0].upper()}{name[1:]}\n\n{where}, torch {machine['torch']}.\n\n"
-    if name.endswith(OTHERS):
-        text += "Times as multiples of one product; the exact update as one of three. Few runs each.\n\n"
-        return text + overview(result["rows"])
-    for _, rows in groupby(result["rows"], shape_of):
-        listed = list(rows)
-        text += f"### {title(listed[0])}\n\n{table(listed)}\n"
-    return text
+def _about(name: str, row: Row) -> list[str]:
+    outside = f"{_percent(row['outside_mean'])}, {_percent(row['outside_90'])}"
+    needed, fits, dense = f"{row['support_median']:,.0f}", _percent(row["support_fits"]), _percent(row["dense_share"])
+    return [name, str(row["rows"]), f"{row['entropy']:.2f}", needed, fits, outside, dense]
 
 
-def page(results: dict[str, Any], old: str) -> str:
-    """The page with its measured part replaced."""
-    before, rest = old.split(BEGIN)
-    after = rest.split(END)[1]
-    measured = "".join(section(name, result) for name, result in sorted(results.items()))
-    return f"{before}{BEGIN}\n\n{measured.rstrip()}\n\n{END}{after}"
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Time against memory of every contender at the first shape measured on each device."""
-    import matplotlib
+def _times(name: str, rows: dict[tuple[str, str], Row]) -> list[str]:
+    def ms(task: str, *names: str) -> str:
+        return ", ".join(figure(rows[task, name]["ms"]) for name in names)
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "corral"  # the same file from the same numbers
-    from matplotlib import pyplot
+    updates = [ms(f"{task} update", who) for task in ("troll", "clip") for who in ("full logits", *OURS)]
+    return [name, ms("products", "one product", "three products"), ms("old pass", "full logits", OURS[0]), *updates]
 
-    figure_, axes = pyplot.subplots(1, len(results), figsize=(6 * len(results), 4.5), squeeze=False)
-    for axis, (name, result) in zip(axes[0], sorted(results.items()), strict=True):
-        _, group = next(groupby(result["rows"], shape_of))
-        rows = [row for row in group if "ms" in row]
-        for (task, marker), ours in product(MARKERS.items(), (False, True)):
-            chosen = [row for row in rows if row["task"] == task and ("corral" in row["name"]) == ours]
-            if chosen:
-                times, sizes = [row["ms"] for row in chosen], [row["mib"] for row in chosen]
-                who, color = ("corral", "tab:green") if ours else ("others", "tab:gray")
-                axis.scatter(times, sizes, marker=marker, color=color, label=f"{task}, {who}")
-        axis.set(xscale="log", yscale="log", xlabel="ms", ylabel="MiB at the worst moment", title=f"{name}\n{title(rows[0])}")
-        axis.title.set_fontsize(9)
-        axis.legend(fontsize=7)
-    figure_.tight_layout()
-    figure_.savefig(path, format="svg", metadata={"Date": None})
+
+OURS = ("corral, triton", "corral, triton, exact")
+
+
+def _errors(rows: list[Row]) -> str:
+    """The worst of all sets, ours and those of full logits."""
+
+    def worst(key: str, who: str) -> str:
+        found = [
+            row[key] for row in rows if row.get("name", "").startswith(who) and "float32" not in row["name"] and key in row
+        ]
+        return f"{max(found):.1e}" if max(found) else "0"
+
+    said = [
+        ("of a log-prob", "logp_error"),
+        ("of a member of the support", "support_error"),
+        ("of dH, relative", "gradient_error"),
+    ]
+    said.append(("nats by which a token left out was likelier than one kept", "missed_by"))
+    parts = [f"{what} {worst(key, 'corral')} (full logits in bfloat16: {worst(key, 'full logits')})" for what, key in said]
+    return f"Largest errors of all sets against float64: {'; '.join(parts)}."
+
+
+def page(results: dict[str, Any], rolled: dict[str, Any], old: str) -> str:
+    """A page with its measured blocks written anew."""
+    blocks = {"gains": gains, "goals": goals, "tables": tables, "head": in_short}
+
+    def written(match: re.Match[str]) -> str:
+        name = match[1]
+        text = rollouts(rolled) if name == "rollouts" else blocks[name](results)
+        return f"<!-- measured: {name} -->\n\n{text.rstrip()}\n\n<!-- /measured -->"
+
+    return BLOCK.sub(written, old)
 
 
 def main() -> None:
-    results = json.loads(FILE.read_text())
-    text = page(results, PAGE.read_text())
-    partial = PAGE.with_name(f"{PAGE.name}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, PAGE)
-    plot({name: result for name, result in results.items() if not name.endswith(OTHERS)}, FIGURE)
+    results, rolled = json.loads(FILE.read_text()), json.loads(ROLLOUTS.read_text())
+    for path in PAGES:
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(page(results, rolled, path.read_text()))
+        os.replace(partial, path)
+    plot(results, FIGURE)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
 """How fast is the trainer's update phase, and how long a micro-batch fits, with TROLL on, against stock TRL?
 
-An update is forward, backward and optimizer step of one micro-batch; nothing is sampled meanwhile. All contenders of a model
-run in one process and in turns; the median counts. Rollouts are drawn once from the model, whose weights then move a little, so
-that the old policy is an old one. "peaked" models have a final norm large enough for a few tokens to hold all mass.
+An update is forward, backward and optimizer step of one micro-batch, metrics included; nothing is sampled meanwhile. All
+contenders of a model run in one process and in turns; the median counts. Rollouts are drawn once from the model, whose
+weights then move a little, so that the old policy is an old one. "peaked" models have a final norm large enough for a few
+tokens to hold all mass; "flat" ones are as random weights are; "real" is SmolLM2 with its own.
 
-The longest micro-batch is what fits into a card of a given size: the process may take no more.
+The longest micro-batch is what fits into a given memory beyond the weights and the optimizer's state: gradients, activations
+and the head's own. What is known is saved at once, so nothing is lost where time runs out.
 
-    python benchmarks/update_phase.py [--models "8B, 4 of 36 layers"] [--save]
+    python benchmarks/update_phase.py [--models "8B, 4 of 36 layers"] [--smollm2 FOLDER] [--save]
 """
 
 import argparse
 import copy
 import gc
+import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -41,12 +46,13 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from corral.llm import CorralConfig, CorralTrainer
+from corral.llm.trainer import SUPPORT_KEYS
 
 FILE = Path(__file__).with_name("results") / "update_phase.json"
-PROMPT, COMPLETION = 64, 448
+PROMPT, COMPLETION = 16, 48
 """Tokens of a sequence."""
-GIBIBYTES = 24
-"""Of the card that the longest micro-batch is found for."""
+GIBIBYTES = 8
+"""Beyond weights and optimizer, that the longest micro-batch may take."""
 
 # Width, vocabulary and layers as published; of the two large ones a few layers.
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -75,14 +81,19 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 CONTENDERS = ("TRL, GRPO", "corral, ppo_clip", "corral, troll")
 LOGIT_SPREAD = 25.0
 """Standard deviation of a peaked model's logits."""
+MOVED = {"flat": 0.01, "peaked": 0.01, "real": 0.002}
+"""How far weights move between rollout and update, in standard deviations of a weight: KLs are then about what updates do."""
+REAL = "smollm2"
 
 
-def make_model(name: str, peaked: bool, device: str) -> PreTrainedModel:
-    """Random weights; a peaked policy by the scale of the last norm."""
+def make_model(name: str, policy: str, device: str, folder: Path | None = None) -> PreTrainedModel:
+    """Random weights, a peaked policy by the scale of the last norm; or those of a folder."""
     torch.manual_seed(0)
+    if folder is not None:
+        return AutoModelForCausalLM.from_pretrained(folder).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
         model = MODELS[name]()
-    if peaked:
+    if policy == "peaked":
         width = model.lm_head.weight.shape[1] ** 0.5 * model.lm_head.weight.float().std().item()
         with torch.no_grad():
             model.model.norm.weight.fill_(LOGIT_SPREAD / width)
@@ -114,9 +125,12 @@ def make_trainer(contender: str, model: PreTrainedModel, device: str) -> GRPOTra
     return trainer
 
 
-def draw_rollouts(model: PreTrainedModel, sequences: int, length: int, prompt: int) -> Tensor:
-    """Token ids [B, prompt + length], the completion sampled from the model."""
-    ids = torch.randint(2, model.config.vocab_size, (sequences, prompt), device=model.device)
+def draw_rollouts(model: PreTrainedModel, length: int, prompts: Tensor, policy: str) -> Tensor:
+    """Token ids [B, prompt + length], the completion sampled from the model; a flat policy's are as good as uniform."""
+    ids = prompts.to(model.device)
+    if policy == "flat":
+        drawn = torch.randint(2, model.config.vocab_size, (len(ids), length), generator=torch.Generator().manual_seed(3))
+        return torch.cat([ids, drawn.to(ids.device)], 1)
     model.eval()
     return model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=length,
@@ -140,13 +154,14 @@ def as_buffered(trainer: GRPOTrainer, ids: Tensor, prompt: int) -> dict[str, Ten
         "num_items_in_batch": torch.tensor(ids[:, prompt:].numel(), device=ids.device),
     }  # fmt: skip
     if support:
-        dist = trainer._scored.dist
+        dist = trainer._scored.support()
         slots = max(1, int((dist.ids >= 0).sum(-1).max()))
-        inputs |= {"corral_ids": dist.ids[..., :slots].int(), "corral_logp": dist.logp[..., :slots], "corral_rest": dist.rest}
+        kept = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest
+        inputs |= dict(zip(SUPPORT_KEYS, kept, strict=True))
     return inputs
 
 
-def nudge(model: PreTrainedModel, size: float = 0.01) -> None:
+def nudge(model: PreTrainedModel, size: float) -> None:
     """A small step in a random direction, the same for all."""
     draw = torch.Generator(model.device).manual_seed(2)
     with torch.no_grad():
@@ -158,15 +173,19 @@ def nudge(model: PreTrainedModel, size: float = 0.01) -> None:
 class Update:
     """One micro-batch through a trainer, and the optimizer's step, as often as it is called."""
 
-    def __init__(self, contender: str, model: PreTrainedModel, ids: Tensor, prompt: int, device: str) -> None:
+    def __init__(
+        self, contender: str, model: PreTrainedModel, ids: Tensor, prompt: int, device: str, moved: float = MOVED["flat"]
+    ) -> None:
         self.trainer = make_trainer(contender, model, device)
         self.inputs = as_buffered(self.trainer, ids, prompt)
-        nudge(self.trainer.model)
+        nudge(self.trainer.model, moved)
         self.optimizer = torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-9, fused=device == "cuda")
 
     def __call__(self, inputs: dict[str, Tensor] | None = None) -> None:
         loss = self.trainer.compute_loss(self.trainer.model, self.inputs if inputs is None else inputs)
         loss.backward()
+        if isinstance(self.trainer, CorralTrainer):
+            self.trainer.settle_metrics()  # as `training_step` does; TRL has written its own down by now
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -186,104 +205,146 @@ def seconds(run: Callable[[], None], device: str) -> float:
     return time.perf_counter() - start
 
 
-def fits(update: Update, sequences: int) -> bool:
+def peak(update: Update, sequences: int) -> float:
+    """MiB that an update takes beyond what is held before it; infinite where they cannot be had."""
     gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     try:
         update(update.repeated(sequences))
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         update.optimizer.zero_grad(set_to_none=True)
-        return False
-    return True
+        return math.inf
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def longest(update: Update, start: int, until: float) -> int:
-    """Most sequences of a micro-batch that fit into the card's memory; to an eighth, or as far as time allows."""
-    good, step = 0, start
-    while step > max(good // 8, 0) and time.perf_counter() < until:
-        if fits(update, good + step):
-            good, step = good + step, step * 2 if good in (0, step) else step
-        else:
-            step //= 2
-    return good
+def longest(update: Update, guess: int) -> int:
+    """Most sequences of a micro-batch that fit, to an eighth of the guess."""
+    step = max(1, guess // 8)
+    count = 8 * step
+    if peak(update, count) < math.inf:
+        while peak(update, count + step) < math.inf:
+            count += step
+        return count
+    while count > step:
+        count -= step
+        if peak(update, count) < math.inf:
+            return count
+    return 0
+
+
+Save = Callable[[], None]
 
 
 def measure(
-    name: str, peaked: bool, device: str, *, sequences: int, rounds: int, memory: bool, tokens: int
-) -> list[dict[str, Any]]:
-    prompt = min(PROMPT, tokens)
-    model = make_model(name, peaked, device)
-    ids = draw_rollouts(model, sequences, tokens, prompt)
-    about = {"model": name, "policy": "peaked" if peaked else "flat", "sequences": sequences, "tokens": tokens}
-    rows = {contender: {**about, "contender": contender} for contender in CONTENDERS}
-    updates = {}
+    about: dict[str, Any], model: PreTrainedModel, prompts: Tensor, rows: list[dict[str, Any]], save: Save, rounds: int
+) -> dict[str, Update]:
+    """Times and memory of every contender, in turns; a row for each, saved as they come in."""
+    device, start = model.device.type, time.perf_counter()
+    ids = draw_rollouts(model, about["tokens"], prompts, about["policy"])
+    say("rollouts", start)
+    mine: dict[str, dict[str, Any]] = {contender: {**about, "contender": contender} for contender in CONTENDERS}
+    rows += mine.values()
+    updates: dict[str, Update] = {}
     for contender in CONTENDERS:
-        updates[contender] = Update(contender, copy.deepcopy(model), ids, prompt, device)
-    del model
-    taken: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-    for contender, update in updates.items():
+        start = time.perf_counter()
+        updates[contender] = update = Update(
+            contender, copy.deepcopy(model), ids, prompts.shape[1], device, MOVED[about["policy"]]
+        )
         update()  # compiles, and fills the optimizer's state
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             update()
-            rows[contender]["mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    for _ in range(rounds):
+            mine[contender]["mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        say(f"{contender}: first updates", start)
+        save()
+    taken: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+    for i in range(rounds):
         for contender, update in updates.items():
             taken[contender].append(seconds(update, device))
-    for contender, times in taken.items():
-        rows[contender] |= {"ms": 1e3 * statistics.median(times), "tokens_per_s": ids.numel() / statistics.median(times)}
-        metrics = updates[contender].trainer._metrics["train"]
+            middle = statistics.median(taken[contender])
+            mine[contender] |= {"ms": 1e3 * middle, "tokens_per_s": ids.numel() / middle, "rounds": i + 1}
+        save()
+    for contender, update in updates.items():
+        metrics = update.trainer._metrics["train"]
         for metric in ("head/dense_share", "head/dropped_max", "tr/active_frac", "tr/rest_mass", "entropy"):
             if metrics.get(metric):
-                rows[contender][metric] = statistics.mean(metrics[metric])
-    if memory and device == "cuda":
-        find_longest(updates, rows, sequences)
-    for row in rows.values():
-        print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
-    return list(rows.values())
+                mine[contender][metric] = statistics.mean(metrics[metric])
+        print(
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in mine[contender].items()}, flush=True
+        )
+    save()
+    return updates
 
 
-def find_longest(updates: dict[str, Update], rows: dict[str, dict[str, Any]], start: int) -> None:
-    """One contender at a time, with the others out of the way."""
+def find_longest(updates: dict[str, Update], rows: list[dict[str, Any]], save: Save) -> None:
+    """One contender at a time: the process may take so much more than what it holds already."""
     total = torch.cuda.get_device_properties(0).total_memory
-    for contender in list(updates):
-        update = updates.pop(contender)
-        for other in updates.values():
-            other.trainer.model.to("cpu")
-            other.optimizer.state.clear()
+    for row in rows:
+        update, start = updates.pop(row["contender"]), time.perf_counter()
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(GIBIBYTES * 2**30 / total)
-        rows[contender]["longest"] = longest(update, start, time.perf_counter() + 8)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GIBIBYTES * 2**30) / total)
+        some = row["sequences"]
+        one, two = (peak(update, times * some) for times in (1, 2))
+        if two < math.inf:
+            guess = int(some + (GIBIBYTES * 2**10 - one) / max((two - one) / some, 1e-3))
+            row |= {"longest": longest(update, guess), "longest_within_gib": GIBIBYTES, "mib_per_sequence": (two - one) / some}
         torch.cuda.set_per_process_memory_fraction(1.0)
-        del update
-        for other in updates.values():
-            other.trainer.model.to("cuda")
+        say(f"{row['contender']}: {row.get('longest')} sequences within {GIBIBYTES} GiB", start)
+        save()
+
+
+def say(what: str, start: float) -> None:
+    print(f"  {what}, {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def prompts_of(folder: Path | None, sequences: int, length: int, vocabulary: int) -> Tensor:
+    """Token ids [B, length]: those beside a model's own weights, or random ones."""
+    if folder is not None and (folder / "prompts.pt").exists():
+        given = torch.load(folder / "prompts.pt")
+        return given.repeat(-(-sequences // len(given)), 1)[:sequences, :length]
+    return torch.randint(2, vocabulary, (sequences, length), generator=torch.Generator().manual_seed(0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "smoke"])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[name for name in MODELS if name != "smoke"])
     parser.add_argument("--policies", nargs="+", choices=["peaked", "flat"], default=["peaked", "flat"])
-    parser.add_argument("--sequences", type=int, default=16, help="of a micro-batch")
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2 with its own weights: a folder that transformers can load")
+    parser.add_argument("--weights", help="what to say of those weights in the rows")
+    parser.add_argument("--sequences", type=int, default=128, help="of a micro-batch")
     parser.add_argument("--tokens", type=int, default=COMPLETION, help="of a completion")
     parser.add_argument("--rounds", type=int, default=9, help="updates of each contender; the median counts")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
     parser.add_argument("--no-memory", action="store_true", help="do not look for the longest micro-batch")
-    parser.add_argument("--save", action="store_true", help=f"keep the rows in benchmarks/results/{FILE.name}")
+    parser.add_argument("--save", nargs="?", type=Path, const=FILE, help=f"keep the rows, in {FILE.name} unless said where")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in args.models:
-        rows = []
-        for policy in args.policies:
-            given = {"sequences": args.sequences, "rounds": args.rounds, "tokens": args.tokens}
-            # A flat policy needs the most memory.
-            rows += measure(name, policy == "peaked", device, memory=policy == "flat" and not args.no_memory, **given)
-            gc.collect()
-            if args.save:
-                FILE.parent.mkdir(exist_ok=True)
-                save_results(f"{name}, on {device}", rows, FILE)
+    device, begun = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
+    jobs: list[tuple[str, str, Path | None]] = [(name, policy, None) for name in args.models for policy in args.policies]
+    if args.smollm2 is not None:  # behind the random ones of the same shape, in front of the larger models
+        jobs.insert(len(args.policies) if args.models else 0, (REAL, "real", args.smollm2))
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for name, policy, folder in jobs:
+        if time.perf_counter() - begun > args.seconds:
+            print(f"no time left for {name}, {policy}", flush=True)
+            continue
+        print(f"{name}, {policy}, after {time.perf_counter() - begun:.0f} s", flush=True)
+        rows = kept.setdefault(name, [])
+        save: Save = partial(save_results, f"{name}, on {device}", rows, args.save) if args.save else lambda: None
+        model = make_model(name, policy, device, folder)
+        prompts = prompts_of(folder, args.sequences, min(PROMPT, args.tokens), model.config.vocab_size)
+        about = {"model": name, "policy": policy, "sequences": args.sequences, "tokens": args.tokens}
+        about |= {"weights": args.weights} if folder is not None and args.weights else {}
+        updates = measure(about, model, prompts, rows, save, args.rounds)
+        del model
+        if device == "cuda" and not args.no_memory and policy != "peaked":  # a flat policy needs the most
+            find_longest(updates, rows[-len(CONTENDERS) :], save)
+        del updates
+        gc.collect()
 
 
 if __name__ == "__main__":

@@ -100,11 +100,21 @@ def reached_before(ranked: Tensor, mass: float) -> Tensor:
 
 def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:
     """Refuse ids that are no integers, or lie outside `lowest` … V − 1."""
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{where}: `{what}` holds token ids, int64 or int32; got {ids.dtype}.")
+    check_id_dtype(where, what, ids)
     if ids.numel() == 0 or torch.compiler.is_compiling():
         return
     low, high = torch.stack(ids.aminmax()).tolist()
+    refuse_ids(where, what, low, high, lowest=lowest, vocabulary=vocabulary)
+
+
+def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
+    """Refuse ids that are no integers."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{where}: `{what}` holds token ids, int64 or int32; got {ids.dtype}.")
+
+
+def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocabulary: int) -> None:
+    """Where the least or the largest id lies outside `lowest` … V − 1."""
     if low < lowest or high >= vocabulary:
         raise ValueError(
             f"{where}: `{what}` must lie in {lowest} … {vocabulary - 1} for a vocabulary of {vocabulary}; got "

@@ -1,40 +1,94 @@
-"""docs/performance.md says what benchmarks/results/head.json holds, and a table says what a row does."""
+"""docs/performance.md says what benchmarks/results/head*.json hold, and a table says what a row does."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
+import head_goals
+import head_page
+import head_tables
 import pytest
 
-ROOT = Path(__file__).parents[2]
+SHAPE = {"N": 8, "V": 9, "H": 2, "K": 1, "policy": "flat", "dtype": "float32"}
 
 
-@pytest.fixture(scope="module")
-def head_page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("head_page", ROOT / "benchmarks" / "head_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("path", head_page.PAGES, ids=lambda path: path.name)
+def test_a_page_holds_the_latest_numbers(path: Path) -> None:
+    text = path.read_text()
+    results, rolled = (json.loads(file.read_text()) for file in (head_page.FILE, head_page.ROLLOUTS))
+    assert head_page.page(results, rolled, text) == text, "run `python benchmarks/head_page.py`"
 
 
-def test_the_page_holds_the_latest_numbers(head_page: ModuleType) -> None:
-    text = head_page.PAGE.read_text()
-    assert head_page.page(json.loads(head_page.FILE.read_text()), text) == text, "run `python benchmarks/head_page.py`"
+def test_everything_measured_is_on_the_page() -> None:
+    text = head_page.PAGES[0].read_text()
+    assert set(head_page.BLOCK.findall(text)) == {"gains", "goals", "rollouts", "tables"}
     assert head_page.FIGURE.exists()
 
 
-def test_a_table_of_three_rows(head_page: ModuleType) -> None:
-    shape = {"N": 8, "V": 9, "H": 2, "K": 1, "policy": "flat", "dtype": "float32"}
+def test_what_is_not_measured_stays() -> None:
+    results, rolled = (json.loads(file.read_text()) for file in (head_page.FILE, head_page.ROLLOUTS))
+    old = "before\n\n<!-- measured: goals -->\nstale\n<!-- /measured -->\n\nafter\n"
+    new = head_page.page(results, rolled, old)
+    assert new.startswith("before\n\n<!-- measured: goals -->\n\n|")
+    assert new.endswith("<!-- /measured -->\n\nafter\n")
+    assert "stale" not in new
+
+
+def test_a_table_of_three_rows() -> None:
     rows = [
-        {**shape, "task": "products", "name": "one product", "ms": 2.0, "mib": 1.0},
-        {**shape, "task": "old pass", "name": "ours", "ms": 3.0, "mib": 250.4, "logp_error": 1.21e-6},
-        {**shape, "task": "clip update", "name": "theirs", "status": "not installed"},
+        {**SHAPE, "task": "clip update", "name": "theirs", "status": "not installed"},
+        {**SHAPE, "task": "products", "name": "one product", "ms": 2.0, "mib": 1.0},
+        {**SHAPE, "task": "old pass", "name": "ours", "ms": 3.0, "mib": 250.4, "logp_error": 1.21e-6},
     ]
-    assert head_page.table(rows).splitlines() == [
+    assert head_tables.table(rows).splitlines() == [
         "| task |  | ms | × one product | MiB | error |",
         "| --- | --- | --- | --- | --- | --- |",
         "| products | one product | 2 | 1.00 | 1 |  |",
         "| old pass | ours | 3 | 1.50 | 250 | 1.2e-06 |",
         "| clip update | theirs | not installed |  |  |  |",
     ]
+
+
+def test_sustained_times_are_relative_to_a_sustained_product() -> None:
+    # 3 / 2 cool, 6 / 3 sustained.
+    rows = [
+        {**SHAPE, "task": "products", "name": "one product", "ms": 2.0, "ms_sustained": 3.0, "mib": 1.0},
+        {**SHAPE, "task": "old pass", "name": "ours", "ms": 3.0, "ms_sustained": 6.0, "mib": 1.0},
+    ]
+    assert head_tables.table(rows).splitlines()[-1] == "| old pass | ours | 3 | 6 | 1.50 | 2.00 | 1 |  |"
+    assert head_tables.ratio(rows[1], rows[0]) == "1.50 / 2.00"
+    assert head_tables.ratio(rows[1], {"ms": 2.0}) == "1.50"
+
+
+def usual(width: int, policy: str, task: str, name: str, ms: float, **more: float) -> dict[str, object]:
+    n, v, k = head_goals.SHAPE
+    return {"N": n, "V": v, "H": width, "K": k, "policy": policy, "task": task, "name": name, "ms": ms, "mib": 1.0, **more}
+
+
+def test_a_goal_is_bold_where_it_is_met() -> None:
+    # 10.7 / 10 = 1.07 ≤ 1.08 at H = 4096; 4 / 2 = 2 > 1.12 at H = 896. Sustained only at H = 4096: 12 / 10 = 1.2.
+    rows = [
+        usual(4096, "peaked", "products", "one product", 10.0, ms_sustained=10.0),
+        usual(4096, "peaked", "troll update", "corral, triton", 10.7, ms_sustained=12.0),
+        usual(896, "peaked", "products", "one product", 2.0),
+        usual(896, "peaked", "troll update", "corral, triton", 4.0),
+    ]
+    line = head_goals.GOALS[0].line(head_goals.Measured(rows))
+    assert line == ["TROLL update, peaked, × one product", "≤ 1.08", "**1.07**", "1.20", "≤ 1.12", "2.00", ""]
+
+
+def test_the_fastest_other_head_is_another_ones() -> None:
+    rows = [
+        usual(896, "flat", "clip update", "corral, triton", 1.0),
+        usual(896, "flat", "clip update", "full logits", 2.0),
+        usual(896, "flat", "clip update", "CCE, clip", 4.0),
+        usual(896, "flat", "clip update", "Liger, fused cross-entropy", 3.0),
+        {**usual(896, "flat", "clip update", "TRL, chunked log-probs, clip", 1.0), "N": 1},
+    ]
+    assert head_goals.Measured(rows).fastest(896, "flat", "ms")["name"] == "Liger, fused cross-entropy"
+
+
+def test_memory_beyond_the_gradients() -> None:
+    # dH and dW in bfloat16: 2 · 896 · (8192 + 151936) bytes = 273.656 MiB.
+    found = head_goals._beyond_gradients("peaked", head_goals.TROLL)
+    row = {**usual(896, "peaked", *head_goals.TROLL, 1.0), "mib": 300.0}
+    assert abs(found(head_goals.Measured([row]), 896, "ms") - 26.34375) < 1e-6

@@ -12,10 +12,10 @@ from triton.compiler import ASTSource, compile
 from corral.kernels import (
     dense_backward,
     dense_forward,
+    difference,
     doubt,
     extract,
     few_rows,
-    formed,
     inspect_batch,
     loss_rows,
     route,
@@ -34,7 +34,7 @@ TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
     "stride_kept stride_logp stride_scale",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high",
-    "*i32": "counter marks queue key route counts starts out_ids out_route out_key filled floors overflow few need out_need",
+    "*i32": "counter marks queue key keys route counts starts out_ids out_key filled floors overflow few need out_need",
     "*i64": "listed order picked tokens", "*u8": "place mask state", "*bf16": "dz d_weight stored",
 }  # fmt: skip
 BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8}
@@ -43,36 +43,42 @@ SWITCHES = dict.fromkeys(ON.split(), True)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
 STREAM = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
+INSPECT = [dict.fromkeys(("EVERY", "MASKED_TOO"), x) for x in (True, False)]
 ORDER = {"position": "*i32", "fewest": "i32", "share": "fp32"}
-FORMED = {"index": "*i64", "ids": "*i64", "left_out": "*u8", "formed": "i32", "done": "*i32", "rounding": "fp32"}
-COMPARISONS = (formed._ratio_kernel, formed._difference_kernel)
+FORMED = {"index": "*i64", "ids": "*i64", "left_out": "*u8", "formed": "i32", "out_met": "*i32", "rounding": "fp32"}
+COMPARISONS = (difference._ratio_kernel, difference._difference_kernel)
+WRITTEN = {"FEW": 16, "PIECE": 256}
+WALK = {"PROGRAMS": 132, "GROUP": 16}
+FULL = {"STORE": True, "REFERENCE": True, "COUNTER": True}
 BLANK = {"store": None, "reference": None, "counter": None, "STORE": False, "REFERENCE": False, "COUNTER": False}
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
-    (stream._stream_kernel, STREAM, {"STORE": True, "REFERENCE": True, "COUNTER": True, "PLAIN": False, "PROGRAMS": 132, "GROUP": 16}, 8),
-    (stream._stream_kernel, STREAM, {"STORE": True, "REFERENCE": True, "COUNTER": True, "PLAIN": True, "PROGRAMS": 132, "GROUP": 16}, 8),
-    (stream._stream_kernel, STREAM, BLANK | {"PLAIN": True, "PROGRAMS": 132, "GROUP": 16}, 8),
+    *((stream._stream_kernel, STREAM, WALK | FULL | {"PLAIN": plain}, 8) for plain in (False, True)),
+    (stream._stream_kernel, STREAM, WALK | BLANK | {"PLAIN": True}, 8),
     (doubt._given_kernel, {"length": "*i32"}, {}, 4),
     (doubt._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
-    (extract._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "SPLIT": 16, "LISTED": 256}, 8),
-    (extract._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "SPLIT": 16, "LISTED": 128}, 8),
+    (extract._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "PROGRAMS": 132, "LISTED": 256}, 8),
+    (extract._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "PROGRAMS": 132, "LISTED": 128}, 8),
     (settle._given_kernel, {}, {}, 4),
     (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
     (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
     (select._marks_kernel, {"ids": "*i64"}, {"BLOCK": 1024}, 4),
     (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
-    (route._route_kernel, {"ids": "*i32"}, {"ROWS": 32, "BLOCK": 2048}, 4),
+    (route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048}, 4),
     (route._tally_kernel, {}, {"FEW": 16, "BLOCK": 8192}, 16),
     (few_rows._logit_kernel, {"ids": "*i32"} | HEAD, {"FEW": 16, "COLUMNS": 128}, 4),
     (few_rows._hidden_kernel, HEAD, {"FEW": 16, "PARTS": 64, "COLUMNS": 128}, 4),
-    (sparse_backward._hidden_kernel, HEAD | {"out": "*bf16"}, {"FEW": 16, "PARTS": 64, "BLOCK": 1024}, 2),
-    *((sparse_backward._weight_kernel, HEAD, {"ADD": add, "FEW": 16, "SOME": 2}, 8) for add in (True, False)),
+    (few_rows._sum_kernel, {"out": "*bf16"}, {"FEW": 16, "PARTS": 64, "BLOCK": 128}, 4),
+    (sparse_backward._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024}, 2),
+    *((sparse_backward._piece_kernel, HEAD, WRITTEN | {"ADD": add}, 16) for add in (True, False)),
+    *((sparse_backward._weight_kernel, HEAD, WRITTEN | {"ADD": add}, 4) for add in (True, False)),
     (dense_backward._dense_kernel, {"ids": "*i32"}, {}, 8),
     (dense_forward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
     (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
     (inspect_batch._compact_kernel, {"hidden": "*bf16", "picked": "*bf16", "position": "*i32", "index": "*i64"}, {}, 4),
-    *((inspect_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 16, "FORM": True, "EVERY": x}, 4) for x in (True, False)),
+    *((inspect_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 16, "FORM": True} | x, 4) for x in INSPECT),
     *((inspect_batch._order_kernel, ORDER, {"FORMED_FIRST": x}, 8) for x in (True, False)),
     *((kernel, FORMED, {"INDEX": True, "LOSS_OWN": True, "LOSS_KEPT": True, "WEIGHED": True}, 1) for kernel in COMPARISONS),
+    (difference._median_kernel, FORMED, {"BLOCK": 1024}, 4),
     (loss_rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
     (troll_loss._troll_kernel, {}, {"GRADIENT": 0}, 1),
     *((token_loss._token_kernel, {}, {"RULE": rule, "MEASURE": 4}, 1) for rule in range(5)),

@@ -12,7 +12,7 @@ from corral import TokenBatch, policy_loss_from_hidden
 from interpreted import DEVICE, HALF
 from tolerance import assert_close
 
-from corral.kernels import dense_forward, fused_loss, stream  # isort: skip  # after `interpreted`
+from corral.kernels import dense_forward, formed, stream  # isort: skip  # after `interpreted`
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -120,9 +120,9 @@ def test_an_exact_gradient_of_known_weights_is_formed_in_the_forward_pass(case, 
     weights = torch.rand(2, 4, device=DEVICE)
     weights[0, 0] = 0.0
     monkeypatch.setattr(dense_forward, "BYTES_AT_ONCE", 3 * 96 * leaves[0].element_size())  # two parts
-    formed = []
-    inner = fused_loss.dense_forward
-    monkeypatch.setattr(fused_loss, "dense_forward", lambda *inputs: formed.append(1) or inner(*inputs))
+    seen = []
+    inner = formed.dense_forward
+    monkeypatch.setattr(formed, "dense_forward", lambda *inputs: seen.append(1) or inner(*inputs))
 
     def loss(inputs: list[Tensor], impl: str, dtype: torch.dtype) -> Tensor:
         batch, objective = problem.batch, corral.make_objective(name)
@@ -132,7 +132,7 @@ def test_an_exact_gradient_of_known_weights_is_formed_in_the_forward_pass(case, 
         return 3 * out.loss.sum() if summed else (out.loss * torch.arange(8.0, device=DEVICE).view(2, 4)).sum()
 
     got = torch.autograd.grad(loss(leaves, "triton", dtype), leaves)
-    assert formed == [1]
+    assert seen == [1]
     wanted = torch.autograd.grad(loss(leaves, "torch", torch.float32), leaves)
     for actual, expected in zip(got, wanted, strict=True):
         assert (actual.float() - expected.float()).norm() < (2e-5 if dtype == torch.float32 else 6e-3) * expected.float().norm()

@@ -29,6 +29,7 @@ from tiny_models import (
     gradients,
     loss_and_gradient,
     make_trainer,
+    measured,
     nudge,
     prompts,
     rollouts,
@@ -286,7 +287,7 @@ class TestParity:
             "the reductions must differ, or nothing was compared"
         )
         if name in ("troll", "ppo_clip"):
-            assert trainer._metrics["train"]["tr/active_frac"][0] > 0
+            assert measured(trainer)["tr/active_frac"][0] > 0
 
     @pytest.mark.supports("model: head of {family}", door="TRL")
     @pytest.mark.supports("model: tied embeddings", door="TRL")
@@ -299,7 +300,7 @@ class TestParity:
         inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
         nudge(trainer.model)
         assert_parity(trainer, inputs, old)
-        assert trainer._metrics["train"]["tr/active_frac"][0] > 0
+        assert measured(trainer)["tr/active_frac"][0] > 0
 
     @pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")
     def test_on_a_gpu_trl_passes_the_scored_rows_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +383,7 @@ class TestParity:
         plain.current_gradient_accumulation_steps = 1
         expected, _ = direct(plain, inputs, merged_old)
         torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
-        assert trainer._metrics["train"]["tr/active_frac"][0] > 0
+        assert measured(trainer)["tr/active_frac"][0] > 0
 
     @pytest.mark.supports("model: bfloat16 autocast", door="TRL")
     def test_half_precision_stays_close(self, tmp_path: Path) -> None:
@@ -406,7 +407,7 @@ class TestParity:
         expected = (rounded / 0.7).log_softmax(-1)
         assert_close(logp, logp_of(expected, tokens))
         assert_close(entropy, -(expected.exp() * expected).sum(-1))
-        assert_close(head.dist.logp[0], top_k_support(expected, tokens, k=4).logp)
+        assert_close(head.said.rows.dist.logp, top_k_support(expected, tokens, k=4).logp)
         got = torch.autograd.grad(logp.sum(), (hidden, weight), retain_graph=True)
         for mine, other in zip(got, torch.autograd.grad(logp_of(expected, tokens).sum(), (hidden, weight)), strict=True):
             assert_close(mine, other, torch.bfloat16)  # gradients go back through half-precision weights
@@ -578,7 +579,7 @@ class TestMasked:
             assert loss == 0
             assert "lm_head.weight" in gradient, "data parallelism waits for every weight"
             assert all(not g.any() for g in gradient.values())
-        assert not [name for name in trainer._metrics["train"] if name.startswith("tr/")]
+        assert not [name for name in measured(trainer) if name.startswith("tr/")]
 
     def test_some_completions_masked(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, "troll", mask_truncated_completions=True, objective_config={"bound": 0.01})
@@ -607,7 +608,7 @@ class TestMetrics:
             "tr/unconverged",
         } <= out.metrics.keys()
         for name, value in out.metrics.items():
-            assert trainer._metrics["train"][name] == [pytest.approx(value.item(), abs=1e-6)]
+            assert measured(trainer)[name] == [pytest.approx(value.item(), abs=1e-6)]
 
     @pytest.mark.supports("kept: evaluation", door="TRL")
     def test_evaluation_has_its_own(self, tmp_path: Path) -> None:
@@ -701,12 +702,12 @@ class TestSamplers:
         mine, reported = batch.logp_old[batch.mask].sort().values, sampled(trainer)
         assert_close(mine, reported[reported != 0].sort().values, atol=1e-5)
         assert (batch.logp_old - inputs["old_per_token_logps"])[batch.mask].abs().max() > 0.05, "the sampler must be off"
-        assert trainer._metrics["train"]["tr/mismatch"] == [0.0]
+        assert measured(trainer)["tr/mismatch"] == [0.0]
 
     def test_with_the_old_anchor_the_mismatch_is_reported(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
         trainer = make_trainer(tmp_path, "troll", **vllm)
         trainer.compute_loss(trainer.model, rollouts(trainer)[0])
-        assert trainer._metrics["train"]["tr/mismatch"][0] > 1e-3
+        assert measured(trainer)["tr/mismatch"][0] > 1e-3
 
     @pytest.mark.refuses("anchor: ranked log-probs from vLLM (`logprobs` > 0)", door="TRL")
     def test_vllms_ranking_would_mistake_the_sampled_token(self, tmp_path: Path, vllm: dict[str, Any]) -> None:
@@ -777,7 +778,7 @@ class TestSamplers:
         assert spy.batches[0].logp_old[0].tolist() == [-1.0, -2.0, -3.0]
         corrected = make_trainer(tmp_path, "ppo_clip", correction="tis", trainer_kwargs=reporting)
         corrected.compute_loss(corrected.model, rollouts(corrected)[0])
-        assert corrected._metrics["train"]["tr/mismatch"][0] > 0.1
+        assert measured(corrected)["tr/mismatch"][0] > 0.1
 
     @pytest.mark.refuses("anchor: `rollout` from a rollout function that reports no log-probs", door="TRL")
     @pytest.mark.parametrize(
@@ -861,6 +862,8 @@ class TestContract:
         "_generate_and_score_completions": ["self", "inputs"],
         "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],
         "_compute_loss": ["self", "model", "inputs"],
+        "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+        "log": ["self", "logs", "start_time"],
     }
 
     @pytest.mark.skipif(trl.__version__.startswith("1.14."), reason="only 1.14 hides its parameters behind *args")

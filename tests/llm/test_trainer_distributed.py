@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from tiny_models import gradients, loss_and_gradient, make_trainer, nudge, prompts, rollouts, tiny_model
+from tiny_models import gradients, loss_and_gradient, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -91,7 +91,7 @@ def work(rank: int, port: int, folder: Path) -> None:
             results[case, wrapper] = {
                 name: gradient.full_tensor() if wrapper == "FSDP2" else gradient for name, gradient in found.items()
             }
-            results[case, wrapper, "metrics"] = {name: v for name, v in trainer._metrics["train"].items() if name[:3] == "tr/"}
+            results[case, wrapper, "metrics"] = {name: v for name, v in measured(trainer).items() if name[:3] == "tr/"}
     results["advantages"], results["rewards"], results["weights"] = trained(folder)
     torch.save(results, folder / f"rank {rank}.pt")
     torch.distributed.destroy_process_group()
@@ -119,7 +119,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
         torch.save(inputs, folder / f"{case}.pt")
         trainer = prepared(folder, case)
         alone[case] = loss_and_gradient(trainer, inputs)[1]
-        alone[case, "metrics"] = {name: v for name, v in trainer._metrics["train"].items() if name[:3] == "tr/"}
+        alone[case, "metrics"] = {name: v for name, v in measured(trainer).items() if name[:3] == "tr/"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

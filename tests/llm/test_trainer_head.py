@@ -9,7 +9,7 @@ import torch
 import trl
 from packaging.version import Version
 from peft import LoraConfig
-from tiny_models import RIGHT_REDUCTIONS, loss_and_gradient, make_trainer, nudge, rollouts, tiny_model
+from tiny_models import RIGHT_REDUCTIONS, loss_and_gradient, make_trainer, measured, nudge, rollouts, tiny_model
 
 import corral.llm.policy_head
 import corral.llm.trainer
@@ -159,7 +159,7 @@ class TestTriton:
         for name, gradient in wanted[1].items():
             assert (got[1][name] - gradient).norm() <= 2e-3 * gradient.norm(), name
         trainer.compute_loss(trainer.model, inputs)  # what a backward pass did is told with the next micro-batch
-        (share,), (dropped,) = (trainer._metrics["train"][f"head/{name}"] for name in ("dense_share", "dropped_max"))
+        (share,), (dropped,) = (measured(trainer)[f"head/{name}"] for name in ("dense_share", "dropped_max"))
         assert 0 <= share <= 1
         assert 0 <= dropped <= 1e-3
 

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny_models import SIZES, Spy, make_trainer, rollouts, tiny_model, tiny_tokenizer
+from tiny_models import SIZES, Spy, make_trainer, measured, rollouts, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -81,7 +81,7 @@ def test_dppo_is_anchored_at_what_vllm_reports(dppo: CorralTrainer) -> None:
     gap = mismatch(inputs)
     assert 0 < gap.abs().max() < 0.1, "rounded to bfloat16, but the same policy at the same temperature"
     ratio = (batch.logp_new - batch.logp_old)[batch.mask].exp()
-    assert dppo._metrics["train"]["tr/ratio_max"][-1] == pytest.approx(float(ratio.max()), abs=1e-5)
+    assert measured(dppo)["tr/ratio_max"][-1] == pytest.approx(float(ratio.max()), abs=1e-5)
 
 
 def test_vllm_follows_the_updates(dppo: CorralTrainer) -> None:
@@ -101,7 +101,7 @@ def test_troll_is_anchored_at_the_old_pass_and_reports_the_mismatch(troll: Corra
     (batch,) = spy.batches
     assert batch.dist_old is not None
     torch.testing.assert_close(batch.logp_old[batch.mask], inputs["old_per_token_logps"][batch.mask])
-    assert 0 < troll._metrics["train"]["tr/mismatch"][-1] < 1e-3
+    assert 0 < measured(troll)["tr/mismatch"][-1] < 1e-3
     weight = troll.correction(batch)[batch.mask]
     torch.testing.assert_close(weight, mismatch(inputs).exp().clamp(max=troll.correction.config.cap))
 

@@ -5,6 +5,7 @@
 - `make_trainer(tmp, objective, **settings)`: a CorralTrainer (or any other) on the CPU; nothing is logged or saved.
 - `rollouts(trainer)`: one batch of rollouts, as TRL buffers it for training, split into micro-batches.
 - `loss_and_gradient(trainer, inputs)`: through the door.
+- `measured(trainer)`: the metrics of its updates so far.
 - `dense_logp(model, inputs, temperature)`: every log-probability of the completion, from the model's own forward.
 - `Spy.on(trainer)`: records what the objective is given.
 - `FakeVLLM`: stands in for TRL's vLLM, with log-probs of its own that are a little off, ranked as vLLM ranks them.
@@ -175,6 +176,12 @@ def loss_and_gradient(trainer: GRPOTrainer, inputs: dict[str, Any]) -> tuple[Ten
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.detach(), gradients(trainer.model)
+
+
+def measured(trainer: CorralTrainer) -> dict[str, list[float]]:
+    """Metrics of the updates since the last line of the log."""
+    trainer.settle_metrics()
+    return trainer._metrics["train"]
 
 
 def dense_logp(model: PreTrainedModel, inputs: dict[str, Any], temperature: float) -> Tensor:

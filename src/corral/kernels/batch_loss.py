@@ -4,68 +4,130 @@
 own, calls `lm_head` and then this.
 """
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from corral.kernels.later import Later
 from corral.kernels.live import Live
 from corral.kernels.online import HeadRows
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+
+
+@dataclass(frozen=True, eq=False)
+class NewRows:
+    """The new policy at the live tokens of a batch, one behind the other as a head has them, and where they stand."""
+
+    logp: Float[Tensor, " N"]
+    dist: SparseDist | None
+    live: Live
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> "NewRows":
+        """Those of a batch that has its new policy in it."""
+        live, new = Live(batch.mask), batch.dist_new
+        picked = None if new is None else SparseDist(*(live.pick(x) for x in (new.ids, new.logp, new.rest)))
+        return cls(live.pick(batch.logp_new), picked, live)
+
+    def only(self, kept: Int[Tensor, " M"], mask: Bool[Tensor, "B T"]) -> "NewRows":
+        """Some of the rows: those where `mask` is True."""
+        places = kept if self.live.rows is None else self.live.rows[kept]
+        dist = None if self.dist is None else SparseDist(*(x[kept] for x in (self.dist.ids, self.dist.logp, self.dist.rest)))
+        return NewRows(self.logp[kept], dist, Live(mask, len(kept), places))
+
+    def within(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with this new policy in it, on the old one's support if there is one; anything where nothing is live."""
+        new, old = self.dist, batch.dist_old
+        if new is not None:
+            ids = self.live.spread(new.ids) if old is None else old.ids
+            new = SparseDist(ids, self.live.spread(new.logp), self.live.spread(new.rest))
+        return dataclasses.replace(batch, logp_new=self.live.spread(self.logp), dist_new=new)
 
 
 def batch_loss(
-    objective: Callable[[TokenBatch], ObjectiveOutput], batch: TokenBatch, *, kernels: bool | None = None
+    objective: Callable[[TokenBatch], ObjectiveOutput],
+    batch: TokenBatch,
+    new: NewRows | None = None,
+    *,
+    kernels: bool | None = None,
 ) -> ObjectiveOutput:
     """objective(batch), differentiable in its new policy.
 
     Args:
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
         batch: new and old policy, advantages and mask, [B T].
+        new: the new policy as rows, in the place of the batch's, which is then not read. Nobody has to count them again.
         kernels: whether to use Triton's; by default on a GPU.
     Returns:
-        What the objective returns. It is asked itself where no kernel computes it, and where something is not finite: it says
-        what is wrong.
+        Loss and metrics of the objective. It is asked itself where no kernel computes it, and where something is not finite: it
+        says what is wrong, where there is a gradient at the end of the backward pass, by when the device has long found out.
     """
     if kernels is None:
-        kernels = batch.logp_new.is_cuda and find_spec("triton") is not None
-    out = _in_one_kernel(objective, batch) if kernels else None
-    return objective(batch) if out is None else out
+        kernels = batch.mask.is_cuda and find_spec("triton") is not None
+    out = _in_one_kernel(objective, batch, new) if kernels else None
+    return objective(batch if new is None else new.within(batch)) if out is None else out
 
 
-def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
-    from corral.kernels.loss_rows import ACTED, KL_AFTER, OldRows, metrics_of
+def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> ObjectiveOutput | None:
+    from corral.kernels.loss_rows import OldRows, metrics_of
     from corral.kernels.policy_loss import rule_of
 
-    rule, live = rule_of(objective), Live(batch.mask)
-    supported = batch.dist_new is not None and batch.dist_old is not None
-    if rule is None or not live.count or (rule.needs_support and not supported):
+    rule, old = rule_of(objective), batch.dist_old
+    supported = old is not None and (batch.dist_new if new is None else new.dist) is not None
+    if rule is None or (rule.needs_support and not supported):
+        return None
+    new = NewRows.of(batch) if new is None else new
+    live = new.live
+    if not live.count:
         return None
 
     def rows(x: Tensor) -> Tensor:
-        return live.pick(x).float().contiguous()
+        return live.pick(x.detach()).float().contiguous()
 
     advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None].expand(batch.mask.shape)
-    old, new = (batch.dist_old, batch.dist_new) if supported else (None, None)
     anchor = OldRows(
-        logp=rows(batch.logp_old.detach()),
-        kept=None if old is None else rows(old.logp.detach()),
-        rest=None if old is None else rows(old.rest.detach()),
-        advantages=rows(advantages.detach()),
-        rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout.detach()),
+        logp=rows(batch.logp_old),
+        kept=rows(old.logp) if supported and old is not None else None,
+        rest=rows(old.rest) if supported and old is not None else None,
+        advantages=rows(advantages),
+        rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout),
     )
     found: dict[str, Any] = {}
-    support = (None, None) if new is None else (rows(new.logp), rows(new.rest))
-    loss = _RuleLoss.apply(rows(batch.logp_new), *support, anchor, rule, found)
+    support: tuple[Tensor | None, Tensor | None] = (None, None)
+    if supported and new.dist is not None:
+        kept = new.dist.logp.float()  # rows may lie apart, as a head's do; their slots may not
+        support = (kept if kept.stride(-1) == 1 else kept.contiguous()), new.dist.rest.float().contiguous()
+    loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, found)
     metrics, flawed = metrics_of(found["loss"], found["rows"], anchor, projects=rule.projects)
-    if float(flawed) > 0:
-        return None
-    fields = found["loss"].fields
-    kl_after = live.spread(fields[KL_AFTER]) if rule.projects else None
-    return ObjectiveOutput(live.spread(loss), metrics, live.spread(fields[ACTED] > 0), kl_after)
+    found["check"] = _Check(objective, batch, new, Later(flawed))
+    if not loss.requires_grad:
+        found["check"]()
+    return ObjectiveOutput(live.spread(loss), metrics)
+
+
+@dataclass(frozen=True, eq=False)
+class _Check:
+    """Refuses a batch in which something is not finite, in the objective's own words."""
+
+    objective: Callable[[TokenBatch], ObjectiveOutput]
+    batch: TokenBatch
+    new: NewRows
+    flawed: Later
+
+    def __call__(self) -> None:
+        number = self.flawed.number()
+        if not number:
+            return
+        with torch.no_grad():
+            self.objective(self.new.within(self.batch))
+        raise ValueError(f"batch_loss: the loss is not finite at {number} live tokens. NaN comes from the model.")
 
 
 class _RuleLoss(torch.autograd.Function):
@@ -81,12 +143,13 @@ class _RuleLoss(torch.autograd.Function):
         rows = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp)
         out = rule(rows, old)
         found |= {"loss": out, "rows": rows}
-        ctx.grads = out.own, out.kept, out.rest
+        ctx.grads, ctx.found = (out.own, out.kept, out.rest), found
         return out.fields[LOSS].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        own, kept, rest = ctx.grads
-        scaled = (None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream) for g in (own, kept, rest))
+        # Asked here, the device would have nothing to do until the host has heard the answer.
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.found["check"])
+        scaled = (None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream) for g in ctx.grads)
         return (*scaled, None, None, None)

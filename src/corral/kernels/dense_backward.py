@@ -29,10 +29,12 @@ def dense_rows(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
+    *,
+    add: bool = False,
 ) -> None:
-    """Write dH of the rows `picked`, and their dW and db."""
+    """Write dH of the rows `picked`, and their dW and db; or `add` these to what is there."""
     for part in slices(len(picked), ROWS_AT_ONCE):
-        add = part.start > 0
+        add = add or part.start > 0
         # Matrix units take rows by the dozen: −1 stands for one without a gradient.
         real = picked[part]
         row = torch.nn.functional.pad(real, (0, -len(real) % 16), value=-1)

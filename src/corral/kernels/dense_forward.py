@@ -1,7 +1,8 @@
 """The exact gradient of a weighted sum of losses in three products: formed while each part's logits are there.
 
-Some rows at a time, the product leaves e^(z − second) of every logit beside the tiles' statistics; from these come the rows'
-normalisers, supports and losses, and then each logit's gradient, in the place of what was stored of it.
+Some rows at a time, the product leaves e^(z − ref) of every logit beside the tiles' statistics; from these come the rows'
+normalisers, supports and losses, and with them what it takes to read the gradient off what was stored: one factor per row, and
+single entries (`row_factor`). In float16, and through a soft cap, what was stored is rewritten instead.
 """
 
 import operator
@@ -14,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.dense_backward import multiply
 from corral.kernels.logits import LogitSpec, slices
 from corral.kernels.loss_rows import LossRows, OldRows
 from corral.kernels.online import HeadRows
+from corral.kernels.row_factor import FactoredGradient, put_singles, reaches, sampled_logits
 from corral.kernels.row_gradient import RowGradient, Upstream, row_gradient
 from corral.kernels.select import HeadInput, given_rows, join
 from corral.kernels.stream import TileStatistics, stream, tile_of
@@ -33,19 +34,40 @@ class Begun:
     memory: Tensor
     """What is stored of the logits of as many rows as are worked on at once."""
     stats: TileStatistics
+    reference: Tensor | None
+    """What the stored logits of each row are relative to, for all rows [N]; None for their tile's second largest."""
 
 
 Rule = Callable[[HeadRows, OldRows], LossRows]
+Known = Callable[[HeadRows, LossRows, Tensor], None]
+"""Is told rows, losses, and which rows are left out."""
 
 
-def begin(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, counter: Tensor | None = None) -> Begun:
-    """Of at most N rows the first ones; `counter` knows how many there are."""
+def begin(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LogitSpec,
+    counter: Tensor | None = None,
+    tokens: Tensor | None = None,
+    index: Tensor | None = None,
+    *,
+    entropy: bool = False,
+) -> Begun:
+    """Of at most N rows the first ones; `counter` knows how many there are.
+
+    `tokens` are those sampled, of which row i has the index[i]-th or, without an `index`, the i-th.
+    """
     tile = tile_of(hidden)
     columns = triton.cdiv(len(weight), tile.columns) * tile.columns
     most = max(tile.rows, BYTES_AT_ONCE // (columns * hidden.element_size()))
     size = triton.cdiv(len(hidden), triton.cdiv(len(hidden), most))
-    memory = hidden.new_empty(size, columns)
-    return Begun(memory, stream(hidden[:size], weight, bias, spec, entropy=False, store=memory, counter=counter))
+    memory, reference = hidden.new_empty(size, columns), None
+    if tokens is not None and reaches(hidden, spec):
+        reference = sampled_logits(hidden, weight, bias, spec, tokens, index, counter)
+    first = None if reference is None else reference[:size]
+    stats = stream(hidden[:size], weight, bias, spec, entropy=entropy, store=memory, reference=first, counter=counter)
+    return Begun(memory, stats, reference)
 
 
 def dense_forward(
@@ -55,35 +77,60 @@ def dense_forward(
     rule: Rule,
     needed: Sequence[bool],
     begun: Begun | None = None,
-) -> tuple[HeadRows, LossRows, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Rows, losses, and the gradients of Σ weights · loss with respect to hidden states, weight and bias."""
-    hidden, weight, bias = source.hidden, source.weight, source.bias
+    known: Known | None = None,
+) -> tuple[HeadRows, LossRows, tuple[Tensor | None, Tensor | None, Tensor | None], Tensor]:
+    """Rows, losses, and the gradients of Σ weights · loss with respect to hidden states, weight and bias.
+
+    These are without those rows that the last element [N] is True at: a sampled token that is next to impossible, or next to
+    no mass off the support and yet a gradient there. They take the usual way back. All but the gradients is `known` before the
+    last two products: what the host asks for there is answered while the device is still busy.
+    """
+    hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     d_hidden, d_weight = (torch.empty_like(x) if need else None for x, need in zip((hidden, weight), needed, strict=False))
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
-    begun = begun or begin(hidden, weight, bias, source.spec)
-    memory, size = begun.memory, len(begun.memory)
+    begun = begun or begin(hidden, weight, bias, spec, tokens=source.tokens, entropy=source.request.entropy)
+    left_out = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     found: list[tuple[HeadRows, LossRows]] = []
-    for part in slices(len(hidden), size):
-        piece, dz = source.rows(part), memory[: part.stop - part.start]
-        stats = piece.statistics(dz) if part.start else begun.stats.first(len(dz))
-        base = stats.second.clone()  # what is stored is relative to it, and it changes where tiles are made again
-        rows = given_rows(piece, stats)
-        loss = rule(rows, old.each(operator.itemgetter(part)))
-        upstream = Upstream(
-            logp=loss.own, kept=loss.kept, rest=loss.rest, weights=None if weights is None else weights[part]
-        )  # fmt: skip
-        gradient = row_gradient(rows, piece.tokens, upstream, source.spec, len(weight), 0.0)
-        _turn_into_gradient(dz, stats, base, rows, gradient, piece)
-        dz = dz[:, : len(weight)]
-        if d_hidden is not None:
-            multiply(dz, weight, d_hidden[part])
-        if d_weight is not None:
-            multiply(dz.T, piece.hidden, d_weight, add=part.start > 0)
-        if d_bias is not None:
-            d_bias += dz.sum(0, dtype=torch.float32)
+    for part in slices(len(hidden), len(begun.memory)):
+        of_part, some = None if weights is None else weights[part], old.each(operator.itemgetter(part))
+        rows, loss, dz = _gradient_of_logits(source.rows(part), some, of_part, rule, begun, part, left_out[part])
         found.append((rows, loss))
-    d_bias = d_bias.to(bias.dtype) if d_bias is not None and bias is not None else None
-    return join([rows for rows, _ in found]), LossRows.join([loss for _, loss in found]), (d_hidden, d_weight, d_bias)
+        if part.stop == len(hidden):
+            every = join([rows for rows, _ in found]), LossRows.join([loss for _, loss in found])
+            if known is not None:
+                known(*every, left_out)
+        if d_hidden is not None:
+            dz.times_weight(weight, d_hidden[part])
+        if d_weight is not None:
+            dz.times_hidden(hidden[part], d_weight, add=part.start > 0)
+        if d_bias is not None:
+            d_bias += dz.sums()
+    gradients = d_hidden, d_weight, d_bias.to(bias.dtype) if d_bias is not None and bias is not None else None
+    return *every, gradients, left_out
+
+
+def _gradient_of_logits(
+    source: HeadInput, old: OldRows, weights: Tensor | None, rule: Rule, begun: Begun, part: slice, left_out: Tensor
+) -> tuple[HeadRows, LossRows, FactoredGradient]:
+    """Of one part of the rows; all it is given is of that part."""
+    stored, spec = begun.memory[: len(source.hidden)], source.spec
+    reference = None if begun.reference is None else begun.reference[part]
+    if part.start:
+        stats = stream(
+            source.hidden, source.weight, source.bias, spec, entropy=source.request.entropy, store=stored, reference=reference
+        )  # fmt: skip
+    else:
+        stats = begun.stats.first(len(stored))
+    base = stats.second.clone() if reference is None else None  # it changes where tiles are made again
+    rows = given_rows(source, stats)
+    loss = rule(rows, old)
+    upstream = Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
+    gradient, factor = row_gradient(rows, source.tokens, upstream, spec), None
+    if reference is not None:
+        factor = put_singles(stored, reference, rows, gradient, spec, left_out)
+    elif base is not None:
+        _turn_into_gradient(stored, stats, base, rows, gradient, source)
+    return rows, loss, FactoredGradient(stored[:, : len(source.weight)], factor)
 
 
 def scale(x: Tensor, factor: Tensor) -> None:

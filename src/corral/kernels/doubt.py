@@ -1,7 +1,8 @@
 """Which tiles of each row hold more of the support than their largest logit, and have to be made again.
 
 A tile whose only member is its largest logit is settled by its statistics. Every row's normaliser and entropy come from here
-too: they need nothing but the statistics, of which those of a doubtful tile are replaced afterwards.
+too: they need nothing but the statistics, of which those of a doubtful tile are replaced afterwards. Atomics are relaxed: what
+they count is read by the next kernel, and a fence each would cost more than all the rest.
 """
 
 from dataclasses import dataclass
@@ -161,19 +162,20 @@ def _given_kernel(
     value = tl.load(peak + row * tiles + at, mask=real, other=0.0) - total
     tl.store(values + row * slots + own_slot, value, mask=real & ~again)
     first = again & ((before < 0) | (before // (SLOTS * COLUMNS) != at))
-    position = tl.atomic_add(length + at, tl.full((SLOTS,), 1, tl.int32), mask=first)
+    position = tl.atomic_add(length + at, tl.full((SLOTS,), 1, tl.int32), mask=first, sem="relaxed")
     tl.store(queue + at.to(tl.int64) * rows + position, (row * SLOTS + slot).to(tl.int32), mask=first)
 
 
 @triton.jit
 @no_type_check
 def _own_kernel(
-    peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, nats, rows, tiles,
-    top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
+    peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, nats, rows,
+    tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of the largest and second largest of all tiles at least k reach the k-th largest of these, so all members do.
 
-    A tile whose second largest does not holds one member at most. What just k of them reach is found by halving.
+    A tile whose second largest does not holds one member at most. Nearly as good as the k-th largest is what a few more of them
+    reach, which is found by halving.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
@@ -193,7 +195,8 @@ def _own_kernel(
         trial = (floor >> 1) + (ceiling >> 1) + ((floor | ceiling) & 1)  # the middle, rounded up; a sum might overflow
         reach = tl.sum((bits >= trial).to(tl.int32) + (next_bits >= trial).to(tl.int32), 0)
         floor = tl.where(reach >= top_k, trial, floor)
-        ceiling = tl.where(reach == top_k, trial, tl.where(reach > top_k, ceiling, trial - 1))
+        near = (reach >= top_k) & (reach <= top_k + top_k // 8)
+        ceiling = tl.where(near, trial, tl.where(reach >= top_k, ceiling, trial - 1))
     tl.store(floors + row, floor)
 
     token = tl.load(marks + row)
@@ -204,22 +207,18 @@ def _own_kernel(
     hopeless = floor <= -0x7F800001  # as −inf ranks
     again = again & ~hopeless
 
-    # In front the sampled token, then settled tiles above the floor, then those at it by lower id: what comes after the first
-    # k cannot be a member. Behind these there is room for what is found in tiles that are made again.
-    settled = live & ~again & ~sampled_here
-    above = settled & (bits > floor)
-    level = settled & (bits == floor)
-    tie = tl.sum(above.to(tl.int32), 0) + tl.cumsum(level.to(tl.int32), 0)
-    slot = tl.where(above, tl.cumsum(above.to(tl.int32), 0), tie)
-    taken = (above | level) & (slot <= top_k)
+    # In front the sampled token, then the settled tiles' that reach the floor. Behind these there is room for what is found in
+    # tiles that are made again.
+    taken = live & ~again & ~sampled_here & (bits >= floor)
+    slot = tl.cumsum(taken.to(tl.int32), 0)
     tl.store(listed + row * ROOM + tl.arange(0, ROOM), tl.full((ROOM,), LOWEST, tl.int64))
     tl.debug_barrier()
-    tl.store(listed + row * ROOM + slot, rank_key(top, largest), mask=taken)
+    tl.store(listed + row * ROOM + slot, rank_key(top, largest), mask=taken & (slot < ROOM))
     done = sampled_here & ~again
     tl.store(listed + row * ROOM + tl.zeros((TILES,), tl.int32), rank_key(top, largest), mask=done)
-    full = 1 + tl.sum(taken.to(tl.int32), 0)
-    tl.store(filled + row, tl.where(hopeless, ROOM + 1, full))
-    tl.store(overflow, 1, mask=hopeless)
+    full = tl.where(hopeless, ROOM + 1, 1 + tl.sum(taken.to(tl.int32), 0))
+    tl.store(filled + row, full)
+    tl.store(overflow, 1, mask=full > ROOM)
     tl.store(state + here, tl.where(again, 2, tl.where(taken | done, 1, 0)).to(tl.uint8), mask=live)
-    position = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again)
+    position = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again, sem="relaxed")
     tl.store(queue + tile.to(tl.int64) * rows + position, (row + tl.zeros((TILES,), tl.int64)).to(tl.int32), mask=again)

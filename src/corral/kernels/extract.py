@@ -1,10 +1,13 @@
 """Doubtful tiles made again: members are taken out one by one, and the statistics of what is left replace the tile's own.
 
-Rows that wait for a tile are gathered, so that its weights are read once, and summed in the order of the first pass.
+Rows that wait for a tile are gathered, so that its weights are read once, and summed in the order of the first pass. Few wait
+for most tiles, and nearly all for those of common tokens: all tiles' blocks of rows are dealt out to as many programs as there
+are processors.
 """
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,9 +17,6 @@ from corral.kernels.doubt import NOTHING, Doubt
 from corral.kernels.logits import LogitSpec
 from corral.kernels.online import HeadRows
 from corral.kernels.stream import TileStatistics, logits_of_products, rank_bits, rank_key, spec_arguments, tile_of
-
-SPLIT = 16
-"""Programs that share the rows of one tile: in the tiles of common tokens nearly every row waits."""
 
 
 def extract(
@@ -35,30 +35,35 @@ def extract(
     """Of a given support fill in `out.kept`; of an `own` one list every logit that may be a member."""
     tile, width = tile_of(hidden), hidden.shape[1]
     tiles, count = doubt.queue.shape
-    split = min(SPLIT, triton.cdiv(count, tile.rows // 2))
-    _tile_kernel[(tiles, split)](
+    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 2
+    _tile_kernel[(programs,)](
         hidden, TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), bias, doubt.queue, doubt.length, doubt.listed,
-        doubt.filled, doubt.floor, marks, out.lse, out.kept, stats.second, stats.others, count, len(weight), width, tiles,
-        marks.shape[1], *spec_arguments(spec), BIAS=bias is not None, CAP=spec.softcap is not None, OWN=own, GIVEN=given,
-        SPLIT=split, LISTED=doubt.listed.shape[1], ROWS=tile.rows // 2, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages,
+        doubt.filled, doubt.floor, doubt.overflow, marks, out.lse, out.kept, stats.second, stats.others, count, len(weight),
+        width, tiles, marks.shape[1], *spec_arguments(spec), BIAS=bias is not None, CAP=spec.softcap is not None, OWN=own,
+        GIVEN=given, PROGRAMS=programs, TILES=triton.next_power_of_2(tiles), LISTED=doubt.listed.shape[1], ROWS=tile.rows // 2,
+        COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 @triton.jit
 @no_type_check
 def _tile_kernel(
-    hidden, weight, bias, queue, length, listed, filled, floors, marks, lse, values, second, others, rows, vocabulary, width,
-    tiles, slots, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr, OWN: tl.constexpr, GIVEN: tl.constexpr,
-    SPLIT: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    hidden, weight, bias, queue, length, listed, filled, floors, overflow, marks, lse, values, second, others, rows, vocabulary,
+    width, tiles, slots, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr, OWN: tl.constexpr, GIVEN: tl.constexpr,
+    PROGRAMS: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Every SPLIT-th block of ROWS rows that wait for one tile of the vocabulary."""
-    tile = tl.program_id(0)
-    waiting = tl.load(length + tile)
+    """Every PROGRAMS-th block of ROWS rows that wait for one and the same tile of the vocabulary."""
+    each = tl.arange(0, TILES)
+    blocks = tl.cdiv(tl.load(length + each, mask=each < tiles, other=0), ROWS)
+    up_to = tl.cumsum(blocks, 0)
     local = tl.arange(0, COLUMNS)
-    columns = tile * COLUMNS + local
     depth = tl.arange(0, DEPTH)
-    for begin in range(tl.program_id(1) * ROWS, waiting, SPLIT * ROWS):
+    for index in range(tl.program_id(0), tl.sum(blocks, 0), PROGRAMS):
+        tile = tl.sum((up_to <= index).to(tl.int32), 0)
+        begin = (index - tl.max(tl.where(up_to <= index, up_to, 0), 0)) * ROWS
+        waiting = tl.load(length + tile)
+        columns = tile * COLUMNS + local
         item = begin + tl.arange(0, ROWS)
         live = item < waiting
         entry = tl.load(queue + tile.to(tl.int64) * rows + item, mask=live, other=0)
@@ -70,7 +75,7 @@ def _tile_kernel(
             products = tl.dot(h, weight.load([tile * COLUMNS, k]).T, products, input_precision="ieee")
         z = logits_of_products(products, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
         if OWN:
-            z = _take_largest(z, row, live, tile, listed, filled, floors, marks, LISTED, COLUMNS)
+            z = _take_largest(z, row, live, tile, listed, filled, floors, overflow, marks, LISTED, COLUMNS)
         else:
             z = _take_listed(z, row, live, entry % LISTED, tile, listed, lse, values, slots, GIVEN, LISTED, COLUMNS)
         top = tl.max(z, 1)
@@ -107,7 +112,7 @@ def _take_listed(
 @triton.jit
 @no_type_check
 def _take_largest(
-    z, row, live, tile, listed, filled, floors, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr
+    z, row, live, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """The sampled token goes to the front of the list; whatever else reaches the row's floor behind what is there."""
     local = tl.arange(0, COLUMNS)
@@ -123,9 +128,10 @@ def _take_largest(
     wanted = live & (rank_bits(top) >= floor) & (top > -float("inf"))
     while tl.max(wanted.to(tl.int32), 0) > 0:
         at = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
-        position = tl.atomic_add(filled + row, tl.full(at.shape, 1, tl.int32), mask=wanted)
+        position = tl.atomic_add(filled + row, tl.full(at.shape, 1, tl.int32), mask=wanted, sem="relaxed")
         fits = position < LISTED
         tl.store(listed + row * LISTED + position, rank_key(top, tile * COLUMNS + at), mask=wanted & fits)
+        tl.store(overflow + tl.zeros_like(at), tl.full(at.shape, 1, tl.int32), mask=wanted & ~fits)
         z = tl.where((local[None, :] == at[:, None]) & wanted[:, None], -float("inf"), z)
         top = tl.max(z, 1)
         wanted = wanted & fits & (rank_bits(top) >= floor) & (top > -float("inf"))

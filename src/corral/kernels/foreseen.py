@@ -30,6 +30,34 @@ Expect = Callable[[Tensor, SparseDist | None, slice], Tensor]
 """(logp [n], policy on the support that was given, which rows) → the loss, summed as it will be: a scalar."""
 
 
+@dataclass(frozen=True, eq=False)
+class ExpectedLoss:
+    """Σ w L of the rows that a head is given; torch calls it, kernels read it."""
+
+    objective: Any
+    batch: TokenBatch
+    """The rows as one sequence [1 N], all but the new policy; the mask is True where the loss reads a row."""
+    weights: Tensor | None
+    """What each row's loss will be multiplied with [1 N]."""
+    at_rest: bool
+    """The new policy is its own anchor: `logp_old` is whatever log-probs the head finds."""
+
+    def __call__(self, logp: Tensor, new: SparseDist | None, rows: slice) -> Tensor:
+        """The loss of some rows, given log-probs [n] and the policy on the batch's support [n K]."""
+        b, old = self.batch, self.batch.dist_old
+        mask = b.mask[:, rows]
+        if not bool(mask.any()):
+            return logp.sum() * 0.0
+        rollout, factor = (None if x is None else x[:, rows] for x in (b.logp_rollout, self.weights))
+        anchor = None
+        if new is not None and old is not None:
+            new = SparseDist(new.ids[None], new.logp[None], new.rest[None])
+            anchor = SparseDist(new.ids, old.logp[:, rows], old.rest[:, rows])
+        logp_old = logp[None].detach() if self.at_rest else b.logp_old[:, rows]
+        loss = self.objective(TokenBatch(logp[None], logp_old, b.advantages[:, rows], mask, new, anchor, rollout)).loss
+        return (loss if factor is None else loss * factor).sum()
+
+
 def foresee(
     objective: Any,
     batch: TokenBatch,
@@ -37,12 +65,16 @@ def foresee(
     weights: Tensor | None = None,
     *,
     at_rest: bool = False,
-) -> Expect | None:
+) -> ExpectedLoss | None:
     """The loss that an objective will take of a batch, Σ w L; None where a token's loss depends on others.
+
+    For `lm_head(…, ids=pick(batch.dist_old.ids), expect=foresee(…))`, or without `ids` where there is no `dist_old`. What the
+    backward pass asks for may differ by one factor for all rows (gradient accumulation, loss scaling) at no cost.
 
     Args:
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput, of which nothing is foreseen.
-        batch: all but the new policy, [B T].
+        batch: all but the new policy, [B T]. On a GPU `dist_old`, with the sampled token in slot 0, also tells which rows
+            will be dense: without it nothing is formed there, unless nothing may be left out of a gradient.
         pick: [B T …] → the rows [N …] that the head is given.
         weights: what the loss of each token will be multiplied with [B T]; all the same unless given.
         at_rest: the new policy is its own anchor, in the place of the batch's.
@@ -52,26 +84,14 @@ def foresee(
     advantages, old = batch.advantages, batch.dist_old
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand(batch.mask.shape)
-    old_rows = None if old is None else SparseDist(*(pick(x)[None] for x in (old.ids, old.logp, old.rest)))
-    given = [None if x is None else pick(x)[None] for x in (batch.logp_old, advantages, batch.logp_rollout, weights)]
-    live = pick(batch.mask)[None]
 
-    def expect(logp: Tensor, new: SparseDist | None, rows: slice) -> Tensor:
-        mask = live[:, rows]
-        if not bool(mask.any()):
-            return logp.sum() * 0.0
-        logp_old, credit, rollout, factor = (None if x is None else x[:, rows] for x in given)
-        assert logp_old is not None
-        assert credit is not None
-        anchor = None
-        if new is not None and old_rows is not None:
-            new = SparseDist(new.ids[None], new.logp[None], new.rest[None])
-            anchor = SparseDist(new.ids, old_rows.logp[:, rows], old_rows.rest[:, rows])
-        logp_old = logp[None].detach() if at_rest else logp_old
-        loss = objective(TokenBatch(logp[None], logp_old, credit, mask, new, anchor, rollout)).loss
-        return (loss if factor is None else loss * factor).sum()
+    def rows(x: Tensor | None) -> Any:
+        return None if x is None else pick(x)[None]
 
-    return expect
+    anchor = None if old is None else SparseDist(*(rows(x) for x in (old.ids, old.logp, old.rest)))
+    logp_old = rows(batch.logp_old)
+    picked = TokenBatch(logp_old, logp_old, rows(advantages), rows(batch.mask), None, anchor, rows(batch.logp_rollout))
+    return ExpectedLoss(objective, picked, rows(weights), at_rest)
 
 
 @dataclass(frozen=True, eq=False)

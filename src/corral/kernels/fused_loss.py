@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corral.kernels.dense_forward import Begun, dense_forward, scale
+from corral.kernels.formed import Early, Expected, Formed, head_in_parts
 from corral.kernels.later import Later
 from corral.kernels.live import Live
 from corral.kernels.logits import LogitSpec
 from corral.kernels.loss_rows import ACTED, KL_AFTER, LOSS, LossRows, OldRows, metrics_of
 from corral.kernels.online import HeadRequest, HeadRows
 from corral.kernels.row_gradient import Upstream
-from corral.kernels.select import HeadInput, stream_head
-from corral.kernels.stream import TileStatistics
+from corral.kernels.select import HeadInput
 from corral.kernels.token_loss import TokenLoss
-from corral.kernels.triton_head import Gradients, head_gradients
+from corral.kernels.triton_head import head_gradients
 from corral.kernels.troll_loss import TrollLoss
 from corral.types import ObjectiveOutput
 
@@ -37,20 +36,26 @@ class Job:
     spec: LogitSpec
     request: HeadRequest
     tolerance: float
-    at_once: bool
-    """Whether to form the gradients of Σ weights · loss while the logits are there."""
+    part: slice
+    """The live rows of which the gradients of Σ weights · loss are formed while the logits are there."""
     report: Tensor
     """Where the share of dense rows and the largest share dropped are written [2]."""
-    early: tuple[Tensor, TileStatistics | Begun] | None = None
-    """The live rows of the hidden states, and more behind them, and their product begun before they were counted."""
+    early: Early | None = None
+    """The live rows of the hidden states, and more behind them, and their products as far as they were begun."""
     rows: HeadRows | None = None
     loss: LossRows | None = None
     flawed: Later | None = None
-    formed: Gradients | None = None
+    formed: Formed | None = None
     metrics: dict[str, Tensor] | None = None
 
     def input(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadInput:
         return HeadInput(hidden, weight, bias, self.tokens, self.ids, self.spec, self.request)
+
+    def know(self, rows: HeadRows, loss: LossRows | None) -> None:
+        """All there is to know of the rows, and what is made of it."""
+        self.rows, self.loss = rows, loss or self.rule(rows, self.old)
+        self.metrics, flawed = metrics_of(self.loss, rows, self.old, projects=self.rule.projects)
+        self.flawed = Later(flawed)
 
     def check(self) -> None:
         """Refuse what no check of the inputs could have told; the objective itself says more of it."""
@@ -81,19 +86,14 @@ class _FusedLoss(torch.autograd.Function):
         ctx.job, ctx.shape = job, hidden.shape
         early, job.early = job.early, None
         # Where all tokens are live, the hidden states are their own picked rows, and a copy need not be kept.
-        count = job.live.count
-        picked = job.live.pick(hidden).contiguous() if early is None or job.live.rows is None else early[0][:count]
-        source = job.input(picked, weight, bias)
-        needed = ctx.needs_input_grad[:3]
-        if job.at_once and any(needed):
-            begun = early[1] if early is not None and isinstance(early[1], Begun) else None
-            job.rows, job.loss, job.formed = dense_forward(source, job.old, job.weights, job.rule, needed, begun)
-        else:
-            stats = early[1].first(count) if early is not None and isinstance(early[1], TileStatistics) else None
-            job.rows = stream_head(picked, weight, bias, job.tokens, job.ids, job.spec, job.request, stats)
-            job.loss = job.rule(job.rows, job.old)
-        job.metrics, flawed = metrics_of(job.loss, job.rows, job.old, projects=job.rule.projects)
-        job.flawed = Later(flawed)
+        picked = (
+            job.live.pick(hidden).contiguous() if early is None or job.live.rows is None else early.packed[: job.live.count]
+        )
+        _, job.formed = head_in_parts(
+            job.input(picked, weight, bias), job.part, early, Expected(job.rule, job.old, job.weights),
+            ctx.needs_input_grad[:3], known=job.know,
+        )  # fmt: skip
+        assert job.loss is not None
         ctx.save_for_backward(picked, weight, bias)
         loss = job.loss.fields[LOSS]
         return job.live.spread(loss * job.weights if job.weights is not None else loss)
@@ -105,21 +105,19 @@ class _FusedLoss(torch.autograd.Function):
         assert job.rows is not None
         assert job.loss is not None
         hidden, weight, bias = ctx.saved_tensors
-        if job.formed is not None and not any(upstream.stride()):
-            # One number for all tokens, as the gradient of a sum is. What was formed is used up: it is scaled in place.
-            grads, job.formed = job.formed, None
-            for x in grads:
-                if x is not None:
-                    scale(x, upstream)
-            job.report.copy_(torch.tensor([1.0, 0.0]))
+        formed, job.formed = job.formed, None  # it is used up: a second backward pass starts from nothing
+        if formed is not None and formed.is_all_of(len(job.tokens)) and not any(upstream.stride()):
+            # One number for all tokens, as the gradient of a sum is.
+            grads = formed.times(upstream)
+            job.report.zero_()[0] = 1.0
         else:
             given = Upstream(
                 logp=job.loss.own, kept=job.loss.kept, rest=job.loss.rest, scale=job.live.pick(upstream), weights=job.weights
             )
-            source = job.input(hidden, weight, bias)
-            grads, gradient = head_gradients(source, job.rows, given, job.tolerance, ctx.needs_input_grad[:3])
-            if gradient is not None:
-                job.report.copy_(gradient.report())
+            source, needed = job.input(hidden, weight, bias), ctx.needs_input_grad[:3]
+            grads, routes = head_gradients(source, job.rows, given, job.tolerance, needed, formed)
+            if routes is not None:
+                job.report.copy_(routes.report())
         job.check()
         d_hidden = None if grads[0] is None else job.live.spread(grads[0]).view(ctx.shape)
         return d_hidden, grads[1], grads[2], None

@@ -17,7 +17,7 @@ from corral.kernels.head_backward import HeadGradients, HeadState, head_backward
 from corral.kernels.logits import LogitSpec, Scratch, block_size, operand, slices, working_dtype
 from corral.kernels.online import HeadRequest, HeadRows, OnlineHead
 from corral.kernels.parallel import Shard, merge
-from corral.support import check_ids
+from corral.support import check_id_dtype, check_ids
 from corral.types import SparseDist
 
 FIRST = 8
@@ -78,8 +78,9 @@ def lm_head(
         group: processes that each hold some rows of `weight` and `bias`, in the order of their ranks, and all the same of
             everything else. Ids count through all of them; every process gets the same result, and a loss that each of them
             computes in full gives each the gradient of its own rows, and all of it for `hidden`.
-        expect: the loss that will follow, of some of the flattened rows: (logp, dist on `ids`, which rows) → scalar.
-            On the torch path its gradients are then formed at once, which saves a quarter of the time. Whatever loss really
+        expect: the loss that will follow, of some of the flattened rows: (logp, dist on `ids`, which rows) → scalar; from
+            `foresee`. Its gradients are then formed at once, which saves a quarter of the time: on the torch path of any such
+            function and of all rows, on a GPU of objectives with a kernel, and of rows that will be dense. Whatever loss really
             follows, the gradients are its own.
         tolerance: share of a row's gradient, in Σ |dz|, that the backward pass may leave out on a GPU; 0 leaves out nothing.
     Returns:
@@ -91,9 +92,8 @@ def lm_head(
     spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
     shard = Shard.of(weight, group)
     _check(hidden, weight, tokens, bias, request, ids, shard.vocabulary)
-    if not torch.is_grad_enabled() or not can_foresee(spec, request, shard):
-        expect = None
-    head, report = _head_function(impl, hidden, weight, request, _Way(shard, expect, tolerance))
+    way = _Way(shard, expect if torch.is_grad_enabled() else None, tolerance)
+    head, report = _head_function(impl, hidden, weight, request, way)
     shape = tokens.shape
     flat_ids = None if ids is None else ids.reshape(-1, ids.shape[-1]).long()
     logp, nats, kept, rest, support = head(
@@ -135,7 +135,7 @@ def _head_function(
     def run(hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, ids: Any, spec: LogitSpec, request: HeadRequest) -> Any:
         if way.tolerance > 0 and ids is None and request.top_k is None:  # the policy's own support carries the gradient
             request = dataclasses.replace(request, top_k=min(OWN_SUPPORT, most_top_k(hidden, len(weight))))
-        return TritonHead.apply(hidden, weight, bias, tokens, ids, Plan(spec, request, way.tolerance, report))
+        return TritonHead.apply(hidden, weight, bias, tokens, ids, Plan(spec, request, way.tolerance, report, way.expect))
 
     return run, report
 
@@ -148,8 +148,11 @@ class _Head(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, *how: Any
     ) -> tuple[Tensor, ...]:
         ctx.spec, ctx.request, ctx.shard, expect = how
+        check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=ctx.shard.vocabulary)
+        if ids is not None:
+            check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=ctx.shard.vocabulary)
         ctx.foreseen, needed = None, ctx.needs_input_grad[:3]
-        if expect is not None and any(needed):
+        if expect is not None and any(needed) and can_foresee(ctx.spec, ctx.request, ctx.shard):
             rows, ctx.foreseen = head_foreseen(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, expect, needed)
         else:
             rows = head_forward(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, ctx.shard)
@@ -226,6 +229,6 @@ def _check(
         raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {request.mass}.")
     if ids is not None and ids.shape[:-1] != tokens.shape:
         raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
-    check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=vocabulary)
+    check_id_dtype("lm_head", "tokens", tokens)
     if ids is not None:
-        check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=vocabulary)
+        check_id_dtype("lm_head", "ids", ids)

@@ -1,4 +1,9 @@
-"""Whether a batch is fit for the kernels: everything is asked on the device, in one kernel, and answered once."""
+"""Whether a batch is fit for the kernels, and in which order its rows are worked on: found on the device, told once.
+
+A row is foreseen to be dense from the old policy. Where the loss is about a ratio, its gradient is dz = g (1_a − p) with
+g = |Â| w. A sparse backward drops Σ |dz| = g p_rest of a row's g (1 − p_a + Σ_{v≠a} p_v) = 2 g (1 − p_a): the row is dense
+where that is more than may be dropped of it, or of the mean row if that is larger, as `route` will have it of the new policy.
+"""
 
 from dataclasses import dataclass
 from typing import no_type_check
@@ -13,7 +18,9 @@ from corral.types import TokenBatch
 
 ANCHOR_TOLERANCE = 1e-3
 """How far `dist_old` and `logp_old` may disagree on the sampled token before the objective is asked to say so."""
-ROWS = 16
+FEWEST, SMALLEST_SHARE = 128, 0.03
+"""Rows foreseen to be dense, and their share of all, below which they are not worth products of their own; nor are others."""
+ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,51 +28,76 @@ class Inspection:
     """What was found, on its way to the host."""
 
     counts: Tensor
-    """Live tokens, those of them with an advantage and a weight, and those that an objective would refuse [3] int32."""
+    """Rows of the first part, live tokens, and those of them that an objective would refuse [3] int32."""
+    position: Tensor
+    """Where the row of each token goes: the first part's in their order, then the second part's; −1 for masked ones."""
+    formed_first: bool
+    """The first part is that whose gradients are formed at once; else the second is."""
     answer: Later
 
+    def formed(self, first: int, count: int) -> slice:
+        """Which of `count` ordered rows are formed, of which `first` are in the first part; slice(0, 0) for none."""
+        part = slice(0, first) if self.formed_first else slice(first, count)
+        return part if part.start < part.stop else slice(0, 0)
 
-def inspect_batch(batch: TokenBatch, tokens: Tensor, weights: Tensor | None, vocabulary: int) -> Inspection:
-    """Count what there is to do, and what cannot be done.
+
+def inspect_batch(
+    batch: TokenBatch,
+    tokens: Tensor,
+    weights: Tensor | None,
+    vocabulary: int,
+    *,
+    form: bool,
+    tolerance: float,
+    masked_too: bool = False,
+) -> Inspection:
+    """Count what there is to do, and what cannot be done; and put the rows in order.
 
     Shapes are right by now. Refused are token ids outside the vocabulary, a support whose slot 0 is not the sampled token, and
-    whatever `objective.check` refuses that does not come from the new policy.
+    whatever `objective.check` refuses that does not come from the new policy. With `form` gradients are to be formed at once:
+    of rows that are foreseen to be dense and, where nothing may be dropped, of all that have an advantage and a weight. Masked
+    tokens have no row, or with `masked_too` one without a gradient.
     """
-    (sequences, length), old = batch.mask.shape, batch.dist_old
-    counts = torch.zeros(3, dtype=torch.int32, device=batch.mask.device)
+    (sequences, length), old, total = batch.mask.shape, batch.dist_old, batch.mask.numel()
+    device, every = batch.mask.device, form and tolerance == 0
+    counts = torch.empty(3, dtype=torch.int32, device=device)
+    position = torch.empty(total, dtype=torch.int32, device=device)
+    off, size = (torch.empty(total, device=device) for _ in range(2))
     advantages = batch.advantages[:, None].expand(sequences, length) if batch.advantages.ndim == 1 else batch.advantages
     slots = old.ids.shape[-1] if old is not None else 0
     # The kernel reads [B T …] one behind the other.
     tokens, logp_old, mask = tokens.contiguous(), batch.logp_old.contiguous(), batch.mask.contiguous()
     support = (None, None, None) if old is None else (old.ids, old.logp, old.rest)
     ids, kept, rest, rollout, weights = (None if x is None else x.contiguous() for x in (*support, batch.logp_rollout, weights))
-    _inspect_kernel[(triton.cdiv(mask.numel(), ROWS),)](
-        mask.view(torch.uint8), tokens, ids, kept, rest, logp_old, rollout, advantages, weights, counts,
-        mask.numel(), length, *advantages.stride(), slots, vocabulary, ANCHOR_TOLERANCE, SUPPORT=old is not None,
-        ROLLOUT=rollout is not None, WEIGHTS=weights is not None, SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS,
-        num_warps=4,
+    _inspect_kernel[(triton.cdiv(total, ROWS),)](
+        mask.view(torch.uint8), tokens, ids, kept, rest, logp_old, rollout, advantages, weights, off, size,
+        total, length, *advantages.stride(), slots, vocabulary, ANCHOR_TOLERANCE, SUPPORT=old is not None,
+        ROLLOUT=rollout is not None, WEIGHTS=weights is not None, FORM=form, EVERY=every, MASKED_TOO=masked_too,
+        SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
-    return Inspection(counts, Later(counts))
+    least = (1, 0.0) if every else (FEWEST, SMALLEST_SHARE)
+    _order_kernel[(1,)](
+        off, size, position, counts, total, tolerance, *least, FORMED_FIRST=every,
+        BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8,
+    )  # fmt: skip
+    return Inspection(counts, position, every, Later(counts))
 
 
-def compact(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B T H] of the live tokens one behind the other, and which they were; what is behind the last may be anything."""
-    rows, width = mask.numel(), hidden.shape[-1]
-    picked, index = hidden.new_empty(rows, width), torch.empty(rows, dtype=torch.int64, device=mask.device)
+def compact(hidden: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [R, H] in their order, and which they were; what is behind the last may be anything."""
+    (rows, width), hidden = hidden.shape, hidden.contiguous()
+    picked, index = torch.empty_like(hidden), torch.empty(rows, dtype=torch.int64, device=hidden.device)
     block = min(4096, triton.next_power_of_2(width))
-    _compact_kernel[(rows, triton.cdiv(width, block))](
-        hidden.contiguous(), mask.contiguous().view(torch.uint8), mask.flatten().cumsum(0), picked, index, width, BLOCK=block,
-        num_warps=4,
-    )  # fmt: skip
+    _compact_kernel[(rows, triton.cdiv(width, block))](hidden, position, picked, index, width, BLOCK=block, num_warps=4)
     return picked, index
 
 
 @triton.jit
 @no_type_check
-def _compact_kernel(hidden, mask, position, picked, index, width, BLOCK: tl.constexpr):
+def _compact_kernel(hidden, position, picked, index, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(mask + row) != 0:
-        to = tl.load(position + row) - 1
+    to = tl.load(position + row).to(tl.int64)
+    if to >= 0:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(hidden + row * width + column, mask=column < width, other=0.0)
         tl.store(picked + to * width + column, x, mask=column < width)
@@ -81,35 +113,96 @@ def _finite(x):
 @triton.jit
 @no_type_check
 def _inspect_kernel(
-    mask, tokens, ids, kept, rest, logp_old, rollout, advantages, weights, counts, total, length, stride_b, stride_t, slots,
-    vocabulary, tolerance, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, WEIGHTS: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    mask, tokens, ids, kept, rest, logp_old, rollout, advantages, weights, off, size, total, length, stride_b, stride_t, slots,
+    vocabulary, tolerance, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, WEIGHTS: tl.constexpr, FORM: tl.constexpr,
+    EVERY: tl.constexpr, MASKED_TOO: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < total
     live = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
-    token = tl.load(tokens + row, mask=live, other=0)
+    there = inside if MASKED_TOO else live
+    token = tl.load(tokens + row, mask=there, other=0)
     anchor = tl.load(logp_old + row, mask=live, other=0.0)
     advantage = tl.load(advantages + row // length * stride_b + row % length * stride_t, mask=live, other=0.0)
     fit = (token >= 0) & (token < vocabulary) & _finite(anchor) & _finite(advantage)
-    credited = live & (advantage != 0.0)
+    gain = tl.abs(advantage.to(tl.float32))
     if ROLLOUT:
         fit = fit & _finite(tl.load(rollout + row, mask=live, other=0.0))
     if WEIGHTS:
-        factor = tl.load(weights + row, mask=live, other=0.0)
+        factor = tl.load(weights + row, mask=live, other=0.0).to(tl.float32)
         fit = fit & _finite(factor)
-        credited = credited & (factor != 0.0)
+        gain = tl.where(factor != 0.0, gain * tl.abs(factor), 0.0)
+    whole, dropped = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     if SUPPORT:
         slot = tl.arange(0, SLOTS)
-        here = live[:, None] & (slot < slots)[None, :]
+        real = (slot < slots)[None, :]
         at = row[:, None] * slots + slot[None, :]
-        id = tl.load(ids + at, mask=here, other=-1)
-        value = tl.load(kept + at, mask=here, other=0.0).to(tl.float32)
+        id = tl.load(ids + at, mask=there[:, None] & real, other=-1)
+        value = tl.load(kept + at, mask=live[:, None] & real, other=0.0).to(tl.float32)
         outer = tl.load(rest + row, mask=live, other=0.0).to(tl.float32)
-        bad = (id < -1) | (id >= vocabulary) | ~(value < float("inf")) | ((slot == 0)[None, :] & (id != token[:, None]))
-        fit = fit & (tl.max((bad & here).to(tl.int32), 1) == 0) & (outer < float("inf"))
+        misplaced = (slot == 0)[None, :] & live[:, None] & (id != token[:, None])
+        bad = (id < -1) | (id >= vocabulary) | ~(value < float("inf")) | misplaced
+        fit = fit & (tl.max(bad.to(tl.int32), 1) == 0) & (outer < float("inf"))
         own = tl.load(kept + row * slots, mask=live, other=0.0).to(tl.float32)
         fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= tolerance)
-    tl.atomic_add(counts, tl.sum(live.to(tl.int32), 0))
-    tl.atomic_add(counts + 1, tl.sum(credited.to(tl.int32), 0))
-    tl.atomic_add(counts + 2, tl.sum((live & ~fit).to(tl.int32), 0))
+        if FORM:
+            whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)
+            dropped = tl.where(gain > 0.0, gain * tl.exp(outer), 0.0)
+    if EVERY:
+        dropped = tl.where(gain > 0.0, float("inf"), 0.0)
+    tl.store(size + row, tl.where(there, whole, -1.0), mask=inside)
+    tl.store(off + row, tl.where(fit, dropped, -1.0), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _ways(off, size, row, total, mean, tolerance):
+    """Which rows there are, and which of them are foreseen to be dense."""
+    whole = tl.load(size + row, mask=row < total, other=-1.0)
+    dropped = tl.load(off + row, mask=row < total, other=0.0)
+    live = ~(whole < 0.0)
+    return live, live & (dropped > 0.0) & (dropped >= tolerance * tl.maximum(whole, mean))
+
+
+@triton.jit
+@no_type_check
+def _order_kernel(
+    off, size, position, counts, total, tolerance, fewest, share, FORMED_FIRST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program, so that the mean and with it every row's way are the same each time."""
+    sizes = tl.zeros((BLOCK,), tl.float32)
+    rows, refused, dense = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, total, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        whole = tl.load(size + row, mask=row < total, other=-1.0)
+        live = ~(whole < 0.0)
+        sizes += tl.where(live, whole, 0.0)
+        rows += live.to(tl.int32)
+        refused += (live & (tl.load(off + row, mask=row < total, other=0.0) < 0.0)).to(tl.int32)
+    every = tl.sum(rows, 0)
+    mean = tl.sum(sizes, 0) / tl.maximum(every, 1).to(tl.float32)
+    for begin in range(0, total, BLOCK):
+        _live, flat = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
+        dense += flat.to(tl.int32)
+    formed = tl.sum(dense, 0)
+    least = share * every.to(tl.float32)
+    formed = tl.where((formed < fewest) | (formed.to(tl.float32) < least), 0, formed)
+    formed = tl.where((every - formed).to(tl.float32) < least, every, formed)
+    first = formed if FORMED_FIRST else every - formed
+    tl.store(counts, first)
+    tl.store(counts + 1, every)
+    tl.store(counts + 2, tl.sum(refused, 0))
+    in_front, behind = first * 0, first
+    for begin in range(0, total, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        live, flat = _ways(off, size, row, total, mean, tolerance)
+        flat = live & (flat | (formed == every)) & (formed > 0)
+        sooner = live & (flat if FORMED_FIRST else ~flat)
+        later = live & ~sooner
+        to = tl.where(
+            sooner, in_front + tl.cumsum(sooner.to(tl.int32), 0) - 1, behind + tl.cumsum(later.to(tl.int32), 0) - 1
+        )  # fmt: skip
+        tl.store(position + row, tl.where(live, to, -1), mask=row < total)
+        in_front += tl.sum(sooner.to(tl.int32), 0)
+        behind += tl.sum(later.to(tl.int32), 0)

@@ -60,8 +60,9 @@ def policy_loss_from_hidden(
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
         exact: leave nothing out of the gradient: every row's backward is dense. Right for flat policies.
         weights: what the reduction will multiply each token's loss with [B T]. The loss comes multiplied, ready to be summed.
-            A dense gradient is then formed in the forward pass, three products instead of four, and used if the loss is
-            indeed summed right away; any other use is correct too, but pays for it twice.
+            Gradients of the rows that will be dense, as `dist_old` lets foresee, are then formed in the forward pass, three
+            products instead of four, and with `exact` those of all rows. They are used for every row whose loss is summed as
+            it comes, or times one factor for all; any other use is correct too, but pays for it twice.
         scale, softcap, temperature: how the model and the sampler turn products into logits, as in `lm_head`.
         impl: "torch", "triton", or "auto" for the best there is.
     Returns:
@@ -115,42 +116,38 @@ def _fused(
 
     None for other objectives, and for a bad batch: the objective itself says what is wrong with it.
     """
-    from corral.kernels.dense_forward import Begun, begin
+    from corral.kernels.formed import start_early, start_formed
     from corral.kernels.fused_loss import Job, fused_loss
-    from corral.kernels.inspect_batch import compact, inspect_batch
+    from corral.kernels.inspect_batch import inspect_batch
     from corral.kernels.loss_rows import OldRows
-    from corral.kernels.select import ROWS_AT_ONCE
-    from corral.kernels.stream import TileStatistics, stream
+    from corral.kernels.select import HeadInput
 
     rule, old, mask = rule_of(objective), batch.dist_old, batch.mask
     if rule is None or not mask.numel() or (rule.needs_support and old is None) or not _plain(batch):
         return None
-    inspection, formed = inspect_batch(batch, tokens, weights, len(weight)), exact and weights is not None
-    index: Tensor | None = None
-    early: tuple[Tensor, Begun | TileStatistics] | None = None
-    if mask.numel() <= ROWS_AT_ONCE and (formed or not exact):
-        # The product does not wait for the host to know how many rows it has.
-        packed, index = compact(hidden.detach(), mask)
-        if formed:
-            early = packed, begin(packed, weight, bias, spec, inspection.counts)
-        else:
-            early = packed, stream(packed, weight, bias, spec, entropy=False, counter=inspection.counts)
-    live_rows, credited, refused = inspection.answer.numbers()
-    if refused or not live_rows:
+    tolerance, request = 0.0 if exact else TOLERANCE, _request(hidden, weight, old is None and not exact)
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    form = trained and weights is not None and request.top_k is None
+    inspection = inspect_batch(batch, tokens, weights, len(weight), form=form, tolerance=tolerance)
+    # Products do not wait for the host: not even to be told how many rows they have.
+    source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten(), None, spec, request)
+    early = start_early(source, inspection)
+    first, count, refused = inspection.answer.numbers()
+    if refused or not count:
         return None
-    live = Live(mask, live_rows, None if index is None else index[:live_rows])
+    part = inspection.formed(first, count)
+    early = start_formed(source, inspection, early, part)
+    in_order = part in (slice(0, 0), slice(0, count))
+    live = Live(mask, count, None if early is None else early.index[:count], in_order=in_order)
     advantages = batch.advantages[:, None].expand(mask.shape) if batch.advantages.ndim == 1 else batch.advantages
     kept, rest = (None, None) if old is None else (old.logp, old.rest)
     given = OldRows(batch.logp_old, kept, rest, advantages, batch.logp_rollout)
-    # Three products over all rows, or one over all and three over those that can have a gradient.
-    at_once = formed and 3 * credited > 2 * live_rows
     job = Job(
         name=getattr(objective, "name", "the objective"), live=live, tokens=live.pick(tokens).long().contiguous(),
         ids=None if old is None else live.pick(old.ids),
         old=given.each(lambda x: live.pick(x.detach()).contiguous()),
         weights=None if weights is None else live.pick(weights).float().contiguous(), rule=rule, spec=spec,
-        request=_request(hidden, weight, old is None and not exact), tolerance=0.0 if exact else TOLERANCE, at_once=at_once,
-        report=report, early=early,
+        request=request, tolerance=tolerance, part=part, report=report, early=early,
     )  # fmt: skip
     return fused_loss(hidden, weight, bias, job)
 

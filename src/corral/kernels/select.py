@@ -5,9 +5,11 @@ Nothing here waits for the device, except for rows of a policy's own support whe
 
 import dataclasses
 from collections.abc import Iterator
+from typing import no_type_check
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.doubt import given_doubts, own_doubts
@@ -70,7 +72,7 @@ def stream_head(
 def given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
     """Rows on the support `ids`, or on the sampled token alone. The statistics are used up."""
     given = part.ids is not None
-    marks = (part.tokens[:, None] if part.ids is None else torch.cat([part.tokens[:, None], part.ids], -1)).int()
+    marks = _marks(part)
     out = _blank(part, marks.shape[1])
     doubt = given_doubts(stats, marks, tile_of(part.hidden).columns, given=given, out=out)
     extract(part.hidden, part.weight, part.bias, part.spec, stats, doubt, marks, out, given=given, own=False)
@@ -84,7 +86,7 @@ def _own_rows(whole: HeadInput, room: int, early: TileStatistics | None = None) 
     """Rows on the policy's own support."""
     top_k = whole.request.top_k
     assert top_k is not None
-    parts, numbers = [], []
+    parts, filled, overflows = [], [], []
     for part in _parts(whole):
         stats = early or part.statistics()
         marks = part.tokens[:, None].int()
@@ -92,16 +94,28 @@ def _own_rows(whole: HeadInput, room: int, early: TileStatistics | None = None) 
         width = tile_of(part.hidden).columns
         doubt = own_doubts(stats, marks, width, top_k=top_k, room=room * best_of(top_k), out=out)
         extract(part.hidden, part.weight, part.bias, part.spec, stats, doubt, marks, out, given=False, own=True)
-        numbers.append(doubt.filled)
+        overflows.append(Later(doubt.overflow))
         settle_own(stats, doubt, marks, whole.request, out)
         parts.append(out)
+        filled.append(doubt.filled)
     if not parts:
         return _blank(whole, top_k + 1)
     rows = join(parts)
-    overflow = torch.cat(numbers) > room * best_of(top_k)
-    if Later(overflow.sum()).number():
-        _redo(whole, rows, overflow.nonzero().squeeze(-1), room)
+    if any(overflow.number() for overflow in overflows):
+        _redo(whole, rows, (torch.cat(filled) > room * best_of(top_k)).nonzero().squeeze(-1), room)
     return rows
+
+
+def _marks(part: HeadInput) -> Tensor:
+    """The sampled token and the given support, if there is one [N, 1 + K] int32; −1 for what is no token of the vocabulary."""
+    slots = 1 if part.ids is None else 1 + part.ids.shape[1]
+    ids = part.tokens if part.ids is None else part.ids.contiguous()
+    marks = torch.empty(len(part.tokens), slots, dtype=torch.int32, device=part.tokens.device)
+    block = 1024
+    _marks_kernel[(triton.cdiv(marks.numel(), block),)](
+        part.tokens, ids, marks, marks.numel(), slots, len(part.weight), BLOCK=block, num_warps=4
+    )
+    return marks
 
 
 def _redo(whole: HeadInput, rows: HeadRows, which: Tensor, room: int) -> None:
@@ -143,3 +157,14 @@ def _parts(whole: HeadInput) -> Iterator[HeadInput]:
         return
     size = triton.cdiv(total, triton.cdiv(total, ROWS_AT_ONCE))
     yield from (whole.rows(slice(a, a + size)) for a in range(0, total, size))
+
+
+@triton.jit
+@no_type_check
+def _marks_kernel(tokens, ids, marks, total, slots, vocabulary, BLOCK: tl.constexpr):
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of at most ROWS_AT_ONCE rows: 32 bits will do
+    row, slot = item // slots, item % slots
+    mark = tl.load(tokens + row, mask=(item < total) & (slot == 0), other=0)
+    id = tl.load(ids + row * (slots - 1) + slot - 1, mask=(item < total) & (slot > 0), other=0)
+    mark = tl.where(slot == 0, mark, id)
+    tl.store(marks + item, tl.where((mark >= 0) & (mark < vocabulary), mark, -1).to(tl.int32), mask=item < total)

@@ -31,7 +31,8 @@ def settle_own(stats: TileStatistics, doubt: Doubt, marks: Tensor, request: Head
     _own_kernel[(rows,)](
         stats.peak, stats.second, stats.others, doubt.state, doubt.listed, doubt.filled, marks, out.lse, out.logp, out.rest,
         out.ids, out.kept, tiles, request.mass, request.top_k, THRESHOLD=request.mass < 1.0,
-        TILES=triton.next_power_of_2(tiles), BEST=best_of(request.top_k), ROOM=doubt.listed.shape[1], num_warps=WARPS,
+        TILES=triton.next_power_of_2(tiles), BEST=best_of(request.top_k), ROOM=doubt.listed.shape[1],
+        num_warps=1 if doubt.listed.shape[1] <= 512 else WARPS,  # a sort within a warp waits for no other
     )  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """Gradients from single entries: rows of the weight gathered for dH, hidden states gathered for dW. No atomics.
 
 For dW the entries are sorted by token, and each token's row is summed by one program in the order of the batch, so that the
-result is the same every time.
+result is the same every time. Common tokens are in nearly every row's support: of a long list, pieces are summed beforehand,
+each by a program of its own. What a few dense rows leave is added where dW is written.
 """
 
+from dataclasses import dataclass
 from typing import no_type_check
 
 import torch
@@ -11,45 +13,91 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corral.kernels.few_rows import FewRows, few_hidden
+from corral.kernels.later import beside
+from corral.kernels.route import FEW, Routes
 from corral.kernels.row_gradient import RowGradient
 
 BLOCK = 4096
 """Hidden width that one program writes of a row of dW."""
+PIECE = 256
+"""Entries of one token that a program of its own adds up beforehand."""
 
 
-def sparse_hidden(weight: Tensor, rows: RowGradient, out: Tensor) -> None:
-    """dH [N, H] of the sparse rows, 0 elsewhere."""
+def sparse_hidden(weight: Tensor, gradient: RowGradient, routes: Routes, few: FewRows, out: Tensor) -> None:
+    """dH [N, H] of the sparse rows and of a few dense ones, 0 elsewhere."""
     vocabulary, width = weight.shape
     block = min(1024, triton.next_power_of_2(width))
     _hidden_kernel[(len(out), triton.cdiv(width, block))](
-        weight, rows.key, rows.value, out, vocabulary, width, rows.key.shape[1], BLOCK=block, SOME=8, num_warps=2,
+        weight, routes.key, gradient.value, out, vocabulary, width, routes.key.shape[1], BLOCK=block, SOME=8,
+        num_warps=2,
     )  # fmt: skip
+    few_hidden(few, routes, out)
 
 
-def sort_by_token(rows: RowGradient, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The entries in the order of their tokens, and where each token's begin [V + 1]."""
-    keys, order = rows.key.flatten().sort(stable=True)
-    tokens = torch.arange(vocabulary + 1, dtype=torch.int32, device=keys.device)
-    return order, torch.searchsorted(keys, tokens, out_int32=True)
+@dataclass(frozen=True, eq=False)
+class ByToken:
+    """The single entries of all rows in the order of their tokens, and within a token's in that of the rows."""
+
+    keys: Tensor
+    order: Tensor
+    """Token of each, V behind the last, and its place in [N, S]."""
+    starts: Tensor
+    """Where each token's begin, and where the last's end [V + 1]."""
+    done: torch.cuda.Event | None
+    """On a GPU they are sorted beside other work: when they can be used."""
+
+
+def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
+    """Those that a sparse backward adds up."""
+    if not routes.key.is_cuda:
+        return ByToken(*_sorted(routes.key, vocabulary), None)
+    usual, stream = torch.cuda.current_stream(routes.key.device), beside(routes.key.device)
+    stream.wait_stream(usual)
+    with torch.cuda.stream(stream):
+        found = _sorted(routes.key, vocabulary)
+    routes.key.record_stream(stream)
+    for x in found:
+        x.record_stream(usual)
+    return ByToken(*found, stream.record_event())
+
+
+def _sorted(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys, order = key.flatten().sort(stable=True)
+    tokens = torch.arange(vocabulary + 1, dtype=torch.int32, device=key.device)
+    return keys, order, torch.searchsorted(keys, tokens, out_int32=True)
 
 
 def sparse_weight(
     hidden: Tensor,
-    rows: RowGradient,
-    by_token: tuple[Tensor, Tensor],
+    gradient: RowGradient,
+    routes: Routes,
+    by_token: ByToken,
+    few: FewRows | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
-    *,
-    add: bool,
 ) -> None:
-    """dW [V, H] and db [V] of the sparse rows, every row of them written; or added to what is there."""
-    order, starts = by_token
-    vocabulary = len(starts) - 1
-    width = hidden.shape[1]
+    """dW [V, H] and db [V] of the sparse rows and of a few dense ones, every row of them written; nothing if these are more.
+
+    Without `few` the sparse rows' part is added to what is there.
+    """
+    (vocabulary, width), slots = (len(by_token.starts) - 1, hidden.shape[1]), routes.key.shape[1]
+    if by_token.done is not None:
+        torch.cuda.current_stream(hidden.device).wait_event(by_token.done)
     block = min(BLOCK, triton.next_power_of_2(width))
-    _weight_kernel[(vocabulary, triton.cdiv(width, block) if d_weight is not None else 1)](
-        hidden, rows.value, order, starts, d_weight, d_bias, width, rows.key.shape[1], ADD=add,
-        WEIGHT=d_weight is not None, BIAS=d_bias is not None, BLOCK=block, SOME=2, num_warps=max(1, block // 512),
+    blocks = triton.cdiv(width, block) if d_weight is not None else 1
+    switches = {"ADD": few is None, "WEIGHT": d_weight is not None, "FEW": FEW, "PIECE": PIECE, "BLOCK": block}
+    pieces = len(by_token.keys) // PIECE
+    sums, sums_g = (hidden.new_empty(pieces, n, dtype=torch.float32) for n in (width if d_weight is not None else 0, 1))
+    if pieces:
+        _piece_kernel[(pieces, blocks)](
+            hidden, gradient.value, by_token.keys, by_token.order, routes.counts, sums, sums_g, vocabulary, width, slots,
+            SOME=min(8, PIECE), num_warps=max(1, block // 256), **switches,
+        )  # fmt: skip
+    _weight_kernel[(vocabulary, blocks)](
+        hidden, gradient.value, by_token.order, by_token.starts, sums, sums_g, routes.few, routes.counts,
+        None if few is None else few.dz, d_weight, d_bias, width, slots, BIAS=d_bias is not None,
+        num_warps=max(1, block // 1024), **switches,
     )  # fmt: skip
 
 
@@ -75,35 +123,82 @@ def _hidden_kernel(weight, key, value, out, vocabulary, width, slots, BLOCK: tl.
 
 @triton.jit
 @no_type_check
-def _weight_kernel(
-    hidden, value, order, starts, d_weight, d_bias, width, slots, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
+def _piece_kernel(
+    hidden, value, keys, order, counts, sums, sums_g, vocabulary, width, slots, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+    FEW: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    sum_g = 0.0
-    start, end = tl.load(starts + token), tl.load(starts + token + 1)
-    if ADD:  # noqa: SIM102 (decided when compiling, and the other when running)
-        if start == end:
+    """PIECE entries, if they are all one token's."""
+    piece = tl.program_id(0)
+    token = tl.load(keys + piece * PIECE)
+    if (token == vocabulary) | (token != tl.load(keys + piece * PIECE + PIECE - 1)):
+        return
+    if not ADD:  # noqa: SIM102 (decided when compiling, and the other when running)
+        if tl.load(counts + 1) > FEW:
             return
-    for begin in range(start, end, SOME):
-        item = begin + tl.arange(0, SOME)
-        entry = tl.load(order + item, mask=item < end, other=0)
-        g = tl.load(value + entry, mask=item < end, other=0.0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total, sum_g = tl.zeros((BLOCK,), tl.float32), tl.zeros((SOME,), tl.float32)
+    for begin in range(0, PIECE, SOME):
+        entry = tl.load(order + piece * PIECE + begin + tl.arange(0, SOME))
+        g = tl.load(value + entry)
         if WEIGHT:
-            h = tl.load(
-                hidden + (entry // slots)[:, None] * width + column[None, :],
-                mask=(item < end)[:, None] & (column < width)[None, :], other=0.0,
-            )  # fmt: skip
+            from_row = hidden + (entry // slots)[:, None] * width
+            h = tl.load(from_row + column[None, :], mask=(column < width)[None, :], other=0.0)
             total += tl.sum(h.to(tl.float32) * g[:, None], 0)
-        if BIAS:
-            sum_g += tl.sum(g, 0)
+        sum_g += g
     if WEIGHT:
-        here = d_weight + token.to(tl.int64) * width + column
+        tl.store(sums + piece.to(tl.int64) * width + column, total, mask=column < width)
+    if tl.program_id(1) == 0:
+        tl.store(sums_g + piece, tl.sum(sum_g, 0))
+
+
+@triton.jit
+@no_type_check
+def _weight_kernel(
+    hidden, value, order, starts, sums, sums_g, few, counts, dz, d_weight, d_bias, width, slots, ADD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token: its entries one by one, or a whole piece of them at once, and a few dense rows."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = column < width
+    position, end = tl.load(starts + token), tl.load(starts + token + 1)
+    dense = 0
+    if ADD:
+        if position == end:
+            return
+    else:
+        dense = tl.load(counts + 1)
+        if dense > FEW:
+            return
+    total, sum_g = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32)
+    entry = tl.load(order + position, mask=position < end, other=0)
+    while position < end:
+        whole = (position % PIECE == 0) & (position + PIECE <= end)
+        then = position + tl.where(whole, PIECE, 1)
+        next_entry = tl.load(order + then, mask=then < end, other=0)  # on its way while this one's hidden state is
+        if whole:
+            piece = (position // PIECE).to(tl.int64)
+            if WEIGHT:
+                total += tl.load(sums + piece * width + column, mask=within, other=0.0)
+            sum_g += tl.load(sums_g + piece)
+        else:
+            g = tl.load(value + entry)
+            if WEIGHT:
+                total += g * tl.load(hidden + entry // slots * width + column, mask=within, other=0.0).to(tl.float32)
+            sum_g += g
+        position, entry = then, next_entry
+    if not ADD:
+        for place in range(0, dense):
+            g = tl.load(dz + token * FEW + place).to(tl.float32)
+            if WEIGHT:
+                row = tl.load(few + place).to(tl.int64)
+                total += g * tl.load(hidden + row * width + column, mask=within, other=0.0).to(tl.float32)
+            sum_g += g
+    if WEIGHT:
+        here = d_weight + token * width + column
         if ADD:
-            total += tl.load(here, mask=column < width, other=0.0).to(tl.float32)
-        tl.store(here, total.to(d_weight.dtype.element_ty), mask=column < width)
+            total += tl.load(here, mask=within, other=0.0).to(tl.float32)
+        tl.store(here, total.to(d_weight.dtype.element_ty), mask=within)
     if BIAS:  # noqa: SIM102 (decided when compiling, and the other when running)
         if tl.program_id(1) == 0:
             if ADD:

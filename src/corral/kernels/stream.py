@@ -233,8 +233,9 @@ def _multiply(
 def _relative(e, base, is_top, top, reference, most):
     """e^(z − reference) of every logit, from what a tile's reduction says of all but the largest, and of that."""
     of_top = tl.exp2(tl.minimum((top - reference) * LOG2_E, 100.0))
-    of_base = tl.exp2(tl.minimum(base - reference * LOG2_E, most))
-    return e * of_base[:, None] + is_top * of_top[:, None]
+    # In two steps: alone either would be too small for float32 where both together are not.
+    half = tl.exp2(0.5 * tl.minimum(base - reference * LOG2_E, most))
+    return e * half[:, None] * half[:, None] + is_top * of_top[:, None]
 
 
 @triton.jit

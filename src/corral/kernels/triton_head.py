@@ -10,15 +10,17 @@ from torch.autograd.function import once_differentiable
 
 from corral.kernels.dense_backward import dense_rows
 from corral.kernels.dispatch import MAX_TOP_K
-from corral.kernels.later import Later
+from corral.kernels.few_rows import few_rows
+from corral.kernels.foreseen import Expect
+from corral.kernels.formed import Formed, Gradients, foreseen_head
+from corral.kernels.later import IdsLater, Later
 from corral.kernels.logits import LogitSpec
 from corral.kernels.online import HeadRequest, HeadRows
-from corral.kernels.row_gradient import DENSE, RowGradient, Upstream, row_gradient
-from corral.kernels.select import HeadInput, stream_head
+from corral.kernels.route import FEW, Routes, route_rows
+from corral.kernels.row_gradient import DENSE, Upstream, row_gradient
+from corral.kernels.select import HeadInput
 from corral.kernels.sparse_backward import sort_by_token, sparse_hidden, sparse_weight
 from corral.kernels.stream import tile_of
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,8 @@ class Plan:
     """Share of a row's gradient that a sparse backward may drop; 0 drops none."""
     report: Tensor | None = None
     """Where the backward pass writes the share of dense rows and the largest share dropped [2]."""
+    expect: Expect | None = None
+    """The loss that will follow."""
 
 
 def most_top_k(hidden: Tensor, vocabulary: int) -> int:
@@ -45,8 +49,10 @@ class TritonHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, plan: Plan
     ) -> tuple[Tensor, ...]:
-        hidden = hidden.contiguous()
-        rows = stream_head(hidden, weight, bias, tokens, ids, plan.spec, plan.request)
+        hidden, check = hidden.contiguous(), IdsLater("lm_head", tokens, ids, len(weight))
+        source = HeadInput(hidden, weight, bias, tokens, ids, plan.spec, plan.request)
+        rows, ctx.formed = foreseen_head(source, plan.expect, plan.tolerance, ctx.needs_input_grad[:3])
+        check.answer()
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.ids)
@@ -62,44 +68,60 @@ class TritonHead(torch.autograd.Function):
         plan, rows = ctx.plan, HeadRows(*fields)
         source = HeadInput(hidden, weight, bias, tokens, None, plan.spec, plan.request)
         upstream = Upstream(logp=g_logp, kept=g_kept, rest=g_rest, entropy=g_nats)
-        grads, gradient = head_gradients(source, rows, upstream, plan.tolerance, ctx.needs_input_grad[:3])
-        if plan.report is not None and gradient is not None:
-            plan.report.copy_(gradient.report())
+        formed, ctx.formed = ctx.formed, None  # it is used up: a second backward pass starts from nothing
+        grads, routes = head_gradients(source, rows, upstream, plan.tolerance, ctx.needs_input_grad[:3], formed)
+        if plan.report is not None and routes is not None:
+            plan.report.copy_(routes.report())
         return (*grads, None, None, None)
 
 
 def head_gradients(
-    source: HeadInput, rows: HeadRows, upstream: Upstream, tolerance: float, needed: Sequence[bool]
-) -> tuple[Gradients, RowGradient | None]:
+    source: HeadInput,
+    rows: HeadRows,
+    upstream: Upstream,
+    tolerance: float,
+    needed: Sequence[bool],
+    formed: Formed | None = None,
+) -> tuple[Gradients, Routes | None]:
     """Gradients of hidden states, weight and bias, those that are needed, and how they were made.
 
-    The host has to know how many rows are dense: while it asks, the device has dH and a sort to do.
+    The host has to know how many rows are dense. It asks when all is queued that there is to do unless they are many.
     """
     hidden, weight, bias = source.hidden, source.weight, source.bias
     if not len(hidden):
         inputs = (hidden, weight, bias)
         none = [torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs, needed, strict=True)]
         return (none[0], none[1], none[2]), None
-    gradient = row_gradient(rows, source.tokens, upstream, source.spec, len(weight), tolerance)
-    numbers = Later(gradient.counts)
+    if formed is not None:
+        return formed.gradients(source, rows, upstream, tolerance, needed)
+    gradient = row_gradient(rows, source.tokens, upstream, source.spec)
+    routes = route_rows(gradient, source.spec, len(weight), tolerance)
+    numbers = Later(routes.counts)
+    nats = None if upstream.entropy is None else upstream.entropy.contiguous()
     d_hidden, d_weight = (torch.empty_like(x) if need else None for x, need in zip((hidden, weight), needed, strict=False))
     d_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
-    sparse, by_token = tolerance > 0, None
-    if sparse and d_hidden is not None:
-        sparse_hidden(weight, gradient, d_hidden)
-    if sparse and (d_weight is not None or d_bias is not None):
-        by_token = sort_by_token(gradient, len(weight))
+    found, by_token = (d_hidden, d_weight, d_bias), None
+    if tolerance > 0:
+        if d_weight is not None or d_bias is not None:
+            by_token = sort_by_token(routes, len(weight))
+        few = few_rows(
+            hidden, weight, bias, source.spec, rows, nats, gradient, routes, want_hidden=d_hidden is not None
+        )  # fmt: skip
+        if d_hidden is not None:
+            sparse_hidden(weight, gradient, routes, few, d_hidden)
+        if by_token is not None:
+            sparse_weight(hidden, gradient, routes, by_token, few, d_weight, d_bias)
     live, dense = numbers.numbers()
-    if not sparse and d_hidden is not None and dense < len(hidden):
+    if dense <= (FEW if tolerance > 0 else 0):
+        if tolerance == 0:  # no row has a gradient
+            for x in found:
+                if x is not None:
+                    x.zero_()
+        return found, routes
+    if tolerance == 0 and d_hidden is not None and dense < len(hidden):
         d_hidden.zero_()
-    if dense:
-        picked = (gradient.route != DENSE).byte().argsort(stable=True)[:dense]  # without asking again how many there are
-        nats = None if upstream.entropy is None else upstream.entropy.contiguous()
-        dense_rows(hidden, weight, bias, source.spec, rows, nats, gradient, picked, d_hidden, d_weight, d_bias)
-    if by_token is not None and (live > dense or not dense):
-        sparse_weight(hidden, gradient, by_token, d_weight, d_bias, add=dense > 0)
-    elif not dense:
-        for x in (d_weight, d_bias):
-            if x is not None:
-                x.zero_()
-    return (d_hidden, d_weight, d_bias), gradient
+    picked = (routes.route != DENSE).byte().argsort(stable=True)[:dense]  # without asking again how many there are
+    dense_rows(hidden, weight, bias, source.spec, rows, nats, gradient, picked, d_hidden, d_weight, d_bias)
+    if by_token is not None and live > dense:
+        sparse_weight(hidden, gradient, routes, by_token, None, d_weight, d_bias)
+    return found, routes

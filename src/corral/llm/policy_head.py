@@ -9,22 +9,21 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor, nn
 
 from corral.kernels import lm_head
+from corral.kernels.batch_loss import NewRows
 from corral.kernels.foreseen import Expect
+from corral.kernels.head import HeadOutput
+from corral.kernels.live import Live
 from corral.support import gather_support, top_k_support
 from corral.types import SparseDist
 
 Forward = Callable[..., Any]
-
-
-Pick = Callable[[Tensor], Tensor]
-"""[B T …] → the rows [N …] that a head is given."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,13 +35,52 @@ class SupportRequest:
     ids: Tensor | None = None
     tolerance: float = 0.0
     """Share of a token's gradient that a sparse backward pass may leave out."""
-    foresee: Callable[[Pick], Expect | None] | None = None
-    """The loss that will follow, so that gradients can be formed on the way."""
+    foresee: Callable[[Live], Expect | None] | None = None
+    """The loss that will follow of the scored tokens, so that gradients can be formed on the way."""
+    alone: bool = False
+    """Whether the pass is all that is wanted of the loss that asks for it."""
 
     @property
     def supported(self) -> bool:
         """Whether a support is wanted at all."""
         return self.top_k is not None or self.ids is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What one pass said of the completion [B T]: its own head row by row, or all of TRL's logits place by place."""
+
+    rows: HeadOutput | None
+    live: Live | None
+    """Where the scored rows stand."""
+    dist: SparseDist | None = None
+
+    def support(self) -> SparseDist | None:
+        """The support of every token [B T K], empty where nothing was scored."""
+        if self.rows is None or self.rows.dist is None or self.live is None:
+            return self.dist
+        return _spread(self.rows.dist, self.live)
+
+
+class Scored(NamedTuple):
+    """What one scoring pass of TRL's gave, for the completion tokens [B T]."""
+
+    logp: Tensor
+    entropy: Tensor | None
+    reports: list[Report]
+    """What the head said, piece by piece, where it was asked to."""
+
+    def support(self) -> SparseDist | None:
+        """The support of every token, if there is one."""
+        pieces = [dist for report in self.reports if (dist := report.support()) is not None]
+        if len(pieces) < 2:
+            return pieces[0] if pieces else None
+        return SparseDist(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "rest")))
+
+    def rows(self) -> tuple[NewRows | None, Tensor | None]:
+        """Scored tokens one behind the other, and their entropy; None where they come from more than one pass of our head."""
+        rows, live = (self.reports[0].rows, self.reports[0].live) if len(self.reports) == 1 else (None, None)
+        return (None, None) if rows is None or live is None else (NewRows(rows.logp, rows.dist, live), rows.entropy)
 
 
 class PolicyHead:
@@ -53,15 +91,15 @@ class PolicyHead:
     1.15 computes all logits, and the support is taken from those.
 
     A support is not among what the forward returns: the wrappers of distributed training rebuild that, field by field. Their
-    hooks sit on the log-probs, which come from the same head and which every loss of TRL's reads.
+    hooks sit on the log-probs, which come from the same head and which the trainer's loss reads wherever there are such hooks.
     """
 
     def __init__(self, model: nn.Module, temperature: float) -> None:
         self.temperature = temperature
         self.request: SupportRequest | None = None
         self.tokens = 0
-        self.dists: list[SparseDist] = []
-        self.reports: list[Tensor] = []
+        self.passes: list[Report] = []
+        self.backward_reports: list[Tensor] = []
         """What backward passes have said, and will say, of dense rows and of what they left out; [2] each."""
         inner = model.forward
 
@@ -77,13 +115,13 @@ class PolicyHead:
         model.forward = types.MethodType(forward, model)
 
     @contextmanager
-    def reporting(self, request: SupportRequest, tokens: int) -> Iterator[list[SparseDist]]:
-        """Inside, every pass appends the support of each row's last `tokens` tokens, [B T K], where one is wanted."""
-        self.request, self.tokens, self.dists = request, tokens, []
+    def reporting(self, request: SupportRequest, tokens: int) -> Iterator[list[Report]]:
+        """Inside, every pass appends what it says of each sequence's last `tokens` tokens."""
+        self.request, self.tokens, self.passes = request, tokens, []
         try:
-            yield self.dists
+            yield self.passes
         finally:
-            self.request, self.dists = None, []
+            self.request, self.passes = None, []
 
     def _score_hidden(self, request: SupportRequest, inner: Forward, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
         """A fused pass with our head in the place of TRL's."""
@@ -93,18 +131,16 @@ class PolicyHead:
             output = inner(*args, labels=labels, **kwargs)
         finally:
             trl_utils._ChunkedLogProbFunction = original
-        if head.dist is not None:
-            self.dists.append(head.dist)
-        if head.report is not None and torch.is_grad_enabled():
-            self.reports.append(head.report)
+        if head.said is not None:
+            self.passes.append(head.said)
+            if head.said.rows.report is not None and torch.is_grad_enabled():
+                self.backward_reports.append(head.said.rows.report)
         return output
 
-    def finished_reports(self) -> list[Tensor]:
-        """Those of backward passes that are over; each is given once. One may be under way; of others nothing will be heard."""
-        over = [not bool(report.isnan().any()) for report in self.reports]
-        done = [report for report, is_over in zip(self.reports, over, strict=True) if is_over]
-        self.reports = [] if all(over) else self.reports[-1:]
-        return done
+    def take_backward_reports(self) -> Tensor | None:
+        """Of the passes so far [n 2], each given once; NaN where no backward pass has followed."""
+        reports, self.backward_reports = self.backward_reports, []
+        return torch.stack(reports) if reports else None
 
     def _score_logits(self, request: SupportRequest, inner: Forward, *, input_ids: Tensor, **kwargs: Any) -> Any:
         """A pass that computes every logit."""
@@ -116,7 +152,7 @@ class PolicyHead:
         else:
             assert request.top_k is not None
             dist = top_k_support(logp, input_ids[:, -self.tokens :], k=min(request.top_k, logp.shape[-1]), mass=request.mass)
-        self.dists.append(dist)
+        self.passes.append(Report(None, None, dist))
         return output
 
 
@@ -125,22 +161,22 @@ class _HeadFunction:
 
     def __init__(self, request: SupportRequest, scored: Tensor, tokens: int) -> None:
         self.request, self.scored, self.completion = request, scored, scored[:, -tokens:]
-        self.dist: SparseDist | None = None
-        self.report: Tensor | None = None
+        self.said: Report | None = None
 
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, *how: Any
     ) -> tuple[Tensor | None, ...]:
         """Log-probs and entropy of the rows that TRL passes: all of them on a CPU, the scored ones alone on a GPU."""
         _, softcap, scale, outputs = how
-        rows = self.scored.to(hidden.device).flatten()
-        every_row = len(tokens) == len(rows)
-        if every_row:
-            hidden, tokens = hidden[rows], tokens[rows]
-        ids = None if self.request.ids is None else self.request.ids[self.completion]
+        every = None
+        if len(tokens) == self.scored.numel():
+            every = self.scored.to(hidden.device).flatten().nonzero().squeeze(-1)
+            hidden, tokens = hidden.index_select(0, every), tokens[every]
+        live = scored_rows(self.completion.to(hidden.device), len(tokens))
+        ids = None if self.request.ids is None else live.pick(self.request.ids)
         expect = None
-        if self.request.foresee is not None and not hidden.is_cuda:  # kernels on a GPU do without
-            expect = self.request.foresee(lambda x: x[self.completion])
+        if self.request.foresee is not None and (ids is not None or not hidden.is_cuda):  # a GPU makes nothing of it otherwise
+            expect = self.request.foresee(live)
         empty = not len(tokens)
         if empty:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
             hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
@@ -157,21 +193,32 @@ class _HeadFunction:
                 mass=self.request.mass, ids=ids, entropy="entropy" in outputs,
                 expect=expect, tolerance=self.request.tolerance,
             )  # fmt: skip
-        keep = slice(0, 0 if empty else None)
-        self.report = None if empty else head.report
-        if head.dist is not None:
-            self.dist = self._spread(SparseDist(head.dist.ids[keep], head.dist.logp[keep], head.dist.rest[keep]))
-        results = [None if x is None else x[keep] for x in (head.logp, head.entropy)]
-        if every_row:
-            results = [None if x is None else x.new_zeros(len(rows)).masked_scatter(rows, x) for x in results]
+        head = _without_rows(head) if empty else head
+        self.said = Report(head, live)
+        results = [head.logp, head.entropy]
+        if every is not None:
+            results = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, every, x) for x in results]
         return (*results, None, None, None)
 
-    def _spread(self, dist: SparseDist) -> SparseDist:
-        """Scored rows [N K] → the completion [B T K], empty where nothing was scored."""
-        scored = self.completion.to(dist.rest.device)
-        slots = scored[..., None].expand(*scored.shape, dist.ids.shape[-1])
-        return SparseDist(
-            dist.ids.new_full(slots.shape, -1).masked_scatter(slots, dist.ids),
-            dist.logp.new_full(slots.shape, -torch.inf).masked_scatter(slots, dist.logp),
-            dist.rest.new_zeros(scored.shape).masked_scatter(scored, dist.rest),
-        )
+
+def scored_rows(scored: Tensor, count: int) -> Live:
+    """The tokens [B T] that were scored, so many of them: nobody waits for the device to count them."""
+    if count == scored.numel():
+        return Live(scored, count)
+    return Live(scored, count, scored.flatten().byte().argsort(descending=True, stable=True)[:count])
+
+
+def _spread(dist: SparseDist, live: Live) -> SparseDist:
+    """Rows [N K] → their places [B T K]; nowhere else is there a token in the support."""
+    if live.rows is None:
+        return SparseDist(*(live.spread(x) for x in (dist.ids, dist.logp, dist.rest)))
+    shape = (live.shape.numel(), dist.ids.shape[-1])
+    ids = dist.ids.new_full(shape, -1).index_copy(0, live.rows, dist.ids)
+    logp = dist.logp.new_full(shape, -torch.inf).index_copy(0, live.rows, dist.logp)
+    return SparseDist(ids.view(*live.shape, -1), logp.view(*live.shape, -1), live.spread(dist.rest))
+
+
+def _without_rows(head: HeadOutput) -> HeadOutput:
+    """Nothing, still connected to where it came from."""
+    dist = None if head.dist is None else SparseDist(head.dist.ids[:0], head.dist.logp[:0], head.dist.rest[:0])
+    return HeadOutput(head.logp[:0], None if head.entropy is None else head.entropy[:0], dist)

@@ -4,43 +4,47 @@ import logging
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+import trl
+from accelerate.utils import DistributedType, is_peft_model
+from packaging.version import Version
 from torch import Tensor
 from trl import GRPOTrainer
 
 from corral.advantage import group_advantages
-from corral.kernels.batch_loss import batch_loss
+from corral.kernels.batch_loss import NewRows, batch_loss
 from corral.kernels.foreseen import Expect, foresee
+from corral.kernels.live import Live
 from corral.kernels.policy_loss import TOLERANCE
 from corral.llm.config import CorralConfig
-from corral.llm.policy_head import Pick, PolicyHead, SupportRequest
+from corral.llm.ledger import Ledger
+from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
 from corral.objective.troll import troll
-from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+from corral.types import SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
 
 SUPPORT_KEYS = ("corral_ids", "corral_logp", "corral_rest")
 """How a support rides along in TRL's buffer of rollouts, which shuffles and slices any tensor by its first axis."""
 
+FUSED = Version(trl.__version__) >= Version("1.15")
+"""Whether TRL's loss is known to begin with its fused scoring pass."""
 
-class Scored(NamedTuple):
-    """What one scoring pass of TRL's gave, for the completion tokens."""
 
-    logp: Tensor
-    entropy: Tensor | None
-    dist: SparseDist | None
+class _Enough(Exception):
+    """Leaves TRL's loss once it has scored the tokens, where nothing but a policy term would follow, which is not ours."""
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Five methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Seven methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
-    entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says.
+    entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
+    other term, TRL's loss is left as soon as it has scored the tokens.
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]
@@ -67,6 +71,7 @@ class CorralTrainer(GRPOTrainer):
         self._request: SupportRequest | None = None
         self._scored: Scored | None = None
         self._rewards: Tensor | None = None
+        self._ledger = Ledger()
         if self.accelerator.is_main_process:
             self._announce()
 
@@ -74,6 +79,17 @@ class CorralTrainer(GRPOTrainer):
     def off_policy(self) -> bool:
         """Whether a batch of rollouts outlives an update, so that its policy is an old one: then TRL keeps its log-probs."""
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+
+    @property
+    def _other_terms(self) -> bool:
+        """Whether the loss reads the head's results elsewhere than in its policy term."""
+        bonus = getattr(self, "_entropy_bonus_enabled", False)  # not every release has one
+        return self.beta != 0 or self.top_entropy_quantile < 1.0 or bonus
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether TRL's loss would have nothing to add once the tokens are scored."""
+        return FUSED and not self._other_terms and not self.aux_loss_enabled
 
     def _announce(self) -> None:
         sampler_anchor = self.anchor == "rollout" and self.reports_logps
@@ -106,12 +122,13 @@ class CorralTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         scored, self._scored = self._scored, None
         if self.needs_support and self.off_policy:
-            if scored is None or scored.dist is None or "old_per_token_logps" not in output:
+            dist = None if scored is None else scored.support()
+            if dist is None or "old_per_token_logps" not in output:
                 raise RuntimeError(
                     "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."
                 )
-            slots = max(1, int((scored.dist.ids >= 0).sum(-1).max()))  # the others are padding
-            support = scored.dist.ids[..., :slots].int(), scored.dist.logp[..., :slots], scored.dist.rest
+            slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
+            support = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest
             output.update(zip(SUPPORT_KEYS, support, strict=True))
         if self.args.advantage is not None:
             output["advantages"] = self._own_advantages(len(output["completion_ids"]))
@@ -154,106 +171,122 @@ class CorralTrainer(GRPOTrainer):
         passing = (model, input_ids, attention_mask, logits_to_keep, *args)
         request, self._request = self._request, None
         if request is None:
-            result, dist = super()._get_per_token_logps_and_entropies(*passing, **kwargs), None
+            result, reports = super()._get_per_token_logps_and_entropies(*passing, **kwargs), []
         else:
-            with self.policy_head.reporting(request, logits_to_keep) as pieces:
+            with self.policy_head.reporting(request, logits_to_keep) as reports:
                 result = super()._get_per_token_logps_and_entropies(*passing, **kwargs)
-                dist = None
-                if pieces:
-                    whole = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "rest"))
-                    dist = SparseDist(*whole)
         if self._scored is None:
-            self._scored = Scored(result[0], result[1], dist)
+            self._scored = Scored(result[0], result[1], reports)
+        if request is not None and request.alone:
+            raise _Enough
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without its policy term, plus corral's."""
-        zeroed = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
-        if self.beta == 0 or not self.args.use_bias_correction_kl:
-            zeroed.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
         mode = "train" if self.model.training else "eval"
         mask = inputs["completion_mask"].bool()
         if "tool_mask" in inputs:
             mask = mask & inputs["tool_mask"].bool()
-        request = replace(self._support_of(inputs), tolerance=TOLERANCE, foresee=partial(self._foresee, inputs, mask, mode))
+        backward = self.policy_head.take_backward_reports()
+        weights = self._weights(inputs, mask, mode)
+        request = replace(self._support_of(inputs), tolerance=TOLERANCE, foresee=partial(self._foresee, inputs, mask, weights))
         # Which tokens are the most uncertain hangs on the last digit; without a support those of TRL's own head are at hand.
-        self._ask(request if request.supported or self.top_entropy_quantile == 1.0 else None)
-        loss = super()._compute_loss(model, zeroed)
+        own = request.supported or self.top_entropy_quantile == 1.0
+        self._ask(replace(request, alone=self._leaves) if own else None)
+        try:
+            loss = super()._compute_loss(model, self._without_policy(inputs))
+        except _Enough:
+            loss = None
         scored, self._scored = self._scored, None
         assert scored is not None
-        policy = self._policy_loss(inputs, scored, mask, mode)
+        policy, tokens, metrics = self._policy_loss(inputs, scored, mask, weights)
+        self._ledger.add(mode, tokens, metrics, backward)
+        if loss is None:
+            # The hooks of distributed training sit on what the model returned.
+            alone = self.accelerator.distributed_type == DistributedType.NO
+            return policy if alone else policy + 0.0 * scored.logp.sum()
         self._mend_metrics(policy.detach(), mode)
         return loss + policy
+
+    def _without_policy(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs for which TRL's policy term is zero; where that is all there would be, it never gets so far."""
+        if self._leaves:
+            return inputs
+        zeroed = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+        if self.beta == 0 or not self.args.use_bias_correction_kl:
+            zeroed.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
+        return zeroed
 
     def _support_of(self, inputs: dict[str, Any]) -> SupportRequest:
         """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
         if "corral_ids" in inputs:
-            return SupportRequest(ids=inputs["corral_ids"].long())
+            return SupportRequest(ids=inputs["corral_ids"])
         return self._own_support() if self.needs_support and not _plain_at_rest(self.objective) else SupportRequest()
 
-    def _foresee(self, inputs: dict[str, Any], mask: Tensor, mode: str, pick: Pick) -> Expect | None:
+    def _foresee(self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, live: Live) -> Expect | None:
         """What `_policy_loss` will be, as far as the head's results go; None where other terms read them too."""
-        other = self.beta != 0 or self.top_entropy_quantile < 1.0 or self.correction is not None
-        if other or getattr(self, "_entropy_bonus_enabled", False) or not bool(mask.any()):
+        if self._other_terms or self.correction is not None or not live.count:
             return None
-        blank = torch.zeros(mask.shape, device=mask.device)
-        dist = None
-        if "corral_ids" in inputs:
-            dist = SparseDist(inputs["corral_ids"].long(), inputs["corral_logp"], inputs["corral_rest"])
-        batch = self._token_batch(inputs, Scored(blank, None, dist), mask)
+        batch = self._token_batch(inputs, mask.new_zeros(mask.shape, dtype=torch.float32), None, mask)
         at_rest = "old_per_token_logps" not in inputs and batch.logp_rollout is not batch.logp_old
-        with torch.enable_grad():
-            ones = torch.ones_like(blank, requires_grad=True)
-            (weights,) = torch.autograd.grad(self._average(ones, mask, inputs, mode), ones)
-        return foresee(self._objective_for(dist), batch, pick, weights, at_rest=at_rest)
+        of_each = torch.where(mask, weights, 0.0)
+        return foresee(self._objective_for(batch.dist_old), batch, live.pick, of_each, at_rest=at_rest)
 
     def _objective_for(self, dist: SparseDist | None) -> Objective:
         """At rest a support changes nothing, so none was made."""
         return make_objective("reinforce") if self.needs_support and dist is None else self.objective
 
-    def _policy_loss(self, inputs: dict[str, Any], scored: Scored, mask: Tensor, mode: str) -> Tensor:
-        """The objective's loss, weighted and averaged as TRL's own would be."""
-        if bool(mask.any()):
-            batch = self._token_batch(inputs, scored, mask)
-            objective = self._objective_for(batch.dist_new)
-            out = batch_loss(objective, batch)
-            self._look(inputs, batch, objective)
-            weighted = out.loss if self.correction is None else out.loss * self.correction(batch)
-        else:  # every completion of this micro-batch is masked out
-            out = ObjectiveOutput(scored.logp * 0.0, {})
-            weighted = out.loss
-        # Both of these talk to the other processes, which may have live tokens where this one has none.
+    def _policy_loss(
+        self, inputs: dict[str, Any], scored: Scored, mask: Tensor, weights: float | Tensor
+    ) -> tuple[Tensor, int, dict[str, Tensor]]:
+        """The objective's loss, weighted and averaged as TRL's own would be; live tokens, and metrics of them."""
+        new, entropy = scored.rows()
+        if new is not None and "tool_mask" in inputs:  # of the scored tokens those that no tool wrote
+            kept = new.live.pick(mask).nonzero().squeeze(-1)
+            new, entropy = new.only(kept, mask), None if entropy is None else entropy[kept]
+        tokens = int(mask.sum()) if new is None else new.live.count
+        if new is not None and new.dist is not None and "corral_ids" not in inputs:
+            new = None  # its own anchor, on its own support
+        if not tokens:  # every completion of this micro-batch is masked out
+            loss, metrics = scored.logp * 0.0, {}
+        else:
+            loss, metrics = self._token_loss(inputs, scored, mask, new)
+            if self._leaves and entropy is not None:
+                metrics["entropy"] = entropy.detach().mean()  # TRL's, which would have been next
+        # This talks to the other processes, which may have live tokens where this one has none.
         if self.top_entropy_quantile < 1.0:
-            weighted = weighted * self.get_high_entropy_mask(scored.entropy, mask.int(), 1 - self.top_entropy_quantile)
-        self._record(out.metrics | self._head_metrics(), int(mask.sum()), mode)
-        return self._average(weighted, mask, inputs, mode)
+            chosen = self.get_high_entropy_mask(scored.entropy, mask.int(), 1 - self.top_entropy_quantile)
+            loss = torch.where(chosen, loss, 0.0)
+        alike = not isinstance(weights, Tensor) or weights.ndim == 0
+        average = loss.sum() * weights if alike else torch.where(mask, loss * weights, 0.0).sum()
+        return average, tokens, metrics
 
-    def _average(self, loss: Tensor, mask: Tensor, inputs: dict[str, Any], mode: str) -> Tensor:
-        """Of every token's loss what TRL makes of its own: corrected for vLLM if asked to, masked and reduced."""
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            loss = loss * inputs["importance_sampling_ratio"]
-        return self._reduce(torch.where(mask, loss, 0.0), mask, inputs, mode)
-
-    def _head_metrics(self) -> dict[str, Tensor]:
-        """Of the backward passes since the last micro-batch: the share of dense rows, and the most that was left out."""
-        reports = self.policy_head.finished_reports()
-        if not reports:
-            return {}
-        dense, dropped = torch.stack(reports).unbind(-1)
-        return {"head/dense_share": dense.mean(), "head/dropped_max": dropped.amax()}
+    def _token_loss(
+        self, inputs: dict[str, Any], scored: Scored, mask: Tensor, new: NewRows | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective's loss of every token, 0 where masked out, corrected for the sampler if asked to; metrics."""
+        batch = self._token_batch(inputs, scored.logp, scored.support() if new is None else None, mask)
+        objective = self._objective_for(batch.dist_old)
+        out = batch_loss(objective, batch, new)
+        if type(self)._look is not CorralTrainer._look:
+            self._look(inputs, batch if new is None else new.within(batch), objective)
+        loss = out.loss if self.correction is None else torch.where(mask, out.loss * self.correction(batch), 0.0)
+        return loss, dict(out.metrics)
 
     def _look(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
-        """What an objective is given, for those who want to look at single tokens. Nobody does here."""
+        """What an objective is given, for subclasses that want to look at single tokens. Here it is not even put together."""
 
-    def _token_batch(self, inputs: dict[str, Any], scored: Scored, mask: Tensor) -> TokenBatch:
-        logp_new, new = scored.logp, scored.dist
+    def _token_batch(self, inputs: dict[str, Any], logp_new: Tensor, new: SparseDist | None, mask: Tensor) -> TokenBatch:
+        """What the objective reads; without the new policy on a support where that is known as rows."""
         logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), None
-        if new is not None:
-            # What is compared with one another comes from one head, in one precision.
-            logp_new = new.logp[..., 0]
-            _, logp, rest = (inputs[key] for key in SUPPORT_KEYS) if "corral_ids" in inputs else (None, new.logp, new.rest)
-            old = SparseDist(new.ids, logp.detach(), rest.detach())
-            logp_old = old.logp[..., 0]
+        if "corral_ids" in inputs:
+            ids, logp, rest = (inputs[key] for key in SUPPORT_KEYS)
+            old = SparseDist(ids if new is None else new.ids, logp, rest)
+        elif new is not None:
+            old = SparseDist(new.ids, new.logp.detach(), new.rest.detach())
+        # What is compared with one another comes from one head, in one precision.
+        logp_old = logp_old if old is None else old.logp[..., 0]
+        logp_new = logp_new if new is None else new.logp[..., 0]
         rollout = inputs.get("sampling_per_token_logps")
         if rollout is not None:  # NaN is vLLM's for a token it could not score; like TRL, take no mismatch there
             rollout = torch.where(rollout.isnan(), logp_old, rollout)
@@ -266,39 +299,45 @@ class CorralTrainer(GRPOTrainer):
             logp_old = rollout
         return TokenBatch(logp_new, logp_old, inputs["advantages"], mask, new, old, rollout)
 
-    def _reduce(self, loss: Tensor, mask: Tensor, inputs: dict[str, Any], mode: str) -> Tensor:
-        """TRL's averages, of a loss that is 0 where masked out."""
+    def _weights(self, inputs: dict[str, Any], mask: Tensor, mode: str) -> float | Tensor:
+        """What TRL multiplies every live token's loss with before it adds them up: a number, or [B 1], or [B T]."""
+        accumulation = self._accumulation(mode)
+        weights: float | Tensor
         if self.loss_type == "dapo":
             # The count spans the batch of rollouts, so it is scaled to one optimizer step.
-            total = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-            if mode == "train":
-                total = total * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-            return loss.sum() / total
-        if self.loss_type == "grpo":
-            average = (loss.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+            steps = self.args.steps_per_generation if mode == "train" else 1.0
+            count = inputs["num_items_in_batch"].clamp(min=1.0)
+            weights = steps * self.accelerator.num_processes / accumulation / count
+        elif self.loss_type == "grpo":
+            weights = 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
         elif self.loss_type == "bnpo":
-            average = loss.sum() / mask.sum().clamp(min=1)
+            weights = 1 / accumulation / mask.sum().clamp(min=1)
         elif self.loss_type == "dr_grpo":
-            average = loss.sum() / (len(loss) * self.max_completion_length)
+            weights = 1 / (len(mask) * self.max_completion_length * accumulation)
         else:  # luspo
-            average = loss.sum(-1).mean()
-        return average / self._accumulation(mode)
+            weights = 1 / (len(mask) * accumulation)
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            weights = weights * inputs["importance_sampling_ratio"]
+        return weights
 
     def _accumulation(self, mode: str) -> float:
         return self.current_gradient_accumulation_steps if mode == "train" else 1.0
 
-    def _record(self, metrics: dict[str, Tensor], tokens: int, mode: str) -> None:
-        """Metrics over the live tokens of all processes; one of them may have none, so names travel with the values."""
-        values = torch.stack([value.float() for value in metrics.values()]).tolist() if metrics else []
-        everyone = gather_object([(tokens, dict(zip(metrics, values, strict=True)))])
-        for name in sorted({name for _, theirs in everyone for name in theirs}):
-            found = [(count, theirs[name]) for count, theirs in everyone if name in theirs]
-            if name.endswith("_max"):
-                value = max(x for _, x in found)
-            elif name == "tr/unconverged":
-                value = sum(x for _, x in found)
-            else:
-                value = sum(count * x for count, x in found) / sum(count for count, _ in found)
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's, and then what was measured is written down: the device has said it by now."""
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.settle_metrics()
+        return loss
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, with all that was measured until now."""
+        self.settle_metrics()
+        super().log(*args, **kwargs)
+
+    def settle_metrics(self) -> None:
+        """Write down what was measured since the last time, over all processes, each of which has to call this."""
+        for mode, name, value in self._ledger.settle():
             self._metrics[mode][name].append(value)
 
     def _mend_metrics(self, policy: Tensor, mode: str) -> None:

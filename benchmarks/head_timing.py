@@ -1,0 +1,87 @@
+"""Time and memory of one run: on a GPU by events, with the host ahead of the device; on a CPU by a clock and the profiler."""
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+AHEAD = 6_000_000
+"""Cycles of the device, about 3 ms, by which the host is ahead."""
+LAYERS = 10
+"""Products before each run where the device is to stay busy; of this size they take about 3 ms of an H200."""
+ENOUGH = 1500.0
+"""Milliseconds of a contender's runs after which it needs no more of them."""
+
+Run = Callable[[], Any]
+
+
+def milliseconds(run: Run, device: str, busy: bool = False) -> float:
+    """Of one run. `busy` puts matrix products before it instead of a wait, so that the clock is what training leaves of it."""
+    if device == "cpu":
+        # One thread's own time is not disturbed by other processes; several threads wait for one another.
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        start = clock()
+        run()
+        return 1e3 * (clock() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if busy:
+        x, w, y = _layer()
+        for _ in range(LAYERS):
+            torch.mm(x, w, out=y)
+    else:
+        torch.cuda._sleep(AHEAD)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+@cache
+def _layer() -> tuple[Tensor, Tensor, Tensor]:
+    """Random, since products of zeros take less power."""
+    x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (8192, 4096))
+    return x, w, torch.empty_like(x)
+
+
+def interleaved(runs: dict[Any, Run], device: str, rounds: int, pause: float) -> dict[Any, float]:
+    """Median time of each, one after the other, round by round; the slow ones need fewer rounds."""
+    taken: dict[Any, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            if device == "cpu" or sum(taken[name]) < ENOUGH:
+                time.sleep(pause)
+                taken[name].append(milliseconds(run, device))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def sustained(run: Run, seconds: float) -> float:
+    """Median of the second half of a long row of runs on a busy GPU: by then the clock has settled."""
+    taken, until = [], time.perf_counter() + seconds
+    while time.perf_counter() < until or len(taken) < 4:
+        taken.append(milliseconds(run, "cuda", busy=True))
+    return statistics.median(taken[len(taken) // 2 :])
+
+
+def peak_mebibytes(run: Run, device: str) -> float:
+    """Most memory held during a run, beyond what was held before."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    changes = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    return max(held, default=0) / 2**20

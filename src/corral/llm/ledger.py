@@ -1,0 +1,65 @@
+"""Metrics on their way to the log: the device hands them over when it has them, and nobody waits meanwhile."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from corral.kernels.later import Later
+
+Line = tuple[str, int, dict[str, float]]
+"""Train or eval, live tokens, and what was measured on them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What one micro-batch gave."""
+
+    mode: str
+    tokens: int
+    names: list[str]
+    values: Later | None
+    backward: Later | None
+    """Of earlier backward passes: the share of dense rows and the most that was left out [n 2]."""
+
+    def line(self) -> Line:
+        """The numbers themselves."""
+        found = dict(zip(self.names, self.values.numbers(), strict=True)) if self.values is not None else {}
+        reports = [] if self.backward is None else self.backward.numbers()
+        if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no way back
+            dense, dropped = zip(*over, strict=True)
+            found |= {"head/dense_share": sum(dense) / len(dense), "head/dropped_max": max(dropped)}
+        return self.mode, self.tokens, found
+
+
+class Ledger:
+    """Entries of the micro-batches since the last time that somebody asked."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], backward: Tensor | None) -> None:
+        """One entry for every micro-batch, on every process, even where there is nothing to say."""
+        values = Later(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
+        self._entries.append(Entry(mode, tokens, list(metrics), values, None if backward is None else Later(backward)))
+
+    def settle(self) -> list[tuple[str, str, float]]:
+        """(mode, name, value) of every entry so far, over the live tokens of all processes."""
+        entries, self._entries = self._entries, []
+        everyone = gather_object([[entry.line() for entry in entries]]) if entries else []
+        return [
+            (lines[0][0], name, _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]))
+            for lines in zip(*everyone, strict=True)
+            for name in sorted({name for _, _, found in lines for name in found})  # a process without live tokens has none
+        ]
+
+
+def _over_all(name: str, found: list[tuple[int, float]]) -> float:
+    if name.endswith("_max"):
+        return max(value for _, value in found)
+    if name == "tr/unconverged":
+        return sum(value for _, value in found)
+    total = sum(tokens for tokens, _ in found)
+    return sum(tokens * value for tokens, value in found) / total if total else sum(x for _, x in found) / len(found)

@@ -1,0 +1,63 @@
+"""Metrics on their way to the log: whose numbers they are, and how those of several processes are put together."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_trainer, measured, nudge, rollouts
+
+from corral.llm import ledger
+from corral.llm.ledger import Ledger
+
+NAN = math.nan
+
+
+def metrics(**values: float) -> dict[str, torch.Tensor]:
+    return {name.replace("__", "/"): torch.tensor(value, requires_grad=True) for name, value in values.items()}
+
+
+def test_every_micro_batch_has_its_own_numbers_and_gives_them_once() -> None:
+    book = Ledger()
+    book.add("train", 3, metrics(tr__kl_before=0.5), None)
+    book.add("eval", 2, metrics(tr__kl_before=0.25, entropy=1.5), None)
+    assert book.settle() == [("train", "tr/kl_before", 0.5), ("eval", "entropy", 1.5), ("eval", "tr/kl_before", 0.25)]
+    assert book.settle() == []
+
+
+def test_a_pass_without_a_way_back_says_nothing() -> None:
+    book = Ledger()
+    # Dense shares 0.25 and 0.75: 0.5 in the mean; the most that was left out is 2⁻¹⁰. The third never went back.
+    book.add("train", 3, {}, torch.tensor([[0.25, 2**-12], [0.75, 2**-10], [NAN, NAN]]))
+    book.add("train", 0, {}, torch.tensor([[NAN, NAN]]))
+    assert book.settle() == [("train", "head/dense_share", 0.5), ("train", "head/dropped_max", 2**-10)]
+
+
+def test_golden_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A mean by tokens, (1 · 0.5 + 3 · 0.1) / 4 = 0.2; the larger of two largest; a count; the third has no live token.
+    others = [
+        [("train", 3, {"tr/kl_before": 0.1, "tr/kl_max": 0.7, "tr/unconverged": 2.0})],
+        [("train", 0, {})],
+    ]
+    monkeypatch.setattr(ledger, "gather_object", lambda mine: [*mine, *others])
+    book = Ledger()
+    book.add("train", 1, metrics(tr__kl_before=0.5, tr__kl_max=0.6, tr__unconverged=1.0), None)
+    assert book.settle() == [
+        ("train", "tr/kl_before", pytest.approx(0.2)),
+        ("train", "tr/kl_max", 0.7),
+        ("train", "tr/unconverged", 3.0),
+    ]
+
+
+def test_an_update_is_written_down_after_its_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, "troll")
+    inputs: dict[str, Any] = rollouts(trainer)[0]
+    nudge(trainer.model)
+    trainer.compute_loss(trainer.model, inputs).backward()
+    assert "tr/active_frac" not in trainer._metrics["train"]
+    monkeypatch.setattr(trainer, "_prepare_inputs", lambda given: given)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters())
+    trainer.training_step(trainer.model, inputs, None)
+    assert len(trainer._metrics["train"]["tr/active_frac"]) == 2
+    assert len(measured(trainer)["entropy"]) == 2

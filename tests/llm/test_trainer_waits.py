@@ -1,0 +1,136 @@
+"""What the trainer asks of the host between two updates: fewer waits for the device than TRL's own."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+import trl.trainer.utils as trl_utils
+from packaging.version import Version
+from tiny_models import even_words, make_trainer, measured, nudge, prompts, rollouts, settings, tiny_model, tiny_tokenizer
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+import corral.llm.policy_head
+import corral.llm.trainer
+from corral.kernels.later import Later
+from corral.llm import CorralTrainer
+from interpreted import DEVICE
+
+from corral.kernels import stream  # isort: skip  # after `interpreted`
+from waits import Waits  # isort: skip
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+    pytest.mark.skipif(Version(trl.__version__) < Version("1.15"), reason="this TRL computes all logits"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="waits are counted where nobody has to wait"),
+]
+
+OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "troll": ("troll", {"bound": 0.01}),
+    "dppo on a support": ("dppo", {"estimator": "topk", "bound": 0.01}),
+    "dppo": ("dppo", {}),
+    "ppo_clip": ("ppo_clip", {}),
+}
+UPDATE = 10
+"""Waits of an update: five of TRL's and transformers' own scoring pass, three of the head's, one to see that the loss is finite
+and one for the metrics, both after the backward pass, when the device has long been there."""
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on TRL passes the scored rows alone, and corral's kernels run, in Triton's interpreter."""
+    monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)
+    for dtype in stream.TILES:
+        monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
+    lm_head, batch_loss = corral.llm.policy_head.lm_head, corral.llm.trainer.batch_loss
+    monkeypatch.setattr(corral.llm.policy_head, "lm_head", functools.partial(lm_head, impl="triton"))
+    monkeypatch.setattr(corral.llm.trainer, "batch_loss", functools.partial(batch_loss, kernels=True))
+
+
+def stock(folder: Path) -> GRPOTrainer:
+    trainer = GRPOTrainer(
+        model=tiny_model(), reward_funcs=even_words, args=GRPOConfig(**settings(folder)), train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1  # `train` sets it
+    return trainer
+
+
+def waits_of(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Waits:
+    """One update, all but the optimizer's step."""
+    with Waits() as waits:
+        trainer.compute_loss(trainer.model, inputs).backward()
+        if isinstance(trainer, CorralTrainer):
+            trainer.settle_metrics()
+    return waits
+
+
+@pytest.mark.parametrize(("objective", "config"), OBJECTIVES.values(), ids=OBJECTIVES)
+def test_an_update_waits_less_often_than_trls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, config: dict[str, Any]
+) -> None:
+    trainer = make_trainer(tmp_path, objective, objective_config=config)
+    inputs = rollouts(trainer)[0]
+    nudge(trainer.model)
+    assert not inputs["completion_mask"].all(), "rows have to be picked"
+    as_on_a_gpu(monkeypatch)
+    mine, theirs = waits_of(trainer, inputs), waits_of(stock(tmp_path), inputs)
+    assert mine.places.total() < theirs.places.total()
+    assert mine.places.total() <= UPDATE, mine.places
+    assert not [place for place in mine.places if place.startswith(("trainer.py", "policy_head.py", "live.py"))]
+    assert measured(trainer)["entropy"] == [pytest.approx(measured_of_trl(tmp_path, inputs), rel=1e-4)]
+
+
+def measured_of_trl(folder: Path, inputs: dict[str, Any]) -> float:
+    """The entropy that TRL itself would have written down."""
+    trainer = stock(folder)
+    trainer.model.train()
+    nudge(trainer.model)
+    trainer.compute_loss(trainer.model, inputs)
+    (entropy,) = trainer._metrics["train"]["entropy"]
+    return entropy
+
+
+class TestCounting:
+    """The counter sees what it is for."""
+
+    @pytest.mark.parametrize(
+        "ask",
+        [
+            lambda x: x.sum().item(),
+            lambda x: bool(x.any()),
+            lambda x: x.tolist(),
+            lambda x: x[x > 0],
+            lambda x: (x > 0).nonzero(),
+            lambda x: x.masked_select(x > 0),
+            lambda x: Later(x).numbers(),
+        ],
+    )
+    def test_one_wait(self, ask: Callable[[Tensor], Any]) -> None:
+        with Waits() as waits:
+            ask(torch.ones(3))
+        assert waits.places.total() == 1
+
+    def test_none(self) -> None:
+        x, mask = torch.ones(3), torch.tensor([True, False, True])
+        with Waits() as waits:
+            torch.where(mask, x, 0.0).index_select(0, torch.tensor([2, 0]))
+            x.new_zeros(3).index_copy(0, mask.byte().argsort(stable=True), x)
+        assert waits.places == {}
+
+
+def test_a_loss_that_is_not_finite_is_refused_before_the_optimizer_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, "ppo_clip")
+    inputs = dict(rollouts(trainer)[0])
+    as_on_a_gpu(monkeypatch)
+    old = inputs["old_per_token_logps"] = inputs["old_per_token_logps"].clone()
+    old[0, 0] = torch.nan
+    assert inputs["completion_mask"][0, 0]
+    loss = trainer.compute_loss(trainer.model, inputs)
+    with pytest.raises(ValueError, match="ppo_clip: logp_old is not finite at a live token"):
+        loss.backward()
