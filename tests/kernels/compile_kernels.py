@@ -44,7 +44,7 @@ TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i3
 STREAM = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
 INSPECT = [dict.fromkeys(("EVERY", "MASKED_TOO"), x) for x in (True, False)]
-ORDER = {"position": "*i32", "fewest": "i32", "share": "fp32"}
+ORDER = {"position": "*i32", "fewest": "i32", "share": "fp32", "rest": "fp32"}
 FORMED = {"index": "*i64", "ids": "*i64", "left_out": "*u8", "formed": "i32", "out_met": "*i32", "rounding": "fp32"}
 COMPARISONS = (difference._ratio_kernel, difference._difference_kernel)
 WRITTEN = {"FEW": 16, "PIECE": 256}
@@ -83,9 +83,9 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (troll_loss._troll_kernel, {}, {"GRADIENT": 0}, 1),
     *((token_loss._token_kernel, {}, {"RULE": rule, "MEASURE": 4}, 1) for rule in range(5)),
     (row_factor._sampled_kernel, HEAD | {"index": "*i64"}, {"INDEX": True, "COUNTER": True, "BLOCK": 1024}, 2),
-    (row_factor._singles_kernel, {"ids": "*i32", "left_out": "*u8"}, {}, 1),
-    (row_factor._rows_kernel, {"out": "*bf16"}, {"BLOCK": 1024}, 2),
-    (row_factor._rows_kernel, {"x": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 2),
+    (row_factor._singles_kernel, {"ids": "*i32", "likely": "*i32", "left_out": "*u8", "stored": "*bf16"}, {"LIKELY": 4}, 1),
+    (row_factor._rows_kernel, {"out": "*bf16", "likely": "*i32", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),
+    (row_factor._rows_kernel, {"x": "*bf16", "out": "*bf16"}, {"BLOCK": 1024, "LIKELY": 0}, 2),
 ]  # fmt: skip
 
 

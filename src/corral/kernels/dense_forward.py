@@ -125,12 +125,12 @@ def _gradient_of_logits(
     rows = given_rows(source, stats)
     loss = rule(rows, old)
     upstream = Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
-    gradient, factor = row_gradient(rows, source.tokens, upstream, spec), None
+    gradient, of_words = row_gradient(rows, source.tokens, upstream, spec), stored[:, : len(source.weight)]
     if reference is not None:
-        factor = put_singles(stored, reference, rows, gradient, spec, left_out)
-    elif base is not None:
-        _turn_into_gradient(stored, stats, base, rows, gradient, source)
-    return rows, loss, FactoredGradient(stored[:, : len(source.weight)], factor)
+        return rows, loss, put_singles(of_words, reference, rows, gradient, spec, left_out)
+    assert base is not None
+    _turn_into_gradient(stored, stats, base, rows, gradient, source)
+    return rows, loss, FactoredGradient(of_words)
 
 
 def scale(x: Tensor, factor: Tensor) -> None:

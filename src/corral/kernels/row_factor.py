@@ -10,6 +10,8 @@ with one s per row, which is as good before a product as after it:
 
 Single entries, the support's and the sampled token's, are put into E as dz / s. bfloat16 has float32's range, so that a power
 of e more or less costs nothing; where it does not reach, the row is left out, and somebody else has to form its gradient.
+Likely tokens often have nearly the same weights, as digits do, and their gradients nearly cancel each other: what rounding took
+from the first few entries is added to dH afterwards.
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ REACH: tl.constexpr = tl.constexpr(50.0)
 """Nats by which the reference may lie below the row's normaliser, or above what is off the support."""
 WEAKEST: tl.constexpr = tl.constexpr(2.0**-80)
 """The least s, as a share of the largest single entry: these are divided by it."""
+LIKELY = 4
+"""Entries of each row whose rounding is made good: the sampled token, and the most likely ones of the support."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,10 @@ class FactoredGradient:
     """Gradients of the products h·w [n, V] of some rows: one factor per row [n], or none, times what is stored of them."""
 
     stored: Tensor
-    factor: Tensor | None
+    factor: Tensor | None = None
+    likely: Tensor | None = None
+    lost: Tensor | None = None
+    """The first few single entries' tokens [n, LIKELY], −1 for none, and what rounding took from them."""
 
     def times_weight(self, weight: Tensor, out: Tensor) -> None:
         """dH, into `out` [n, H]."""
@@ -45,7 +52,7 @@ class FactoredGradient:
             return
         sums = torch.empty_like(out, dtype=torch.float32)  # rounded once, when it is multiplied
         multiply(self.stored, weight, sums)
-        scale_rows(sums, self.factor, out)
+        scale_rows(sums, self.factor, out, self.likely, self.lost, weight)
 
     def times_hidden(self, hidden: Tensor, out: Tensor, *, add: bool) -> None:
         """dW, into `out` [V, H] or on top of what is there."""
@@ -96,25 +103,35 @@ def sampled_logits(
 
 def put_singles(
     stored: Tensor, reference: Tensor, rows: HeadRows, gradient: RowGradient, spec: LogitSpec, left_out: Tensor
-) -> Tensor:
-    """Single entries into `stored` [n, columns], in place; returns s [n], 0 where nothing has a gradient.
+) -> FactoredGradient:
+    """Single entries into `stored` [n, columns], in place; s is 0 where nothing has a gradient.
 
     `left_out` [n] becomes True where a row with a gradient cannot be held, and is not: its s is 0 too.
     """
     count, slots = gradient.ids.shape
     factor = torch.empty_like(gradient.factor)
+    likely, lost = gradient.ids.new_empty(count, LIKELY), gradient.value.new_empty(count, LIKELY)
     _singles_kernel[(count,)](
-        stored, reference, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value, factor,
-        left_out.view(torch.uint8), stored.stride(0), slots, spec.slope, SLOTS=max(2, triton.next_power_of_2(slots)),
-        num_warps=1,
+        stored, reference, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value, factor, likely, lost,
+        left_out.view(torch.uint8), stored.stride(0), slots, spec.slope, LIKELY=LIKELY,
+        SLOTS=max(LIKELY, triton.next_power_of_2(slots)), num_warps=1,
     )  # fmt: skip
-    return factor
+    return FactoredGradient(stored, factor, likely, lost)
 
 
-def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """out = diag(factor) x, rounded once; 0 where the factor is, whatever x is."""
+def scale_rows(
+    x: Tensor,
+    factor: Tensor,
+    out: Tensor,
+    likely: Tensor | None = None,
+    lost: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """out = diag(factor) x, 0 where the factor is, whatever x is; plus Σ lost · w over the `likely` tokens. Rounded once."""
     (count, width), block = x.shape, min(1024, triton.next_power_of_2(x.shape[1]))
-    _rows_kernel[(count, triton.cdiv(width, block))](x, factor, out, width, BLOCK=block, num_warps=2)
+    _rows_kernel[(count, triton.cdiv(width, block))](
+        x, factor, likely, lost, weight, out, width, LIKELY=0 if likely is None else LIKELY, BLOCK=block, num_warps=2
+    )  # fmt: skip
     return out
 
 
@@ -148,7 +165,8 @@ def _sampled_kernel(
 @triton.jit
 @no_type_check
 def _singles_kernel(
-    stored, reference, lse, rest, off_factor, ids, value, factor, left_out, stride, slots, slope, SLOTS: tl.constexpr
+    stored, reference, lse, rest, off_factor, ids, value, factor, likely, lost_value, left_out, stride, slots, slope,
+    LIKELY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
@@ -173,16 +191,22 @@ def _singles_kernel(
     tl.store(factor + row, s)
     tl.store(left_out + row, lost.to(tl.uint8))
     id = tl.where(s == 0.0, -1, id)
-    entry = single / tl.where(s == 0.0, 1.0, s)
-    tl.store(stored + row * stride + id, entry.to(stored.dtype.element_ty), mask=id >= 0)
+    entry = (single / tl.where(s == 0.0, 1.0, s)).to(stored.dtype.element_ty)
+    tl.store(stored + row * stride + id, entry, mask=id >= 0)
+    tl.store(likely + row * LIKELY + slot, id, mask=slot < LIKELY)
+    tl.store(lost_value + row * LIKELY + slot, tl.where(id < 0, 0.0, single - s * entry.to(tl.float32)), mask=slot < LIKELY)
 
 
 @triton.jit
 @no_type_check
-def _rows_kernel(x, factor, out, width, BLOCK: tl.constexpr):
+def _rows_kernel(x, factor, likely, lost, weight, out, width, LIKELY: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     times = tl.load(factor + row)
     value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
     value = tl.where(times == 0.0, 0.0, value * times)
+    for k in tl.static_range(LIKELY):
+        id = tl.load(likely + row * LIKELY + k).to(tl.int64)
+        w = tl.load(weight + id * width + column, mask=(column < width) & (id >= 0), other=0.0)
+        value += tl.load(lost + row * LIKELY + k) * w.to(tl.float32)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=column < width)
