@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import head_goals
+import head_kernels
 import head_page
 import head_tables
 import pytest
@@ -20,7 +21,7 @@ def test_a_page_holds_the_latest_numbers(path: Path) -> None:
 
 def test_everything_measured_is_on_the_page() -> None:
     text = head_page.PAGES[0].read_text()
-    assert set(head_page.BLOCK.findall(text)) == {"gains", "goals", "rollouts", "tables"}
+    assert set(head_page.BLOCK.findall(text)) == {"gains", "goals", "kernels", "rollouts", "tables"}
     assert head_page.FIGURE.exists()
 
 
@@ -92,3 +93,23 @@ def test_memory_beyond_the_gradients() -> None:
     found = head_goals._beyond_gradients("peaked", head_goals.TROLL)
     row = {**usual(896, "peaked", *head_goals.TROLL, 1.0), "mib": 300.0}
     assert abs(found(head_goals.Measured([row]), 896, "ms") - 26.34375) < 1e-6
+
+
+def test_every_kernel_counts_once() -> None:
+    names = {
+        "_stream_kernel": "the streamed product",
+        "nvjet_sm90_tst_128x256_64x4": "other products",
+        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel": "dH and dW",
+        "Memset (Device)": "everything else",
+    }
+    assert {name: head_kernels.part_of(name) for name in names} == names
+    # 2 + 1 in the first run, 4 in the second; a part without time stays away.
+    rows = [
+        {"H": 8, "run": "a", "ms": {"tiles made again": 2.0, "everything else": 1.0}},
+        {"H": 9, "run": "b", "ms": {"tiles made again": 4.0}},
+    ]
+    assert head_kernels.table({"rows": rows}).splitlines()[2:] == [
+        "| tiles made again | 2 | 4 |",
+        "| everything else | 1 | 0 |",
+        "| in all | 3 | 4 |",
+    ]

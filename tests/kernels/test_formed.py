@@ -32,6 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
     monkeypatch.setattr(inspect_batch, "FEWEST", 1)
     monkeypatch.setattr(inspect_batch, "SMALLEST_SHARE", 0.0)
+    monkeypatch.setattr(inspect_batch, "SMALL", 0)
     monkeypatch.setattr(policy_loss, "TOLERANCE", TOLERANCE)
 
 
@@ -139,16 +140,17 @@ def test_golden_order():
     tokens = torch.zeros(1, 6, dtype=torch.long, device=DEVICE)
     old = SparseDist(tokens[..., None], p_a.log()[..., None], p_rest.log())
     batch = TokenBatch(p_a.log(), p_a.log(), advantages, mask, None, old)
-    routed = inspect_batch.inspect_batch(batch, tokens, weights, 10, form=True, tolerance=1e-3)
+    head = torch.zeros(10, 8, device=DEVICE)
+    routed = inspect_batch.inspect_batch(batch, tokens, weights, head, form=True, tolerance=1e-3)
     assert routed.counts.tolist() == [4, 5, 0]  # first part, live, refused
     assert routed.position.tolist() == [0, 4, 1, -1, 2, 3]
     assert routed.formed(4, 5) == slice(4, 5)
-    every = inspect_batch.inspect_batch(batch, tokens, weights, 10, form=True, tolerance=0.0)
+    every = inspect_batch.inspect_batch(batch, tokens, weights, head, form=True, tolerance=0.0)
     assert every.counts.tolist() == [3, 5, 0]
     assert every.position.tolist() == [0, 1, 2, -1, 3, 4]
     assert every.formed(3, 5) == slice(0, 3)
-    assert inspect_batch.inspect_batch(batch, tokens, weights, 10, form=False, tolerance=1e-3).counts.tolist() == [5, 5, 0]
-    refused = inspect_batch.inspect_batch(batch, tokens + 10, weights, 10, form=True, tolerance=1e-3)
+    assert inspect_batch.inspect_batch(batch, tokens, weights, head, form=False, tolerance=1e-3).counts.tolist() == [5, 5, 0]
+    refused = inspect_batch.inspect_batch(batch, tokens + 10, weights, head, form=True, tolerance=1e-3)
     assert refused.counts.tolist()[1:] == [5, 5]
 
 
@@ -267,6 +269,17 @@ def test_where_nearly_all_rows_are_dense_all_are_formed(monkeypatch, formed_rows
     _, got, factor = fused(problem, objective, "summed")
     assert formed_rows == [5]
     assert_gradients(got, problem.exact(objective, factor)[1])
+
+
+def test_of_a_small_product_all_rows_are_formed_or_none(monkeypatch, formed_rows):
+    monkeypatch.setattr(inspect_batch, "SMALL", 10**12)
+    objective = corral.make_objective("ppo_clip")
+    for rows, count in (("pfpp.p", [5]), ("pppp", [])):
+        formed_rows.clear()
+        problem = Problem(rows)
+        _, got, factor = fused(problem, objective, "summed")
+        assert formed_rows == count
+        assert_gradients(got, problem.exact(objective, factor)[1])
 
 
 def test_rows_that_were_not_foreseen_are_refused():

@@ -211,7 +211,7 @@ def foreseen_head(
     if rule is None or not isinstance(expect, ExpectedLoss):
         return _streamed(source), None
     inspection = inspect_batch(
-        _on_support(expect.batch, source), source.tokens[None], expect.weights, len(source.weight), form=True,
+        _on_support(expect.batch, source), source.tokens[None], expect.weights, source.weight, form=True,
         tolerance=tolerance, masked_too=True,
     )  # fmt: skip
     early = start_early(source, inspection)

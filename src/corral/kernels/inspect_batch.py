@@ -20,6 +20,8 @@ ANCHOR_TOLERANCE = 1e-3
 """How far `dist_old` and `logp_old` may disagree on the sampled token before the objective is asked to say so."""
 FEWEST, SMALLEST_SHARE = 128, 0.03
 """Rows foreseen to be dense, and their share of all, below which they are not worth products of their own; nor are others."""
+SMALL = 10**12
+"""Operations of a product so small that two parts take the host longer than they save the device: then it is all or none."""
 ROWS = 8
 
 
@@ -45,7 +47,7 @@ def inspect_batch(
     batch: TokenBatch,
     tokens: Tensor,
     weights: Tensor | None,
-    vocabulary: int,
+    weight: Tensor,
     *,
     form: bool,
     tolerance: float,
@@ -59,6 +61,7 @@ def inspect_batch(
     tokens have no row, or with `masked_too` one without a gradient.
     """
     (sequences, length), old, total = batch.mask.shape, batch.dist_old, batch.mask.numel()
+    vocabulary, small = len(weight), 2 * total * weight.numel() < SMALL
     device, every = batch.mask.device, form and tolerance == 0
     counts = torch.empty(3, dtype=torch.int32, device=device)
     position = torch.empty(total, dtype=torch.int32, device=device)
@@ -75,7 +78,7 @@ def inspect_batch(
         ROLLOUT=rollout is not None, WEIGHTS=weights is not None, FORM=form, EVERY=every, MASKED_TOO=masked_too,
         SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
-    least = (1, 0.0) if every else (FEWEST, SMALLEST_SHARE)
+    least = (1, 0.0, 0.0) if every else (FEWEST, SMALLEST_SHARE, 1.0 if small else SMALLEST_SHARE)
     _order_kernel[(1,)](
         off, size, position, counts, total, tolerance, *least, FORMED_FIRST=every,
         BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8,
@@ -168,7 +171,7 @@ def _ways(off, size, row, total, mean, tolerance):
 @triton.jit
 @no_type_check
 def _order_kernel(
-    off, size, position, counts, total, tolerance, fewest, share, FORMED_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    off, size, position, counts, total, tolerance, fewest, share, rest, FORMED_FIRST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program, so that the mean and with it every row's way are the same each time."""
     sizes = tl.zeros((BLOCK,), tl.float32)
@@ -186,9 +189,8 @@ def _order_kernel(
         _live, flat = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
         dense += flat.to(tl.int32)
     formed = tl.sum(dense, 0)
-    least = share * every.to(tl.float32)
-    formed = tl.where((formed < fewest) | (formed.to(tl.float32) < least), 0, formed)
-    formed = tl.where((every - formed).to(tl.float32) < least, every, formed)
+    formed = tl.where((formed < fewest) | (formed.to(tl.float32) < share * every.to(tl.float32)), 0, formed)
+    formed = tl.where((formed > 0) & ((every - formed).to(tl.float32) <= rest * every.to(tl.float32)), every, formed)
     first = formed if FORMED_FIRST else every - formed
     tl.store(counts, first)
     tl.store(counts + 1, every)

@@ -1,6 +1,5 @@
 """Numbers on their way from the device to the host, which has other things to do until it needs them."""
 
-import functools
 from typing import Any
 
 import torch
@@ -9,29 +8,17 @@ from torch import Tensor
 from corral.support import refuse_ids
 
 
-@functools.cache
-def beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream for small work that the usual one need not stop for, and that goes first where both have some."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
 class Later:
-    """Copies a small tensor to the host behind the work queued so far; only reading it waits, and for no more than that.
-
-    Nothing else waits for the copy, so the tensor must not be written to afterwards.
-    """
+    """Copies a small tensor to the host behind the work queued so far; only reading it waits, and for no more than that."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if numbers.is_cuda:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            stream = beside(numbers.device)
-            stream.wait_stream(torch.cuda.current_stream(numbers.device))
-            with torch.cuda.stream(stream):
-                self._numbers.copy_(numbers, non_blocking=True)
-            numbers.record_stream(stream)
-            self._event = stream.record_event()
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def numbers(self) -> list[Any]:
         """All of them."""

@@ -128,7 +128,7 @@ def _fused(
     tolerance, request = 0.0 if exact else TOLERANCE, _request(hidden, weight, old is None and not exact)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     form = trained and weights is not None and request.top_k is None
-    inspection = inspect_batch(batch, tokens, weights, len(weight), form=form, tolerance=tolerance)
+    inspection = inspect_batch(batch, tokens, weights, weight, form=form, tolerance=tolerance)
     # Products do not wait for the host: not even to be told how many rows they have.
     source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten(), None, spec, request)
     early = start_early(source, inspection)

@@ -5,6 +5,7 @@ result is the same every time. Common tokens are in nearly every row's support: 
 each by a program of its own. What a few dense rows leave is added where dW is written.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -14,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.few_rows import FewRows, few_hidden
-from corral.kernels.later import beside
 from corral.kernels.route import FEW, Routes
 from corral.kernels.row_gradient import RowGradient
 
@@ -52,7 +52,7 @@ def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
     """Those that a sparse backward adds up."""
     if not routes.key.is_cuda:
         return ByToken(*_sorted(routes.key, vocabulary), None)
-    usual, stream = torch.cuda.current_stream(routes.key.device), beside(routes.key.device)
+    usual, stream = torch.cuda.current_stream(routes.key.device), _beside(routes.key.device)
     stream.wait_stream(usual)
     with torch.cuda.stream(stream):
         found = _sorted(routes.key, vocabulary)
@@ -60,6 +60,12 @@ def sort_by_token(routes: Routes, vocabulary: int) -> ByToken:
     for x in found:
         x.record_stream(usual)
     return ByToken(*found, stream.record_event())
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream for many small kernels that the usual one need not stop for, and that go first where both have some."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _sorted(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
