@@ -14,6 +14,8 @@ from typing import Any
 
 from head_figure import plot
 from head_goals import gains, goals, in_short
+from head_kernels import NAME as KERNELS
+from head_kernels import table as kernels
 from head_tables import Row, figure, markdown, tables
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +103,8 @@ def page(results: dict[str, Any], rolled: dict[str, Any], old: str) -> str:
 
     def written(match: re.Match[str]) -> str:
         name = match[1]
-        text = rollouts(rolled) if name == "rollouts" else blocks[name](results)
+        alone = {"rollouts": lambda: rollouts(rolled), "kernels": lambda: kernels(results.get(KERNELS))}
+        text = alone[name]() if name in alone else blocks[name](results)
         return f"<!-- measured: {name} -->\n\n{text.rstrip()}\n\n<!-- /measured -->"
 
     return BLOCK.sub(written, old)

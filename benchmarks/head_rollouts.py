@@ -20,7 +20,7 @@ from head_errors import Reference
 from head_problem import Problem
 from head_sampling import CONTEXTS, MASS, K, collect, weight_of
 from head_timing import interleaved, peak_mebibytes, sustained
-from head_vs_naive import rounded
+from head_vs_naive import rounded, saved_rows
 from results import save_results
 from torch import Tensor
 
@@ -115,17 +115,21 @@ def measure(name: str, p: Problem, wide: Problem, device: str, rounds: int) -> l
     return [{key: rounded(value) for key, value in row.items()} for row in rows.values()]
 
 
-def measure_all(path: Path, device: str, tokens: int, rounds: int, sets: int | None, file: Path | None) -> None:
-    """Every set of a file, or the first few; with a file to keep them in, rows are kept after each."""
-    stored, rows = torch.load(path), []
-    weight = weight_of(stored).bfloat16().to(device)
+def measure_all(args: argparse.Namespace) -> None:
+    """Every set of a file, or the first few; rows are kept after each, if they are to be."""
+    stored, kept_as = torch.load(args.rollouts), f"rollouts on {args.device}"
+    rows = [row for row in saved_rows(kept_as, args.file) if "set" in row] if args.resume else []
+    there = {row["set"] for row in rows}
+    weight = weight_of(stored).bfloat16().to(args.device)
     about = {"rewards": [round(reward, 3) for reward in stored["rewards"]]}
-    for name, given in list(stored["sets"].items())[:sets]:
-        wide = problem_of(given, weight, tokens if device == "cuda" else CHECKED)
-        rows += measure(name, problem_of(given, weight), wide, device, rounds)
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_results(f"rollouts on {device}", [about, *rows], file)
+    for name, given in list(stored["sets"].items())[: args.sets]:
+        if name in there:
+            continue
+        wide = problem_of(given, weight, args.tokens if args.device == "cuda" else CHECKED)
+        rows += measure(name, problem_of(given, weight), wide, args.device, args.rounds)
+        if args.save:
+            args.file.parent.mkdir(parents=True, exist_ok=True)
+            save_results(kept_as, [about, *rows], args.file)
 
 
 def main() -> None:
@@ -144,10 +148,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sets", type=int, help="measure so many; all")
     parser.add_argument("--save", action="store_true", help="keep the rows")
+    parser.add_argument("--resume", action="store_true", help="measure the sets that the file does not hold yet")
     parser.add_argument("--file", type=Path, default=FILE, help=f"where to; benchmarks/results/{FILE.name}")
     args = parser.parse_args()
     if args.command == "measure":
-        measure_all(args.rollouts, args.device, args.tokens, args.rounds, args.sets, args.file if args.save else None)
+        measure_all(args)
     elif args.questions is None:
         parser.error("collect: --questions names a file of GSM8K")
     else:

@@ -91,7 +91,7 @@ def tables(results: dict[str, Any]) -> str:
     """Everything measured: a table per shape, but one line each for the many that were measured briefly."""
     text, brief = "", []
     for name, result in sorted(results.items()):
-        if name.endswith(OTHERS):
+        if name.endswith(OTHERS) or not name.startswith("head on"):
             continue
         text += f"### {name[0].upper()}{name[1:]}\n\n{where(result['machine'])}.\n\n"
         for _, rows in groupby(result["rows"], shape_of):

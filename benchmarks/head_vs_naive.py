@@ -11,6 +11,7 @@ against float64, on some of the rows: of log-probs, and of dH relative to its no
 
 import argparse
 import importlib.util
+import json
 import math
 import re
 from collections.abc import Callable
@@ -42,6 +43,11 @@ class Case(NamedTuple):
     dtype: torch.dtype
     brief: bool
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells its rows from those of others."""
+        return *self.shape, self.k, self.policy, str(self.dtype).removeprefix("torch.")
+
 
 def cases(device: str, quick: bool) -> list[Case]:
     """Everybody takes part at the usual shapes of a GPU; the other policies and K appear at these only, and briefly."""
@@ -56,11 +62,9 @@ def cases(device: str, quick: bool) -> list[Case]:
 
 def measure(case: Case, device: str, rounds: int, only: str = "", once: bool = False) -> list[dict[str, Any]]:
     """One row per contender, of those whose names match; those that cannot run say why. `once` times nothing."""
-    tokens, vocabulary, width = case.shape
     p = make_problem(*case.shape, case.k, case.policy, device, case.dtype).with_support()
     reference = Reference(p.first(CHECKED))
-    about = {"N": tokens, "V": vocabulary, "H": width, "K": case.k, "policy": case.policy}
-    about["dtype"] = str(case.dtype).removeprefix("torch.")
+    about = dict(zip(("N", "V", "H", "K", "policy", "dtype"), case.key, strict=True))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
     for (task, name), contender in contenders(device, case.dtype, case.policy).items():
@@ -138,18 +142,29 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help="run everybody once: compiles, checks, and times nothing")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the shapes")
     parser.add_argument("--save", action="store_true", help="keep the rows")
+    parser.add_argument("--resume", action="store_true", help="measure the shapes that the file does not hold yet")
     parser.add_argument("--file", type=Path, default=FILE, help="where to; benchmarks/results/head.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     listed = [case for case in cases(args.device, args.quick) if case.brief == args.others]
     part, parts = (int(number) for number in args.part.split("/"))
     length = -(-len(listed) // parts)
-    rows: list[dict[str, Any]] = []
+    name = title(args.device, args.threads, args.others)
+    rows: list[dict[str, Any]] = saved_rows(name, args.file) if args.resume else []
+    there = {(row["N"], row["V"], row["H"], row["K"], row["policy"], row["dtype"]) for row in rows}
     for case in listed[(part - 1) * length : part * length]:
+        if case.key in there:
+            continue
         rows += measure(case, args.device, args.rounds, args.only, args.once)
         if args.save and not args.once:  # after every shape: a long run that is cut short keeps what it has
             args.file.parent.mkdir(parents=True, exist_ok=True)
-            save_results(title(args.device, args.threads, args.others), rows, args.file)
+            save_results(name, rows, args.file)
+
+
+def saved_rows(name: str, path: Path) -> list[dict[str, Any]]:
+    """What a file holds under a name; nothing where there is none."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    return results.get(name, {"rows": []})["rows"]
 
 
 def title(device: str, threads: int, others: bool) -> str:

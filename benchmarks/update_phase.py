@@ -14,6 +14,7 @@ and the head's own. What is known is saved at once, so nothing is lost where tim
 import argparse
 import copy
 import gc
+import json
 import math
 import os
 import statistics
@@ -220,19 +221,16 @@ def peak(update: Update, sequences: int) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def longest(update: Update, guess: int) -> int:
-    """Most sequences of a micro-batch that fit, to an eighth of the guess."""
-    step = max(1, guess // 8)
-    count = 8 * step
-    if peak(update, count) < math.inf:
-        while peak(update, count + step) < math.inf:
-            count += step
-        return count
-    while count > step:
-        count -= step
-        if peak(update, count) < math.inf:
-            return count
-    return 0
+def longest(update: Update, known: int) -> tuple[int, int]:
+    """Most sequences of a micro-batch that fit, and the fewest that do not, an eighth apart; `known` are known to fit."""
+    good, bad = known, 0
+    while not bad or bad - good > good // 8:
+        tried = (good + bad) // 2 if bad else 2 * good
+        if peak(update, tried) < math.inf:
+            good = tried
+        else:
+            bad = tried
+    return good, bad
 
 
 Save = Callable[[], None]
@@ -288,13 +286,10 @@ def find_longest(updates: dict[str, Update], rows: list[dict[str, Any]], save: S
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GIBIBYTES * 2**30) / total)
-        some = row["sequences"]
-        one, two = (peak(update, times * some) for times in (1, 2))
-        if two < math.inf:
-            guess = int(some + (GIBIBYTES * 2**10 - one) / max((two - one) / some, 1e-3))
-            row |= {"longest": longest(update, guess), "longest_within_gib": GIBIBYTES, "mib_per_sequence": (two - one) / some}
+        row["longest"], row["too_long"] = longest(update, row["sequences"])
+        row["within_gib"] = GIBIBYTES
         torch.cuda.set_per_process_memory_fraction(1.0)
-        say(f"{row['contender']}: {row.get('longest')} sequences within {GIBIBYTES} GiB", start)
+        say(f"{row['contender']}: {row['longest']} sequences within {GIBIBYTES} GiB", start)
         save()
 
 
@@ -310,6 +305,28 @@ def prompts_of(folder: Path | None, sequences: int, length: int, vocabulary: int
     return torch.randint(2, vocabulary, (sequences, length), generator=torch.Generator().manual_seed(0))
 
 
+def table(path: Path) -> str:
+    """Markdown of all results: a line for every model and policy."""
+    lines = [
+        "| model | policy | sequences × tokens | TRL, GRPO | corral, ppo_clip | corral, troll | tokens/s: troll × TRL "
+        "| MiB: TRL, ppo_clip, troll | longest: TRL, ppo_clip, troll |",
+        "|" + " --- |" * 9,
+    ]
+    for found in json.loads(path.read_text()).values():
+        rows = found["rows"]
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            three = [row for name in CONTENDERS for row in rows if (row["policy"], row["contender"]) == (policy, name)]
+            if len(three) < len(CONTENDERS) or "ms" not in three[-1]:
+                continue
+            times = " | ".join(f"{row['ms']:.3g} ms" for row in three)
+            ratio = three[-1]["tokens_per_s"] / three[0]["tokens_per_s"]
+            memory = ", ".join(f"{row['mib']:.0f}" for row in three)
+            most = ", ".join(f"{row['longest']}–{row['too_long']}" if "longest" in row else "" for row in three).strip(", ")
+            shape = f"{three[0]['sequences']} × {three[0]['tokens']}"
+            lines.append(f"| {three[0]['model']} | {policy} | {shape} | {times} | {ratio:.2f} | {memory} | {most} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=[name for name in MODELS if name != "smoke"])
@@ -322,11 +339,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
     parser.add_argument("--no-memory", action="store_true", help="do not look for the longest micro-batch")
     parser.add_argument("--save", nargs="?", type=Path, const=FILE, help=f"keep the rows, in {FILE.name} unless said where")
+    parser.add_argument(
+        "--table", nargs="?", type=Path, const=FILE, help="print the results that were kept, and measure nothing"
+    )
     args = parser.parse_args()
+    if args.table is not None:
+        print(table(args.table))
+        return
     device, begun = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
     jobs: list[tuple[str, str, Path | None]] = [(name, policy, None) for name in args.models for policy in args.policies]
-    if args.smollm2 is not None:  # behind the random ones of the same shape, in front of the larger models
-        jobs.insert(len(args.policies) if args.models else 0, (REAL, "real", args.smollm2))
+    if args.smollm2 is not None:
+        jobs.append((REAL, "real", args.smollm2))
     kept: dict[str, list[dict[str, Any]]] = {}
     for name, policy, folder in jobs:
         if time.perf_counter() - begun > args.seconds:
