@@ -14,6 +14,7 @@ from tiny_models import RIGHT_REDUCTIONS, loss_and_gradient, make_trainer, measu
 import corral.llm.policy_head
 import corral.llm.trainer
 from corral.kernels import foreseen, head, head_backward
+from corral.kernels.policy_loss import TOLERANCE
 from corral.llm import CorralTrainer
 from interpreted import DEVICE
 from tolerance import assert_close
@@ -162,6 +163,39 @@ class TestTriton:
         (share,), (dropped,) = (measured(trainer)[f"head/{name}"] for name in ("dense_share", "dropped_max"))
         assert 0 <= share <= 1
         assert 0 <= dropped <= 1e-3
+
+    @pytest.mark.parametrize(("entropy", "tolerance"), [(0.4, TOLERANCE), (2.0, 0.0)])
+    def test_without_a_support_a_flat_policy_is_formed_whole(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entropy: float, tolerance: float
+    ) -> None:
+        trainer = make_trainer(tmp_path, "ppo_clip", use_cpu=DEVICE == "cpu")
+        inputs = rollouts(trainer)[0]
+        nudge(trainer.model)
+        wanted = loss_and_gradient(trainer, inputs)
+        trainer.state.log_history += [{"entropy": entropy}, {"eval_reward": 1.0}]
+        lm_head, asked = corral.llm.policy_head.lm_head, []
+
+        def head(*inputs: Any, **how: Any) -> Any:
+            asked.append((how["tolerance"], how["expect"] is not None))
+            return lm_head(*inputs, **how, impl="triton")
+
+        monkeypatch.setattr(corral.llm.policy_head, "lm_head", head)
+        got = loss_and_gradient(trainer, inputs)
+        foreseen = DEVICE == "cpu" or tolerance == 0
+        assert asked == [(tolerance, foreseen)]
+        for name, gradient in wanted[1].items():
+            assert (got[1][name] - gradient).norm() <= 2e-3 * gradient.norm(), name
+
+    def test_a_support_says_more_than_an_entropy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = make_trainer(tmp_path, "troll", use_cpu=DEVICE == "cpu")
+        inputs = rollouts(trainer)[0]
+        trainer.state.log_history.append({"entropy": 5.0})
+        lm_head, asked = corral.llm.policy_head.lm_head, []
+        monkeypatch.setattr(
+            corral.llm.policy_head, "lm_head", lambda *x, **how: asked.append(how["tolerance"]) or lm_head(*x, **how)
+        )
+        trainer.compute_loss(trainer.model, inputs)
+        assert asked == [TOLERANCE]
 
 
 @pytest.mark.gpu

@@ -37,6 +37,8 @@ class SupportRequest:
     """Share of a token's gradient that a sparse backward pass may leave out."""
     foresee: Callable[[Live], Expect | None] | None = None
     """The loss that will follow of the scored tokens, so that gradients can be formed on the way."""
+    flat: bool = False
+    """Most tokens are thought to have a dense gradient: without a support, which says of each, all are formed at once."""
     alone: bool = False
     """Whether the pass is all that is wanted of the loss that asks for it."""
 
@@ -174,9 +176,10 @@ class _HeadFunction:
             hidden, tokens = hidden.index_select(0, every), tokens[every]
         live = scored_rows(self.completion.to(hidden.device), len(tokens))
         ids = None if self.request.ids is None else live.pick(self.request.ids)
-        expect = None
-        if self.request.foresee is not None and (ids is not None or not hidden.is_cuda):  # a GPU makes nothing of it otherwise
+        expect, tolerance, flat = None, self.request.tolerance, self.request.flat and not self.request.supported
+        if self.request.foresee is not None and (ids is not None or flat or not hidden.is_cuda):
             expect = self.request.foresee(live)
+            tolerance = 0.0 if flat and expect is not None else tolerance
         empty = not len(tokens)
         if empty:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
             hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
@@ -191,7 +194,7 @@ class _HeadFunction:
                 bias=bias, scale=scale, softcap=softcap, temperature=temperature,
                 top_k=None if self.request.top_k is None else min(self.request.top_k, len(weight)),
                 mass=self.request.mass, ids=ids, entropy="entropy" in outputs,
-                expect=expect, tolerance=self.request.tolerance,
+                expect=expect, tolerance=tolerance,
             )  # fmt: skip
         head = _without_rows(head) if empty else head
         self.said = Report(head, live)

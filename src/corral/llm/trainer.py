@@ -33,6 +33,9 @@ SUPPORT_KEYS = ("corral_ids", "corral_logp", "corral_rest")
 
 FUSED = Version(trl.__version__) >= Version("1.15")
 """Whether TRL's loss is known to begin with its fused scoring pass."""
+FLAT = 1.5
+"""Nats of entropy at which two thirds of SmolLM2's tokens have a dense gradient: three products for every token are then fewer
+than one for every token and three more for the dense ones."""
 
 
 class _Enough(Exception):
@@ -189,7 +192,8 @@ class CorralTrainer(GRPOTrainer):
             mask = mask & inputs["tool_mask"].bool()
         backward = self.policy_head.take_backward_reports()
         weights = self._weights(inputs, mask, mode)
-        request = replace(self._support_of(inputs), tolerance=TOLERANCE, foresee=partial(self._foresee, inputs, mask, weights))
+        foresee = partial(self._foresee, inputs, mask, weights)
+        request = replace(self._support_of(inputs), tolerance=TOLERANCE, foresee=foresee, flat=self._logged_entropy() >= FLAT)
         # Which tokens are the most uncertain hangs on the last digit; without a support those of TRL's own head are at hand.
         own = request.supported or self.top_entropy_quantile == 1.0
         self._ask(replace(request, alone=self._leaves) if own else None)
@@ -216,6 +220,10 @@ class CorralTrainer(GRPOTrainer):
         if self.beta == 0 or not self.args.use_bias_correction_kl:
             zeroed.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
         return zeroed
+
+    def _logged_entropy(self) -> float:
+        """Of the policy, in nats, as it was last logged; a run that is resumed finds the same. 0 before the first log."""
+        return next((entry["entropy"] for entry in reversed(self.state.log_history) if "entropy" in entry), 0.0)
 
     def _support_of(self, inputs: dict[str, Any]) -> SupportRequest:
         """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
