@@ -11,7 +11,7 @@ METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
 RAY := .venv-ray
 
-.PHONY: setup demo test test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 check lint types bench clean
+.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 check lint types bench clean
 
 setup: $(READY)
 
@@ -26,6 +26,10 @@ demo: setup
 	$(RUN) -m corral.cli report runs --out runs/report.html
 
 test: setup
+	$(PYTEST)
+
+# The same with a table of lines that no test reaches: half as long again.
+coverage: setup
 	$(PYTEST) --cov --cov-report term
 
 # The TRL door with the oldest and the newest release that it accepts, each in an environment of its own. Ten to twenty minutes.
