@@ -15,7 +15,6 @@ import pytest
 import torch
 import trl
 import trl.trainer.utils as trl_utils
-from packaging.version import Version
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import (
@@ -47,6 +46,7 @@ from corral import TokenBatch, gather_support, group_advantages, objective_names
 from corral.llm import CorralConfig, CorralTrainer
 from corral.llm.config import REDUCTIONS
 from corral.llm.policy_head import SupportRequest, _HeadFunction
+from corral.llm.trainer import FUSED
 from corral.objective import OBJECTIVES
 from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
 from corral.objective.metrics import region_metrics
@@ -54,9 +54,6 @@ from corral.objective.ratio import credit, live, log_ratio
 from corral.objective.troll import TROLLConfig, troll
 from corral.types import ObjectiveOutput
 from tolerance import assert_close
-
-FUSED = Version(trl.__version__) >= Version("1.15")
-"""Whether TRL's head is fused, and corral's takes its place; older releases compute all logits."""
 
 UNCLIPPED = {"epsilon": 1e9}
 UNBOUNDED = {"objective_config": {"bound": float("inf"), "regression": 0.0}}

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from packaging.version import Version
 from peft import LoraConfig
 from tiny_models import RIGHT_REDUCTIONS, loss_and_gradient, make_trainer, measured, nudge, rollouts, tiny_model
 
@@ -16,6 +14,7 @@ import corral.llm.trainer
 from corral.kernels import foreseen, head, head_backward
 from corral.kernels.policy_loss import TOLERANCE
 from corral.llm import CorralTrainer
+from corral.llm.trainer import FUSED
 from interpreted import DEVICE
 from tolerance import assert_close
 
@@ -23,7 +22,7 @@ from corral.kernels import stream  # isort: skip  # after `interpreted`
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
-    pytest.mark.skipif(Version(trl.__version__) < Version("1.15"), reason="this TRL computes all logits"),
+    pytest.mark.skipif(not FUSED, reason="this TRL computes all logits"),
 ]
 
 OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {

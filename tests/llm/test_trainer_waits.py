@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 import trl.trainer.utils as trl_utils
-from packaging.version import Version
 from tiny_models import even_words, make_trainer, measured, nudge, prompts, rollouts, settings, tiny_model, tiny_tokenizer
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
@@ -18,6 +16,7 @@ import corral.llm.policy_head
 import corral.llm.trainer
 from corral.kernels.later import Later
 from corral.llm import CorralTrainer
+from corral.llm.trainer import FUSED
 from interpreted import DEVICE
 
 from corral.kernels import stream  # isort: skip  # after `interpreted`
@@ -25,7 +24,7 @@ from waits import Waits  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
-    pytest.mark.skipif(Version(trl.__version__) < Version("1.15"), reason="this TRL computes all logits"),
+    pytest.mark.skipif(not FUSED, reason="this TRL computes all logits"),
     pytest.mark.skipif(DEVICE != "cpu", reason="waits are counted where nobody has to wait"),
 ]
 

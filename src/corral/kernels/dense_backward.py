@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.logits import LogitSpec, slices
+from corral.kernels.logits import slices
 from corral.kernels.online import HeadRows
 from corral.kernels.row_gradient import RowGradient
+from corral.kernels.select import HeadInput
 from corral.kernels.stream import logits_of_products, spec_arguments
 
 LOGITS_AT_ONCE = 2**28
@@ -18,10 +19,7 @@ ROWS_AT_ONCE = 16384
 
 
 def dense_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: LogitSpec,
+    source: HeadInput,
     rows: HeadRows,
     g_entropy: Tensor | None,
     gradient: RowGradient,
@@ -33,6 +31,7 @@ def dense_rows(
     add: bool = False,
 ) -> None:
     """Write dH of the rows `picked`, and their dW and db; or `add` these to what is there."""
+    hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     for part in slices(len(picked), ROWS_AT_ONCE):
         add = add or part.start > 0
         # Matrix units take rows by the dozen: −1 stands for one without a gradient.

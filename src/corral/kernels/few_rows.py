@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.logits import LogitSpec
 from corral.kernels.online import HeadRows
 from corral.kernels.route import FEW, Routes
 from corral.kernels.row_gradient import RowGradient
+from corral.kernels.select import HeadInput
 from corral.kernels.stream import logits_of_products, spec_arguments
 
 PARTS = 64
@@ -36,10 +36,7 @@ class FewRows:
 
 
 def few_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: LogitSpec,
+    source: HeadInput,
     rows: HeadRows,
     g_entropy: Tensor | None,
     gradient: RowGradient,
@@ -48,6 +45,7 @@ def few_rows(
     want_hidden: bool,
 ) -> FewRows:
     """The gradient of their logits, and of their hidden states if that is wanted."""
+    hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     (vocabulary, width), slots = weight.shape, gradient.ids.shape[1]
     depth = 128 // weight.element_size()
     dz = hidden.new_empty(vocabulary, FEW)

@@ -103,9 +103,7 @@ class Formed:
             return (self.hidden, self.weight, self.bias), routes
         d_hidden = (torch.zeros_like if tolerance == 0 else torch.empty_like)(hidden) if needed[0] else None
         if tolerance > 0:
-            few = few_rows(
-                hidden, weight, source.bias, spec, rows, left.entropy, gradient, routes, want_hidden=d_hidden is not None
-            )  # fmt: skip
+            few = few_rows(source, rows, left.entropy, gradient, routes, want_hidden=d_hidden is not None)
             if d_hidden is not None:
                 sparse_hidden(weight, gradient, routes, few, d_hidden)
             if self.weight is not None or self.bias is not None:
@@ -116,8 +114,7 @@ class Formed:
             picked = (routes.route != DENSE).byte().argsort(stable=True)[:dense]
             written = d_hidden is not None and tolerance > 0 and dense <= FEW
             dense_rows(
-                hidden, weight, source.bias, spec, rows, left.entropy, gradient, picked, None if written else d_hidden,
-                self.weight, self.bias, add=True,
+                source, rows, left.entropy, gradient, picked, None if written else d_hidden, self.weight, self.bias, add=True
             )  # fmt: skip
         if d_hidden is not None:
             self._add_rows(d_hidden)

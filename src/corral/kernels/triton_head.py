@@ -104,9 +104,7 @@ def head_gradients(
     if tolerance > 0:
         if d_weight is not None or d_bias is not None:
             by_token = sort_by_token(routes, len(weight))
-        few = few_rows(
-            hidden, weight, bias, source.spec, rows, nats, gradient, routes, want_hidden=d_hidden is not None
-        )  # fmt: skip
+        few = few_rows(source, rows, nats, gradient, routes, want_hidden=d_hidden is not None)
         if d_hidden is not None:
             sparse_hidden(weight, gradient, routes, few, d_hidden)
         if by_token is not None:
@@ -121,7 +119,7 @@ def head_gradients(
     if tolerance == 0 and d_hidden is not None and dense < len(hidden):
         d_hidden.zero_()
     picked = (routes.route != DENSE).byte().argsort(stable=True)[:dense]  # without asking again how many there are
-    dense_rows(hidden, weight, bias, source.spec, rows, nats, gradient, picked, d_hidden, d_weight, d_bias)
+    dense_rows(source, rows, nats, gradient, picked, d_hidden, d_weight, d_bias)
     if by_token is not None and live > dense:
         sparse_weight(hidden, gradient, routes, by_token, None, d_weight, d_bias)
     return found, routes
