@@ -39,7 +39,9 @@ def _one(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
         torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", wait, world_size=2, rank=rank)
         work(rank, folder)
         torch.distributed.barrier()
-        os._exit(0)  # without taking down the interpreter and gloo's threads, which may then wait for each other
+        # The group lives to the end: taken down, it may wait, holding Python's lock, for a thread of its own that waits for
+        # the lock to let go of a tensor (torch 2.13).
+        os._exit(0)
 
 
 def _stack_file(folder: Path, rank: int) -> Path:
