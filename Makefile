@@ -11,8 +11,9 @@ VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
 RAY := .venv-ray
+MINUTES ?= 10
 
-.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 check lint types bench clean
+.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 check lint types bench bench-gpu clean
 
 setup: $(READY)
 
@@ -102,6 +103,10 @@ bench: setup
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/gaussian_projection.py --save
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/tce_update.py --save
 	$(RUN) benchmarks/sandbox_rate.py --save
+
+# Everything on docs/performance.md that needs a GPU, the most important first: MINUTES of it at a time, and it goes on where it stopped.
+bench-gpu: setup
+	$(RUN) benchmarks/everything_on_gpu.py --resume --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -4,6 +4,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from head_contenders import CLIP, OLD, objective_loss
 from head_problem import Problem
 from torch import Tensor
@@ -33,7 +34,9 @@ class Reference:
             ids, kept = dist.ids[:rows], dist.logp[:rows]
             off = torch.where(ids < 0, 0.0, kept - exact.gather(-1, ids.clamp(min=0)))
             largest["support_error"] = off.abs().max().item()
-            left_out = exact.scatter(-1, ids.clamp(min=0), -torch.inf).amax(-1)
+            padding = exact.shape[-1]  # a column of its own: padding stands for no token
+            marked = F.pad(exact, (0, 1)).scatter(-1, torch.where(ids < 0, padding, ids), -torch.inf)
+            left_out = marked[:, :padding].amax(-1)
             least = torch.where(ids[:, 1:] < 0, torch.inf, kept[:, 1:]).amin(-1)
             largest["missed_by"] = (left_out - least).clamp(min=0).max().item()
         return largest

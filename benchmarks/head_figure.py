@@ -1,10 +1,13 @@
 """The head's benchmark as a picture: time and memory of the usual shapes, full logits beside others' heads and ours."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from head_goals import COOL, EXACT, NAIVE, SHAPE, TROLL, WIDTHS, Measured
 from head_tables import Row, figure
+
+from corral.run.files import write_whole
 
 COLORS = {"full logits": "#9a9a9a", "fastest other fused head": "#d9a441", "corral": "#2f7d4f", "corral, exact": "#8cc7a1"}
 GROUPS = ["old pass", "TROLL,\npeaked", "TROLL,\nflat", "clip,\npeaked", "clip,\nflat"]
@@ -40,7 +43,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     measured = Measured(results["head on cuda"]["rows"])
     drawn, axes = pyplot.subplots(2, len(WIDTHS), figsize=(9, 6), sharex=True)
     for (above, below), width in zip(axes.T, WIDTHS, strict=True):
-        one = measured.get(width, "peaked", "products", "one product")[COOL]
+        one = measured.get(width, "peaked", "products", "one product").get(COOL, math.nan)
         groups = bars(measured, width)
         _draw(above, groups, lambda row, one=one: row[COOL] / one, "{:.1f}".format)
         _draw(below, groups, lambda row: row["mib"] / 1024, "{:.2g}".format)
@@ -61,7 +64,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     shape = f"N = {SHAPE[0]}, V = {SHAPE[1]}, K = {SHAPE[2]}, {gpu}"
     drawn.suptitle(f"{shape}; dotted: one product, and three, the least for a dense gradient", fontsize=9)
     drawn.tight_layout(rect=(0, 0.05, 1, 1))
-    drawn.savefig(path, format="svg", metadata={"Date": None})
+    write_whole(path, lambda beside: drawn.savefig(beside, format="svg", metadata={"Date": None}))
     pyplot.close(drawn)
 
 

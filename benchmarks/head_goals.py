@@ -171,6 +171,8 @@ def in_short(results: dict[str, Any], width: int = 4096) -> str:
     measured, lines = Measured(results["head on cuda"]["rows"]), []
     for what, policy, task, name in IN_SHORT:
         row, size = measured.get(width, policy, task, name), _beyond_gradients(policy, (task, name))
+        if not row:
+            continue
         beyond = None if task == ONE[0] else size(measured, width, COOL)
         # Of a clipped loss, rows whose ratio is rounded across the threshold would be most of the error.
         error = f"{100 * row['gradient_error']:.2g} %" if task == TROLL[0] else ""

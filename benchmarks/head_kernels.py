@@ -1,9 +1,10 @@
 """Where does the head's time on a GPU go? The device's own time in each kernel, of one run of an old pass and of updates.
 
-python benchmarks/head_kernels.py [--save]
+python benchmarks/head_kernels.py [--save] [--resume]
 """
 
 import argparse
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from head_contenders import OLD, TROLL, Contender, contenders
 from head_problem import Problem, make_problem
 from head_tables import figure, markdown
-from head_vs_naive import FILE, USUAL
-from results import save_results
+from head_vs_naive import USUAL, rounded
+from results import HEAD, save_results, saved_rows
 from torch.profiler import ProfilerActivity, profile
 
 NAME = "kernels on cuda"
@@ -53,33 +54,40 @@ def part_of(kernel: str) -> str:
     return next((part for part, words in PARTS.items() if any(word in name for word in words)), REST)
 
 
-def table(result: dict[str, Any] | None) -> str:
+def kernels(results: dict[str, Any]) -> str:
     """A column per run, a line per part."""
-    if result is None:
+    if NAME not in results:
         return "Not measured yet.\n"
-    rows = result["rows"]
+    rows = results[NAME]["rows"]
     head = ["ms of the device", *(f"H = {row['H']}: {row['run']}" for row in rows)]
     parts = [part for part in (*PARTS, REST) if any(part in row["ms"] for row in rows)]
     lines = [[part, *(figure(row["ms"].get(part, 0.0)) for row in rows)] for part in parts]
     return markdown(head, [*lines, ["in all", *(figure(sum(row["ms"].values())) for row in rows)]])
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="keep the rows")
-    parser.add_argument("--file", type=Path, default=FILE, help="where to; benchmarks/results/head.json")
+    parser.add_argument("--resume", action="store_true", help="measure the runs that the file does not hold yet")
+    parser.add_argument("--file", type=Path, default=HEAD, help="where to; benchmarks/results/head.json")
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for shape in USUAL:
-        problems = {
-            policy: make_problem(*shape, 64, policy, "cuda", torch.bfloat16).with_support() for policy in ("peaked", "flat")
-        }
-        for run, policy, key in RUNS:
-            spent = kernels_of(contenders("cuda", torch.bfloat16, policy)[key], problems[policy])
-            rows.append({"H": shape[2], "run": run, "ms": {part: float(f"{ms:.4g}") for part, ms in spent.items()}})
-            print(rows[-1], flush=True)
+    if not torch.cuda.is_available():
+        parser.error("kernels run on a GPU, and there is none here.")
+    rows = saved_rows(NAME, args.file) if args.resume else []
+    there = {(row["H"], row["run"]) for row in rows}
+    for shape, (run, policy, key) in itertools.product(USUAL, RUNS):
+        if (shape[2], run) in there:
+            continue
+        problem = make_problem(*shape, 64, policy, "cuda", torch.bfloat16).with_support()
+        spent = kernels_of(contenders("cuda", torch.bfloat16, policy)[key], problem)
+        rows.append({"H": shape[2], "run": run, "ms": {part: rounded(ms) for part, ms in spent.items()}})
+        print(rows[-1], flush=True)
         if args.save:
-            args.file.parent.mkdir(parents=True, exist_ok=True)
             save_results(NAME, rows, args.file)
 
 

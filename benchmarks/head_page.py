@@ -1,25 +1,26 @@
-"""Write what benchmarks/results/head*.json hold into docs/performance.md, and a few lines of it into README.md.
+"""Write what benchmarks/results holds of the head and the trainer into docs/performance.md, and a few lines into README.md.
 
 A block between `<!-- measured: NAME -->` and `<!-- /measured -->` is written anew; whatever else a page says stays.
 
 python benchmarks/head_page.py
 """
 
-import json
-import os
 import re
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from head_figure import plot
 from head_goals import gains, goals, in_short
-from head_kernels import NAME as KERNELS
-from head_kernels import table as kernels
+from head_kernels import kernels
 from head_tables import Row, figure, markdown, tables
+from results import HEAD, ROLLOUTS, UPDATES, read_results
+from update_tables import updates
+
+from corral.run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
-FILE, ROLLOUTS = ROOT / "benchmarks/results/head.json", ROOT / "benchmarks/results/head_rollouts.json"
 PAGES, FIGURE = (ROOT / "docs/performance.md", ROOT / "README.md"), ROOT / "docs/performance.svg"
 BLOCK = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- /measured -->", re.DOTALL)
 
@@ -97,26 +98,33 @@ def _errors(rows: list[Row]) -> str:
     return f"Largest errors of all sets against float64: {'; '.join(parts)}."
 
 
-def page(results: dict[str, Any], rolled: dict[str, Any], old: str) -> str:
+BLOCKS: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
+    "gains": (HEAD, gains),
+    "goals": (HEAD, goals),
+    "head": (HEAD, in_short),
+    "kernels": (HEAD, kernels),
+    "rollouts": (ROLLOUTS, rollouts),
+    "tables": (HEAD, tables),
+    "updates": (UPDATES, updates),
+}
+"""What stands in a block: a file of results, and how they are written down."""
+
+
+def page(old: str) -> str:
     """A page with its measured blocks written anew."""
-    blocks = {"gains": gains, "goals": goals, "tables": tables, "head": in_short}
 
     def written(match: re.Match[str]) -> str:
-        name = match[1]
-        alone = {"rollouts": lambda: rollouts(rolled), "kernels": lambda: kernels(results.get(KERNELS))}
-        text = alone[name]() if name in alone else blocks[name](results)
-        return f"<!-- measured: {name} -->\n\n{text.rstrip()}\n\n<!-- /measured -->"
+        path, text_of = BLOCKS[match[1]]
+        return f"<!-- measured: {match[1]} -->\n\n{text_of(read_results(path)).rstrip()}\n\n<!-- /measured -->"
 
     return BLOCK.sub(written, old)
 
 
 def main() -> None:
-    results, rolled = json.loads(FILE.read_text()), json.loads(ROLLOUTS.read_text())
     for path in PAGES:
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(page(results, rolled, path.read_text()))
-        os.replace(partial, path)
-    plot(results, FIGURE)
+        text = page(path.read_text())
+        write_whole(path, lambda beside, text=text: beside.write_text(text))
+    plot(read_results(HEAD), FIGURE)
 
 
 if __name__ == "__main__":

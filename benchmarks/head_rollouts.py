@@ -1,11 +1,12 @@
 """What do real rollouts ask of the head: how many tokens hold the mass, how often may a backward be sparse, how fast is it?
 
 In two halves, which may run on two machines. `collect` samples from SmolLM2 (`make smollm2`) before and after reinforcement
-learning, see head_sampling.py, and writes hidden states and the head's weight into a file of some 40 MB. `measure` reads it and
-keeps its rows after every set. Timed runs repeat a set's rows; errors are against float64, from the same weight.
+learning, see head_sampling.py, and writes hidden states and the head's weight into a file of some 40 MB; it needs no GPU.
+`measure` reads it and keeps its rows after every set. Timed runs repeat a set's rows; errors are against float64, from the same
+weight.
 
-    python benchmarks/head_rollouts.py collect rollouts.pt --questions gsm8k/test.jsonl
-    python benchmarks/head_rollouts.py measure rollouts.pt [--save]
+    python benchmarks/head_rollouts.py collect [runs/rollouts.pt]
+    python benchmarks/head_rollouts.py measure [runs/rollouts.pt] [--save] [--resume]
 """
 
 import argparse
@@ -20,14 +21,16 @@ from head_errors import Reference
 from head_problem import Problem
 from head_sampling import CONTEXTS, MASS, K, collect, weight_of
 from head_timing import interleaved, peak_mebibytes, sustained
-from head_vs_naive import rounded, saved_rows
-from results import save_results
+from head_vs_naive import rounded
+from results import ROLLOUTS, save_results, saved_rows
 from torch import Tensor
 
 import corral
 from corral.kernels.policy_loss import TOLERANCE
 
-FILE = Path(__file__).with_name("results") / "head_rollouts.json"
+ROOT = Path(__file__).parents[1]
+DRAWN, QUESTIONS = ROOT / "runs/rollouts.pt", ROOT / "tests/task/gsm8k/test.jsonl"
+STEPS = 80
 CHECKED = 256
 """Rows whose results are compared with float64."""
 WANTED = {
@@ -128,16 +131,15 @@ def measure_all(args: argparse.Namespace) -> None:
         wide = problem_of(given, weight, args.tokens if args.device == "cuda" else CHECKED)
         rows += measure(name, problem_of(given, weight), wide, args.device, args.rounds)
         if args.save:
-            args.file.parent.mkdir(parents=True, exist_ok=True)
             save_results(kept_as, [about, *rows], args.file)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["collect", "measure"])
-    parser.add_argument("rollouts", type=Path, help="what `collect` writes and `measure` reads")
-    parser.add_argument("--questions", type=Path, help="GSM8K, one question per line of JSON")
-    parser.add_argument("--steps", type=int, default=80, help="of learning")
+    parser.add_argument("rollouts", nargs="?", type=Path, default=DRAWN, help="what `collect` writes and `measure` reads")
+    parser.add_argument("--questions", type=Path, default=QUESTIONS, help="GSM8K, one question per line of JSON")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of learning")
     parser.add_argument(
         "--every", type=int, default=20, help="steps after which sets are drawn; the first and the last are kept"
     )
@@ -149,15 +151,20 @@ def main() -> None:
     parser.add_argument("--sets", type=int, help="measure so many; all")
     parser.add_argument("--save", action="store_true", help="keep the rows")
     parser.add_argument("--resume", action="store_true", help="measure the sets that the file does not hold yet")
-    parser.add_argument("--file", type=Path, default=FILE, help=f"where to; benchmarks/results/{FILE.name}")
+    parser.add_argument("--file", type=Path, default=ROLLOUTS, help=f"where to; benchmarks/results/{ROLLOUTS.name}")
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
     args = parser.parse_args()
-    if args.command == "measure":
-        measure_all(args)
-    elif args.questions is None:
-        parser.error("collect: --questions names a file of GSM8K")
-    else:
+    if args.command == "collect":
         asked = [json.loads(line)["question"] for line in args.questions.read_text().splitlines()[:CONTEXTS]]
         collect(args.rollouts, asked, args.steps, args.every, args.rows, args.learning_rate)
+    elif args.rollouts.exists():
+        measure_all(args)
+    else:
+        parser.error(f"there is no {args.rollouts}. `collect` makes it, here or on another machine.")
 
 
 if __name__ == "__main__":

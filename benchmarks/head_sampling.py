@@ -6,9 +6,9 @@ policy that drew it and under the one a step of learning later, and the head's w
 is how the model's file has it: nothing is lost.
 """
 
-import os
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import corral
+from corral.run.files import write_whole
 
 K, MASS = 64, 1 - 1e-5
 GROUP, SUMS, UPDATES = 8, 2, 2
@@ -126,6 +127,7 @@ def contexts(student: Student, questions: list[str], draw: random.Random) -> dic
 
 def collect(path: Path, questions: list[str], steps: int, every: int, rows: int, learning_rate: float) -> None:
     """Sets before learning, and the latest of those after every so many steps; the file is written anew with each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     draw, student = random.Random(0), Student(learning_rate)
     asked = contexts(student, questions, draw)
@@ -148,9 +150,7 @@ def collect(path: Path, questions: list[str], steps: int, every: int, rows: int,
             name = f"{kind}, after {step} steps" if step else f"{kind}, before"
             kept["sets"][name] = {"old": old, "new": new, "tokens": tokens, "step": step}
         if drawn:
-            partial = path.with_name(f"{path.name}.{os.getpid()}")
-            torch.save(kept, partial)
-            os.replace(partial, path)
+            write_whole(path, partial(torch.save, kept))
 
 
 def eight_bits(weight: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ against float64, on some of the rows: of log-probs, and of dH relative to its no
 
 import argparse
 import importlib.util
-import json
 import math
 import re
 from collections.abc import Callable
@@ -23,10 +22,10 @@ import torch.nn.functional as F
 from head_contenders import BRIEF, OTHERS, PRODUCTS, STEADY, TROLL, Contender, contenders, overshoot
 from head_errors import Reference
 from head_problem import make_problem
+from head_tables import shape_of
 from head_timing import interleaved, peak_mebibytes, sustained
-from results import save_results
+from results import HEAD, save_results, saved_rows
 
-FILE = Path(__file__).with_name("results") / "head.json"
 CHECKED = 64
 """Rows whose results are compared with float64."""
 CPU_SHAPES = [(512, 49152, 576), (2048, 49152, 576), (512, 151936, 896)]
@@ -131,7 +130,7 @@ def line(row: dict[str, Any]) -> str:
     return f"{start}{row['task']:13s}{row['name']:32s}{row['ms']:9.2f} ms{hot}  {row['mib']:9.1f} MiB  {error}"
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a CPU")
@@ -143,28 +142,30 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the shapes")
     parser.add_argument("--save", action="store_true", help="keep the rows")
     parser.add_argument("--resume", action="store_true", help="measure the shapes that the file does not hold yet")
-    parser.add_argument("--file", type=Path, default=FILE, help="where to; benchmarks/results/head.json")
+    parser.add_argument("--file", type=Path, default=HEAD, help="where to; benchmarks/results/head.json")
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
     args = parser.parse_args()
+    if args.save and (args.only or args.once):
+        parser.error("--save keeps the times of all contenders: not with --only, which leaves some out, nor with --once.")
     torch.set_num_threads(args.threads)
     listed = [case for case in cases(args.device, args.quick) if case.brief == args.others]
+    if not listed:
+        parser.error("the other shapes are a GPU's, and not among the few of --quick.")
     part, parts = (int(number) for number in args.part.split("/"))
     length = -(-len(listed) // parts)
     name = title(args.device, args.threads, args.others)
-    rows: list[dict[str, Any]] = saved_rows(name, args.file) if args.resume else []
-    there = {(row["N"], row["V"], row["H"], row["K"], row["policy"], row["dtype"]) for row in rows}
+    rows = saved_rows(name, args.file) if args.resume else []
+    there = {shape_of(row) for row in rows}
     for case in listed[(part - 1) * length : part * length]:
         if case.key in there:
             continue
         rows += measure(case, args.device, args.rounds, args.only, args.once)
-        if args.save and not args.once:  # after every shape: a long run that is cut short keeps what it has
-            args.file.parent.mkdir(parents=True, exist_ok=True)
+        if args.save:  # after every shape: a long run that is cut short keeps what it has
             save_results(name, rows, args.file)
-
-
-def saved_rows(name: str, path: Path) -> list[dict[str, Any]]:
-    """What a file holds under a name; nothing where there is none."""
-    results = json.loads(path.read_text()) if path.exists() else {}
-    return results.get(name, {"rows": []})["rows"]
 
 
 def title(device: str, threads: int, others: bool) -> str:

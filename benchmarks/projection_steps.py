@@ -8,14 +8,12 @@ of the rows lie outside the ball. Error is |KL(r‖old) − ε| / ε, evaluated 
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 from results import save_results
+from timing import milliseconds
 from torch import Tensor
 
 from corral import categorical_kl, project_categorical_kl
@@ -83,21 +81,10 @@ def error(logp: Tensor, new: Tensor, old: Tensor, bound: float) -> float:
     return ((kl - bound).abs() / bound).max().item()
 
 
-def milliseconds(*runs: Callable[[], Any], repeats: int = 7) -> list[float]:
-    """Median time of each, taken in turns so that whatever else the machine does falls on all alike."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(1 + repeats):
-        for run, taken in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-    return [1e3 * statistics.median(taken[1:]) for taken in seconds]  # the first run is a warm-up
-
-
 def measure(name: str, new: Tensor, old: Tensor, bound: float) -> dict[str, Any]:
     ours = newton_evaluations(new, old, bound)
     logp_bracketing, theirs = bracketing(new, old, bound)
-    ms, ms_bracketing = milliseconds(lambda: newton(new, old, bound), lambda: bracketing(new, old, bound))
+    ms, ms_bracketing = milliseconds(lambda: newton(new, old, bound), lambda: bracketing(new, old, bound), repeats=7)
     return {
         "family": name,
         "bound": bound,

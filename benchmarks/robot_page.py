@@ -4,15 +4,16 @@ python benchmarks/robot_page.py
 """
 
 import json
-import os
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from head_tables import markdown
 from robot_results import FILE, TASKS, Run
 
 from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
+from corral.run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/robots.md"
@@ -61,11 +62,6 @@ def estimate(scores: np.ndarray, form: str = "{:.1f}") -> str:
     if found.low is not None:
         text += f" ({form.format(found.low)} … {form.format(found.high)})"
     return text.replace("-", "−")
-
-
-def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table."""
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
 
 
 def results_table(rows: Rows) -> str:
@@ -188,7 +184,7 @@ def plot(tasks: dict[str, Rows], name: str, path: Path) -> None:
         axis.title.set_fontsize(10)
         axis.legend(fontsize=6, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    write_whole(path, lambda beside: figure.savefig(beside, format="svg", metadata={"Date": None}))
     pyplot.close(figure)
 
 
@@ -204,9 +200,7 @@ def page(tasks: dict[str, Rows], old: str) -> str:
 def main() -> None:
     tasks = by_task(json.loads(FILE.read_text())["runs"])
     text = page(tasks, PAGE.read_text())
-    partial = PAGE.with_name(f"{PAGE.name}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, PAGE)
+    write_whole(PAGE, lambda beside: beside.write_text(text))
     for name in ("return", "success"):
         plot(tasks, name, PAGE.with_name(f"robots-{name}.svg"))
 

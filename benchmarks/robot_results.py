@@ -6,10 +6,11 @@ python benchmarks/robot_page.py                       the file into docs/results
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from corral.run.files import write_whole
 
 FILE = Path(__file__).parent / "results/robots.json"
 TASKS = {
@@ -110,10 +111,8 @@ def main() -> None:
     if chosen.keep and chosen.out.exists():
         found += json.loads(chosen.out.read_text())["runs"]
     runs = longest(found)
-    partial = chosen.out.with_name(f"{chosen.out.name}.{os.getpid()}")
     lines = ",\n".join(json.dumps(run, separators=(",", ":")) for run in runs)
-    partial.write_text(f'{{"runs":[\n{lines}\n]}}\n')
-    os.replace(partial, chosen.out)
+    write_whole(chosen.out, lambda beside: beside.write_text(f'{{"runs":[\n{lines}\n]}}\n'))
     print(f"{len(runs)} runs in {chosen.out}, {chosen.out.stat().st_size / 1e3:.0f} kB")
 
 

@@ -14,14 +14,13 @@ which agrees with an integrator of the differential equation to 1e-11.
 import argparse
 import importlib.util
 import logging
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from results import save_results
 from straightforward_tce import log_prob, log_prob_expanded
+from timing import milliseconds
 from torch import Tensor
 
 from corral import gaussian_kl, project_gaussian_kl
@@ -70,17 +69,6 @@ class Update:
     def likelihood_backward(self) -> None:
         logp = segment_log_prob(self.rows, self.params, self.mean, self.chol, self.jitter)
         torch.autograd.grad(logp.sum(), (self.mean, self.chol))
-
-
-def milliseconds(*runs: Callable[[], Any], repeats: int) -> list[float]:
-    """Median time of each, taken in turns so that whatever else the machine does falls on all alike."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(1 + repeats):
-        for run, taken in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-    return [1e3 * statistics.median(taken[1:]) for taken in seconds]  # the first run is a warm-up
 
 
 def gap(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:

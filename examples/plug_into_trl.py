@@ -8,7 +8,7 @@ What stock TRL would have in a line's place stands behind it. The model is a ran
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 
 from corral.llm import CorralConfig, CorralTrainer  # stock: from trl import GRPOConfig, GRPOTrainer
 
@@ -49,7 +49,11 @@ args = CorralConfig(  # stock: args = GRPOConfig(
 trainer = CorralTrainer(  # stock: trainer = GRPOTrainer(
     model=model, reward_funcs=share_of_even_numbers, args=args, train_dataset=dataset, processing_class=tokenizer
 )
+trainer.remove_callback(PrinterCallback)  # it prints thirty numbers a line; here are four
 trainer.train()
 
-rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-print(f"reward: {rewards[0]:.2f} → {rewards[-1]:.2f}")
+SHOWN = ("reward", "tr/active_frac", "tr/kl_before", "tr/kl_after")
+history = trainer.state.log_history[:-1]  # the last line is about time
+for row in history:
+    print(f"step {row['step']:>2}", *(f"{name} {row[name]:.4f}" for name in SHOWN if name in row), sep="  ")
+print(f"reward: {history[0]['reward']:.2f} → {history[-1]['reward']:.2f}")

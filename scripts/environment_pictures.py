@@ -11,6 +11,7 @@ import mujoco
 import numpy as np
 
 from corral.robot.env import ENVIRONMENTS
+from corral.run.files import write_whole
 
 TARGET = Path(__file__).parents[1] / "docs" / "environments.png"
 
@@ -47,7 +48,8 @@ def box() -> np.ndarray:
 
 
 def main() -> None:
-    imageio.v3.imwrite(TARGET, np.concatenate([via_point(), hopper(), box()], 1))
+    picture = np.concatenate([via_point(), hopper(), box()], 1)
+    write_whole(TARGET, lambda beside: imageio.v3.imwrite(beside, picture, extension=".png"))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,9 @@ def main(argv: list[str]) -> int:
         same = PAGE.is_file() and PAGE.read_text() == text
         sys.stdout.write("" if same else f"{PAGE} is not what the tests say. Run: python scripts/support_table.py\n")
         return 0 if same else 1
-    PAGE.write_text(text)
+    from corral.run.files import write_whole  # here, since pytest wants to import its plugins before corral does
+
+    write_whole(PAGE, lambda beside: beside.write_text(text))
     return 0
 
 

@@ -9,6 +9,7 @@ import matplotlib
 import torch
 
 from corral.robot import ProDMP
+from corral.run.files import write_whole
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -49,7 +50,7 @@ def main() -> None:
     )
     right.set(title="correlation between two times", xlabel="time [s]", ylabel="time [s]")
     figure.colorbar(image, ax=right, shrink=0.9)
-    figure.savefig(TARGET, metadata={"Date": None})
+    write_whole(TARGET, lambda beside: figure.savefig(beside, format="svg", metadata={"Date": None}))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,11 @@ TASKS["digits"] = Digits
 def save_model(folder: Path, hidden: int = 16) -> str:
     """A model whose first samples are noise."""
     tokenizer = build_tokenizer()
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -66,20 +71,12 @@ def save_model(folder: Path, hidden: int = 16) -> str:
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=32,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        **ids,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        top_k=0,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, **ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

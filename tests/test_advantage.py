@@ -161,29 +161,6 @@ def test_half_precision_rewards_are_compared_in_float32(how, dtype):
     assert_close(advantages, group_advantages(rewards.double(), torch.tensor([0, 0]), how))
 
 
-@pytest.mark.parametrize(
-    ("rewards", "group", "how", "message"),
-    [
-        (torch.ones(2), torch.zeros(2, dtype=torch.int64), "ppo", "`how` is one of grpo, .*; got 'ppo'"),
-        (torch.ones(2), torch.zeros(3, dtype=torch.int64), "grpo", r"both \[B\] with B ≥ 1; got \[2\] and \[3\]"),
-        (torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int64), "grpo", r"got \[2, 2\] and \[2, 2\]"),
-        (torch.ones(0), torch.zeros(0, dtype=torch.int64), "grpo", r"with B ≥ 1; got \[0\] and \[0\]"),
-        (torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), "grpo", "rewards are floating point"),
-        (torch.ones(2), torch.zeros(2), "grpo", "group ids integers; got torch.float32 and torch.float32"),
-        (torch.tensor([1.0, math.nan]), torch.zeros(2, dtype=torch.int64), "grpo", "must be finite; got nan for completion 1"),
-        (
-            torch.tensor([-math.inf, 1.0]),
-            torch.zeros(2, dtype=torch.int64),
-            "rloo",
-            "must be finite; got -inf for completion 0",
-        ),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(rewards, group, how, message, unchecked_shapes):
-    with pytest.raises(ValueError, match=message):
-        group_advantages(rewards, group, how)
-
-
 # ---------------------------------------------------------------------------------------------------- gae
 
 
@@ -269,30 +246,17 @@ def test_a_critic_that_is_right_leaves_nothing_to_credit():
     assert returns.tolist() == [[1.75, 1.5, 1.0]]
 
 
+@pytest.mark.parametrize(("rewards", "values"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_gae_of_mixed_dtypes_is_computed_in_the_wider_one(rewards, values):
+    # ⅓ + ⅓ in float64 is not what it is in float32, whichever of the two comes rounded.
+    r, v = torch.full((1, 2), 1 / 3, dtype=rewards), torch.full((1, 2), 1 / 3, dtype=values)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for ours, theirs in zip(gae(r, v, mask, 0.9, 0.9), gae(r.double(), v.double(), mask, 0.9, 0.9), strict=True):
+        assert ours.dtype == torch.float64
+        assert torch.equal(ours, theirs)
+
+
 def test_gae_carries_no_gradient():
     rewards, values = torch.randn(2, 1, 3, requires_grad=True).unbind(0)
     for out in gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), 0.9, 0.9):
         assert not out.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"values": torch.zeros(2, 4)}, r"all \[B T\].*got \[2, 3\], \[2, 4\], \[2, 3\]"),
-        (
-            {x: torch.ones(2, 0, dtype=torch.bool) for x in ("rewards", "values", "mask")},
-            r"all \[B T\].*got \[2, 0\], \[2, 0\], \[2, 0\]",
-        ),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"got \[2, 3\], \[2, 3\], \[2, 4\]"),
-        ({"mask": torch.ones(2, 3)}, "mask must be bool.*got torch.float32"),
-        ({"gamma": 1.1}, r"`gamma` must lie in \[0, 1\]; got 1.1"),
-        ({"gamma": math.nan}, r"`gamma` must lie in \[0, 1\]; got nan"),
-        ({"lam": -0.1}, r"`lam` must lie in \[0, 1\]; got -0.1"),
-        ({"rewards": torch.full((2, 3), math.nan)}, "must be finite at live tokens"),
-        ({"values": torch.full((2, 3), math.inf)}, "must be finite at live tokens"),
-    ],
-)
-def test_what_gae_cannot_credit_is_refused(change, message, unchecked_shapes):
-    good = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3), "mask": torch.ones(2, 3, dtype=torch.bool)}
-    with pytest.raises(ValueError, match=message):
-        gae(**{**good, "gamma": 1.0, "lam": 1.0, **change})

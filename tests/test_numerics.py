@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral.numerics import NEAR, at_least_float32, expm1_minus, log1mexp, logsumexp
+from corral.numerics import NEAR, at_least_float32, expm1_minus, in_one_dtype, log1mexp, logsumexp, without_autocast
 from tolerance import assert_close
 
 DTYPES = [torch.float32, torch.float64]
@@ -66,6 +66,22 @@ def test_everything_is_computed_in_float32_or_better(given_dtype, computed):
     out = at_least_float32(x)
     assert out.dtype == computed
     assert out.tolist() == [-0.75, 3.5, -INF]
+
+
+def test_the_best_precision_is_that_of_all():
+    half, single, double = (torch.tensor([0.75], dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
+    assert [x.dtype for x in in_one_dtype(half, half)] == [torch.float32] * 2
+    assert [x.dtype for x in in_one_dtype(half, single, double)] == [torch.float64] * 3
+
+
+def test_products_stay_exact_under_autocast_and_the_caller_s_do_not_change():
+    # 1 + 2⁻¹⁰ is no bfloat16.
+    x = torch.tensor([[1 + 2.0**-10]])
+    square = without_autocast(torch.matmul)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert square(x, x).item() == 1 + 2.0**-9 + 2.0**-20
+        assert square(input=x, other=x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------------------------------------------- log(1 − eˣ)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.numerics import at_least_float32, number_in
+from corral.numerics import at_least_float32, in_one_dtype, number_in
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
 
@@ -99,8 +99,7 @@ def gae(
     for name, x in (("gamma", gamma), ("lam", lam)):
         if not number_in(x, 0, 1):
             raise ValueError(f"gae: `{name}` must lie in [0, 1]; got {x!r}.")
-    rewards = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
-    values = torch.where(mask, at_least_float32(values.detach()), 0.0)
+    rewards, values = (torch.where(mask, x.detach(), 0.0) for x in in_one_dtype(rewards, values))
     if not bool(rewards.isfinite().all() & values.isfinite().all()):
         raise ValueError("gae: rewards and values must be finite at live tokens. Look at the reward function and the critic.")
     next_value = next_advantage = torch.zeros_like(values[:, 0])

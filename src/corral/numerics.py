@@ -1,10 +1,17 @@
 """Numerics everything else leans on: precision, and logarithms that stay exact at both ends."""
 
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import reduce, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 NEAR = 0.5
 """|x| below which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
@@ -18,6 +25,27 @@ def number_in(value: object, low: float, high: float = math.inf) -> bool:
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision is for storage: everything here is computed in float32 or better."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All in the best precision that one of them has, float32 at least."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def without_autocast(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Autocast would round the factors of every float32 product to half precision: here they stay what they are."""
+
+    @wraps(function)
+    def exact(*args: P.args, **kwargs: P.kwargs) -> Result:
+        devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+        with ExitStack() as stack:
+            for device in devices:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return exact
 
 
 def log1mexp(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:

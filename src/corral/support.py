@@ -25,6 +25,7 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
     Ref:
         Becker et al. 2025, arXiv:2510.03817 (k = 64, mass = 1 − 1e-5). Invariant: Σ exp(logp) + exp(rest) = 1.
     """
+    check_logp("top_k_support", logp)
     vocabulary = logp.shape[-1]
     if type(k) is not int or not 1 <= k <= vocabulary:
         raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k!r}.")
@@ -58,6 +59,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> Spa
     Ref:
         Invariant: the gradient of every field reaches every logit, as the dense softmax would have it.
     """
+    check_logp("gather_support", logp)
     if ids.shape[:-1] != logp.shape[:-1]:
         raise ValueError(
             f"gather_support: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
@@ -96,6 +98,12 @@ def reached_before(ranked: Tensor, mass: float) -> Tensor:
     p = ranked.double().exp()
     before = p.cumsum(-1) - p
     return (before > 0) & (before >= mass - 2 * torch.finfo(ranked.dtype).eps)
+
+
+def check_logp(where: str, logp: Tensor) -> None:
+    """Refuse what can be no log-probabilities: integers, or a single number."""
+    if not logp.is_floating_point() or not logp.ndim:
+        raise ValueError(f"{where}: `logp` holds log-probabilities [*, V]; got {logp.dtype} {list(logp.shape)}.")
 
 
 def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:

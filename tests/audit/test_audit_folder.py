@@ -1,6 +1,7 @@
 """An audit on the disk: whole files, one table, clear refusals."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 
 from audit.four_tokens import RULES, completion
 from corral.audit.folder import SCHEMA, AuditFolder, read_audit
+from corral.audit.rules import Rules
+from corral.audit.summary import summarise
+from corral.audit.words import sentences
+from corral.objective import make_objective
 from corral.run.files import RunError
 
 INFO: dict[str, Any] = {"kind": "test", "rules": RULES.described()}
@@ -45,6 +50,20 @@ def test_it_can_be_read_while_it_grows(tmp_path: Path) -> None:
     (folder.table / ".update-00000002.parquet.123.part").write_bytes(b"half a fi")
     assert len(read_audit(tmp_path / "audit")[1]) == 4
     folder.close()
+
+
+def test_infinite_bounds_come_back(tmp_path: Path) -> None:
+    clip = make_objective("ppo_clip", clip_high=math.inf)
+    rules = Rules(clip=clip, kl_bound=math.inf, top_k=2).described()  # JSON has no infinity
+    for done in (0, 1):  # begun, then gone on with
+        folder = AuditFolder(tmp_path / "audit")
+        folder.begin({"rules": rules}, done=done)
+        folder.add(done + 1, [completion()])
+        folder.close()
+    info, table = read_audit(tmp_path / "audit")
+    assert info["rules"] == rules
+    found = sentences(summarise(table, info["rules"]), info)
+    assert any("ratio 0.8 … inf" in text and "the KL ball of ∞" in text for text in found), found
 
 
 def test_going_on_forgets_what_comes_later(tmp_path: Path) -> None:

@@ -104,7 +104,17 @@ def test_a_whole_completion_is_clipped_at_once_under_gspo() -> None:
     assert found["clipped"].tolist() == [True, True]
 
 
-@pytest.mark.parametrize("given", [{"kl_bound": 0.0}, {"tv_bound": math.nan}, {"top_k": 0}, {"support_size": -1}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kl_bound": 0.0},
+        {"tv_bound": math.nan},
+        {"top_k": 0},
+        {"support_size": -1},
+        {"support_mass": 0.0},
+        {"support_mass": 1.5},
+    ],
+)
 def test_bad_rules(given: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
         Rules(**given)
@@ -113,6 +123,11 @@ def test_bad_rules(given: dict[str, float]) -> None:
 def test_only_clipping_is_clipping() -> None:
     with pytest.raises(ValueError, match=r"`clip` is one of ppo_clip.*got 'reinforce'"):
         Rules(clip=make_objective("reinforce"))
+
+
+def test_a_completion_without_a_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="one token or more"):
+        measure(TOKENS[:0], OLD[:0], NEW[:0], ADVANTAGES[:0], RULES)
 
 
 def test_a_policy_that_is_not_finite_is_refused() -> None:

@@ -149,7 +149,7 @@ def test_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["empty", "--old", "tiny", "--new", "tiny"], "not both"),
         (["--old", "tiny", "--new", "tiny"], "has no task of its own: say which with --task"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdwn"], "Did you mean 'countdown'?"),
-        (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--clip", "wide"], "--clip takes LOW,HIGH"),
+        (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--clip", "wide"], "0.2,0.28; got 'wide'"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--kl-bound", "-1"], "`kl_bound` is the radius of a ball"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--samples", "0"], "`samples` must be at least 1"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--set", "n=4"], "--set takes task_config.key=value"),
@@ -186,3 +186,11 @@ def test_rules_that_were_tampered_with(audit_folder: Path, capsys: pytest.Captur
 def test_what_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "x", "--sampels", "3"]) == 2
     assert "audit has no '--sampels'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--clip 0.3", "--kl-bound 0.1", "--old tiny", "--task countdown", "--set task_config.n=4"])
+def test_flags_that_could_change_nothing_are_refused(
+    flags: str, audit_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(audit_folder), *flags.split()]) == 1
+    assert f"measured already, so {flags.split()[0]} cannot be given with it" in capsys.readouterr().err

@@ -14,6 +14,8 @@ def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", bench.BENCHMARKS)
 def test_every_script_is_there_and_explains_itself(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    assert "usage: " + bench.BENCHMARKS[name][0] in capfd.readouterr().out
     assert main(["bench", name, "--rows"]) == 2  # the script's own complaint: --rows wants a number, or is unknown
     assert "usage: " + bench.BENCHMARKS[name][0] in capfd.readouterr().err
 

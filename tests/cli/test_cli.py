@@ -116,7 +116,7 @@ def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) ->
         (["--max-steps", "3"], "`max_steps` is decided by the run. Use steps"),
         (["--optim.lr", "3"], "only objective_config, task_config and lora have settings of their own"),
         (["--instruction", "Solve it."], "`instruction` must contain {problem}"),
-        (["quickly"], "'quickly' belongs to no flag"),
+        (["quickly"], "'quickly' belongs to no flag. Settings are given as --key value, a recipe as --recipe NAME"),
         (["--config", "/no/such.toml"], "cannot be read: No such file"),
         (["--resume", "/no/such/run"], "is no run"),
         (["--resume", "/no/such/run", "--seed", "1", "--out", "x"], "so seed, out cannot be given with it"),

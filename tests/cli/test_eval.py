@@ -55,6 +55,15 @@ def test_two_models_are_compared(model: str, tmp_path: Path, capsys: pytest.Capt
     assert "+0.000" in printed, "greedy answers do not depend on the temperature"
 
 
+def test_what_cannot_be_compared_with_is_said_first(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.llm.evaluate.evaluate", lambda *args, **kwargs: pytest.fail("it has begun"))
+    argv = ["eval", model, *SMALL.split(), "--out", str(tmp_path / "b"), "--quiet"]
+    assert main([*argv, "--against", str(tmp_path / "none")]) == 1
+    assert "eval.json" in capsys.readouterr().err
+
+
 def test_settings_of_the_task_reach_it(model: str, tmp_path: Path) -> None:
     argv = ["eval", model, *SMALL.split(), "--set", "task_config.prompt_length=5", "--out", str(tmp_path / "e"), "--quiet"]
     assert main(argv) == 0

@@ -48,6 +48,9 @@ class Notes:
         if self.then is not None:
             self.then(self)
 
+    def stopping(self, sentence: str) -> None:
+        pass
+
     def say(self, sentence: str) -> None:
         self.said.append(sentence)
 
@@ -67,7 +70,7 @@ def resumed(path: Path, *, retry_failed: bool = False) -> Comparison:
 
 def drive(comparison: Comparison, notes: Notes | None = None, *, stall: float = 60.0, engine: Engine | None = None) -> Schedule:
     engine = engine or LocalEngine(jobs=2, threads=1, program=FAKE)
-    schedule = Schedule(comparison=comparison, engine=engine, board=notes or Notes(), steps=4, choose=choose, stall=stall)
+    schedule = Schedule(comparison=comparison, engine=engine, view=notes or Notes(), steps=4, choose=choose, stall=stall)
     schedule.run()
     comparison.close()
     return schedule

@@ -32,13 +32,13 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "whom to compare? --objectives"),
+        ([], "whom to compare? --objectives ppo_clip,troll"),
         (["--recipe", "via_point"], "whom to compare? --algorithms tce,bbrl"),
         (["--objectives", "troll,dpo"], "there is no objective 'dpo'. Did you mean 'dppo'?"),
         (["--objectives", "troll,"], "there is no objective ''"),
         (["--recipe", "via_point", "--algorithms", "tce,brl"], "there is no algorithm 'brl'. Did you mean 'bbrl'?"),
         (["--recipe", "via_point", "--objectives", "troll,dppo"], "here a robot learns, and its contestants are algorithms"),
-        (["--algorithms", "tce,bbrl"], "here a language model learns, and its contestants are objectives"),
+        (["--algorithms", "tce,bbrl"], "are objectives: --objectives ppo_clip,troll. For a robot, name its recipe: --recipe"),
         (["--recipe", "dem", "--objectives", "troll,dppo"], "there is no recipe 'dem'. Did you mean 'demo'?"),
         (["--objectives", "troll,troll"], "contestants: troll is there twice"),
         (["--objectives", "troll"], "troll alone has nothing to be compared with"),
@@ -53,6 +53,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--objectives", "troll,dppo", "--sweep", "num_iterations"], "--sweep num_iterations needs values"),
         (["--objectives", "troll,dppo", "--sweep", "learning_rate="], "a value is empty"),
         (["--objectives", "troll,dppo", "--sweep", "learning_rate=1e-4,1e-4"], "1e-4 is there twice"),
+        (["--objectives", "troll,dppo", "--sweep", "learning_rate=1e-3,.001"], "1e-3 is there twice"),
         (["--objectives", "troll,dppo", "--sweep", "num_iteration=1,2"], "there is no setting `num_iteration`"),
         (["--objectives", "troll,dppo", "--sweep", "beta=0.1,x"], "troll beta=x: `beta` is float"),
         (["--objectives", "troll,dppo", "--step", "3"], "there is no setting `step`"),

@@ -104,6 +104,9 @@ def test_what_matters_stays_on_a_small_screen(tmp_path: Path) -> None:
     view.close()
     console.print(view.table())
     assert "4 of 10 runs done, 2 running, 1 failed; 4 not shown" in file.getvalue()
+    view.stopping("Stopping after this step.")
+    console.print(view.table())
+    assert file.getvalue().rstrip().endswith("4 not shown\nStopping after this step.")
     LiveCompareView(console, problems).close()  # one that never began
 
 

@@ -195,10 +195,8 @@ def test_a_process_that_cannot_be_started_is_a_failed_run(tmp_path: Path) -> Non
 def test_time_left_is_judged_by_what_was_done(tmp_path: Path) -> None:
     left: list[float | None] = []
     comparison = begun(tmp_path, "slow", "fine", seeds=1)
-    schedule = Schedule(
-        comparison=comparison, engine=LocalEngine(jobs=2, program=FAKE), board=Notes(), steps=120, choose=choose
-    )
-    schedule.board.look = left.append
+    schedule = Schedule(comparison=comparison, engine=LocalEngine(jobs=2, program=FAKE), view=Notes(), steps=120, choose=choose)
+    schedule.view.look = left.append
     schedule.run()
     comparison.close()
     assert left[0] is None

@@ -110,6 +110,19 @@ def test_a_token_next_to_impossible_keeps_its_digits(dtype):
     assert_close(binary_tv(p, q), (p.double().exp() - q.double().exp()).abs(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_that_rises_from_next_to_impossible_is_far_and_finite(dtype):
+    # p is 0 in float32 (the first three) or in both, and q/p = e^90 … e^900 overflows: KL(0‖q) = −ln(1 − q).
+    p = torch.tensor([-100.0, -105.0, -200.0, -900.0], dtype=dtype, requires_grad=True)
+    q = torch.tensor([-9.0, -1.5, -1.0, -3.0], dtype=dtype, requires_grad=True)
+    kl = binary_kl(p, q)
+    assert_close(kl, -torch.log1p(-q.detach().double().exp()), atol=0)
+    # ∂KL/∂log q = (q − p)/(1 − q) = q/(1 − q).
+    gradient_p, gradient_q = torch.autograd.grad(kl.sum(), (p, q))
+    assert_close(gradient_q, 1 / torch.expm1(-q.detach().double()), atol=0)
+    assert_close(gradient_p, torch.zeros(4))
+
+
 # ---------------------------------------------------------------------------------------------------- oracle and properties
 
 
@@ -174,6 +187,38 @@ def test_binary_is_below_top_k_with_rest_which_is_below_the_full_vocabulary(seed
         top_k = whole(dist_old.with_rest(), dist_new.with_rest())
         assert (sampled <= top_k + SLACK).all()
         assert (top_k <= whole(old, new) + SLACK).all()
+
+
+@given(st.integers(0, 2**20), PROBABILITIES)
+def test_binary_is_exact_where_the_other_tokens_keep_their_shares(seed, q):
+    # The complement scaled as one has the same ratio everywhere, and merging tokens of one ratio loses nothing.
+    old = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).softmax(-1)
+    new = torch.cat([float64(q), old[1:] * (1 - q) / (1 - old[0])])
+    assert_close(binary_kl(old[:1].log(), log_of(q))[0], categorical_kl(old.log(), new.log()), rtol=1e-8)
+    assert_close(binary_tv(old[:1].log(), log_of(q))[0], categorical_tv(old.log(), new.log()))
+
+
+def test_golden_where_the_two_default_bounds_meet():
+    # At p = ½, KL = −½ ln(1 − 4x²) is 0.05 at x = ½ √(1 − e^−0.1) = 0.15424.
+    x = 0.5 * math.sqrt(-math.expm1(-0.1))
+    assert round(x, 5) == 0.15424
+    assert_close(binary_kl(log_of(0.5, 0.5), log_of(0.5 + x, 0.5 - x)), float64(0.05, 0.05))
+
+
+@given(st.integers(0, 2**20), st.integers(1, 9))
+def test_what_merging_into_the_rest_hides(seed, k):
+    # Of the KL exactly p(rest) · KL(p‖q within the rest); of the total variation at most half of what both leave there.
+    generator = torch.Generator().manual_seed(seed)
+    old, new = (3 * torch.randn(2, 4, 10, dtype=torch.float64, generator=generator)).log_softmax(-1)
+    dist_old = top_k_support(old, torch.randint(0, 10, (4,), generator=generator), k)
+    dist_new = gather_support(new, dist_old.ids)
+    outside = torch.ones(4, 11, dtype=torch.bool).scatter(-1, dist_old.ids % 11, False)[:, :10]  # −1 % 11 is one too far
+    for row, (p, q, rest) in enumerate(zip(old, new, outside, strict=True)):
+        p_rest, q_rest = dist_old.rest[row], dist_new.rest[row]
+        seen = [f(dist_old.with_rest()[row], dist_new.with_rest()[row]) for f in (categorical_kl, categorical_tv)]
+        within = categorical_kl(p[rest] - p_rest, q[rest] - q_rest) if rest.any() else torch.zeros(())
+        assert_close(categorical_kl(p, q), seen[0] + p_rest.exp() * within)
+        assert categorical_tv(p, q) - seen[1] <= 0.5 * (p_rest.exp() + q_rest.exp()) + SLACK
 
 
 # ---------------------------------------------------------------------------------------------------- gradient, shape, dtype

@@ -342,6 +342,13 @@ def test_tv_is_symmetric_and_lies_between_0_and_1(pair):
     assert categorical_tv(p, p) == 0
 
 
+@given(weight_pairs(lowest=1))
+def test_tv_is_half_the_mean_distance_of_the_ratio_from_1(pair):
+    # ½ E_p |q/p − 1|
+    p, q = map(shares, pair)
+    assert_close(categorical_tv(p, q), 0.5 * (p.exp() * (torch.exp(q - p) - 1).abs()).sum())
+
+
 @given(weight_pairs(), st.randoms(use_true_random=False))
 def test_tv_obeys_the_triangle_inequality(pair, random):
     p, q = map(shares, pair)

@@ -290,6 +290,25 @@ def test_half_precision_is_computed_in_float32(divergence):
     assert torch.equal(out.cov, divergence(mean_p.float(), std[0].float(), mean_q.float(), std[1].float(), diagonal=True).cov)
 
 
+@each_divergence
+def test_autocast_does_not_round_it(divergence):
+    problem = [x.float() for x in gaussians(5)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = divergence(*problem)
+    for got, expected in zip(out, divergence(*problem), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("single", range(4))
+@each_divergence
+def test_the_best_precision_of_the_inputs_is_that_of_the_result(divergence, single):
+    problem = [x.float().double() for x in gaussians()]  # exact in float32 too
+    mixed = [x.float() if index == single else x for index, x in enumerate(problem)]
+    for got, expected in zip(divergence(*mixed), divergence(*problem), strict=True):
+        assert got.dtype == torch.float64
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_an_unknown_form_is_named():
     with pytest.raises(ValueError, match="commuting, bures; got 'exact'"):

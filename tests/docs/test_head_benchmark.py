@@ -2,8 +2,12 @@
 
 import itertools
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import head_rollouts
+import head_sampling
 import head_timing
 import head_vs_naive
 import pytest
@@ -13,6 +17,9 @@ from head_errors import Reference
 from head_problem import Problem, make_problem
 from head_rollouts import problem_of, routing_of, statistics_of
 from head_sampling import closeness, eight_bits, weight_of
+from results import read_results
+
+import corral
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +65,16 @@ def test_a_member_of_the_support_that_is_missed_is_an_error(problem: Problem) ->
     ids[0, 0] = reference.logp_old[0].argmin()
     errors = reference.errors(OLD, (logp, replace(dist, ids=ids)))
     assert errors["missed_by"] > 1.0
+
+
+def test_padding_hides_no_token_that_is_missed(problem: Problem) -> None:
+    # Two tokens, the first of them left out: log .9 − log .1 = log 9, though padding stands for no token at all.
+    weight = torch.tensor([[0.9, 0.1]]).log().T
+    some = problem.first(1)
+    p = replace(some, hidden_old=torch.ones(1, 1), weight=weight, tokens=torch.tensor([1]))
+    dist = corral.SparseDist(torch.tensor([[1, 1, -1]]), torch.tensor([[0.1, 0.1, 0.0]]).log(), torch.tensor([0.9]).log())
+    errors = Reference(p).errors(OLD, (dist.logp[:, 0], dist))
+    assert errors["missed_by"] == pytest.approx(math.log(9), rel=1e-6)
 
 
 def test_every_contender_runs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,3 +130,37 @@ def test_a_set_is_repeated_with_its_advantages() -> None:
     p = problem_of(given, weight, 7)
     assert len(p.tokens) == 7
     assert torch.equal(p.advantages[:3], p.advantages[3:6])
+
+
+@pytest.mark.llm
+def test_rollouts_are_drawn_and_measured_set_by_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A model of 16 dimensions in SmolLM2's place, its head in 8 bits with a scale for every 16.
+    from corral.llm.smoke import build_smoke
+
+    model, tokenizer = build_smoke()
+    head = model.get_output_embeddings().weight.data
+    head.copy_((127 * head / head.abs().amax(-1, keepdim=True).clamp(min=1e-9)).round() * 2.0**-9)
+    monkeypatch.setattr("corral.llm.models.load_smollm2", lambda: (model, tokenizer))
+    monkeypatch.setattr(head_sampling, "BLOCK", 16)
+    drawn, file = tmp_path / "runs" / "rollouts.pt", tmp_path / "head_rollouts.json"
+
+    def run(command: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["head_rollouts.py", command, str(drawn), *options])
+        head_rollouts.main()
+        return capsys.readouterr().out
+
+    run("collect", "--steps", "1", "--every", "1", "--rows", "16")
+    stored = torch.load(drawn)
+    assert len(stored["rewards"]) == 2
+    assert len(stored["sets"]) == 10
+    assert torch.equal(weight_of(stored), head)
+    kept = ("--device", "cpu", "--save", "--resume", "--file", str(file))
+    run("measure", "--sets", "1", *kept)
+    said = run("measure", "--sets", "2", *kept)
+    assert "GSM8K answers" not in said  # it is there already
+    rewards, *rows = read_results(file)["rollouts on cpu"]["rows"]
+    assert len(rewards["rewards"]) == 2
+    assert list(dict.fromkeys(row["set"] for row in rows)) == ["GSM8K answers, before", "small sums, before"]
+    assert all(row["logp_error"] < 1e-4 for row in rows if row.get("name") == "corral, torch" and row["task"] == OLD)

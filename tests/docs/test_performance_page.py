@@ -1,8 +1,8 @@
-"""docs/performance.md says what benchmarks/results/head*.json hold, and a table says what a row does."""
+"""docs/performance.md says what benchmarks/results hold of the head and the trainer, and a table says what a row does."""
 
-import json
 from pathlib import Path
 
+import head_figure
 import head_goals
 import head_kernels
 import head_page
@@ -15,20 +15,18 @@ SHAPE = {"N": 8, "V": 9, "H": 2, "K": 1, "policy": "flat", "dtype": "float32"}
 @pytest.mark.parametrize("path", head_page.PAGES, ids=lambda path: path.name)
 def test_a_page_holds_the_latest_numbers(path: Path) -> None:
     text = path.read_text()
-    results, rolled = (json.loads(file.read_text()) for file in (head_page.FILE, head_page.ROLLOUTS))
-    assert head_page.page(results, rolled, text) == text, "run `python benchmarks/head_page.py`"
+    assert head_page.page(text) == text, "run `python benchmarks/head_page.py`"
 
 
 def test_everything_measured_is_on_the_page() -> None:
-    text = head_page.PAGES[0].read_text()
-    assert set(head_page.BLOCK.findall(text)) == {"gains", "goals", "kernels", "rollouts", "tables"}
+    found = [name for path in head_page.PAGES for name in head_page.BLOCK.findall(path.read_text())]
+    assert sorted(found) == sorted(head_page.BLOCKS)
     assert head_page.FIGURE.exists()
 
 
 def test_what_is_not_measured_stays() -> None:
-    results, rolled = (json.loads(file.read_text()) for file in (head_page.FILE, head_page.ROLLOUTS))
     old = "before\n\n<!-- measured: goals -->\nstale\n<!-- /measured -->\n\nafter\n"
-    new = head_page.page(results, rolled, old)
+    new = head_page.page(old)
     assert new.startswith("before\n\n<!-- measured: goals -->\n\n|")
     assert new.endswith("<!-- /measured -->\n\nafter\n")
     assert "stale" not in new
@@ -108,8 +106,20 @@ def test_every_kernel_counts_once() -> None:
         {"H": 8, "run": "a", "ms": {"tiles made again": 2.0, "everything else": 1.0}},
         {"H": 9, "run": "b", "ms": {"tiles made again": 4.0}},
     ]
-    assert head_kernels.table({"rows": rows}).splitlines()[2:] == [
+    assert head_kernels.kernels({head_kernels.NAME: {"rows": rows}}).splitlines()[2:] == [
         "| tiles made again | 2 | 4 |",
         "| everything else | 1 | 0 |",
         "| in all | 3 | 4 |",
     ]
+
+
+def test_a_page_of_what_was_cut_short_has_gaps(tmp_path: Path) -> None:
+    # One policy of one width: the lines of the other policy stay away, the other width's panel is empty.
+    rows = [
+        usual(4096, "peaked", *head_goals.ONE, 10.0),
+        usual(4096, "peaked", *head_goals.TROLL, 11.0, gradient_error=0.01),
+    ]
+    results = {"head on cuda": {"machine": {"gpu": "one"}, "rows": rows}}
+    assert [line.split(" | ")[1] for line in head_goals.in_short(results).splitlines()[2:]] == ["10 ms", "11 ms"]
+    head_figure.plot(results, tmp_path / "figure.svg")
+    assert (tmp_path / "figure.svg").exists()

@@ -65,6 +65,19 @@ def test_it_is_the_objective(case, support):
         assert_close(actual, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("log_old", [-80.0, -100.0, -300.0])
+def test_a_token_that_rises_from_next_to_nothing_has_a_finite_divergence(log_old):
+    """Its ratio is beyond float32, its binary KL is not: q − p at the least."""
+    objective = corral.make_objective("dppo", divergence="kl")
+    new, mask = torch.full((1, 1), -9.0, device=DEVICE), torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
+    batch = TokenBatch(new, torch.full_like(new, log_old), torch.ones(1, device=DEVICE), mask)
+    got, wanted = batch_loss(objective, batch, kernels=True), objective(batch)
+    assert got.metrics["tr/kl_max"].item() == pytest.approx(math.exp(-9), rel=1e-4)
+    assert {key: value.item() for key, value in got.metrics.items()} == pytest.approx(
+        {key: value.item() for key, value in wanted.metrics.items()}, rel=1e-4
+    )
+
+
 def test_the_objective_says_what_is_wrong():
     """At once where there is no gradient, and else when the backward pass is over: by then nobody has to wait for it."""
     batch, leaves = make_batch()

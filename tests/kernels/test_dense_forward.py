@@ -9,7 +9,7 @@ from torch import Tensor
 
 import corral
 from corral import SparseDist, TokenBatch
-from interpreted import DEVICE, HALF
+from interpreted import DEVICE, HALF, small_tiles
 
 from corral.kernels import dense_forward as module  # isort: skip  # after `interpreted`
 from corral.kernels import row_factor, stream  # isort: skip
@@ -17,8 +17,8 @@ from corral.kernels.dense_forward import Begun, begin, dense_forward  # isort: s
 from corral.kernels.logits import LogitSpec  # isort: skip
 from corral.kernels.loss_rows import LOSS, OldRows  # isort: skip
 from corral.kernels.online import HeadRequest, HeadRows  # isort: skip
-from corral.kernels.policy_loss import rule_of  # isort: skip
 from corral.kernels.row_gradient import RowGradient  # isort: skip
+from corral.kernels.rule import rule_of  # isort: skip
 from corral.kernels.select import HeadInput  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
@@ -41,10 +41,8 @@ OBJECTIVES = {
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        for dtype in stream.TILES:
-            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
 
 
 @dataclass
@@ -108,9 +106,7 @@ def draw(top: float = 3.0, rows: int = ROWS, **options: object) -> Problem:
     return problem
 
 
-def check(
-    problem: Problem, name: str = "troll", tolerance: float = 2e-5, lost: tuple[int, ...] = (), **settings: object
-) -> None:
+def check(problem: Problem, name: str = "troll", lost: tuple[int, ...] = (), **settings: object) -> None:
     """Losses and gradients are those of float64 but for the rows expected to be left out, which add nothing."""
     objective = corral.make_objective(name, **settings)
     _, loss, gradients, left_out = dense_forward(*problem.inputs(objective))

@@ -41,7 +41,7 @@ def test_what_triton_cannot_do_is_refused_politely(says, inputs):
 
 
 def test_without_triton_torch_runs(monkeypatch):
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     assert dispatch.obstacle(HIDDEN, WEIGHT, None) == "Triton is not installed"
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import corral
-from interpreted import DEVICE, HALF
+from interpreted import DEVICE, HALF, small_tiles
 
-from corral.kernels import dense_backward, sparse_backward, stream, triton_head  # isort: skip  # after `interpreted`
+from corral.kernels import dense_backward, sparse_backward, triton_head  # isort: skip  # after `interpreted`
 from corral.kernels.route import FEW  # isort: skip
 from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
 from corral.kernels.logits import LogitSpec
@@ -24,11 +24,9 @@ DEAD = 2
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        for dtype in stream.TILES:
-            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 64, 16, warps=4, stages=1))
-        monkeypatch.setattr(dense_backward, "LOGITS_AT_ONCE", 2**9)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch, 64)
+    monkeypatch.setattr(dense_backward, "LOGITS_AT_ONCE", 2**9)
     monkeypatch.setattr(sparse_backward, "PIECE", 4)  # the three tokens' lists are longer
 
 

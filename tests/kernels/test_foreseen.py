@@ -134,6 +134,18 @@ def test_only_the_rows_that_differ_go_back_again(backward_rows):
     assert backward_rows == [1]
 
 
+def test_a_row_that_went_wrong_spoils_no_other():
+    problem = Problem()
+    weights = torch.ones(ROWS, dtype=F64)
+    out = problem.head(expect=weighted(weights))
+    weights[3] = math.nan
+    (got,) = torch.autograd.grad(loss_of(out, weighted(weights)), problem.hidden)
+    (wanted,) = torch.autograd.grad(loss_of(problem.head(), weighted(weights)), problem.hidden)
+    assert got[3].isnan().all()
+    others = torch.arange(ROWS) != 3
+    assert_close(got[others], wanted[others])
+
+
 def test_gradients_may_be_taken_twice():
     problem = Problem()
     weights = torch.randn(ROWS, dtype=F64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import corral
 from corral import SparseDist, TokenBatch, policy_loss_from_hidden
-from interpreted import DEVICE
+from interpreted import DEVICE, small_tiles
 from tolerance import assert_close
 
 from corral.kernels import formed, inspect_batch, policy_loss, select, stream, triton_head  # isort: skip  # after `interpreted`
@@ -18,7 +18,6 @@ from corral.kernels.foreseen import foresee
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
-PEAKED, FLAT = "peaked", "flat"
 TOLERANCE = 1e-6
 """Little enough that nothing of a row that is sparse is missed in float32, and enough that rows of one token are."""
 
@@ -26,9 +25,7 @@ TOLERANCE = 1e-6
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, and a single row is worth a product of its own."""
-    if DEVICE == "cpu":
-        for dtype in stream.TILES:
-            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
+    small_tiles(monkeypatch)
     monkeypatch.setattr(inspect_batch, "FEWEST", 1)
     monkeypatch.setattr(inspect_batch, "SMALLEST_SHARE", 0.0)
     monkeypatch.setattr(inspect_batch, "SMALL", 0)

@@ -193,13 +193,20 @@ def test_entropy_of_a_masked_vocabulary_counts_only_what_is_possible():
 BAD = {
     "`top_k` makes a support and `ids` gives one": {"top_k": 2, "ids": torch.zeros(2, 5, 3).long()},
     "`top_k` must lie in 1 … V = 20; got 21": {"top_k": 21},
-    "`mass` is a probability": {"top_k": 2, "mass": 0.0},
+    "`top_k` must lie in 1 … V = 20; got 2.5": {"top_k": 2.5},
+    "`top_k` must lie in 1 … V = 20; got True": {"top_k": True},
+    "`mass` is a probability in (0, 1], 1.0 for no threshold; got 0.0": {"top_k": 2, "mass": 0.0},
+    "`mass` is a probability in (0, 1], 1.0 for no threshold; got '1'": {"top_k": 2, "mass": "1"},
+    "`mass` is where `top_k` stops; got 0.9 without a `top_k`": {"mass": 0.9},
     "`temperature` must be > 0; got 0": {"temperature": 0.0},
-    "`softcap` must be > 0": {"softcap": -1.0},
+    "`softcap` must be > 0 and finite, or None; got -1.0": {"softcap": -1.0},
+    "`softcap` must be > 0 and finite, or None; got inf": {"softcap": math.inf},
+    "`scale` must be a finite number; got nan": {"scale": math.nan},
     "`impl` is 'auto', 'torch' or 'triton'; got 'numpy'": {"impl": "numpy"},
     "bias is [V] with V = 20; got [3]": {"bias": torch.zeros(3, dtype=F64)},
     "ids is [2, 5] + [K]; got [2, 4, 3]": {"ids": torch.zeros(2, 4, 3).long()},
     "`ids` must lie in -1 … 19": {"ids": torch.full((2, 5, 3), 20)},
+    "`ids` has a token twice in one row": {"ids": torch.tensor([7, -1, -1, 7]).expand(2, 5, 4)},
 }
 
 
@@ -209,6 +216,12 @@ def test_what_is_wrong_is_refused(says, options, unchecked_shapes):
     with pytest.raises(ValueError, match=r"^lm_head: ") as error:
         lm_head(hidden, weight, tokens, **options)
     assert says in str(error.value)
+
+
+def test_a_weight_is_a_matrix(unchecked_shapes):
+    hidden, weight, tokens = problem(20)
+    with pytest.raises(ValueError, match=r"lm_head: hidden is .*, weight \[V, H\], .*; got .* \[4\], \[2, 5\]"):
+        lm_head(hidden, weight[0], tokens)
 
 
 def test_tokens_outside_the_vocabulary_are_refused():

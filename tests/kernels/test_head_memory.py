@@ -48,7 +48,7 @@ def update(tokens: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> 
     """Peak of a pass on given ids and of its backward, and the bytes of what both return."""
     hidden, weight, sampled = problem(tokens, vocabulary)
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-    ids = torch.randint(vocabulary, (tokens, K))
+    ids = (torch.randint(vocabulary, (tokens, 1)) + torch.arange(K)) % vocabulary
 
     def run() -> None:
         hidden.grad = weight.grad = None

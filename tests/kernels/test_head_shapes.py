@@ -11,7 +11,8 @@ from corral.kernels import HeadOutput, lm_head
 from tolerance import assert_close
 
 F64 = torch.float64
-SUMMED = {F64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-2}
+SUMMED = {F64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = pytest.mark.parametrize("dtype", SUMMED, ids=str)
 SHAPES = {
     "one token": (1, 301, 5),
     "one vocabulary entry": (3, 1, 1),
@@ -74,14 +75,14 @@ def compare(hidden: Tensor, weight: Tensor, tokens: Tensor, bias: Tensor | None 
             assert_close(got, want, atol=SUMMED[dtype] * max(want.abs().max().item(), 1.0))
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize(("tokens", "vocabulary", "top_k"), SHAPES.values(), ids=SHAPES)
 def test_odd_shapes(tokens, vocabulary, top_k, dtype):
     hidden, weight = torch.randn(tokens, 6).to(dtype), torch.randn(vocabulary, 6).to(dtype)
     compare(hidden, weight, torch.randint(vocabulary, (tokens,)), torch.randn(vocabulary).to(dtype), top_k=top_k)
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("sampled", [7, 4000])
 def test_one_token_carries_all_mass(dtype, sampled):
     # e^−90 of it is left over: below the smallest normal float32 relative to 1, and still exact as a logarithm.
@@ -92,7 +93,7 @@ def test_one_token_carries_all_mass(dtype, sampled):
     assert_close(out.dist.rest, torch.tensor([math.log(4099) - 80.0], dtype=F64))
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 def test_uniform_logits_and_ties_go_to_the_lowest_ids(dtype):
     hidden, weight = torch.ones(3, 2, dtype=dtype), torch.ones(5000, 2, dtype=dtype)
     tokens = torch.tensor([0, 4, 4999])
@@ -102,7 +103,7 @@ def test_uniform_logits_and_ties_go_to_the_lowest_ids(dtype):
     assert_close(out.entropy, torch.full((3,), math.log(5000), dtype=F64))
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("possible", [1, 3, 2500])
 def test_impossible_tokens(dtype, possible):
     # −inf on all but a few: fewer than k of them can be in the support with any mass, and none of the others gets a gradient.
@@ -128,9 +129,11 @@ def test_no_token_at_all(how):
     assert weight.grad.count_nonzero() == 0
 
 
-def test_a_given_support_may_be_empty():
+@pytest.mark.parametrize("slots", [0, 2])
+def test_a_given_support_may_be_empty(slots):
     hidden, weight, tokens = torch.randn(3, 4), torch.randn(40, 4), torch.tensor([1, 2, 3])
-    out = lm_head(hidden, weight, tokens, ids=torch.full((3, 2), -1))
+    out = lm_head(hidden, weight, tokens, ids=torch.full((3, slots), -1))
+    assert out.dist.logp.shape == (3, slots)
     assert (out.dist.logp == -math.inf).all()
     assert_close(out.dist.rest, torch.zeros(3))
     assert_close(out.logp, lm_head(hidden, weight, tokens).logp)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import corral
-from interpreted import DEVICE
+from interpreted import DEVICE, small_tiles
 
-from corral.kernels import select, stream  # isort: skip  # after `interpreted`
+from corral.kernels import select  # isort: skip  # after `interpreted`
 from corral.kernels.later import IdsLater, Later  # isort: skip
 from corral.kernels.logits import LogitSpec
 from corral.kernels.online import HeadRequest
@@ -17,10 +17,8 @@ VOCABULARY, WIDTH = 40, 8
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        for dtype in stream.TILES:
-            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
 
 
 def test_numbers_arrive():

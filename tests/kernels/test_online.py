@@ -59,6 +59,11 @@ def test_marks_find_each_id_in_its_block_once(first):
     assert found == {(0, 0, 0, 3), (4, 1, 0, 3), (3, 1, 1, 0), (2, 0, 2, 3)}  # −1 and `first` + 20 lie nowhere
 
 
+def test_where_there_is_no_block_nothing_is_found():
+    # A process that holds no part of the vocabulary.
+    assert Marks(torch.tensor([[3, -1]]), [], 3).starts == []
+
+
 @given(st.integers(0, 50), st.integers(1, 20), st.none() | st.integers(1, 30))
 def test_slices_cover_everything_once(total, size, first):
     pieces = list(slices(total, size, first))

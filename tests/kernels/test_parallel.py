@@ -13,7 +13,14 @@ from two_processes import run_two
 
 F64 = torch.float64
 VOCABULARY, HIDDEN = 61, 4
-SPLITS = {"even": 31, "uneven": 7, "fewer than k in the first": 2, "all but two in the first": 59}
+SPLITS = {
+    "even": 31,
+    "uneven": 7,
+    "fewer than k in the first": 2,
+    "all but two in the first": 59,
+    "none in the first": 0,
+    "all": 61,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "log-probs alone": {},
     "top 5": {"top_k": 5},

@@ -1,5 +1,6 @@
 """From hidden states to the loss: the head and the objective one by one, on every implementation there is."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,10 +10,11 @@ from torch import Tensor
 
 import corral
 from corral import TokenBatch, policy_loss_from_hidden
-from interpreted import DEVICE, HALF
+from corral.objective.check import ANCHOR_TOLERANCE
+from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
 
-from corral.kernels import dense_forward, formed, stream  # isort: skip  # after `interpreted`
+from corral.kernels import dense_forward, formed, inspect_batch  # isort: skip  # after `interpreted`
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -21,10 +23,8 @@ MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        for dtype in stream.TILES:
-            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
 
 
 class Problem:
@@ -206,9 +206,40 @@ def test_metrics_of_the_backward_pass_are_nan_before_it():
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_the_objective_says_what_is_wrong_with_a_batch(impl):
     problem = Problem(DEVICE)
+    assert inspect_batch.ANCHOR_TOLERANCE == ANCHOR_TOLERANCE  # what the one refuses, the other has to explain
     problem.batch.logp_old[0, 1] += 1.0
     with pytest.raises(ValueError, match=r"troll: dist_old.logp\[..., 0\] and logp_old differ by more than 0.001 nats"):
         problem.run(corral.make_objective("troll"), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_the_objective_says_where_it_is_wrong(impl, unchecked_shapes):
+    problem = Problem(DEVICE)
+    problem.batch.logp_old[1, 1] = math.nan
+    with pytest.raises(ValueError, match=r"logp_old is not finite .* at 1 of 8 tokens, first at \[b t\] = \[1, 1\]"):
+        problem.run(corral.make_objective("troll"), impl=impl)
+    problem = Problem(DEVICE)
+    problem.batch = dataclasses.replace(problem.batch, advantages=torch.ones(3, device=DEVICE))
+    with pytest.raises(ValueError, match=r"troll: advantages is \[3\] but logp_new is \[2, 4\]"):
+        problem.run(corral.make_objective("troll"), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["troll", "ppo_clip"])
+def test_a_support_of_other_tokens_is_refused(impl, name):
+    problem = Problem(DEVICE)
+    problem.tokens = problem.tokens.roll(1, -1)  # as if one of the two had been shifted once more
+    with pytest.raises(ValueError, match=r"slot 0 of dist_old.ids is not the sampled token at 5 of 5 live tokens"):
+        problem.run(corral.make_objective(name), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_without_a_live_token_both_gradients_are_zero(impl):
+    problem = Problem(DEVICE)
+    problem.mask[:] = False
+    out, gradients = problem.run(lambda b: corral.ObjectiveOutput(torch.where(b.mask, -b.logp_new, 0.0), {}), impl=impl)
+    assert out.loss.count_nonzero() == 0
+    assert [x.count_nonzero().item() for x in gradients] == [0, 0]
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -220,7 +251,8 @@ def test_nothing_to_train_on_is_refused_by_the_objective(impl):
 
 
 def test_shapes_that_do_not_fit_are_refused(unchecked_shapes):
-    problem = Problem("cpu")
-    for hidden, tokens in ((problem.hidden[:, :3], problem.tokens), (problem.hidden, problem.tokens[:, 1:])):
+    problem, objective = Problem("cpu"), corral.make_objective("ppo_clip")
+    hidden, weight, tokens = problem.hidden, problem.weight, problem.tokens
+    for given in ((hidden[:, :3], weight, tokens), (hidden, weight, tokens[:, 1:]), (hidden, weight[0], tokens)):
         with pytest.raises(ValueError, match=r"policy_loss_from_hidden: hidden is \[B T H\]"):
-            policy_loss_from_hidden(hidden, problem.weight, tokens, problem.batch, corral.make_objective("ppo_clip"))
+            policy_loss_from_hidden(*given, problem.batch, objective)

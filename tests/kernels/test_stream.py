@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from interpreted import DEVICE
+from interpreted import DEVICE, small_tiles
 
 from corral.kernels import stream  # isort: skip  # after `interpreted`
 from corral.kernels.logits import LogitSpec
@@ -11,13 +11,11 @@ from corral.kernels.logits import LogitSpec
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
 ROWS, VOCABULARY, WIDTH = 37, 83, 24
-TILE = stream.Tile(16, 16, 16, warps=4, stages=1)
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setitem(stream.TILES, torch.float32, TILE)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
 
 
 def problem(bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

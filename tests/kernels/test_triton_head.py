@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 import corral
-from interpreted import DEVICE, HALF
+from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
 
-from corral.kernels import dense_backward, select, stream  # isort: skip  # after `interpreted`
+from corral.kernels import dense_backward, select  # isort: skip  # after `interpreted`
 from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest
+from corral.kernels.online import HeadRequest, HeadRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
@@ -24,12 +24,9 @@ LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, tiles of 16 × 16 × 16 and little room, so that every test crosses every border."""
-    if DEVICE == "cpu":
-        for dtype in stream.TILES:
-            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
-        monkeypatch.setattr(dense_backward, "LOGITS_AT_ONCE", 2**9)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(dense_backward, "LOGITS_AT_ONCE", 2**9)
 
 
 def dense(spec: LogitSpec, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,6 +42,10 @@ def problem(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> t
     hidden = (2 * torch.randn(rows, WIDTH)).round().to(DEVICE, dtype)
     weight = (2 * torch.randn(vocabulary, WIDTH)).round().div(2).to(DEVICE, dtype)
     return hidden, weight, torch.randint(vocabulary, (rows,)).to(DEVICE)
+
+
+def stream_head(*given: object) -> HeadRows:
+    return select.stream_head(select.HeadInput(*given))
 
 
 def some_ids(rows: int, vocabulary: int, slots: int, tokens: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ SPECS = {
 def test_the_own_support_is_top_k_support(spec, biased):
     hidden, weight, tokens = problem(5, 70)
     bias = torch.randn(70, device=DEVICE).mul(4).round() if biased else None
-    rows = select.stream_head(hidden, weight, bias, tokens, None, spec, HeadRequest(4, 0.97, True))
+    rows = stream_head(hidden, weight, bias, tokens, None, spec, HeadRequest(4, 0.97, True))
     logp = dense(spec, hidden.double(), weight.double(), None if bias is None else bias.double())
     expected = corral.top_k_support(logp.float(), tokens, 4, 0.97)
     assert torch.equal(rows.ids, expected.ids)
@@ -98,7 +99,7 @@ def test_supports_of_awkward_rows(kind, vocabulary, monkeypatch):
         monkeypatch.setattr(select, "ROOM", 2)
         monkeypatch.setattr(select, "ROWS_AT_ONCE", 3)
     for top_k in (1, 4):
-        rows = select.stream_head(hidden, weight, bias, tokens, None, LogitSpec(), HeadRequest(top_k))
+        rows = stream_head(hidden, weight, bias, tokens, None, LogitSpec(), HeadRequest(top_k))
         z = hidden.double() @ weight.double().T + (0.0 if bias is None else bias.double())
         expected = corral.top_k_support(z.float().log_softmax(-1), tokens, top_k)
         assert torch.equal(rows.ids, expected.ids)
@@ -113,7 +114,7 @@ def test_a_given_support_is_gather_support(rows, at_once, slots, monkeypatch):
     monkeypatch.setattr(select, "ROWS_AT_ONCE", at_once)
     hidden, weight, tokens = problem(rows, 85)
     ids = some_ids(rows, 85, slots, tokens)
-    found = select.stream_head(hidden, weight, None, tokens, ids, LogitSpec(), HeadRequest())
+    found = stream_head(hidden, weight, None, tokens, ids, LogitSpec(), HeadRequest())
     logp = dense(LogitSpec(), hidden.double(), weight.double(), None)
     expected = corral.gather_support(logp, ids)
     assert torch.equal(found.ids, ids)
@@ -231,6 +232,24 @@ def test_the_same_gradient_every_time():
         torch.autograd.grad(TritonHead.apply(hidden, weight, None, tokens, None, plan)[0].sum(), weight)[0] for _ in range(2)
     )
     assert torch.equal(first, second)
+
+
+def test_a_row_of_nan_names_no_token_outside_the_vocabulary():
+    hidden, weight, tokens = problem(3, 70)
+    hidden[1] = math.nan
+    rows = stream_head(hidden, weight, None, tokens, None, LogitSpec(), HeadRequest(4))
+    assert rows.logp[1].isnan()
+    assert rows.ids.max() < 70
+    exact = corral.top_k_support(dense(LogitSpec(), hidden[[0, 2]].double(), weight.double(), None).float(), tokens[[0, 2]], 4)
+    assert torch.equal(rows.ids[[0, 2]], exact.ids)
+
+
+def test_a_given_support_may_have_no_slot():
+    hidden, weight, tokens = problem(3, 70)
+    out = corral.lm_head(hidden, weight, tokens, ids=tokens.new_empty(3, 0), impl="triton")
+    assert out.dist.logp.shape == (3, 0)
+    assert_close(out.dist.rest, torch.zeros(3, device=DEVICE), atol=LOGITS)
+    assert_close(out.logp, corral.lm_head(hidden, weight, tokens, impl="torch").logp, atol=LOGITS)
 
 
 def test_no_rows_at_all():

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from trl import GRPOConfig, TrlParser
 
 from corral.llm import TRL_RANGE, CorralConfig
 from corral.llm.config import REDUCTIONS, WRONG_BEFORE, check_trl
+from corral.objective import OBJECTIVES
+from corral.objective.reinforce import ReinforceConfig, reinforce
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trl.md").read_text()
@@ -89,6 +91,9 @@ class TestDefaults:
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 
 
+REGEX = {"vllm_structured_outputs_regex"} & GRPOConfig.__dataclass_fields__.keys()  # not every release has it
+
+
 def refused(given: dict[str, Any], why: str, feature: str) -> Any:
     """A case that is a row of docs/support.md."""
     return pytest.param(given, why, marks=pytest.mark.refuses(feature, door="TRL"))
@@ -103,6 +108,7 @@ class TestRefusals:
             ({"objective_config": "bound=1"}, "`objective_config` is a dictionary"),
             ({"objective_config": {"bound": -1.0}}, "must be ≥ 0"),
             ({"correction": "tiss"}, "Did you mean 'tis'"),
+            ({"correction": ""}, "no correction"),
             ({"correction_config": {"cap": 1.0}}, "there is no `correction` to set"),
             ({"anchor": "new"}, "`anchor` is auto, old or rollout"),
             refused({"advantage": "gae"}, "needs a critic.*verl", "advantage: gae"),
@@ -113,7 +119,8 @@ class TestRefusals:
                 "advantage: any, beside TRL's `scale_rewards`",
             ),
             ({"advantage": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "takes the place of"),
-            ({"support_size": 0}, "`support_size` is ≥ 1"),
+            ({"support_size": 0}, "`support_size` is a whole number ≥ 1"),
+            ({"support_size": True}, "`support_size` is a whole number ≥ 1"),
             ({"support_mass": 0.0}, "`support_mass` in"),
             ({"support_mass": float("nan")}, "`support_mass` in"),
             refused({"loss_type": "cispo"}, "Did you mean objective='cispo'", "other: TRL's `loss_type` cispo"),
@@ -122,6 +129,11 @@ class TestRefusals:
             refused({"epsilon": 0.1}, "objective='ppo_clip'", "other: TRL's `epsilon`"),
             ({"epsilon_high": 0.28}, "objective='ppo_clip'"),
             refused({"delta": 2.0}, "objective='dual_clip'", "other: TRL's `delta`"),
+            (
+                {"objective": "sapo", "sapo_temperature_pos": 2.0},
+                "`sapo_temperature_pos` set.*objective='sapo' with.*tau_positive",
+            ),
+            ({"temperature": 0.0}, "`temperature` divides.*must be > 0; got 0.0"),
             refused({"importance_sampling_level": "sequence"}, "objective='gspo'", "other: TRL's `importance_sampling_level`"),
             refused({"off_policy_mask_threshold": 0.5}, "correction='trm'", "other: TRL's `off_policy_mask_threshold`"),
             refused({"use_liger_kernel": True}, "use_liger_kernel", "other: Liger"),
@@ -137,6 +149,7 @@ class TestRefusals:
             ({**VLLM, "objective": "dppo", "top_k": 10}, "renormalise"),
             ({**VLLM, "objective": "dppo", "min_p": 0.1}, "renormalise"),
             ({**VLLM, "objective": "dppo", "generation_kwargs": {"top_p": 0.9}}, "renormalise"),
+            *(({**VLLM, "objective": "dppo", name: "[0-9]+"}, "renormalise") for name in REGEX),
             refused(
                 {**VLLM, "anchor": "rollout"},
                 "not its top-K",
@@ -165,6 +178,32 @@ class TestRefusals:
     )
     def test_what_is_not_refused(self, given: dict[str, Any]) -> None:
         config(**given)
+
+    def test_what_an_objective_needs_and_no_door_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Needy(ReinforceConfig):
+            needs: ClassVar[frozenset[str]] = frozenset({"logp_new", "mask", "dist_old", "logp_rollout"})
+
+        monkeypatch.setitem(OBJECTIVES, "needy", (reinforce, Needy))
+        args = config(objective="needy")
+        assert args.needs_support, "a support is of both policies, or of none"
+        for sampler in ("vllm", "rollout_func"):
+            args.check_sampler(sampler)
+        with pytest.raises(ValueError, match=r"'needy' needs `logp_rollout`, and transformers' generation reports"):
+            args.check_sampler("transformers")
+
+    @pytest.mark.usefixtures("unchecked_shapes")
+    @pytest.mark.parametrize("given", [{"support_size": 8.5}, {"support_mass": "0.9"}], ids=str)
+    def test_other_types(self, given: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=r"`support_size` is a whole number ≥ 1 and `support_mass` in \(0, 1\]"):
+            config(**given)
+
+    @pytest.mark.parametrize("given", [{"repetition_penalty": 1.2}, {"generation_kwargs": {"temperature": 0.5}}], ids=str)
+    def test_a_sampler_that_is_not_the_policy_is_no_rollout_anchor(self, given: dict[str, Any]) -> None:
+        config(objective="dppo", **given).check_sampler("transformers")  # "auto" is the recomputed policy there
+        config(objective="dppo", anchor="rollout", **given).check_sampler("rollout_func")  # which says what it drew with
+        with pytest.raises(ValueError, match=r"trainer's own policy at temperature 0.9 for the sampler.*anchor='old'"):
+            config(objective="dppo", anchor="rollout", **given).check_sampler("transformers")
 
     @pytest.mark.refuses("other: Unsloth", door="TRL")
     def test_unsloth_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from corral.llm.eval_view import EvalView, LiveEvalView, PlainEvalView, make_eval_view
 from corral.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
 from corral.llm.passk import Estimate
-from corral.llm.problems import RewardError, generate, until
-from corral.llm.results import compare, summarise
+from corral.llm.problems import RewardError, ends_of, generate, until
+from corral.llm.results import EvalFolder, compare, summarise
 from corral.llm.sampler import TransformersSampler, choose_backend
+from corral.llm.smoke import build_smoke
 from corral.llm.subject import find_subject
 from corral.llm.train import train
 from corral.run.files import RunError
@@ -201,6 +202,25 @@ def test_a_folder_holds_one_evaluation(model: str, tmp_path: Path) -> None:
         done(asked(model), tmp_path / "mine")
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"settings": 3}', "{"])
+def test_a_foreign_result_gets_a_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "eval.json").write_text(content)
+    for read in (lambda: EvalFolder(tmp_path).finished({}), lambda: compare(tmp_path, tmp_path)):
+        with pytest.raises(RunError, match=r"eval.json (is not what an evaluation writes|cannot be read)"):
+            read()
+
+
+def test_what_else_cannot_be_an_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(RunError, match="is there already and is no evaluation"):
+        EvalFolder(tmp_path / "notes.txt").finished({})
+    (tmp_path / "eval.json").write_text('{"settings": {}}')
+    for damage in (lambda: None, lambda: (tmp_path / "completions.parquet").write_bytes(b"half")):
+        damage()
+        with pytest.raises(RunError, match=r"completions.parquet cannot be read"):
+            compare(tmp_path, tmp_path)
+
+
 def test_the_default_folder_is_found_again(model: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one, same, other = (evaluate(asked(model, seed=seed), make_eval_view(quiet=True)).path for seed in (0, 0, 1))
@@ -326,6 +346,14 @@ def test_tokens_end_with_the_first_end() -> None:
     assert until([5, 3, 2], {2, 3}) == [5, 3]
     assert until([5, 6], {2}) == [5, 6]
     assert until([], {2}) == []
+
+
+@pytest.mark.parametrize(("of_model", "ends"), [(0, {0}), ([0, 7], {0, 7}), (None, {5})])
+def test_the_models_own_ends_come_first(of_model: Any, ends: set[int]) -> None:
+    model, tokenizer = build_smoke()
+    model.generation_config.eos_token_id = of_model
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    assert ends_of(model, tokenizer) == ends
 
 
 class FakeEngine:

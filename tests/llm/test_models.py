@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corral.llm import models
 from corral.llm.models import SMOLLM2_FILE, load_model
 from corral.run.files import RunError
+from small_runs import save_model
 
 
 @pytest.mark.supports("model: SmolLM2-135M, after `make smollm2`", door="command line")
@@ -30,6 +31,15 @@ def test_smollm2_is_an_ordinary_model_once_it_is_loaded(tmp_path: Path) -> None:
         assert torch.equal(again(**batch).logits, model(**batch).logits)
         answer = again.generate(**batch, max_new_tokens=8, do_sample=False)
     assert "Paris" in tokens.decode(answer[0, batch["input_ids"].shape[1] :])
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_torn_file_gets_a_sentence(file: str, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    content = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(RunError, match=r"could not be loaded.*transformers says: \S"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.refuses("model: SmolLM2-135M, before `make smollm2`", door="command line")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -19,13 +20,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral import objective_names
-from corral.llm.banner import banner
+from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import prepare
 from corral.llm.problems import RewardError, verifier
 from corral.llm.session import RunTrainer
 from corral.llm.train import resume, train
-from corral.llm.trainer import CorralTrainer
+from corral.llm.trainer import FUSED, CorralTrainer
+from corral.objective import make_objective
 from corral.run.files import RunError
 from corral.task import TASKS
 from small_runs import Digits, save_model, small
@@ -277,6 +279,13 @@ def poison(monkeypatch: pytest.MonkeyPatch, updates: set[int], record: list[Any]
     monkeypatch.setattr(CorralTrainer, "_compute_loss", poisoned)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")  # a task of a user's may give anything
+def test_success_needs_a_verdict(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Digits, "verify", lambda self, prompt, completion: None if prompt[0] == "q" else 1.0)
+    with pytest.raises(RewardError, match=r"digits.verify gave None for .* needs a number"):
+        train(small(model, steps=1), out=tmp_path / "run", quiet=True)
+
+
 @pytest.mark.supports("run: a NaN is skipped and counted", door="command line")
 def test_a_nan_changes_nothing_and_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[Any] = []
@@ -483,6 +492,7 @@ def test_an_adapter_that_fits_nowhere_is_a_sentence(model: str, tmp_path: Path) 
         ({"objective": "reinforce"}, "reinforce has no trust region"),
         ({"objective_config": {"bound": float("inf")}}, "the bound is infinite"),
         ({"objective": "dppo"}, None),
+        ({"objective": "dppo", "objective_config": {"bound_low": float("inf")}}, None),  # `bound` stands where Â > 0
         ({"objective": "gspo"}, None),
     ],
 )
@@ -497,6 +507,35 @@ def test_the_banner_says_when_the_region_cannot_act(
     assert ("note" in said) is (note is not None)
     active = lines(tmp_path / "run")[1]["tr/active_frac"]
     assert active == 0 or note is None
+
+
+@pytest.mark.parametrize(("anchor", "still"), [("old", True), ("rollout", False)])
+def test_one_update_on_another_samplers_batch(anchor: str, still: bool) -> None:
+    trainer = RunTrainer.__new__(RunTrainer)
+    trainer.args = SimpleNamespace(gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=1, use_vllm=True)
+    trainer.num_iterations, trainer.anchor, trainer.reports_logps = 1, anchor, True
+    trainer.objective = make_objective("ppo_clip")
+    assert bool(why_inactive(trainer)) is still
+
+
+@pytest.mark.parametrize(
+    ("changes", "head", "support"),
+    [
+        ({"objective": "ppo_clip"}, "corral's head", "none: "),
+        ({"objective": "ppo_clip", "top_entropy_quantile": 0.5}, "TRL's head", "none: "),
+        ({"top_entropy_quantile": 0.5}, "corral's head", "the 64 likeliest"),
+        ({"objective": "dppo", "objective_config": {"estimator": "full"}}, "corral's head", "every token"),
+    ],
+)
+@pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")
+def test_the_banner_says_what_is_computed_with_what(
+    changes: dict[str, Any], head: str, support: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, str] = {}
+    monkeypatch.setattr("corral.llm.train.banner", lambda *args: said.update(banner(*args)) or [])
+    train(small(model, steps=1, **changes), out=tmp_path / "run", quiet=True)
+    assert f"; {head}" in said["device"]
+    assert said["support"].startswith(support)
 
 
 @pytest.mark.supports("kept: gradient accumulation", door="command line")

@@ -18,8 +18,10 @@ import trl.trainer.utils as trl_utils
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import (
+    ENDS,
     FAMILIES,
     RIGHT_REDUCTIONS,
+    SIZES,
     FakeVLLM,
     Spy,
     dense_logp,
@@ -37,7 +39,7 @@ from tiny_models import (
     tiny_tokenizer,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PrinterCallback, set_seed
+from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import corral
@@ -141,23 +143,36 @@ class TestSameAsStock:
         "experts and their auxiliary loss": {"family": "qwen3_moe"},
     }
 
-    KNOWN: ClassVar[list[str]] = [
-        name
-        for name, given in FEATURES.items()
-        if given.keys() - {"family", "lora"} <= GRPOConfig.__dataclass_fields__.keys()  # older releases have no entropy bonus
-    ]
+    TOGETHER: ClassVar[dict[str, dict[str, Any]]] = {
+        "reference, entropy bonus and quantile, experts": {
+            "beta": 0.1, "entropy_coef": 0.05, "top_entropy_quantile": 0.3, "family": "qwen3_moe", "loss_type": "grpo",
+            "gradient_accumulation_steps": 2, "steps_per_generation": 3,
+        },
+        "tokens corrected for vLLM, reference, LoRA, iterations, checkpointing": {
+            "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.05,
+            "beta": 0.1, "lora": True, "num_iterations": 2, "loss_type": "bnpo", "gradient_checkpointing": True,
+        },
+        "sequences corrected for vLLM, tied and soft-capped, entropy quantile, truncated completions masked": {
+            "use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1.05,
+            "family": "gemma2", "top_entropy_quantile": 0.4, "mask_truncated_completions": True, "loss_type": "dr_grpo",
+            "gradient_accumulation_steps": 2,
+        },
+        "iterations that end within an update, scaled head, rewards not scaled": {
+            "num_iterations": 3, "steps_per_generation": 1, "gradient_accumulation_steps": 2, "family": "cohere",
+            "loss_type": "dr_grpo", "scale_rewards": "none", "repetition_penalty": 1.3,
+        },
+    }  # fmt: skip
 
-    @pytest.mark.supports("kept: {feature}", door="TRL")
-    @pytest.mark.parametrize("feature", KNOWN)
-    @pytest.mark.parametrize(
-        ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
-    )
-    def test_every_feature_of_trl_is_kept(
-        self, tmp_path: Path, feature: str, objective: str, given: dict[str, Any], epsilon: dict[str, Any]
-    ) -> None:
-        common = {"max_steps": 3, **self.FEATURES[feature]}
-        family = common.pop("family", "llama")
-        tiny_model(family).save_pretrained(tmp_path / "model")  # a reference is loaded from where the policy came from
+    @staticmethod
+    def known(features: dict[str, dict[str, Any]]) -> list[str]:
+        """Those that this release of TRL has: older ones have no entropy bonus."""
+        fields = {"family", "lora", *GRPOConfig.__dataclass_fields__}
+        return [name for name, given in features.items() if given.keys() <= fields]
+
+    @staticmethod
+    def same_with(tmp_path: Path, common: dict[str, Any], objective: str, given: dict[str, Any], epsilon: Any) -> CorralTrainer:
+        common = {"max_steps": 3, **common}
+        tiny_model(common.pop("family", "llama")).save_pretrained(tmp_path / "model")  # where a reference is loaded from, too
         lora = common.pop("lora", False)
 
         def one(make: Callable[..., GRPOTrainer], *args: Any, **more: Any) -> GRPOTrainer:
@@ -168,8 +183,29 @@ class TestSameAsStock:
             set_seed(1)  # adapters are random here
             return make(tmp_path, *args, model=model, trainer_kwargs=peft, **common, **more)
 
-        ours, theirs = one(make_trainer, objective, **given), one(stock, **epsilon)
-        assert_same_run(ours, theirs)
+        ours = one(make_trainer, objective, **given)
+        assert_same_run(ours, one(stock, **epsilon))
+        return ours
+
+    @pytest.mark.parametrize("features", known(TOGETHER))
+    @pytest.mark.parametrize(
+        ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
+    )
+    def test_and_many_of_them_together(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, objective: str, given: Any, epsilon: Any
+    ) -> None:
+        monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
+        self.same_with(tmp_path, self.TOGETHER[features], objective, given, epsilon)
+
+    @pytest.mark.supports("kept: {feature}", door="TRL")
+    @pytest.mark.parametrize("feature", known(FEATURES))
+    @pytest.mark.parametrize(
+        ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
+    )
+    def test_every_feature_of_trl_is_kept(
+        self, tmp_path: Path, feature: str, objective: str, given: dict[str, Any], epsilon: dict[str, Any]
+    ) -> None:
+        ours = self.same_with(tmp_path, self.FEATURES[feature], objective, given, epsilon)
         logged = [row for row in ours.state.log_history if "loss" in row][-1]
         assert ("kl" in logged) == ("kl" in feature)
         assert ("aux_loss" in logged) == ("experts" in feature)
@@ -298,6 +334,18 @@ class TestParity:
         nudge(trainer.model)
         assert_parity(trainer, inputs, old)
         assert measured(trainer)["tr/active_frac"][0] > 0
+
+    @pytest.mark.parametrize("objective", ["troll", "ppo_clip"])
+    def test_a_head_with_a_bias(self, tmp_path: Path, objective: str) -> None:
+        torch.manual_seed(0)
+        model = PhiForCausalLM(PhiConfig(**SIZES))
+        model.generation_config.eos_token_id = ENDS
+        with torch.no_grad():
+            model.lm_head.bias.normal_()
+        trainer = make_trainer(tmp_path, objective, model=model)
+        inputs, old = rollouts(trainer)[0], copy.deepcopy(trainer.model)
+        nudge(trainer.model)
+        assert_parity(trainer, inputs, old)
 
     @pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")
     def test_on_a_gpu_trl_passes_the_scored_rows_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

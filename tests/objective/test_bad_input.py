@@ -14,6 +14,8 @@ from torch import Tensor
 from corral import (
     SparseDist,
     TokenBatch,
+    categorical_kl,
+    categorical_tv,
     gae,
     gather_support,
     group_advantages,
@@ -222,6 +224,10 @@ def bad_supports() -> Iterator[Refused]:
         yield call(top_k_support, f"`k` must lie in 1 … V = 6; got {k!r}", args=(logp, tokens, k))
     for mass in (0.0, -0.5, 1.5, NAN):
         yield call(top_k_support, "`mass` is a probability in (0, 1]", f"got {mass}", args=(logp, tokens, 2, mass))
+    for bad in (logp.long(), torch.tensor(0.0)):
+        says = f"`logp` holds log-probabilities [*, V]; got {bad.dtype} {list(bad.shape)}"
+        yield call(top_k_support, says, args=(bad, tokens, 2))
+        yield call(gather_support, says, args=(bad, ids))
     yield call(top_k_support, "so tokens must be [2, 3]; got [2]", args=(logp, tokens[:, 0], 2))
     yield call(top_k_support, "`tokens` holds token ids, int64 or int32; got torch.float32", args=(logp, tokens.float(), 2))
     yield call(gather_support, "so ids must be [2, 3] + [K]; got [2, 2]", args=(logp, ids[:, 0]))
@@ -233,6 +239,13 @@ def bad_supports() -> Iterator[Refused]:
     yield call(
         top_k_support, "`tokens` must lie in 0 … 5", "got -1", args=(logp, at_first(tokens, -1), 2)
     )  # padding is for ids
+
+
+def bad_divergences() -> Iterator[Refused]:
+    for divergence in (categorical_kl, categorical_tv):
+        for p, q in (([2, 1], [2, 4]), ([4], [2, 1]), ([2, 3], [2, 4])):
+            says = f"both policies need the same categories on the last axis; got {p} and {q}"
+            yield call(divergence, says, args=(torch.zeros(p), torch.zeros(q)))
 
 
 def bad_reductions() -> Iterator[Refused]:
@@ -301,6 +314,7 @@ TABLE = [
     *missing_fields(),
     *bad_settings(),
     *bad_supports(),
+    *bad_divergences(),
     *bad_reductions(),
     *bad_advantages(),
 ]

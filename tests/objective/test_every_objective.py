@@ -1,6 +1,8 @@
 """What holds for every objective, and for every setting that changes how it computes: one table, one test per promise."""
 
 import math
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from corral import SparseDist, TokenBatch, make_objective, objective_names, reduce_loss
+from corral.numerics import log1mexp
 from tolerance import assert_close
 
 V = 5
@@ -268,6 +271,41 @@ def test_a_ratio_that_overflows_leaves_loss_and_gradient_finite(case, dtype, adv
     assert out.loss.isfinite().all()
     assert torch.autograd.grad(out.loss.sum(), leaf)[0].isfinite().all()
     assert all(value.isfinite() for value in out.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gspo", {"clip_high": 9.0}), ("gmpo", {"clip": 99.0}), ("troll", {"level": "sequence", "bound": math.inf})],
+)
+def test_every_token_of_a_sequence_has_its_value_to_the_last_bit(name, settings):
+    # In float32, with log-ratios of ±15 that cancel in the mean, 2.5e-3: added to a token's own it would lose its last digits.
+    logp_old = torch.tensor([[-16.0, -1.0, -16.0, -1.0]])
+    logp_new = torch.tensor([[-0.999, -15.998, -0.997, -15.996]])
+    ids = torch.zeros(1, 4, 1, dtype=torch.int64)
+    new, old = (SparseDist(ids, logp[..., None], log1mexp(logp)) for logp in (logp_new, logp_old))
+    batch = TokenBatch(logp_new, logp_old, torch.ones(1), torch.ones(1, 4, dtype=torch.bool), new, old)
+    loss = make_objective(name, **settings)(batch).loss
+    assert (loss == loss[0, 0]).all()
+    assert_close(loss[0, 0], torch.tensor(-math.exp(2.5e-3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while tracing
+def test_compiled_equals_eager_forward_and_backward():
+    if hasattr(reduce_loss, "__wrapped__"):  # what the import hook wraps cannot be traced: once more, without it
+        here = f"{__file__}::{test_compiled_equals_eager_forward_and_backward.__name__}"
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", here], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        return
+    for case in ("dppo, full", "troll"):  # of the two that look at whole distributions; tracing takes long
+        (batch, leaf), objective = batch_of(case), objective_of(case)
+
+        def loss(logits: Tensor, objective: Objective = objective, batch: TokenBatch = batch) -> Tensor:
+            return reduce_loss(objective(as_batch(logits, batch)).loss, batch.mask, "token-mean")
+
+        torch.compiler.reset()
+        eager, compiled = loss(leaf), torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf)
+        assert_close(compiled, eager)
+        assert_close(*(torch.autograd.grad(x, leaf)[0] for x in (compiled, eager)))
 
 
 # --------------------------------------------------------------------------------------------------------- advantages

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral import TokenBatch, gather_support, improvement_bound, top_k_support
+from corral import SparseDist, TokenBatch, gather_support, improvement_bound, top_k_support
 from tolerance import assert_close
 
 SEEDS = st.integers(0, 2**20)
@@ -181,8 +181,8 @@ def test_sequences_drift_no_further_than_their_tokens_together(seed, step, eos):
     # The lemma behind the mean penalty: TV of whole sequences ≤ Σ_t E[TV_t].
     world = process(seed, step, eos=eos)
     apart = 0.5 * sum(abs(world.probability(world.new, y) - world.probability(world.old, y)) for y in world.sequences)
-    result = improvement_bound(every_sequence(world), reward_max=1.0, weights=world.weights())
-    assert apart <= result.penalty_mean / 4 + 1e-12
+    result = improvement_bound(every_sequence(world), weights=world.weights())
+    assert apart <= result.penalty_mean / (4 * max(abs(r) for r in world.rewards)) + 1e-12
 
 
 @given(SEEDS, st.booleans())
@@ -264,6 +264,54 @@ def test_padding_may_hold_anything(with_dists, garbage):
     for grad in torch.autograd.grad(theirs.surrogate - theirs.penalty_max - theirs.penalty_mean, leaves):
         assert grad.isfinite().all()
         assert not grad[~batch.mask].any()
+
+
+@pytest.mark.parametrize("with_dists", [True, False])
+def test_a_sequence_without_a_live_token_is_as_if_it_were_not_there(with_dists):
+    batch = every_sequence(process(1, 0.5), with_dists=with_dists)
+    mask = batch.mask.clone()
+    mask[3] = False
+    others = [b for b in range(len(mask)) if b != 3]
+
+    def pick(x: Tensor | SparseDist | None) -> Tensor | SparseDist | None:
+        if isinstance(x, SparseDist):
+            return SparseDist(x.ids[others], x.logp[others], x.rest[others])
+        return None if x is None else x[others]
+
+    ours = improvement_bound(replace(batch, mask=mask))
+    alike = torch.full((len(others),), 1 / len(others), dtype=torch.float64)
+    theirs = improvement_bound(TokenBatch(**{name: pick(x) for name, x in vars(batch).items()}), weights=alike)
+    for field in ("surrogate", "penalty_max", "penalty_mean"):
+        assert_close(getattr(ours, field), getattr(theirs, field))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_max": 1.9}, "`reward_max` must be at least the batch's own, 2, and finite, or None for that; got 1.9"),
+        ({"reward_max": math.inf}, "`reward_max` must be at least the batch's own, 2, and finite, or None for that; got inf"),
+        ({"reward_max": math.nan}, "`reward_max` must be at least the batch's own, 2, and finite, or None for that; got nan"),
+        ({"horizon": 1}, "`horizon` must be at least the batch's own, 2, and finite, or None for that; got 1"),
+        ({"horizon": True}, "`horizon` must be at least the batch's own, 2, and finite, or None for that; got True"),
+        ({"weights": torch.ones(3) / 3}, r"`weights` has one probability per sequence, \[2\]; got \[3\]"),
+        ({"weights": torch.tensor([1, 0])}, r"are probabilities of the sequences and sum to 1; got tensor\(\[1, 0\]\)"),
+        ({"weights": torch.tensor([1.5, -0.5])}, "are probabilities of the sequences and sum to 1; got"),
+        ({"weights": torch.tensor([math.nan, 1.0])}, "are probabilities of the sequences and sum to 1; got"),
+        ({"weights": torch.tensor([1.0, 1.0])}, "are probabilities of the sequences and sum to 1; got"),
+    ],
+)
+def test_what_would_be_no_bound_is_refused(options, message, unchecked_shapes):
+    # ξ and T below the batch's own, or an expectation that is none, would give a number that nothing is above.
+    batch = TokenBatch(torch.zeros(2, 2) - 1, torch.zeros(2, 2) - 1, torch.tensor([-2.0, 1.0]), torch.ones(2, 2).bool())
+    with pytest.raises(ValueError, match=f"improvement_bound: .*{message}"):
+        improvement_bound(batch, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_batchs_own_reward_is_enough_however_it_was_rounded(dtype):
+    # 0.1 is 0.10000000149 in float32 and 0.10009765625 in bfloat16.
+    batch = TokenBatch(torch.zeros(1, 1) - 1, torch.zeros(1, 1) - 1, torch.tensor([0.1], dtype=dtype), torch.ones(1, 1).bool())
+    assert improvement_bound(batch, reward_max=0.1).bound == 0
 
 
 def test_rewards_per_token_are_refused():

@@ -90,6 +90,36 @@ def test_a_coin_lands_on_the_boundary_however_far_the_new_one_is(p, bound):
     assert_close(out.logp, bernoulli(x).expand(4, 2))
 
 
+@pytest.mark.parametrize(("p", "ratio"), [(0.9, 1.09), (0.5, 1.31), (0.1, 2.07), (1e-2, 5.5), (1e-3, 23), (1e-4, 129)])
+def test_golden_a_kl_bound_does_not_bound_the_ratio(p, ratio):
+    # The largest r/p of a token that the new policy has made all but certain, at ε = 0.05.
+    out = project_categorical_kl(bernoulli(1 - 1e-9), bernoulli(p), 0.05)
+    assert out.logp[0].exp().item() / p == pytest.approx(ratio, rel=5e-3)
+
+
+@pytest.mark.parametrize(("share", "converged"), [(0.99, True), (1.01, False)])
+def test_golden_a_token_of_at_most_1_less_e_to_minus_bound_may_vanish(share, converged):
+    # KL(r‖old) = −ln(1 − p) for r = old without that token: within ε iff p ≤ 1 − e^−ε = 0.0488 at 0.05.
+    p = share * -math.expm1(-0.05)
+    out = project_categorical_kl(real([-INF, 0.0]), bernoulli(p), 0.05)
+    assert out.logp.exp().tolist() == [0.0, 1.0]
+    assert out.kl_after.item() == pytest.approx(-math.log1p(-p))
+    assert out.converged == converged
+
+
+@pytest.mark.parametrize("bound", [1e-3, 0.05, 0.3])
+def test_tokens_of_one_probability_may_be_merged(bound):
+    # Five tokens share a probability under each policy, and so a log-ratio: projected as one they have the same sum.
+    new, old = (x.log_softmax(-1) for x in family("smooth", rows=32, categories=7))
+    five = math.log(5)
+    split = project_categorical_kl(*(torch.cat([x[:, :6], (x[:, 6:] - five).expand(32, 5)], -1) for x in (new, old)), bound)
+    merged = project_categorical_kl(new, old, bound)
+    assert merged.active.any()
+    assert_close(split.logp[:, :6], merged.logp[:, :6])
+    assert_close(split.logp[:, 6:], (merged.logp[:, 6:] - five).expand(32, 5))
+    assert_close(split.dual, merged.dual, rtol=1e-9)
+
+
 def test_golden_three_categories():
     # p = ⅓ each, q ∝ (16, 4, 1): r_t ∝ (16^t, 4^t, 1), at t = ½ it is (4, 2, 1)/7.
     # ε = KL(r‖p) = Σ r ln 3r = (4 ln 12/7 + 2 ln 6/7 + ln 3/7)/7 = 0.1428893…, so η = 1/t − 1 = 1.
@@ -538,6 +568,39 @@ def test_golden_disjoint_policies_leave_the_old_one(bound):
     assert out.kl_after.tolist() == [0.0]
     assert out.active.all()
     assert not out.converged.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e5, 1e9, 1e38])
+@pytest.mark.parametrize("bound", [0.05, 0.5])
+@pytest.mark.parametrize("side", ["new", "old", "both"])
+def test_a_mask_of_large_finite_numbers_is_a_mask(side, bound, size, dtype):
+    # −1e9, or the least float32, stands for −inf; squared it overflows, and added to other log-ratios it takes their digits.
+    logits = {"new": [2.0, 0.0, 1.0, 0.5], "old": [0.0, 1.0, 0.3, 0.2]}
+    policies, exact = ({name: torch.tensor(x, dtype=dtype) for name, x in logits.items()} for _ in range(2))
+    for name in logits if side == "both" else [side]:
+        policies[name][3], exact[name][3] = -size, -INF
+    new, masked = policies["new"].requires_grad_(), exact["new"].requires_grad_()
+    out, expected = project_categorical_kl(new, policies["old"], bound), project_categorical_kl(masked, exact["old"], bound)
+    assert expected.active
+    assert_close(out.logp, expected.logp)
+    assert_close(out.kl_after, expected.kl_after)
+    assert_close(out.dual, expected.dual)
+    assert out.converged == expected.converged
+    v = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=dtype)
+    assert_close(torch.autograd.grad(out.logp, new, v)[0], torch.autograd.grad(expected.logp, masked, v)[0])
+
+
+@pytest.mark.parametrize("far", [1e2, 1e3, 9e3])
+@pytest.mark.parametrize("bound", [0.01, 0.05, 0.5])
+@pytest.mark.parametrize("side", ["new", "old"])
+def test_one_token_far_off_costs_the_others_no_digits(side, bound, far):
+    # Its log-ratio of up to 9000 must not be taken off those of the others, which are near 1.
+    new, old = (x.float() for x in family("smooth", rows=64, categories=9))
+    (new if side == "new" else old)[range(64), torch.arange(64) % 9] -= far
+    out, exact = project_categorical_kl(new, old, bound), project_categorical_kl(new.double(), old.double(), bound)
+    assert out.converged.all()
+    assert_close(out.logp.exp(), exact.logp.exp(), rtol=0, atol=3e-6)
 
 
 def test_impossible_rows_harm_no_others():

@@ -299,6 +299,23 @@ def test_ill_conditioned_policies(values, above):
     assert out.entropy_after >= floor - 1e-9
 
 
+@pytest.mark.parametrize("bound", [1e19, INF])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_wide_ball_does_not_see_how_far_apart_the_policies_are(diagonal, bound):
+    # Standard deviations 1e-9 and 1e9 have the product, and so the entropy, of 1 and 1: one nat more is √e times both. Their
+    # precisions relative to the old ones are 1e18 and 1e-18, of which only the first would be left beside a 1.
+    new = real([1e-9, 1e9]).requires_grad_()
+    shaped = new if diagonal else torch.diag(new)
+    old = torch.ones(2, dtype=torch.float64) if diagonal else torch.eye(2, dtype=torch.float64)
+    out = project_entropy_floor(shaped, 2 * UNIT + 1, old_chol=old, cov_bound=bound, diagonal=diagonal)
+    assert out.converged
+    assert out.active
+    std = out.chol if diagonal else out.chol.diagonal()
+    assert_close(std, math.exp(0.5) * new.detach(), rtol=1e-12)
+    assert_close(out.entropy_after, real(2 * UNIT + 1))
+    assert torch.autograd.grad(std.log().sum(), new)[0].mul(new).abs().max() < 1e-9  # the entropy is held
+
+
 def test_a_ball_of_no_size_holds_the_old_policy_alone():
     new, old = collapsed()
     out = project_entropy_floor(new, gaussian_entropy(old) - 1.0, old_chol=old, cov_bound=0.0)
@@ -317,6 +334,34 @@ def test_a_bad_row_is_flagged_and_spoils_no_other(value, inside):
     good = f(new)
     new[1, 2, 2] = value
     out = f(new)
+    assert not out.converged[1]
+    for a, b in zip(vars(out).values(), vars(good).values(), strict=True):
+        assert torch.equal(a[[0, 2, 3]], b[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_floor_that_no_number_reaches_is_flagged(dtype):
+    new, old = (x.to(dtype).requires_grad_() for x in collapsed())
+    alone = project_entropy_floor(new, 1e6)
+    assert torch.equal(alone.chol, new)
+    assert torch.equal(alone.entropy_after, alone.entropy_before)
+    assert not alone.converged.any()
+    inside = project_entropy_floor(new, 1e6, old_chol=old, cov_bound=0.05)
+    assert_close(kl_cov(inside.chol.detach().double(), old.detach().double()), torch.full((6,), 0.05).double(), rtol=1e-4)
+    assert (inside.chol.diagonal(dim1=-2, dim2=-1) > old.diagonal(dim1=-2, dim2=-1)).all()  # the widest in the ball
+    assert not inside.converged.any()
+    for out in (alone, inside):
+        assert torch.autograd.grad(out.chol.sum(), new)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [NAN, -1.0])
+def test_an_old_row_that_is_no_gaussian_changes_nothing(value):
+    new, old = collapsed(4)
+    good = project_entropy_floor(new, 3.0, old_chol=old, cov_bound=0.05)
+    old[1, 2, 2] = value
+    out = project_entropy_floor(new, 3.0, old_chol=old, cov_bound=0.05)
+    assert torch.equal(out.chol[1], new[1])
+    assert not out.active[1]
     assert not out.converged[1]
     for a, b in zip(vars(out).values(), vars(good).values(), strict=True):
         assert torch.equal(a[[0, 2, 3]], b[[0, 2, 3]])

@@ -25,7 +25,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corral.projection import GaussianProjection, project_gaussian_kl
+from corral.projection import (
+    GaussianProjection,
+    project_entropy_floor,
+    project_gaussian_frobenius,
+    project_gaussian_kl,
+    project_gaussian_wasserstein,
+)
 from corral.projection.root import Root, find_root
 from tolerance import assert_close
 
@@ -492,6 +498,28 @@ def test_half_precision_is_computed_in_float32():
     out = project(problem)
     assert out.mean.dtype == out.chol.dtype == torch.float32
     assert torch.equal(out.chol, project(tuple(x.float() for x in problem)).chol)
+
+
+@pytest.mark.parametrize("projection", [project_gaussian_kl, project_gaussian_wasserstein, project_gaussian_frobenius])
+def test_autocast_does_not_round_the_bound(projection):
+    problem = tuple(x.float() for x in policies())
+    expected = projection(*problem, mean_bound=0.05, cov_bound=0.01)
+    floored = project_entropy_floor(problem[1], 9.0, old_chol=problem[3], cov_bound=0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = projection(*problem, mean_bound=0.05, cov_bound=0.01)
+        again = project_entropy_floor(problem[1], 9.0, old_chol=problem[3], cov_bound=0.5)
+    for a, b in zip((*vars(out).values(), again.chol), (*vars(expected).values(), floored.chol), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("single", [0, 1])
+def test_a_bound_is_not_rounded_to_a_coarser_input(single):
+    # 0.05 is 1.5e-8 off in float32; everything is computed in float64, so the bound is met in it too.
+    problem = [x.float() if index == single else x for index, x in enumerate(policies())]
+    out = project_gaussian_kl(*problem, mean_bound=0.05, cov_bound=0.05)
+    for part, active in ((out.after_mean, out.active_mean), (out.after_cov, out.active_cov)):
+        assert active.any()
+        assert_close(part[active], torch.full_like(part[active], 0.05), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("diagonal", [False, True])

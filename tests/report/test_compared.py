@@ -164,6 +164,7 @@ def test_the_axis_is_a_rate_if_there_is_one() -> None:
     assert axis({"num_iterations": [1, 4], "learning_rate": [1e-4]}) == "learning_rate"
     assert axis({"kind": ["a"], "num_iterations": [1, 4]}) == "num_iterations"
     assert axis({"kind": ["a", 1], "flag": [True]}) is None
+    assert axis({"steps": [6, 40], "iterations": [6, 40]}) is None  # a budget is no choice
     assert axis({}) is None
 
 

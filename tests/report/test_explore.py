@@ -55,18 +55,23 @@ def test_the_command_writes_the_page(
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "status", "sentence"),
     [
-        (["--out", "nowhere/page.html"], "there is no folder nowhere"),
-        (["--out", "."], "is a folder. Try --out explore.html"),
-        (["--colour", "red"], "takes --out and nothing else; got --colour red"),
+        (["--out", "nowhere/page.html"], 1, "there is no folder nowhere to write page.html into"),
+        (["--out", "."], 1, "is a folder, and the page is a file"),
+        (["--colour", "red"], 2, "takes --out and nothing else; got --colour red"),
     ],
 )
 def test_the_command_refuses_with_a_sentence(
-    argv: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    status: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["explore", *argv]) == 2
+    assert main(["explore", *argv]) == status
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

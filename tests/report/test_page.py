@@ -307,7 +307,7 @@ def test_many_tokens_fit_on_a_page(tmp_path: Path) -> None:
 def test_errors_are_sentences(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     report = make_report(read_runs([tmp_path]))
-    with pytest.raises(RunError, match="is no folder: make it first"):
+    with pytest.raises(RunError, match=r"to write page\.html into: make it first"):
         write_page(report, tmp_path / "nowhere" / "page.html")
     with pytest.raises(RunError, match="at least one run"):
         make_report([])

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -90,6 +92,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "<title>Mine</title>" in out.read_text()
 
 
+def test_the_command_names_what_was_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rate in (1e-4, 3e-4):
+        write_run(tmp_path / f"runs/{rate}", "troll", learning_rate=rate)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "Usable learning_rate of troll: 1e-4 … 3e-4 (2 of 2 rates)\n" in capsys.readouterr().out
+
+
+def test_the_extra_of_reports_is_enough(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    others = ("rich", "transformers", "trl", "gymnasium", "yaml")  # of corral[llm] and corral[robot]
+    script = f"import sys; sys.modules.update(dict.fromkeys({others}, None)); from corral.cli import main; sys.exit(main())"
+
+    def run(*words: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120, check=False)
+        return done.returncode, done.stderr
+
+    assert run("report", str(tmp_path), "--out", str(tmp_path / "page.html")) == (0, "")
+    status, said = run("compare", "--objectives", "ppo_clip,troll")
+    assert (status, said.startswith("corral: comparisons train, and training needs more")) == (1, True), said
+
+
 def test_quiet_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html"), "--quiet", "--threshold", "0.4"]) == 0
@@ -102,7 +125,10 @@ def test_quiet_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["{tmp}/none"], 1, "is no folder. report takes runs' folders, or folders that hold runs."),
         (["{tmp}"], 1, "no runs in"),
-        (["{tmp}/run", "--out", "{tmp}/x/page.html"], 1, "is no folder: make it first"),
+        (["{tmp}/run", "--out", "{tmp}/x/page.html"], 1, "to write page.html into: make it first"),
+        (["{tmp}/run", "--out", "{tmp}/run"], 1, "run is a folder, and the page is a file: name one in it, such as"),
+        (["{tmp}/run", "--threshold", "60"], 1, "between 0 and 1; got 60. For 60 %, give 0.6."),
+        (["{tmp}/run", "--threshold", "nan"], 1, "a threshold is a number; got nan"),
         (["{tmp}/run", "--wat"], 2, "report has no '--wat'"),
     ],
 )

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from corral.report.sweep import SweepRow, cells, choose_setting, usable_range, value_text
@@ -67,6 +67,15 @@ def test_where_all_failed_nothing_is_usable_but_something_is_chosen() -> None:
     assert choose_setting(failed) == {"troll": {"learning_rate": 1e-4}}
 
 
+def test_where_nobody_solved_anything_nothing_is_usable() -> None:
+    never, sometimes = rows({1e-4: [0.0, 0.0], 3e-4: [0.0, 0.0]}), rows({1e-4: [0.4, 0.4], 3e-4: [0.0, 0.0]}, "dppo")
+    assert [(found.own, found.overall) for found in usable_range(never)] == [((), ())]
+    assert [(found.own, found.overall) for found in usable_range(never + sometimes)] == [((), ()), ((1e-4,), (1e-4,))]
+    # A return of 0 is good where others are below.
+    (found,) = usable_range(rows({1e-4: [0.0, 0.0], 3e-4: [-1.0, -1.0]}))
+    assert found.own == (1e-4,)
+
+
 def test_cells_are_means_of_what_was_measured() -> None:
     # (.2 + .4)/2; one of two collapsed; greedy was measured once, KL once and once infinite.
     pair = [
@@ -115,6 +124,7 @@ GRIDS = st.dictionaries(
 def test_the_chosen_setting_is_usable_and_order_does_not_matter(
     one: dict[float, tuple[float, float]], two: dict[float, tuple[float, float]], draw: random.Random
 ) -> None:
+    assume(all(sum(values) for values in [*one.values(), *two.values()]))  # where all have 0, nothing is usable
     sweep = rows({rate: [*values] for rate, values in one.items()})
     sweep += rows({rate: [*values] for rate, values in two.items()}, "dppo")
     mixed = draw.sample(sweep, len(sweep))

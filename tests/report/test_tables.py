@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from corral.report import outcomes, tables
+from corral.report.content import make_report
 from corral.report.groups import flat, group_runs, pairs
 from corral.report.outcomes import areas, comparisons, default_threshold, finals, main_metric, results
+from corral.report.page import page
 from corral.report.read import read_run, read_runs
 from report.synthetic import write_run, write_small_set
 
@@ -172,6 +174,9 @@ def test_versions_and_commands(small: Path) -> None:
     [
         (["x/__main__.py", "train", "--hub-token", "hf_abc", "--seed", "1"], "corral train --hub-token '…' --seed 1"),
         (["corral", "train", "--hub-token=hf_abc", "--out=x"], "corral train '--hub-token=…'"),
+        (["corral", "train", "--set", "task_config.api_key=abc"], "corral train --set 'task_config.api_key=…'"),
+        (["corral", "train", "--set=task_config.api_key=abc"], "corral train '--set=task_config.api_key=…'"),
+        (["corral", "train", "--set=task_config.path=a=b"], "corral train --set=task_config.path=a=b"),
         (["corral", "train", "--instruction", "a 'b' $(c)"], "corral train --instruction 'a '\"'\"'b'\"'\"' $(c)'"),
         ("train", None),
         (None, None),
@@ -182,6 +187,20 @@ def test_commands_hide_secrets_and_quote_the_rest(tmp_path: Path, words: object,
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "command": words}))
     assert tables.command(read_run(path)) == expected
+
+
+def test_secrets_within_settings_are_left_out(tmp_path: Path) -> None:
+    for seed, key in enumerate(("hf_one", "hf_two")):
+        path = write_run(tmp_path / f"run-{seed}", "troll", seed)
+        config = json.loads((path / "config.json").read_text())
+        config["settings"] |= {"task_config": {"api_key": key, "numbers": 3}, "hub_token": key}
+        (path / "config.json").write_text(json.dumps(config))
+    report = make_report(read_runs([tmp_path]))
+    assert [len(group.runs) for group in report.groups] == [2]  # who pays makes no other method
+    text = page(report) + json.dumps(report.tables)
+    assert "task_config.numbers" in text
+    assert "hf_one" not in text
+    assert "hf_two" not in text
 
 
 def test_flat() -> None:

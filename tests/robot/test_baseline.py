@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from corral.robot.baseline import BASELINES, Baseline, BaselineConfig, StepEnvironments
+from corral.robot.baseline import BASELINES, REPLAYED, Baseline, BaselineConfig, StepEnvironments
 from corral.robot.env import ENVIRONMENTS
+from corral.robot.env.vector import Threads
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
+from corral.robot.tracking import Tracking
 from tolerance import assert_close
 
 NAME = "corral/ViaPointReacher-v0"
@@ -58,6 +60,25 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(algorithm: str) -> None:
     assert resumed.evaluate(held_out_seeds(2)).returns.tolist() == whole.evaluate(held_out_seeds(2)).returns.tolist()
 
 
+def test_a_buffer_that_has_begun_to_forget_is_resumed_whole() -> None:
+    # Three batches fit; in the fourth the first is written over, and everything else is still drawn from.
+    whole = baseline("sb3-sac", iterations=3)
+    for _ in range(4):
+        whole.step()
+    assert (whole.model.replay_buffer.full, whole.model.replay_buffer.pos) == (True, 100)
+    state = whole.state()
+    assert len(state["rewards"]) == 300
+    resumed = baseline("sb3-sac", iterations=3)
+    resumed.restore(state)
+    for key in REPLAYED:
+        np.testing.assert_array_equal(getattr(resumed.model.replay_buffer, key), getattr(whole.model.replay_buffer, key))
+    whole.step()
+    resumed.step()
+    assert resumed.evaluate(held_out_seeds(2)).returns.tolist() == whole.evaluate(held_out_seeds(2)).returns.tolist()
+    for name, expected in whole.state()["networks"]["policy"].items():
+        assert torch.equal(resumed.state()["networks"]["policy"][name], expected)
+
+
 def test_the_global_generators_are_left_alone() -> None:
     torch.manual_seed(5)
     np.random.seed(5)
@@ -85,6 +106,63 @@ def test_environments_meet_the_contexts_that_tce_meets(mode: str) -> None:
     assert infos[0]["terminal_observation"][-1] == 1.0  # the time of the last observation
     assert infos[0]["TimeLimit.truncated"] is False
     assert len(envs.finished) == 2
+
+
+class Fuse(gymnasium.Env):
+    """Ends after 2 + seed mod 3 steps, each paid 1; even seeds succeed, the others say nothing of it."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left, self.info = 2 + (seed or 0) % 3, {} if (seed or 0) % 2 else {"success": 1.0}
+        return np.array([float(self.left), 0.0]), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return np.array([float(self.left), 0.0]), 1.0, self.left == 0, False, self.info if self.left == 0 else {}
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_episodes_of_different_lengths_begin_anew_one_by_one(blocks: int) -> None:
+    parts = [gymnasium.vector.SyncVectorEnv([Fuse] * (4 // blocks)) for _ in range(blocks)]
+    world = Plant(parts[0] if blocks == 1 else Threads(parts), Tracking(joints=(0, 1), velocities=(1, 2)), 4)
+    envs = StepEnvironments(world, 8, seed=1)
+    envs.begin(0)
+    envs.reset()
+    lengths = [2 + seed % 3 for seed in episode_seeds(1, 0, 8)]
+    assert len(set(lengths[:4])) > 1
+    for _ in range(4):
+        envs.step_async(np.zeros((4, 1), np.float32))
+        seen, _, over, infos = envs.step_wait()
+        assert all("terminal_observation" in info for index, info in enumerate(infos) if over[index])
+    # After four steps each is in its second episode, at the step that its own first one left it at.
+    again = [second - (4 - first) if first < 4 else second for first, second in zip(lengths[:4], lengths[4:], strict=True)]
+    assert seen[:, 0].tolist() == [left or lengths[4 + index] for index, left in enumerate(again)]
+    world.close()
+
+
+def test_who_says_nothing_of_success_has_not_failed() -> None:
+    world = Plant(gymnasium.vector.SyncVectorEnv([Fuse] * 4), Tracking(joints=(0, 1), velocities=(1, 2)), 4)
+    envs = StepEnvironments(world, 4, seed=0)
+    envs.begin(0)
+    envs._seeds = np.array([[0, 3, 6, 9]])  # two steps each, the first and the third told
+    envs.reset()
+    for _ in range(2):
+        envs.step_async(np.zeros((4, 1), np.float32))
+        envs.step_wait()
+    assert [(value, success != success) for value, success in envs.finished] == [(2, False), (2, True)] * 2
+    agent = Baseline(world, "sb3-ppo", BaselineConfig(episodes=4, minibatches=4, epochs=1))
+    assert agent.step()["success"] == 1.0
+    world.close()
+
+
+def test_episodes_longer_than_a_batch_are_refused() -> None:
+    envs = gymnasium.make_vec(NAME, num_envs=4, vectorization_mode="vector_entry_point")
+    agent = Baseline(Plant(envs, ENVIRONMENTS[NAME].tracking, 40), "sb3-ppo", BaselineConfig(episodes=4, minibatches=4))
+    with pytest.raises(ValueError, match="no episode ended within 40 steps"):
+        agent.step()
 
 
 def test_returns_are_those_of_the_environment() -> None:

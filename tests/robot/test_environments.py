@@ -80,6 +80,21 @@ def test_episodes_end_and_begin_anew_in_every_block() -> None:
     envs.close(), plain.close()
 
 
+def test_some_begin_anew_and_the_others_go_on_in_every_block() -> None:
+    forms = [make_envs(SIMULATED[0], 5, workers=workers) for workers in (1, 2, 5)]
+    some = np.array([False, False, False, True, False])  # nobody in the first of two blocks
+    seen = []
+    for envs in forms:
+        envs.reset(seed=0)
+        envs.step(np.zeros((5, 3), np.float32))
+        seen.append(envs.reset(seed=list(range(10, 15)), options={"reset_mask": some})[0])
+        seen.append(envs.step(np.zeros((5, 3), np.float32))[0])
+        envs.close()
+    np.testing.assert_array_equal(seen[0][:, -1], np.where(some, 0.0, 0.004))
+    for index in range(2, 6):
+        np.testing.assert_array_equal(seen[index], seen[index % 2])
+
+
 def test_an_info_of_one_block_has_room_for_all() -> None:
     envs = make_envs(SIMULATED[0], 3, workers=2)
     joined = envs._joined([{}, {"success": np.array([1.0]), "_success": np.array([True])}])  # blocks of two and of one
@@ -107,6 +122,19 @@ def test_the_form_in_one_array_is_used_where_there_is_one() -> None:
     assert isinstance(envs.unwrapped, ViaPointReachers)
     assert envs.unwrapped.arms.reward == "sparse"
     assert isinstance(make_envs("CartPole-v1", 2, workers=1), SyncVectorEnv)  # others' vector forms draw by other rules
+
+
+def test_the_form_in_one_array_refuses_what_single_arms_refuse() -> None:
+    with pytest.raises(TypeError, match="rewrad"):
+        make_envs("corral/ViaPointReacher-v0", 4, rewrad="sparse")
+    with pytest.raises(ValueError, match="episodes have 100 steps; got max_episode_steps=7"):
+        make_envs("corral/ViaPointReacher-v0", 4, max_episode_steps=7)
+    envs = make_envs("corral/ViaPointReacher-v0", 4)
+    with pytest.raises(ValueError, match="one seed for each of 4 arms; got 3"):
+        envs.reset(seed=[1, 2, 3])
+    with pytest.raises(ValueError, match="arms start and end together"):
+        envs.reset(options={"reset_mask": np.array([True, True, False, True])})
+    envs.reset(options={"reset_mask": np.ones(4, bool)})
 
 
 @pytest.mark.parametrize(("count", "workers"), [(0, None), (2, 0)])

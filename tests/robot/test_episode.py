@@ -86,6 +86,18 @@ def test_fewer_episodes_than_environments() -> None:
             world.start(seeds)
 
 
+def test_a_plan_that_breaks_is_told_apart_from_an_environment_that_does() -> None:
+    world = plant()
+    plan = np.full((2, 4, 1), 0.1)
+    plan[0, 2:] = np.nan  # seed 0 is over by then
+    assert world.follow(world.start([0, 2]), plan, np.zeros_like(plan)).rewards.sum() == 13
+    plan[1, 3] = np.nan
+    with pytest.raises(ValueError, match="the policy asked for NaN in step 3"):
+        world.follow(world.start([0, 2]), plan, np.zeros_like(plan))
+    plan[1, 3] = np.inf  # as far as the motors go
+    assert world.follow(world.start([0, 2]), plan, np.zeros_like(plan)).actions[1, 3] == 1
+
+
 def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(ValueError, match="last observation must be its own"):
         plant(autoreset_mode=AutoresetMode.SAME_STEP)
@@ -97,3 +109,22 @@ def test_what_cannot_be_read_is_refused() -> None:
     envs.single_observation_space = grid
     with pytest.raises(ValueError, match="observations must be flat"):
         Plant(envs, Tracking(joints=(0, 1), velocities=(1, 2)), 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "sentence"),
+    [
+        ({"joints": (0, 1), "velocities": (2, 3)}, 4, r"`joints` and `velocities` lie within the observation's 2 numbers"),
+        ({"joints": (-1, 0), "velocities": (0, 1)}, 4, r"`joints` and `velocities` lie within the observation's 2 numbers"),
+        ({"joints": (0, 2), "velocities": (0, 2)}, 4, "an action is one number for each of 2 joints"),
+        ({"joints": (0, 1), "velocities": (1, 2)}, 0, "`steps` is a whole number ≥ 1; got 0"),
+    ],
+)
+def test_a_controller_that_does_not_fit_the_environment_is_refused(settings: dict[str, Any], steps: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Plant(plant().envs, Tracking(**settings), steps)
+
+
+def test_actions_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="an action is one number for each of 1 joints"):
+        Plant(gymnasium.make_vec("CartPole-v1", 2), Tracking(joints=(0, 1), velocities=(1, 2)), 4)

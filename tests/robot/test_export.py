@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
@@ -118,6 +119,28 @@ def test_wide_limits_let_all_plans_pass(tmp_path: Path) -> None:
     broken[0, 0] = np.nan
     with pytest.raises(ValueError, match="beyond the limits"):
         load(tmp_path / "policy.npz")(broken)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_gains_may_be_arrays(tmp_path: Path) -> None:
+    learner = agent()
+    learner.plant.tracking = replace(learner.plant.tracking, p=np.full(5, 10.0), d=np.float32(2.0))
+    export_policy(learner, tmp_path / "reach.npz")
+    about = load(tmp_path / "reach.npz").about["tracking"]
+    assert (about["p"], about["d"]) == ([10.0] * 5, 2.0)
+
+
+def test_a_program_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
+    learner, script = agent(), tmp_path / "reach.py"
+    script.write_text("print('what trains the policy')\n")
+    with pytest.raises(ValueError, match=r"reach\.py is there already and is no loader"):
+        export_policy(learner, tmp_path / "reach.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["reach.py"]
+    assert script.read_text() == "print('what trains the policy')\n"
+    script.unlink()
+    for _ in range(2):  # an export may be made anew
+        export_policy(learner, tmp_path / "reach.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["reach.npz", "reach.py"]
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import gymnasium
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from torch.distributions import MultivariateNormal, kl_divergence
 
+from corral.projection import project_gaussian_kl
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
@@ -70,7 +72,7 @@ def test_golden_loss_of_the_first_update() -> None:
     mean, chol = agent.policy(context)
     cov = torch.stack([_pair_cov(agent.rows[n], chol, agent.jitter[n]) for n in range(len(agent.pairs))])
     error = torch.einsum("nsm,edm->ends", agent.rows, (plans.params - mean).view(32, 5, 4)).flatten(-2)
-    normal = torch.distributions.MultivariateNormal(torch.zeros(10, dtype=torch.float64), cov)
+    normal = MultivariateNormal(torch.zeros(10, dtype=torch.float64), cov)
     (-(credit.advantages * normal.log_prob(error)).mean()).backward()
     expected = [p.grad.clone() for p in agent.policy.parameters()]
     rate.param_groups[0]["lr"] = 0.0
@@ -78,6 +80,60 @@ def test_golden_loss_of_the_first_update() -> None:
     assert loss == pytest.approx(0.0, abs=1e-12)
     for parameter, gradient in zip(agent.policy.parameters(), expected, strict=True):
         assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str) -> None:
+    # Densities and divergence by torch.distributions, every matrix written out; the projection has tests of its own.
+    agent = learner(algorithm, regression=3.0, mean_bound=0.02, cov_bound=0.003)
+    episodes, plans = agent.sample()
+    agent.critic.normaliser.update(agent.states(episodes))
+    agent.begin_batch(plans.chol)
+    with torch.no_grad():
+        credit, log_old = agent.credit(episodes), agent.log_prob(*plans)
+        for parameter in agent.policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    context = episodes.observations[:, 0]
+    mean, chol = agent.policy(context)
+    inside = project_gaussian_kl(mean, chol, plans.mean, plans.chol, mean_bound=0.02, cov_bound=0.003)
+    assert inside.active_mean.any()
+    assert inside.active_cov
+
+    def log_density(mean: torch.Tensor, chol: torch.Tensor) -> torch.Tensor:
+        if algorithm == "bbrl":
+            return MultivariateNormal(mean, scale_tril=chol).log_prob(plans.params)[:, None]
+        cov = torch.stack([_pair_cov(rows, chol, r) for rows, r in zip(agent.rows, agent.jitter, strict=True)])
+        error = torch.einsum("nsm,edm->ends", agent.rows, (plans.params - mean).view(32, 5, 4)).flatten(-2)
+        return MultivariateNormal(torch.zeros(10, dtype=torch.float64), cov).log_prob(error)
+
+    assert_close(log_old, log_density(plans.mean, plans.chol), rtol=1e-8)
+    ratio = (log_density(inside.mean, inside.chol) - log_old).exp()
+    apart = kl_divergence(
+        MultivariateNormal(mean, scale_tril=chol), MultivariateNormal(inside.mean.detach(), scale_tril=inside.chol.detach())
+    )
+    expected = 3 * apart.mean() - (ratio * credit.advantages).mean()
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in agent.policy.parameters()]
+    metrics = agent.improve_policy(context, plans, credit, log_old)
+    assert float(metrics["policy_loss"]) == pytest.approx(expected.item(), rel=1e-8)
+    assert float(metrics["regression"]) == pytest.approx(apart.mean().item(), rel=1e-8)
+    assert float(metrics["tr/ratio_max"]) == pytest.approx(ratio.max().item(), rel=1e-8)
+    for parameter, gradient in zip(agent.policy.parameters(), gradients, strict=True):
+        assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_golden_credit_of_bbrl() -> None:
+    # Returns 3, 5 and 10 where V expects 1, 2 and 3: advantages 2, 3 and 7 have mean 4 and variance (4 + 1 + 9)/2 = 7.
+    agent = learner("bbrl", episodes=3)
+    episodes, _ = agent.sample()
+    rewards = torch.zeros_like(episodes.rewards)
+    rewards[:, 7] = torch.tensor([1.0, 4.0, 4.0])
+    rewards[:, -1] = torch.tensor([2.0, 1.0, 6.0])
+    agent.critic = lambda contexts: torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    credit = agent.credit(replace(episodes, rewards=rewards))
+    assert_close(credit.advantages, torch.tensor([[-2.0], [-1.0], [3.0]], dtype=torch.float64) / 7**0.5, atol=1e-7)
+    assert credit.targets.tolist() == [3, 5, 10]
+    assert_close(credit.inputs, episodes.observations[:, 0])
 
 
 def _pair_cov(rows: torch.Tensor, chol: torch.Tensor, jitter: torch.Tensor) -> torch.Tensor:
@@ -128,6 +184,18 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(algorithm: str) -> None:
     assert first != rest
 
 
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_a_state_stays_as_it_was_taken(algorithm: str) -> None:
+    agent = learner(algorithm, episodes=4, policy_epochs=2, critic_epochs=2)
+    agent.step()
+    state = agent.state()
+    once = agent.step()
+    agent.restore(state)
+    assert agent.step() == once
+    agent.restore(state)
+    assert agent.step() == once
+
+
 @pytest.mark.parametrize(
     ("algorithm", "dtype"), [("tce", torch.float64), ("tce", torch.float32), ("bbrl", torch.float64)], ids=str
 )
@@ -169,15 +237,15 @@ def test_the_entropy_floor_and_the_region(inside: bool) -> None:
         share = min(1.0, agent.iteration / 4)
         floor = first + share * (1.4 * agent.prodmp.parameters - first)
         _, factor = agent.project(mean, chol, old)
-        normal = torch.distributions.MultivariateNormal(mean[0], scale_tril=factor)
+        normal = MultivariateNormal(mean[0], scale_tril=factor)
         assert normal.entropy() >= floor - 1e-9
-        kl = torch.distributions.kl_divergence(normal, torch.distributions.MultivariateNormal(mean[0], scale_tril=old.chol))
+        kl = kl_divergence(normal, MultivariateNormal(mean[0], scale_tril=old.chol))
         assert kl <= 0.05 * (1 + 1e-6)  # a floor below the old entropy leaves room for both
     # A floor above the old entropy does not: of the two, the region gives way as published, the floor by default.
     object.__setattr__(agent.config, "entropy_floor", 2.0)
     _, factor = agent.project(mean, chol, old)
-    normal = torch.distributions.MultivariateNormal(mean[0], scale_tril=factor)
-    kl = torch.distributions.kl_divergence(normal, torch.distributions.MultivariateNormal(mean[0], scale_tril=old.chol))
+    normal = MultivariateNormal(mean[0], scale_tril=factor)
+    kl = kl_divergence(normal, MultivariateNormal(mean[0], scale_tril=old.chol))
     assert (normal.entropy() >= 2.0 * agent.prodmp.parameters - 1e-9) != inside
     assert (kl <= 0.05 * (1 + 1e-6)) == inside
 
@@ -188,9 +256,7 @@ def test_a_set_covariance_is_the_projected_one_and_moves() -> None:
     agent.step()
     new = agent.policy.cholesky().detach()
     zero = torch.zeros(len(old), dtype=torch.float64)
-    kl = torch.distributions.kl_divergence(
-        *(torch.distributions.MultivariateNormal(zero, scale_tril=chol) for chol in (new, old))
-    )
+    kl = kl_divergence(*(MultivariateNormal(zero, scale_tril=chol) for chol in (new, old)))
     assert float(kl) == pytest.approx(0.002, rel=1e-6)
 
 
@@ -228,6 +294,21 @@ def test_tce_as_published_has_one_regulariser_per_policy() -> None:
     assert not config.floor_in_region
     assert TCEConfig.as_published(closing_segment=True).closing_segment
     assert agent.step()["tr/unconverged"] == 0
+
+
+def test_as_published_what_rests_before_its_delay_does_not_set_the_regulariser() -> None:
+    environment = ENVIRONMENTS[NAME]
+    envs = gymnasium.make_vec(NAME, num_envs=2, vectorization_mode="vector_entry_point")
+    config = TCEConfig.as_published(episodes=2)
+    agent = TCE(Plant(envs, environment.tracking, 100), ProDMP(5, 3, 1.0, delay=0.7), environment.dt, config)
+    _, plans = agent.sample()
+    agent.begin_batch(plans.chol)
+    assert (agent.rows[0] == 0).all()  # nothing varies there
+    largest = max(_pair_cov(rows, plans.chol, torch.zeros(())).diag().max() for rows in agent.rows)
+    expected = segment_log_prob(
+        agent.rows, plans.params, plans.mean, plans.chol, (1e-4 * largest).expand(len(agent.rows)).double()
+    )
+    assert_close(agent.log_prob(plans.params, plans.mean, plans.chol), expected)
 
 
 def test_the_published_rule_leaves_the_last_reward_out() -> None:
@@ -279,8 +360,13 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"hidden": ()}, "`hidden` holds at least one whole number"),
         ({"points": 1}, "`points` is a whole number ≥ 2"),
         ({"jitter": 0.0}, "`jitter` must be > 0"),
-        ({"regression": -1.0}, "`regression` must be ≥ 0"),
+        ({"regression": -1.0}, "`regression` must be finite and ≥ 0"),
         ({"std": 1e-5}, "0 < `min_std` < `std`"),
+        ({"std": float("inf")}, "0 < `min_std` < `std`, both finite"),
+        ({"std": "wide"}, "0 < `min_std` < `std`, both finite"),
+        ({"policy_rate": float("inf")}, "`policy_rate` must be finite and > 0"),
+        ({"regression": float("inf")}, "`regression` must be finite and ≥ 0"),
+        ({"entropy_floor": float("inf")}, "`entropy_floor` is a finite number, or None; got inf"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -288,11 +374,24 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], sentence: str
         TCEConfig(**settings)
 
 
-def test_plan_and_controller_must_have_the_same_joints() -> None:
+def test_one_episode_alone_teaches_bbrl_nothing() -> None:
+    with pytest.raises(ValueError, match=r"bbrl: .* `episodes` is at least 2; got 1"):
+        BBRLConfig(episodes=1)
+    assert TCEConfig(episodes=1).episodes == 1  # its segments are compared with each other
+
+
+def test_what_does_not_fit_the_episodes_is_refused_before_one_is_played() -> None:
     environment = ENVIRONMENTS[NAME]
     envs = gymnasium.make_vec(NAME, num_envs=2, vectorization_mode="vector_entry_point")
+    plant = Plant(envs, environment.tracking, environment.steps)
     with pytest.raises(ValueError, match="the trajectory has 4 joints, the controller 5"):
-        TCE(Plant(envs, environment.tracking, environment.steps), ProDMP(4, 3, 2.0), environment.dt, TCEConfig())
+        TCE(plant, ProDMP(4, 3, 2.0), environment.dt, TCEConfig())
+    with pytest.raises(ValueError, match=r"must end by 6 τ \+ delay = 1.2 s; got 2 s"):
+        TCE(plant, ProDMP(5, 3, 0.2), environment.dt, TCEConfig())
+    with pytest.raises(ValueError, match="tce: `points` is at most the 100 steps of an episode; got 101"):
+        TCE(plant, ProDMP(5, 3, 2.0), environment.dt, TCEConfig(points=101))
+    with pytest.raises(ValueError, match="tce: `dt` is in seconds, finite and > 0; got 0"):
+        TCE(plant, ProDMP(5, 3, 2.0), 0, TCEConfig())
 
 
 def test_the_example_learns_in_150_lines() -> None:

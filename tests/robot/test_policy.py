@@ -13,6 +13,11 @@ def test_it_starts_near_zero_with_the_asked_spread() -> None:
     torch.testing.assert_close(chol, 0.7 * torch.eye(6, dtype=torch.float64))
 
 
+def test_a_wide_start_does_not_overflow() -> None:
+    chol = GaussianPolicy(1, 2, std=1000.0).cholesky()  # e^1000 is no float
+    torch.testing.assert_close(chol, 1000.0 * torch.eye(2))
+
+
 def test_golden_cholesky() -> None:
     # softplus(0) = log 2; the strict lower part is filled row by row.
     policy = GaussianPolicy(1, 3, min_std=0.1).double()

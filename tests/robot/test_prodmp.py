@@ -299,6 +299,15 @@ def test_float32_is_as_good_as_its_inputs(prodmp):
             assert ((got - expected).abs() <= 1e-6 * expected.abs().amax()).all()
 
 
+def test_autocast_does_not_round_plans():
+    prodmp = ProDMP(2, 3, 1.0)
+    times, params, state = torch.arange(1, 21) / 20, torch.randn(4, 8), torch.randn(2, 4, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = *prodmp.trajectory(times, params, *state), prodmp.covariance(times, torch.eye(8))
+    for a, b in zip(got, (*prodmp.trajectory(times, params, *state), prodmp.covariance(times, torch.eye(8))), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_half_precision_is_computed_in_float32():
     prodmp = ProDMP(1, 2, 1.0)
     rest = torch.zeros(1)
@@ -366,6 +375,8 @@ def test_impossible_settings(change, words):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_bad_arguments():
+    with pytest.raises(ValueError, match="`cov` is square"):
+        ProDMP(1, 2, 1.0).covariance(torch.ones(2), torch.eye(3)[:2])
     prodmp = ProDMP(2, 3, 1.0)
     times, params, rest = torch.ones(1), torch.zeros(8), torch.zeros(2)
     with pytest.raises(ValueError, match=r"`params` has 8 entries.*got \[7\]"):

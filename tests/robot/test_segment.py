@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 
-from corral.robot import ProDMP, draw_pairs, segment_covariance, segment_jitter, segment_log_prob
+from corral.robot import ProDMP, draw_pairs, segment_advantages, segment_covariance, segment_jitter, segment_log_prob
 from tolerance import assert_close
 
 BOX = ProDMP(7, 8, 2.0, alpha=10.0, weights_scale=0.3, goal_scale=0.3, auto_scale=True)
@@ -236,6 +236,41 @@ def test_float32_ratios_of_the_largest_task():
     assert (got - exact).abs().mean() < 1e-5
 
 
+def test_autocast_does_not_round_likelihoods_and_credit():
+    inputs = [x.float() for x in case(BOX)]
+    rewards, values = torch.randn(2, 4, 50)
+    pairs = draw_pairs(50, 10)
+
+    def results() -> list[Tensor]:
+        rows, _, _, chol, _ = inputs
+        credit = segment_advantages(rewards, values, pairs)[0]
+        return [segment_log_prob(*inputs), segment_jitter(rows, chol), segment_covariance(rows, chol), credit]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        got = results()
+    for a, b in zip(got, results(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("coarse", range(5))
+def test_the_best_precision_of_the_inputs_is_that_of_the_result(coarse):
+    inputs = case()
+    exact = segment_log_prob(*inputs)
+    mixed = [x.float() if index == coarse else x for index, x in enumerate(inputs)]
+    got = segment_log_prob(*mixed)
+    assert got.dtype == torch.float64
+    assert_close(got, exact, rtol=1e-3, atol=1e-3)
+    assert segment_jitter(mixed[0], mixed[3]).dtype == torch.float64 or coarse in (0, 3)
+
+
+def test_half_precision_is_computed_in_float32():
+    half = [x.bfloat16() for x in case()]
+    single = [x.float() for x in half]
+    assert torch.equal(segment_covariance(half[0], half[3]), segment_covariance(single[0], single[3]))
+    assert torch.equal(segment_jitter(half[0], half[3]), segment_jitter(single[0], single[3]))
+    assert torch.equal(segment_log_prob(*half), segment_log_prob(*single))
+
+
 # ---------------------------------------------------------------------------------------------------- bad input
 
 
@@ -244,6 +279,9 @@ def test_bad_arguments():
     rows, params, mean, chol, jitter = case()
     with pytest.raises(ValueError, match="7 parameters are not a whole number of joints with 4 each"):
         segment_covariance(rows, torch.eye(7).double())
+    for odd in (params[:, 1:], torch.cat([params, params], -1)):
+        with pytest.raises(ValueError, match="`params` and `mean` have 8 entries on their last axis"):
+            segment_log_prob(rows, odd, odd, chol, jitter)
     with pytest.raises(ValueError, match="not positive definite"):
         segment_log_prob(rows, params, mean, chol * math.nan, jitter)
     with pytest.raises(ValueError, match="`relative` must be ≥ 0"):

@@ -175,6 +175,13 @@ def test_critic_targets_are_lambda_returns():
     assert torch.equal(critic_targets(rewards[:1], values[:1]), gae(rewards[:1], values[:1], full, 1.0, 0.95)[1])
 
 
+def test_half_precision_is_normalised_in_float32():
+    advantages, mask = torch.randn(4, 6).bfloat16(), torch.rand(4, 6) < 0.7
+    got = normalise_advantages(advantages, mask)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, normalise_advantages(advantages.float(), mask))
+
+
 def test_float32_and_gradients_stop():
     rewards, values = torch.randn(2, 4, 50, requires_grad=True)
     got, _ = segment_advantages(rewards, values, draw_pairs(50, 10))

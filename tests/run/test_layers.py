@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from corral.run.files import RunError
-from corral.run.settings import add_layer, coerce, nested, read_file, read_named, recipes
+from corral.run.settings import add_layer, coerce, guess, nested, read_file, read_named, recipes
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.toml", "steps = = 3"), ("a.yaml", "steps: [3"), ("b.yaml", "- 3")])
@@ -21,6 +21,7 @@ def test_a_file_that_is_none_is_refused(name: str, text: str, tmp_path: Path) ->
     [
         ("1e-4", float, 1e-4), (1, float, 1.0), ("none", float | None, None), (None, int | None, None), ("3", int | None, 3),
         ("true", bool, True), ("{a = 1}", dict | str | None, {"a": 1}), ("[1, 2]", list[float] | None, [1, 2]), ("8", str, "8"),
+        (".05", float, 0.05), (".05", str, ".05"),
     ],
 )  # fmt: skip
 def test_values_become_the_type_of_their_setting(value: Any, hint: Any, expected: Any) -> None:
@@ -31,6 +32,15 @@ def test_values_become_the_type_of_their_setting(value: Any, hint: Any, expected
 def test_values_of_another_type_are_refused(value: Any, hint: Any) -> None:
     with pytest.raises(RunError, match="`key` is"):
         coerce("key", value, hint)
+
+
+def test_texts_stand_for_what_they_look_like() -> None:
+    # TOML has no .5, but people do; all else is as TOML has it, or a text.
+    given = [".5", "-.5e-3", "1e-4", "none", "inf", "true", "[1]", ".5.5", ".env", "v1.5", "'a .5'"]
+    assert [guess(text) for text in given] == [
+        *(0.5, -0.5e-3, 1e-4, None, float("inf"), True, [1]),
+        *(".5.5", ".env", "v1.5", "a .5"),
+    ]
 
 
 def test_a_layer_wins_key_by_key_and_adds_to_tables() -> None:

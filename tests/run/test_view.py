@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from corral.run.interrupt import STOPPING
 from corral.run.view import Clock, LiveView, PatientConsole, PlainView, View, count, make_view, number, readable, shorten
 
 LINE = {
@@ -53,6 +54,22 @@ def test_the_live_panel_shows_everything() -> None:
     for part in ("1/4", "left", "success", "12,346", "tr/kl_max", "3+7=10", "[bold]3", "the [policy] is", "finished after"):
         assert part in text
     assert "\x1b[?25h" in text, "the cursor is given back"
+
+
+def test_a_signal_is_announced_where_nothing_paints_over_it(capfd: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    live = LiveView(console, console)
+    live.begin([], steps=4, done=0)
+    assert "Stopping" not in out.getvalue()
+    live.stopping(STOPPING)
+    live.end("interrupted")  # with a last look at the panel
+    assert "Once more to stop" in out.getvalue()
+    assert capfd.readouterr().err == "", "past the console it would be gone with the next frame"
+    make_view(quiet=True).stopping(STOPPING)
+    assert capfd.readouterr().err == f"\n{STOPPING}\n"
+    make_view(quiet=False, silent=True).stopping(STOPPING)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_panel_that_never_began_can_be_closed() -> None:

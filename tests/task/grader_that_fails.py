@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "src" / "corral" / "task" / "grader_worker.
 
 
 def obey(what: str) -> float:
-    """Spin, sleep, die, print an answer, exhaust the memory, raise; or give the number that stands there."""
+    """Spin, sleep, die, print an answer, fall silent, exhaust the memory, raise; or give the number that stands there."""
     if what == "spin":
         while True:
             pass
@@ -20,8 +20,11 @@ def obey(what: str) -> float:
     if what == "die":
         os._exit(3)
     if what == "print":
-        print("score 1.0")  # noqa: T201
-        os.write(1, b"")
+        print("score 1.0", flush=True)  # noqa: T201
+        os.write(1, b"score 1.0\n")  # as a library in C would
+    if what == "hang up":
+        os.closerange(3, 100)  # the pipe of the answers among them
+        time.sleep(3600)
     if what == "memory":
         return float(len(bytearray(2**40)))
     if what == "exit":

@@ -48,6 +48,7 @@ from corral.task.answer import LONGEST, Answer, ascii_digits, extract, is_balanc
         ("It is \u0664\u0662.", "42", "number"),
         ("Three quarters: 3/4.", "3/4", "number"),
         ("Version 1.2.3", None, None),
+        ("It is 1e5.", "1e5", "number"),
         (r"\boxed{42", "42", "number"),
         ("x2 = y", None, None),
         ("no number at all", None, None),
@@ -108,7 +109,26 @@ def test_golden_order_of_the_forms(text: str, answer: str | None, form: str | No
         ("", None),
         ("9" * 61, None),
         ("9" * 1_000_000, None),
-        ("4²", Fraction(4)),  # a superscript is not read; nor is it taken for a digit
+        ("4²", None),  # nothing is computed…
+        ("10³", None),
+        ("5 m³", Fraction(5)),  # …but a unit is no number
+        (r"\sqrt{16}", None),
+        ("√16", None),
+        (r"\pm 4", None),
+        ("±4", None),
+        (r"\log 4", None),
+        (r"4\text{ logs}", Fraction(4)),
+        ("1e5", Fraction(100_000)),  # as Python prints floats
+        ("-1.5e-3", Fraction(-3, 2000)),
+        ("1e100", None),
+        ("0x10", None),
+        ("5x10", None),
+        ("1_000", None),
+        ("3x4=12", None),
+        ("12 or 4²", None),
+        ("12, version 1.2.3", None),
+        ("2x", Fraction(2)),
+        ("42cm2", Fraction(42)),
     ],
 )
 def test_golden_numbers(text: str, number: Fraction | None) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from sandboxes import needs_a_sandbox
 from corral.task import Task, code_tests
 from corral.task.code import APPS, MBPP, Code, CodeTask, HumanEval
 from corral.task.code_extract import defines, extract_program
-from corral.task.code_problem import Agreement, Calls, Checks, Problem, Runs, grade_all, harness
+from corral.task.code_problem import Agreement, Calls, Checks, Problem, Runs, _value, grade_all, harness
 from corral.task.code_rows import apps_row, human_eval_row, mbpp_row, own_row
 from corral.task.code_tests import called_function
 from corral.task.code_value import Opaque, dumps, loads, same
+from corral.task.competition import MATH500, DAPOMath
+from corral.task.gsm8k import GSM8K
 from corral.task.pool import shared_pool
 from corral.task.rows import Malformed
 from corral.task.sandbox import Limits
@@ -75,6 +78,10 @@ def test_extraction_never_fails_and_invents_nothing(completion: str) -> None:
 def test_extraction_of_something_enormous_is_quick() -> None:
     assert extract_program("```python\n" + "x = 1\n" * 500_000).count("\n") == 500_000
     assert extract_program("`" * 1_000_000) == "`" * 1_000_000
+    started = time.process_time()
+    for text in ("```" + "a" * 100_000, "```python " + "a" * 100_000, "```\n" + " " * 100_000):
+        extract_program(text)
+    assert time.process_time() - started < 5  # milliseconds; a label in every split takes minutes
 
 
 @pytest.mark.parametrize(
@@ -142,6 +149,32 @@ def test_forged_lines_are_a_value_error_or_plain(line: str) -> None:
     except ValueError:
         return
     assert type(value) in (type(None), bool, int, float, str, list, tuple, set, frozenset, dict, complex, bytes, Opaque)
+
+
+def of_one_hash(count: int) -> list[list[str]]:
+    """Multiples of 2⁶¹ − 1, all of which Python hashes to 0."""
+    return [["int", f"{number * (2**61 - 1):x}"] for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
+def test_forged_collisions_take_no_time(kind: str) -> None:
+    """A set of 100,000 elements of one hash takes minutes to make, and it would be made in the trainer's process."""
+    started = time.process_time()
+    items = of_one_hash(100_000)
+    with pytest.raises(ValueError, match="too many keys have one hash"):
+        loads(json.dumps([kind, *([item, 0] if kind == "dict" else item for item in items)]))
+    forged = loads(json.dumps(["list", *items]))
+    assert not Calls("f", (), how="sets").right(forged, [1])
+    assert time.process_time() - started < 20
+    assert loads(json.dumps(["set", *of_one_hash(20)])) == {number * (2**61 - 1) for number in range(1, 21)}
+
+
+@pytest.mark.parametrize("how", ["same", "apps", "sets", "presence"])
+def test_lists_in_lists_of_any_depth_are_compared(how: str) -> None:
+    """Some can just be read and are too deep for what comes after."""
+    calls = Calls("f", (), how=how)
+    for depth in range(200, 520):
+        assert calls.right(_value('{"value": ' + '["list", ' * depth + "1" + "]" * depth + "}"), [2]) in (True, False)
 
 
 # ---------------------------------------------------------------- the packaged problems
@@ -393,6 +426,27 @@ def test_programs_are_paid_for_exact_output_and_a_good_end(completion: str, rewa
 
 
 @needs_a_sandbox
+def test_an_expected_output_beyond_the_limit_can_be_written() -> None:
+    problem = Problem(tests=Runs((("2000000\n", "x" * 2_000_000 + "\n"),)))
+    assert grade(problem, "print('x' * int(input()))") == 1.0
+    assert grade(problem, "print('x' * int(input()) * 9)") == 0.0
+
+
+@needs_a_sandbox
+def test_what_tests_print_is_no_call() -> None:
+    problem = Problem(tests=Checks("f", "print('setting up')", ("print('one')\nassert f(1) > 1\nprint(f(2), end='')",)))
+    assert (grade(problem, "def f(n): return n + 1"), grade(problem, "def f(n): return n")) == (1.0, 0.0)
+
+
+@needs_a_sandbox
+def test_arguments_have_names_across_the_wall() -> None:
+    _, problem = mbpp_row(mbpp(test_list=["assert add(1, b=2) == 3", "n = [1]\nassert add(b=[2], a=n) == [1, 2] and n == [1]"]))
+    assert isinstance(problem.tests, Checks)
+    assert grade(problem, "def add(a, b): return a + b") == 1.0
+    assert grade(problem, "def add(a, b):\n    a += b\n    return a", partial=True) == 0.5  # it changes the list of the test
+
+
+@needs_a_sandbox
 def test_what_is_expected_is_nowhere_in_the_sandbox() -> None:
     """The harness is given arguments and the program; results, tests and other problems stay here."""
     marker = "expected-value-marker"
@@ -510,6 +564,13 @@ def test_a_test_that_cannot_run_is_reported_and_not_held_against_the_model() -> 
     problem = Problem(tests=Checks("f", "", ("import numpy\nassert numpy.allclose(f(1), 2)",)))
     with pytest.raises(ValueError, match="the tests of f cannot run: ModuleNotFoundError"):
         grade(problem, "def f(x): return 2 * x")
+    for argument in ("lambda: 1", "[object()]", "{'other': [0, {1: print}]}", "1, x=iter([])"):
+        problem = Problem(tests=Checks("f", "", (f"assert f({argument}) == 1",)))
+        with pytest.raises(ValueError, match="the tests of f cannot run: Stranger: an argument of the function"):
+            grade(problem, "def f(*x, **y): return 1")
+    plain = Problem(tests=Checks("f", "", ("assert f({'other': ['other', ('other', 1)]}) != f(f(1))",)))
+    assert grade(plain, "def f(x): return x") == 1.0
+    assert grade(plain, "def f(x): return f") == 1.0  # an answer that cannot cross is wrong or right as the test has it
 
 
 @needs_a_sandbox
@@ -741,11 +802,17 @@ MALFORMED: list[tuple[Callable[[dict[str, Any]], tuple[str, Problem]], dict[str,
     (own_row, {"prompt": "p", "entry": "f", "tests": [{"args": 1, "result": 1}]}, "`args`, a list"),
     (own_row, {"prompt": "p", "entry": "f", "tests": [{"args": []}]}, "`result`"),
     (own_row, {"prompt": "p", "entry": "f", "tests": [{"args": [], "result": 1}], "tolerance": -1}, "`tolerance`"),
-    (own_row, {"prompt": "p", "tests": [{"stdin": "", "stdout": ""}], "reference": 1}, "`reference` should be a program"),
+    (own_row, {"prompt": "p", "tests": [{"stdin": "", "stdout": ""}], "reference": 1}, "`reference` should be a text"),
     (human_eval_row, {"prompt": "p"}, "`entry_point`"),
     (human_eval_row, human_eval("def check(candidate)"), "the test is not Python"),
     (human_eval_row, human_eval(PLUS, entry_point="other"), "should have the head of other"),
     (human_eval_row, human_eval("", base_input=[1]), "lists of lists"),
+    (human_eval_row, human_eval("", base_input=[[1]], atol="x"), "`atol` should be a number"),
+    (human_eval_row, human_eval(PLUS, prompt="def double_all(x):\n"), "should have the head of double"),
+    (human_eval_row, human_eval("def check(candidate):\n    pass"), "the test never calls double, so every program would pass"),
+    (human_eval_row, human_eval("def check(f):\n    assert True\ncheck(double)"), "the test never calls double"),
+    (mbpp_row, mbpp(test="x = 1"), "the test never calls add"),
+    (mbpp_row, mbpp(test=[1]), "`test` should be a text"),
     (mbpp_row, mbpp(test_list=[]), "`test_list` should be a list of assertions"),
     (mbpp_row, mbpp(test_list="nonsense"), "`test_list` is not JSON"),
     (mbpp_row, mbpp(test_list=["assert"]), "not Python"),
@@ -765,6 +832,36 @@ MALFORMED: list[tuple[Callable[[dict[str, Any]], tuple[str, Problem]], dict[str,
 def test_malformed_rows_say_what_is_wrong(read: Callable[..., Any], row: dict[str, Any], words: str) -> None:
     with pytest.raises(Malformed, match=re.escape(words)):
         read(row)
+
+
+READERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (own_row, {"prompt": "p", "entry": "f", "tests": [{"args": [], "result": 1}], "tolerance": 0, "reference": ""}),
+    (human_eval_row, human_eval(PLUS) | {"base_input": [[1]], "plus_input": [[2]], "atol": 0}),
+    (mbpp_row, mbpp(test_setup_code="", test_imports=[])),
+    (apps_row, apps({"inputs": ["1"], "outputs": ["1"], "fn_name": ""})),
+    (apps_row, apps(None, input_output={"inputs": [[1]], "outputs": [1], "fn_name": "f"})),
+    (lambda row: GSM8K.problem(None, row), {"question": "q", "answer": "#### 1"}),
+    (lambda row: MATH500.problem(None, row), {"problem": "q", "answer": None, "solution": r"\boxed{1}"}),
+    (lambda row: DAPOMath.problem(None, row), {"prompt": "p", "reward_model": {"ground_truth": "1"}, "solution": 1}),
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["{", "[1]", "x = 1"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["inputs", "outputs", "role"]), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300)
+@given(reader=st.sampled_from(READERS), data=st.data())
+def test_a_row_is_read_or_malformed_whatever_is_in_it(reader: tuple[Callable[..., Any], dict[str, Any]], data: Any) -> None:
+    """Any other error would end the run without saying which row it was."""
+    read, row = reader
+    changed = data.draw(st.dictionaries(st.sampled_from(sorted(row)), JSON, min_size=1, max_size=2))
+    try:
+        prompt, _ = read(row | changed)
+    except Malformed:
+        return
+    assert prompt.strip()
 
 
 @pytest.mark.parametrize(("task", "good"), [(Code, None), (MBPP, mbpp()), (APPS, apps({"inputs": ["1"], "outputs": ["1"]}))])

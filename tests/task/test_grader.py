@@ -39,6 +39,8 @@ def scores(verdicts: list[Verdict]) -> list[tuple[str, float]]:
         ("print", "error"),  # what it prints is no answer: float("print") is a ValueError
         ("memory", "error"),
         ("exit", "error"),
+        ("nan", "error"),  # no score
+        ("hang up", "died"),  # the pipe ends, the process does not
         ("nonsense", "error"),
     ],
 )
@@ -48,6 +50,40 @@ def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(fail
     assert scores(failing.grade([("0.25",)], 0.3)) == [("graded", 0.25)]
     assert failing.counts == {status: 1, "graded": 2}
     assert time.monotonic() - started < 60
+
+
+def test_a_worker_that_reads_nothing_is_not_waited_for(failing: Pool) -> None:
+    """A pipe holds 64 KiB: a longer question has to wait for its reader, and that too has an end."""
+    (one,) = failing.grade([("pid",)], 1.0)
+    os.kill(int(one.score), signal.SIGSTOP)
+    found: list[Verdict] = []
+    asking = threading.Thread(target=lambda: found.extend(failing.grade([("1" * 1_000_000,)], 0.3)), daemon=True)
+    asking.start()
+    asking.join(30)
+    assert scores(found) == [("timeout", 0.0)]
+    assert failing.grade([("0" * 1_000_000 + "1",)], 5.0) == [Verdict("graded", 1.0)]
+
+
+def test_a_worker_in_use_does_not_keep_its_pool_from_closing(failing: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grader, "FAREWELL", 0.2)
+    in_use = failing.idle.get()
+    closing = threading.Thread(target=failing.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    failing.idle.put(in_use)
+
+
+def test_a_process_with_thousands_of_open_files_grades(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, resource\nimport corral.task.grader as grader\n"
+        f"grader.SCRIPT = pathlib.Path({str(SCRIPT)!r})\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "held = [os.dup(0) for _ in range(1100)]\n"
+        "print(grader.Pool('test', 1).grade([('0.5',)], 1.0))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[Verdict(status='graded', score=0.5)]\n", done.stderr
 
 
 def test_many_answers_keep_their_order(failing: Pool) -> None:
@@ -129,6 +165,12 @@ def test_graders_end_with_their_process(tmp_path: Path) -> None:
     pytest.fail("the grader outlived its process")
 
 
-def test_one_pool_of_a_kind_per_process() -> None:
+def test_one_pool_of_a_kind_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool("math") is pool("math")
     assert "math" in grader_counts()
+    monkeypatch.setattr(grader, "_POOLS", {})
+    monkeypatch.setattr(grader, "cores", lambda: 1)
+    assert pool("math").size == 1
+    monkeypatch.setattr(grader, "_POOLS", {})
+    monkeypatch.setattr(grader, "cores", lambda: 256)
+    assert pool("math").size == grader.LARGEST == 4

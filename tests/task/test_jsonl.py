@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from corral.task import make_task, verify_all
@@ -85,6 +86,12 @@ def test_columns_of_any_name_and_chats(tmp_path: Path) -> None:
     assert verify_all(task, ["a", "b"], ["1", "1"]) == [1.0, 0.0]
     chats = [{"prompt": [{"role": "user", "content": letter}], "answer": "1"} for letter in "ab"]
     assert make_task("jsonl", path=write(tmp_path, chats, "chats.jsonl"), held_out=0.5).verify("a", "1") == 1.0
+    named = [{"messages": row["prompt"], "answer": row["answer"]} for row in chats]
+    path = write(tmp_path, named, "named.jsonl")
+    assert make_task("jsonl", path=path, prompt_column="messages", held_out=0.5).verify("a", "1") == 1.0
+    path = write(tmp_path, [{"messages": [], "answer": 1}], "empty.jsonl")
+    with pytest.raises(ValueError, match="line 1: `messages` should be one message of the user's"):
+        make_task("jsonl", path=path, prompt_column="messages")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +108,10 @@ def test_columns_of_any_name_and_chats(tmp_path: Path) -> None:
         ),
         ({"path": "mine.jsonl", "prompt_column": "text"}, "there is no `text`; the row has prompt, answer"),
         ({"path": "mine.jsonl", "verifier": "number"}, "line 1: `answer` should be one number; got 'x'"),
+        ({"path": "mine.jsonl", "unsafe_code_execution": "no"}, "`unsafe_code_execution` is true or false; got 'no'"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_what_cannot_be(settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, [{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "2"}])
@@ -111,10 +120,13 @@ def test_what_cannot_be(settings: dict[str, Any], message: str, tmp_path: Path, 
 
 
 @given(value=st.one_of(st.floats(), st.none(), st.text(), st.booleans(), st.integers()))
+@example(value=10**400)
+@example(value=torch.tensor([0.5, 0.5]))
+@example(value=torch.tensor(0.5))
 def test_rewards_are_numbers_from_0_to_1(value: Any) -> None:
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = -1.0
     if 0 <= number <= 1:
         assert checked_reward("mine", value) == number

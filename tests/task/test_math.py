@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 import corral.task.math as module
-from corral.task.grader import grader_counts
+from corral.task.grader import Verdict, grader_counts
 from corral.task.math import MathTask, same_mathematics, same_number
 from corral.task.rows import Row
 
@@ -127,6 +127,25 @@ def test_no_answer_hangs_the_grader() -> None:
     counts = grader_counts()["math"]
     assert counts["timeout"] >= 1
     assert counts["graded"] >= 1
+
+
+@pytest.mark.parametrize("answer", ["42.", " 42. ", r"\frac{84}{2}.", "42.0."])
+def test_a_full_stop_is_not_part_of_an_answer(answer: str) -> None:
+    assert right("42", answer)
+    assert right("42.", answer)
+    assert not right("43", answer)
+
+
+def test_what_a_busy_machine_may_have_done_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moody:
+        verdicts = iter([Verdict("timeout"), Verdict("died"), Verdict("graded", 1.0)])
+
+        def grade(self, questions: list[tuple[str, str]], seconds: float) -> list[Verdict]:
+            return [next(self.verdicts) for _ in questions]
+
+    monkeypatch.setattr(module, "pool", lambda kind: Moody())
+    monkeypatch.setattr(module, "KNOWN", {})
+    assert [right("42", "6 \\cdot 7") for _ in range(4)] == [False, False, True, True]
 
 
 def test_a_verdict_is_remembered() -> None:

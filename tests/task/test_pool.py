@@ -19,6 +19,8 @@ import corral.task.sandbox.worker as workers
 from corral.task.pool import Pool, shared_pool
 from corral.task.sandbox import Job, Limits, SandboxResult, SandboxUnavailable, Worker
 from corral.task.sandbox.backend import BACKENDS, choose
+from corral.task.sandbox.files import Pipe
+from corral.task.sandbox.worker import Running
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -60,6 +62,43 @@ def test_what_goes_wrong_in_one_ends_all(error: type[BaseException]) -> None:
             pool.map(fails_at_three, range(1000))
         assert len(seen) < 100
         assert pool.map(lambda a, b: a - b, [5, 7, 9], [1, 2, 3]) == [4, 5, 6]
+
+
+@needs_a_sandbox
+def test_ctrl_c_in_the_main_thread_ends_the_others() -> None:
+    """Else they would go on to the last of them, and the process would wait for that when it ends."""
+    started: list[int] = []
+
+    def slow(number: int) -> None:
+        started.append(number)
+        time.sleep(0.1)
+
+    with Pool(2) as pool:
+        threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.map(slow, range(1000))
+        closing = time.monotonic()
+    assert time.monotonic() - closing < 10
+    assert len(started) < 200
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_pipes_that_a_forked_process_holds_open_are_not_waited_for(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    class Copied(Worker):
+        def start(self, job: Job, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> Running:
+            held.extend([os.dup(out.writer), os.dup(err.writer)])  # as a fork of another thread has them
+            return super().start(job, stdin, out, err, capture)
+
+    monkeypatch.setattr(module, "Worker", Copied)
+    begin = time.monotonic()
+    with Pool(1, backend=backend) as pool:
+        result = pool.run_one(Job(code="print('x' * 300_000)", limits=Limits(timeout=20.0)))
+    for file in held:
+        os.close(file)
+    assert (result.status, len(result.stdout)) == ("ok", 300_001)
+    assert time.monotonic() - begin < 15
 
 
 @needs_a_sandbox
@@ -149,6 +188,15 @@ def test_settings_share_one_pool() -> None:
     assert shared_pool(2) is not shared_pool(1)
 
 
+@needs_a_sandbox
+@pytest.mark.parametrize("there", [1, 3])
+def test_without_a_size_there_is_one_worker_per_core(there: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cores", lambda: there)
+    with Pool() as pool:
+        assert pool.size == there
+        assert [result.stdout for result in pool.run([Job(code="print(1)")] * 4)] == ["1\n"] * 4
+
+
 @pytest.mark.parametrize("workers_", [0, -1])
 def test_impossible_sizes_are_refused(workers_: int) -> None:
     with pytest.raises(ValueError, match="`workers` is a whole number above 0"):
@@ -184,16 +232,21 @@ def test_a_process_that_just_ends_leaves_nothing() -> None:
 def test_after_a_fork_the_pool_of_the_parent_is_left_alone() -> None:
     parents = shared_pool(2)
     parents.run([Job(code="")])
+    before = [worker.process.pid for worker, _ in parents._idle]
     child = os.fork()
     if child == 0:
-        try:
-            parents.run([Job(code="")] * 2)
-        except RuntimeError:
-            ours = shared_pool(2)
-            os._exit(0 if ours is not parents and ours.run_one(Job(code="print(1)")).stdout == "1\n" else 2)
-        os._exit(1)
+        refused = 0
+        for use in (lambda: parents.run([Job(code="")] * 2), lambda: parents.run_one(Job(code=""))):
+            try:
+                use()
+            except RuntimeError:
+                refused += 1
+        parents.close()  # as on leaving a context
+        ours = shared_pool(2)
+        os._exit(0 if refused == 2 and ours is not parents and ours.run_one(Job(code="print(1)")).stdout == "1\n" else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert parents.run([Job(code="print(2)")])[0].stdout == "2\n"
+    assert [worker.process.pid for worker, _ in parents._idle] == before
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)

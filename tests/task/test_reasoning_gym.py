@@ -1,8 +1,11 @@
 """reasoning-gym: any generator, its own scorer, no question on both sides, and no text that a scorer would execute."""
 
+import copy
 import inspect
+import pickle
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,15 @@ def test_a_small_generator_comes_round_again(monkeypatch: pytest.MonkeyPatch) ->
     assert train[:25] == task.train_prompts(25, 0)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda task: pickle.loads(pickle.dumps(task))])
+def test_a_copy_knows_what_was_drawn(copied: Callable[[ReasoningGym], ReasoningGym]) -> None:
+    task = ReasoningGym(generator="chain_sum", settings={"min_terms": 2})
+    (prompt,) = task.train_prompts(1, 0)
+    other = copied(task)
+    assert other == task
+    assert other.verify(prompt, gold(task, prompt)) == 1.0
+
+
 def test_settings_reach_the_generator() -> None:
     task = make_task("reasoning_gym", generator="chain_sum", settings={"min_terms": 2, "max_terms": 2})
     assert task.max_prompt_length == 0
@@ -155,6 +167,13 @@ ATTACKS = [
     "print(1)",
     "S('1')",
     "exit()",
+    # Without a bracket: the comprehension makes exec what an index calls, and \\x28 is "(" to it alone.
+    """[quit["open\\x28'{0}', 'w'\\x29"] for quit.__class__.__getitem__ in [exec]]""",
+    # Variables of scorers and what they hold.
+    "oracle_answer",
+    "entry['answer']",
+    "[*oracle_answer]",
+    "valid_solutions[0]",
 ]
 
 
@@ -167,6 +186,23 @@ def test_no_answer_is_executed(name: str, tmp_path: Path) -> None:
     assert not any(is_harmless(attack, task._drawn[prompt], name) for attack in attacks)
     assert verify_all(task, [prompt] * len(attacks), attacks) == [0.0] * len(attacks)
     assert not target.exists()
+
+
+def test_literals_and_right_answers_reach_their_scorers() -> None:
+    queens = ReasoningGym(generator="n_queens", settings={"n": 4, "min_remove": 4, "max_remove": 4})
+    (prompt,) = queens.train_prompts(1, 0)
+    boards = queens._drawn[prompt]["metadata"]["valid_answers"]
+    assert len(boards) == 2  # with four queens taken off, both boards of 4 × 4 are left
+    lists = [str([row.split() for row in board.splitlines()]) for board in boards]
+    assert queens.verify_all([prompt] * 4, [*boards, *lists]) == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_not_a_number_is_near_no_number() -> None:
+    task = ReasoningGym(generator="complex_arithmetic")
+    (prompt,) = task.train_prompts(1, 0)
+    assert task.verify_all([prompt] * 5, ["nan", "NaN", "nan+nani", "-nanj", gold(task, prompt)]) == [0.0] * 4 + [1.0]
+    assert is_harmless("banana and nanny", {"answer": "nan"}, "spell_backward")
+    assert is_harmless("nan", {"answer": "nan"}, "spell_backward")
 
 
 @pytest.mark.parametrize("answer", ["9**9**9**9**9", "((((9!)!)!)!)", "9^9^9^9^9^9"])

@@ -63,7 +63,7 @@ class AuditFolder:
             raise RunError(
                 f"{self.path} holds an audit already: `corral audit {self.path}` shows it. Remove it, or choose another folder."
             )
-        if there and read_info(self.info)["rules"] != plain(rules):
+        if there and plain(read_info(self.info)["rules"]) != plain(rules):
             raise RunError(f"{self.path} holds an audit by other rules: go on with the same ones, or choose another folder.")
 
     def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
@@ -125,10 +125,9 @@ def read_info(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     try:
-        read_rules(content["rules"])
+        return {**content, "rules": read_rules(content["rules"]).described()}
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} is not what an audit writes: its rules cannot be read ({error}).") from error
-    return dict(content)
 
 
 def _array(name: str, values: Any) -> pa.Array:

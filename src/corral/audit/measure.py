@@ -43,6 +43,8 @@ def measure(
     Ref:
         Invariant: tv_binary ≤ tv_topk ≤ tv, and the verdicts are those of the objectives on the same batch.
     """
+    if not len(tokens):
+        raise ValueError("measure: a completion has one token or more; got none. Leave empty ones out.")
     rows = max(1, AT_ONCE // old.shape[-1])
     pieces = []
     for start in range(0, len(tokens), rows):

@@ -6,6 +6,7 @@ from typing import Any
 
 from corral.numerics import number_in
 from corral.objective import Objective, make_objective
+from corral.run.settings import guess
 
 CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
 """Objectives that leave a token without a gradient once its ratio, or its sequence's, is out of range."""
@@ -39,6 +40,8 @@ class Rules:
         for key in ("top_k", "support_size"):
             if type(getattr(self, key)) is not int or getattr(self, key) < 1:
                 raise ValueError(f"audit: `{key}` is a number of tokens, 1 or more; got {getattr(self, key)!r}.")
+        if not (number_in(self.support_mass, 0, 1) and self.support_mass > 0):
+            raise ValueError(f"audit: `support_mass` is a probability in (0, 1]; got {self.support_mass!r}.")
 
     @property
     def whole_sequences(self) -> bool:
@@ -56,7 +59,12 @@ class Rules:
 
 
 def read_rules(content: Any) -> Rules:
-    """Rules as `described` wrote them; ValueError or TypeError for anything else."""
-    given = dict(content)
-    clip = dict(given.pop("clip"))
-    return Rules(clip=make_objective(clip.pop("name"), **clip), **given)
+    """Rules as `described` wrote them, from JSON; ValueError or TypeError for anything else."""
+    given = {key: guess(value) for key, value in dict(content).items()}
+    return Rules(clip=read_objective(given.pop("clip")), **given)
+
+
+def read_objective(content: Any) -> Objective:
+    """An objective from its name and settings, as JSON holds them: infinities are text there."""
+    given = {key: guess(value) for key, value in dict(content).items()}
+    return make_objective(given.pop("name"), **given)

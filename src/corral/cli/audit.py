@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if absent:
         return refuse(f"audits need {', '.join(absent)}. Install them: pip install 'corral[llm]'.", 1)
     try:
-        folder = arguments.path if is_audit(arguments.path) else audited(arguments)
+        folder = written_already(arguments) if is_audit(arguments.path) else audited(arguments)
         shown(folder, arguments.page or folder / "audit.html", quiet=arguments.quiet)
     except RunError as error:
         return refuse(str(error), 1)
@@ -73,6 +73,23 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def is_audit(path: Path | None) -> bool:
     """Whether a folder holds an audit that only has to be shown."""
     return path is not None and (path / "audit.json").is_file()
+
+
+def written_already(arguments: argparse.Namespace) -> Path:
+    """An audit's folder; a sentence for flags that could change nothing about it."""
+    given = [name for name in ("old", "new", *MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out") if is_given(arguments, name)]
+    given += [name for name in ("set", "unsafe-code-execution") if getattr(arguments, name.replace("-", "_"))]
+    if given:
+        raise RunError(
+            f"{arguments.path} is an audit that was measured already, so --{given[0]} cannot be given with it; only --page and "
+            f"--quiet can."
+        )
+    return arguments.path
+
+
+def is_given(arguments: argparse.Namespace, name: str) -> bool:
+    """Whether a flag that has no default is there."""
+    return getattr(arguments, name.replace("-", "_")) is not None
 
 
 def audited(arguments: argparse.Namespace) -> Path:
@@ -116,14 +133,17 @@ def rules_of(arguments: argparse.Namespace) -> Any:
     from corral.audit.rules import Rules
     from corral.objective import make_objective
 
-    bounds = {key: getattr(arguments, key) for key in ("kl_bound", "tv_bound") if getattr(arguments, key) is not None}
+    given: dict[str, Any] = {key: getattr(arguments, key) for key in ("kl_bound", "tv_bound") if is_given(arguments, key)}
     try:
-        if arguments.clip is None:
-            return Rules(**bounds)
-        low, _, high = arguments.clip.partition(",")
-        return Rules(clip=make_objective("ppo_clip", clip_low=float(low), clip_high=float(high or low)), own=True, **bounds)
+        if arguments.clip is not None:
+            low, _, high = arguments.clip.partition(",")
+            given |= {"clip": make_objective("ppo_clip", clip_low=float(low), clip_high=float(high or low)), "own": True}
     except ValueError as error:
-        raise RunError(f"{error} (--clip takes LOW,HIGH such as 0.2,0.28)") from error
+        raise RunError(f"--clip takes LOW,HIGH such as 0.2,0.28; got {arguments.clip!r}: {error}") from error
+    try:
+        return Rules(**given)
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def shown(folder: Path, page: Path, *, quiet: bool) -> None:

@@ -10,6 +10,7 @@ from corral.objective.naming import nearest
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 BENCHMARKS = {
+    "gpu": ("everything_on_gpu.py", "everything on docs/performance.md that needs a GPU, as far as the minutes reach"),
     "head": ("head_vs_naive.py", "the language-model head: time, memory and accuracy against full logits and fused heads"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
     "walk": ("tune_walk.py", "the streamed product's way through its tiles: finds the fastest on this GPU, and remembers it"),
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One name; everything else goes to the script."""
     listed = "; ".join(f"{name}: {what}" for name, (_, what) in BENCHMARKS.items())
     parser.add_argument("name", metavar="NAME", nargs="?", help=f"{listed}. Further arguments go to the script, --help too")
+    parser.add_argument("further", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -37,4 +39,4 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             "clone the repository and `pip install -e .` in it.",
             status=1,
         )
-    return subprocess.run([sys.executable, str(script), *rest], check=False).returncode
+    return subprocess.run([sys.executable, str(script), *rest, *arguments.further], check=False).returncode

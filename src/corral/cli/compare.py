@@ -25,6 +25,9 @@ Every other setting of `corral train` can be given too, and holds for all: --ste
 Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the steps that run; --resume goes on.
 """
 
+EXAMPLE: dict[Kind, str] = {"llm": "ppo_clip,troll", "robot": "tce,bbrl"}
+"""Contestants worth comparing first."""
+
 SINGULAR = ("objective", "algorithm")
 """Flags of `corral train` that have a plural here."""
 
@@ -72,6 +75,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     lacking = [name for name, module in NEEDED.items() if importlib.util.find_spec(module) is None]
     if lacking:
         return refuse(f"comparisons need {', '.join(lacking)}. Install them: pip install 'corral[report]'.", 1)
+    if importlib.util.find_spec("rich") is None:  # of either kind, and looked for before it is known which one learns
+        return refuse("comparisons train, and training needs more: pip install 'corral[llm]', or 'corral[robot]'.", 1)
     try:
         return compared(arguments, rest)
     except RunError as error:
@@ -144,9 +149,10 @@ def contestants_of(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]
     known = list(OBJECTIVES if kind == "llm" else ALGORITHMS)
     if other is not None:
         learns = "a language model learns" if kind == "llm" else "a robot learns"
-        raise RunError(f"here {learns}, and its contestants are {what}s: --{what}s {','.join(known[:2])}.")
+        instead = " For a robot, name its recipe: --recipe via_point_sparse." if kind == "llm" else ""
+        raise RunError(f"here {learns}, and its contestants are {what}s: --{what}s {EXAMPLE[kind]}.{instead}")
     if given is None:
-        raise RunError(f"whom to compare? --{what}s {','.join(known[:2])}. There are: {', '.join(known)}.")
+        raise RunError(f"whom to compare? --{what}s {EXAMPLE[kind]}. There are: {', '.join(known)}.")
     names = tuple(name.strip() for name in given.split(","))
     for name in names:
         if name not in known:

@@ -14,6 +14,7 @@ import torch
 import corral
 from corral.cli import refuse
 from corral.llm import TRL_RANGE
+from corral.run.cores import cores
 
 PACKAGE = Path(__file__).parents[1]
 NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}
@@ -124,7 +125,9 @@ def device() -> tuple[str, str]:
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
-    return "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads; no GPU that torch {torch.__version__} can use"
+    threads = torch.get_num_threads()
+    here = f"{cores()} core{'' if cores() == 1 else 's'}, {threads} thread{'' if threads == 1 else 's'}"
+    return "cpu", f"{here}; no GPU that torch {torch.__version__} can use"
 
 
 def memory() -> float:

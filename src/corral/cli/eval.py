@@ -99,8 +99,10 @@ def evaluated(arguments: argparse.Namespace) -> None:
     from corral.llm.eval_view import comparison, make_eval_view
     from corral.llm.evaluate import evaluate
     from corral.llm.passk import LEVEL
-    from corral.llm.results import compare
+    from corral.llm.results import compare, read_evaluation
 
+    if arguments.against is not None:
+        read_evaluation(arguments.against)  # what is wrong with it is told now, not hours later
     view = make_eval_view(quiet=arguments.quiet)
     outcome = evaluate(settings_of(arguments), view, out=arguments.out)
     if arguments.against is not None:

@@ -54,15 +54,15 @@ def reported(arguments: argparse.Namespace) -> list[str]:
     from corral.report.compared import read_comparisons
     from corral.report.content import make_report
     from corral.report.export import export
+    from corral.report.findings import count
     from corral.report.page import write_page
     from corral.report.read import read_runs
-    from corral.run.view import count
 
     runs = read_runs(arguments.runs)
     comparisons, notes = read_comparisons(arguments.runs, runs)
     report = make_report(runs, comparisons, title=arguments.title, threshold=arguments.threshold, notes=notes)
     size = write_page(report, arguments.out)
-    lines = [found.sentence for sweep in report.sweeps for found in sweep.ranges]
+    lines = [f"Usable {sweep.key} of {found.sentence}" for sweep in report.sweeps for found in sweep.ranges]
     lines += [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
     if arguments.export is not None:
         lines.append(f"{len(export(report, arguments.export))} figures and tables are in {arguments.export}")

@@ -118,7 +118,7 @@ def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--"):
-            raise RunError(f"{flag!r} belongs to no flag. Settings are given as --key value.")
+            raise RunError(f"{flag!r} belongs to no flag. Settings are given as --key value, a recipe as --recipe NAME.")
         key, equals, value = flag[2:].partition("=")
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"

@@ -142,7 +142,7 @@ def time_text(runs: int, stage: Stage) -> str:
 def run_comparison(comparison: Comparison, stage: Stage, view: CompareView, *, stall: float = 3600.0) -> Status:
     """Run what is left of a comparison, say what was found, write the page."""
     schedule = Schedule(
-        comparison=comparison, engine=stage.engine, board=view, steps=stage.budget.steps, choose=choose, stall=stall
+        comparison=comparison, engine=stage.engine, view=view, steps=stage.budget.steps, choose=choose, stall=stall
     )
     view.open(comparison)
     try:

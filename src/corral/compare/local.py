@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from corral.compare.engine import Job
 from corral.compare.folder import open_log, settle_log
+from corral.run.cores import cores
 from corral.run.files import RunError
 
 PROGRAM = (sys.executable, "-m", "corral.cli")
@@ -113,11 +114,6 @@ def environment(threads: int | None, gpu: str | None) -> dict[str, str]:
     if gpu is not None:
         found["CUDA_VISIBLE_DEVICES"] = gpu
     return found
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
 
 
 def visible_gpus() -> list[str]:

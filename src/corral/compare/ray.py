@@ -11,7 +11,8 @@ from typing import Any
 
 from corral.compare.engine import Job
 from corral.compare.folder import log_of, open_log, settle_log
-from corral.compare.local import PROGRAM, cores, environment
+from corral.compare.local import PROGRAM, environment
+from corral.run.cores import cores
 from corral.run.files import RunError
 
 try:

@@ -30,6 +30,9 @@ class Board(Protocol):
     def say(self, sentence: str) -> None:
         """Something good to know."""
 
+    def stopping(self, sentence: str) -> None:
+        """A signal has come."""
+
 
 @dataclass(kw_only=True)
 class Schedule(Interruptible):
@@ -37,7 +40,7 @@ class Schedule(Interruptible):
 
     comparison: Comparison
     engine: Engine
-    board: Board
+    view: Board
     steps: int
     """Of each run."""
     choose: Callable[[Comparison], Chosen]
@@ -87,7 +90,7 @@ class Schedule(Interruptible):
             if self.comparison.choosing:
                 self._choose()
                 self._fill()
-        self.board.look(self.left)
+        self.view.look(self.left)
         return bool(self.running)
 
     def _fill(self) -> None:
@@ -137,7 +140,7 @@ class Schedule(Interruptible):
         self.comparison.add_runs()
         self.comparison.save()
         for name, setting in self.comparison.chosen.items():
-            self.board.say(f"chosen for {name}: {', '.join(pairs(setting))}")
+            self.view.say(f"chosen for {name}: {', '.join(pairs(setting))}")
 
     def _end_hung(self) -> None:
         now = time.monotonic()
@@ -156,14 +159,14 @@ class Schedule(Interruptible):
     def _change(self, record: Record, state: str, error: str | None = None) -> None:
         record.state, record.error = state, error
         self.comparison.save()
-        self.board.changed(record, self._known(record))
+        self.view.changed(record, self._known(record))
 
     def _abandon(self) -> None:
         """Whatever still runs is ended; its last checkpoint stays."""
         self.engine.close()
         for record in self.running.values():
             record.state = "interrupted"
-            self.board.changed(record, self._known(record))
+            self.view.changed(record, self._known(record))
         if self.running:
             self.running.clear()
             self.comparison.save()

@@ -99,8 +99,12 @@ class LiveCompareView(PlainCompareView):
 
     def open(self, comparison: Comparison) -> None:
         super().open(comparison)
-        self.live = Live(self.table(), console=self.console, refresh_per_second=2, get_renderable=self.table)
+        self.last = ""
+        self.live = Live(self.table(), console=self.console, refresh_per_second=2, get_renderable=self.table, transient=True)
         self.live.start()
+
+    def stopping(self, sentence: str) -> None:
+        self.last = sentence  # what is written past the table, the table paints over
 
     def changed(self, record: Record, progress: Progress) -> None:
         CompareView.changed(self, record, progress)
@@ -118,7 +122,8 @@ class LiveCompareView(PlainCompareView):
         caption = self.progress_line()
         if len(rows) < len(self.comparison.records):
             caption += f"; {len(self.comparison.records) - len(rows)} not shown"
-        return Group(run_table(rows, self.progress), Text(caption, style="bold"))
+        last = [Text(self.last, style="yellow")] if self.last else []
+        return Group(run_table(rows, self.progress), Text(caption, style="bold"), *last)
 
 
 def make_compare_view(*, quiet: bool) -> CompareView:

@@ -44,6 +44,7 @@ def _rest_gap(logp_p: Tensor, logp_q: Tensor, gap: Tensor) -> Tensor:
 
     1 − q = (1 − p) − p (e^(log q − log p) − 1), so the ratio is 1 − p expm1(log q − log p) / (1 − p).
     """
-    near = (gap.abs() < NEAR) & (logp_p > -torch.inf) & (logp_q > -torch.inf)
-    p, step = torch.where(near, logp_p, -1.0), torch.where(near, logp_q - logp_p, 0.0)
+    step = logp_q - logp_p
+    near = (gap.abs() < NEAR) & (step.abs() < NEAR)  # further apart nothing cancels, and e^step may overflow
+    p, step = torch.where(near, logp_p, -1.0), torch.where(near, step, 0.0)
     return torch.where(near, torch.log1p(p.exp() * torch.expm1(step) / torch.expm1(p)), gap)

@@ -22,6 +22,7 @@ def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"
     Ref:
         Schulman 2020, "Approximating KL divergence" (the term is its k3). Invariant: 0 iff p = q.
     """
+    _check_categories("categorical_kl", logp_p, logp_q)
     logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
     return kl_elements(logp_p, logp_q, logp_q - logp_p).sum(-1)
 
@@ -51,6 +52,7 @@ def categorical_tv(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"
     Ref:
         Qi et al. 2026, arXiv:2602.04879, eq. 15. Invariant: TV² ≤ KL/2 (Pinsker).
     """
+    _check_categories("categorical_tv", logp_p, logp_q)
     return 0.5 * abs_difference(logp_p, logp_q).sum(-1)
 
 
@@ -60,3 +62,12 @@ def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
     neither = (logp_p == -torch.inf) & (logp_q == -torch.inf)
     gap = torch.where(neither, 0.0, logp_p) - torch.where(neither, 0.0, logp_q)
     return torch.maximum(logp_p, logp_q).exp() * -torch.expm1(-gap.abs())
+
+
+def _check_categories(where: str, logp_p: Tensor, logp_q: Tensor) -> None:
+    """Broadcasting is for leading axes: one category against many would be no divergence at all."""
+    if logp_p.shape[-1:] != logp_q.shape[-1:]:
+        raise ValueError(
+            f"{where}: both policies need the same categories on the last axis; got {list(logp_p.shape)} and "
+            f"{list(logp_q.shape)}."
+        )

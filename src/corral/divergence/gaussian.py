@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corral.numerics import NEAR, at_least_float32, expm1_minus
+from corral.numerics import NEAR, at_least_float32, expm1_minus, in_one_dtype, without_autocast
 
 WassersteinForm = Literal["commuting", "bures"]
 
@@ -50,10 +50,11 @@ def gaussian_kl(
     Ref:
         Invariant: an invertible affine map of both Gaussians changes neither part.
     """
-    mean_p, chol_p, mean_q, chol_q = map(at_least_float32, (mean_p, chol_p, mean_q, chol_q))
+    mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
     return GaussianDistance(0.5 * mahalanobis(mean_p - mean_q, chol_q, diagonal), kl_of_covariances(chol_p, chol_q, diagonal))
 
 
+@without_autocast
 def gaussian_wasserstein(
     mean_p: Float[Tensor, "*#b D"],
     chol_p: Float[Tensor, "... D"],
@@ -81,12 +82,13 @@ def gaussian_wasserstein(
     Ref:
         Givens and Shortt 1984; the commuting form: Otto et al. 2021, arXiv:2101.09207. Invariant: bures ≤ commuting.
     """
-    mean_p, chol_p, mean_q, chol_q = map(at_least_float32, (mean_p, chol_p, mean_q, chol_q))
+    mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
     gap = mean_p - mean_q
     mean = mahalanobis(gap, chol_q, diagonal) if scaled else gap.square().sum(-1)
     return GaussianDistance(mean, wasserstein_line(chol_p, chol_q, form, scaled, diagonal).distance)
 
 
+@without_autocast
 def gaussian_frobenius(
     mean_p: Float[Tensor, "*#b D"],
     chol_p: Float[Tensor, "... D"],
@@ -107,7 +109,7 @@ def gaussian_frobenius(
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: cov is symmetric in p and q.
     """
-    mean_p, chol_p, mean_q, chol_q = map(at_least_float32, (mean_p, chol_p, mean_q, chol_q))
+    mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
     cov = covariance_gap(chol_p, chol_q, diagonal).square().sum(-1 if diagonal else (-2, -1))
     return GaussianDistance(mahalanobis(mean_p - mean_q, chol_q, diagonal), cov)
 

@@ -7,7 +7,6 @@ own, calls `lm_head` and then this.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from corral.kernels.dispatch import has_triton
 from corral.kernels.later import Later
-from corral.kernels.live import Live
+from corral.kernels.live import Live, advantages_of, fits
 from corral.kernels.online import HeadRows
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
@@ -70,18 +70,18 @@ def batch_loss(
         says what is wrong, where there is a gradient at the end of the backward pass, by when the device has long found out.
     """
     if kernels is None:
-        kernels = batch.mask.is_cuda and find_spec("triton") is not None
+        kernels = batch.mask.is_cuda and has_triton()
     out = _in_one_kernel(objective, batch, new) if kernels else None
     return objective(batch if new is None else new.within(batch)) if out is None else out
 
 
 def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> ObjectiveOutput | None:
     from corral.kernels.loss_rows import OldRows, metrics_of
-    from corral.kernels.policy_loss import rule_of
+    from corral.kernels.rule import rule_of
 
     rule, old = rule_of(objective), batch.dist_old
     supported = old is not None and (batch.dist_new if new is None else new.dist) is not None
-    if rule is None or (rule.needs_support and not supported):
+    if rule is None or (rule.needs_support and not supported) or not fits(batch):
         return None
     new = NewRows.of(batch) if new is None else new
     live = new.live
@@ -91,12 +91,11 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     def rows(x: Tensor) -> Tensor:
         return live.pick(x.detach()).float().contiguous()
 
-    advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None].expand(batch.mask.shape)
     anchor = OldRows(
         logp=rows(batch.logp_old),
         kept=rows(old.logp) if supported and old is not None else None,
         rest=rows(old.rest) if supported and old is not None else None,
-        advantages=rows(advantages),
+        advantages=rows(advantages_of(batch)),
         rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout),
     )
     found: dict[str, Any] = {}

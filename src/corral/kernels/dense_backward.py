@@ -50,8 +50,8 @@ def dense_rows(
             _dense_kernel[(shape[0], triton.cdiv(shape[1], 4096))](
                 products, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
                 gradient.value, block.start, shape[1], len(weight), gradient.ids.shape[1], *spec_arguments(spec),
-                spec.scale / spec.temperature,
-                spec.temperature / spec.softcap if spec.softcap is not None else 0.0, BIAS=bias is not None,
+                spec.slope,
+                spec.curve, BIAS=bias is not None,
                 CAP=spec.softcap is not None, NATS=g_entropy is not None, BLOCK=4096,
                 SLOTS=max(2, triton.next_power_of_2(gradient.ids.shape[1])), num_warps=8,
             )  # fmt: skip

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from corral.kernels.logits import LogitSpec, slices
 from corral.kernels.loss_rows import LossRows, OldRows
-from corral.kernels.online import HeadRows
+from corral.kernels.online import HeadRows, join
 from corral.kernels.row_factor import FactoredGradient, put_singles, reaches, sampled_logits
 from corral.kernels.row_gradient import RowGradient, Upstream, row_gradient
-from corral.kernels.select import HeadInput, given_rows, join
+from corral.kernels.select import HeadInput, given_rows
 from corral.kernels.stream import TileStatistics, stream, tile_of
 
 BYTES_AT_ONCE = 7 * 2**28
@@ -159,7 +159,7 @@ def _turn_into_gradient(
     some = min(16, triton.next_power_of_2(tiles))
     _gradient_kernel[(count, triton.cdiv(tiles, some))](
         stored, stats.peak, stats.place, base, rows.lse, rows.rest, gradient.factor, gradient.ids, gradient.value, tiles, slots,
-        spec.scale / spec.temperature, spec.temperature / spec.softcap if spec.softcap is not None else 0.0,
+        spec.slope, spec.curve,
         CAP=spec.softcap is not None, SOME=some, COLUMNS=width, SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=8,
     )  # fmt: skip
 

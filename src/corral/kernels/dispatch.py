@@ -13,6 +13,8 @@ Chosen = Literal["torch", "triton"]
 
 MAX_TOP_K = 1024
 """Most slots that one row's registers hold."""
+OWN_SUPPORT = 64
+"""Tokens of the policy that carry a sparse gradient where no support is asked for."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | N
 
 def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, *, interpret: bool = False) -> str | None:
     """Why the Triton kernels cannot run on these tensors; None if they can. `interpret` accepts Triton's interpreter."""
-    if not _has_triton():
+    if not has_triton():
         return "Triton is not installed"
     if not hidden.is_cuda and not (interpret and _interpreting()):
         return f"Triton kernels run on a GPU and the hidden states are on {hidden.device.type!r}"
@@ -60,21 +62,26 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, *, interpret: bo
         )
     if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[-1] * weight.element_size() % 16:
         return "rows of the weight must lie one behind the other, on multiples of 16 bytes"
-    return _too_many(hidden, len(weight), top_k)
-
-
-def _too_many(hidden: Tensor, vocabulary: int, top_k: int | None) -> str | None:
-    from corral.kernels.stream import tile_of  # Triton is there by now
-
-    width = tile_of(hidden).columns
-    most = min(MAX_TOP_K, -(-vocabulary // width))
-    if top_k is not None and top_k > most:
-        return f"top_k = {top_k} is more than a vocabulary of {vocabulary} has tiles of {width}, or than {MAX_TOP_K}"
+    if top_k is not None and own_top_k(hidden, len(weight), top_k) < top_k:
+        width = _tile_width(hidden)
+        return f"top_k = {top_k} is more than a vocabulary of {len(weight)} has tiles of {width}, or than {MAX_TOP_K}"
     return None
 
 
+def own_top_k(hidden: Tensor, vocabulary: int, top_k: int = OWN_SUPPORT) -> int:
+    """As many of `top_k` as kernels find: no more than there are tiles."""
+    return min(top_k, MAX_TOP_K, -(-vocabulary // _tile_width(hidden)))
+
+
+def _tile_width(hidden: Tensor) -> int:
+    from corral.kernels.stream import tile_of  # Triton is there by now
+
+    return tile_of(hidden).columns
+
+
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether it is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

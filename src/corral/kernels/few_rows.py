@@ -51,8 +51,8 @@ def few_rows(
     dz = hidden.new_empty(vocabulary, FEW)
     _logit_kernel[(triton.cdiv(vocabulary, COLUMNS),)](
         hidden, weight, bias, routes.few, routes.counts, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor,
-        gradient.ids, gradient.value, dz, vocabulary, width, slots, *spec_arguments(spec), spec.scale / spec.temperature,
-        spec.temperature / spec.softcap if spec.softcap is not None else 0.0, BIAS=bias is not None,
+        gradient.ids, gradient.value, dz, vocabulary, width, slots, *spec_arguments(spec), spec.slope,
+        spec.curve, BIAS=bias is not None,
         CAP=spec.softcap is not None, NATS=g_entropy is not None, FEW=FEW, COLUMNS=COLUMNS, DEPTH=depth,
         SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=4, num_stages=4,
     )  # fmt: skip

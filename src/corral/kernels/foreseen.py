@@ -4,7 +4,6 @@ That needs the loss that will follow. A caller who knows it says so; what the ba
 with it, and the difference, if there is any, takes the usual way. A wrong guess costs time and nothing else.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 
 from corral.kernels.head_backward import HeadGradients, HeadState, LogitGradient, head_backward
+from corral.kernels.live import advantages_of, fits
 from corral.kernels.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
-from corral.kernels.online import HeadRequest, HeadRows, OnlineHead
+from corral.kernels.online import HeadRequest, HeadRows, OnlineHead, join
 from corral.kernels.parallel import Shard
 from corral.types import SparseDist, TokenBatch
 
@@ -54,7 +54,11 @@ class ExpectedLoss:
             new = SparseDist(new.ids[None], new.logp[None], new.rest[None])
             anchor = SparseDist(new.ids, old.logp[:, rows], old.rest[:, rows])
         logp_old = logp[None].detach() if self.at_rest else b.logp_old[:, rows]
-        loss = self.objective(TokenBatch(logp[None], logp_old, b.advantages[:, rows], mask, new, anchor, rollout)).loss
+        given = TokenBatch(logp[None], logp_old, b.advantages[:, rows], mask, new, anchor, rollout)
+        try:
+            loss = self.objective(given).loss
+        except ValueError:  # it will refuse the whole batch too, and can say there which of its tokens is wrong
+            return logp.sum() * 0.0
         return (loss if factor is None else loss * factor).sum()
 
 
@@ -79,11 +83,9 @@ def foresee(
         weights: what the loss of each token will be multiplied with [B T]; all the same unless given.
         at_rest: the new policy is its own anchor, in the place of the batch's.
     """
-    if not getattr(getattr(objective, "config", None), "tokenwise", False):
+    if not getattr(getattr(objective, "config", None), "tokenwise", False) or not fits(batch):
         return None
-    advantages, old = batch.advantages, batch.dist_old
-    if advantages.ndim == 1:
-        advantages = advantages[:, None].expand(batch.mask.shape)
+    advantages, old = advantages_of(batch), batch.dist_old
 
     def rows(x: Tensor | None) -> Any:
         return None if x is None else pick(x)[None]
@@ -138,7 +140,7 @@ def _usual_ratio(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     some = norm > 0
     if not bool(some.any()):
         return 0.0
-    ratio = float(((actual * expected).sum(-1)[some] / norm[some]).median())
+    ratio = float(((actual * expected).sum(-1)[some] / norm[some]).nanmedian())  # a row that went wrong spoils no other
     return 1.0 if abs(ratio - 1) < torch.finfo(pairs[0][0].dtype).eps else ratio
 
 
@@ -169,23 +171,18 @@ def head_foreseen(
     even = math.ceil(len(hidden) / math.ceil(len(hidden) / most)) if len(hidden) else 1
     into = GradientSum(hidden, weight, bias, needed, dtype)
     scratch = Scratch(device)
-    found: list[tuple[HeadRows, HeadGradients]] = []
+    found: list[HeadRows] = []
+    asked: list[HeadGradients] = []
     for part in slices(len(hidden), even) if len(hidden) else [slice(0)]:
         h, t, i = operand(hidden[part], dtype), tokens[part], None if ids is None else ids[part]
         online = OnlineHead(t, i, request, blocks, dtype)
         held = [_hold(spec, h, weight[block], bias, online, j, block, scratch) for j, block in enumerate(blocks)]
         rows = online.finish()
         grads = _expected(rows, t, ids is not None, expect, part)
-        found.append((rows, grads))
+        found.append(rows)
+        asked.append(grads)
         into.add(part.start or 0, h, t, rows, grads.scaled(spec.slope), blocks, held, scratch)
-    rows, grads = (
-        _joined(kind, parts) for kind, parts in zip((HeadRows, HeadGradients), zip(*found, strict=True), strict=True)
-    )
-    return rows, Foreseen(*into.all(), grads)
-
-
-def _joined(kind: type, parts: Sequence[Any]) -> Any:
-    return kind(*(torch.cat([getattr(part, field.name) for part in parts]) for field in dataclasses.fields(kind)))
+    return join(found), Foreseen(*into.all(), join(asked))
 
 
 def _hold(

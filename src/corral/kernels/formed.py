@@ -10,7 +10,6 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,21 +18,15 @@ from corral.kernels.dense_backward import dense_rows
 from corral.kernels.dense_forward import Begun, Rule, begin, dense_forward, scale
 from corral.kernels.difference import difference
 from corral.kernels.few_rows import few_rows
-from corral.kernels.foreseen import Expect, ExpectedLoss
-from corral.kernels.inspect_batch import Inspection, compact, inspect_batch
+from corral.kernels.inspect_batch import Inspection, compact
 from corral.kernels.later import Later
 from corral.kernels.loss_rows import LossRows, OldRows
-from corral.kernels.online import HeadRows
+from corral.kernels.online import HeadRows, join
 from corral.kernels.route import FEW, Routes, route_rows
 from corral.kernels.row_gradient import DENSE, Upstream, row_gradient
-from corral.kernels.select import ROWS_AT_ONCE, HeadInput, join, stream_head
+from corral.kernels.select import ROWS_AT_ONCE, HeadInput, stream_head
 from corral.kernels.sparse_backward import sort_by_token, sparse_hidden, sparse_weight
 from corral.kernels.stream import TileStatistics, stream
-from corral.types import SparseDist, TokenBatch
-
-if TYPE_CHECKING:
-    from corral.kernels.token_loss import TokenLoss
-    from corral.kernels.troll_loss import TrollLoss
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of hidden states, weight and bias, those that are needed."""
@@ -184,7 +177,7 @@ def head_in_parts(
     found: list[HeadRows] = []
     if other.start < other.stop:
         stats = early.stats.first(other.stop) if early is not None and early.stats is not None else None
-        found.append(_streamed(source.rows(other), stats))
+        found.append(stream_head(source.rows(other), stats))
     if part.start == part.stop:
         known(found[0], None)
         return found[0], None
@@ -198,76 +191,3 @@ def head_in_parts(
 
     _, loss, gradients, left_out = dense_forward(source.rows(part), e.old, e.weights, e.rule, needed, begun, told)
     return found[0], Formed(part, index, loss, e.weights, *gradients, left_out, number[0])
-
-
-def foreseen_head(
-    source: HeadInput, expect: Expect | None, tolerance: float, needed: Sequence[bool]
-) -> tuple[HeadRows, Formed | None]:
-    """What `stream_head` finds of rows, and the gradients of some if that loss is expected: of those foreseen to be dense."""
-    rule = _rule_for(expect, source, tolerance) if any(needed) else None
-    if rule is None or not isinstance(expect, ExpectedLoss):
-        return _streamed(source), None
-    inspection = inspect_batch(
-        _on_support(expect.batch, source), source.tokens[None], expect.weights, source.weight, form=True,
-        tolerance=tolerance, masked_too=True,
-    )  # fmt: skip
-    early = start_early(source, inspection)
-    first, count, refused = inspection.answer.numbers()
-    if refused:  # somebody else will say what is wrong with them
-        return _streamed(source), None
-    part = inspection.formed(first, count)
-    early = start_formed(source, inspection, early, part)
-    expected = _expected(rule, expect, source)
-    if early is None or part in (slice(0, 0), slice(0, count)):  # in the order in which they came
-        return head_in_parts(source, part, early, expected, needed)
-    index = early.index
-    ids = None if source.ids is None else source.ids[index]
-    ordered = dataclasses.replace(source, hidden=early.packed, tokens=source.tokens[index], ids=ids)
-    rows, formed = head_in_parts(ordered, part, early, expected.each(lambda x: x[index]), needed, index)
-    return HeadRows(*(torch.empty_like(x).index_copy_(0, index, x) for x in vars(rows).values())), formed
-
-
-def _streamed(x: HeadInput, stats: TileStatistics | None = None) -> HeadRows:
-    return stream_head(x.hidden, x.weight, x.bias, x.tokens, x.ids, x.spec, x.request, stats)
-
-
-def _on_support(batch: TokenBatch, source: HeadInput) -> TokenBatch:
-    """The batch with the support that the head has been given, if it has."""
-    old = batch.dist_old
-    if old is None:
-        return batch
-    anchor = None if source.ids is None else SparseDist(source.ids[None], old.logp, old.rest)
-    return dataclasses.replace(batch, dist_old=anchor)
-
-
-def _rule_for(expect: Expect | None, source: HeadInput, tolerance: float) -> "TrollLoss | TokenLoss | None":
-    """The kernel that computes what is expected; None where there is none, or where it would tell of no dense row."""
-    from corral.kernels.policy_loss import rule_of  # which is a caller of this
-
-    if not isinstance(expect, ExpectedLoss) or source.request.top_k is not None or not len(source.tokens):
-        return None
-    if expect.batch.mask.numel() != len(source.tokens):
-        raise ValueError(
-            f"lm_head: `expect` foresees the loss of {expect.batch.mask.numel()} rows and there are {len(source.tokens)}. Was "
-            f"`foresee` given the `pick` that chose them?"
-        )
-    rule, supported = rule_of(expect.objective), _on_support(expect.batch, source).dist_old is not None
-    return None if rule is None or not (supported or (tolerance == 0 and not rule.needs_support)) else rule
-
-
-def _expected(rule: "TrollLoss | TokenLoss", expect: ExpectedLoss, source: HeadInput) -> Expected:
-    """The loss as the kernels compute it."""
-    batch = _on_support(expect.batch, source)
-
-    def rows(x: Tensor) -> Tensor:
-        return x.detach()[0].float().contiguous()
-
-    support = batch.dist_old
-    kept, rest = (None, None) if support is None else (rows(support.logp), rows(support.rest))
-    rollout = None if batch.logp_rollout is None else rows(batch.logp_rollout)
-    old = OldRows(rows(batch.logp_old), kept, rest, rows(batch.advantages), rollout)
-    live = batch.mask[0]
-    weights = live.float() if expect.weights is None else torch.where(live, rows(expect.weights), 0.0)
-    if not expect.at_rest:
-        return Expected(rule, old, weights)
-    return Expected(lambda new, old: rule(new, dataclasses.replace(old, logp=new.logp.contiguous())), old, weights)

@@ -14,10 +14,9 @@ from corral.kernels.logits import LogitSpec
 from corral.kernels.loss_rows import ACTED, KL_AFTER, LOSS, LossRows, OldRows, metrics_of
 from corral.kernels.online import HeadRequest, HeadRows
 from corral.kernels.row_gradient import Upstream
+from corral.kernels.rule import LossRule
 from corral.kernels.select import HeadInput
-from corral.kernels.token_loss import TokenLoss
 from corral.kernels.triton_head import head_gradients
-from corral.kernels.troll_loss import TrollLoss
 from corral.types import ObjectiveOutput
 
 
@@ -32,7 +31,7 @@ class Job:
     old: OldRows
     weights: Tensor | None
     """Of each live token's loss [N]."""
-    rule: TrollLoss | TokenLoss
+    rule: LossRule
     spec: LogitSpec
     request: HeadRequest
     tolerance: float
@@ -117,7 +116,7 @@ class _FusedLoss(torch.autograd.Function):
             source, needed = job.input(hidden, weight, bias), ctx.needs_input_grad[:3]
             grads, routes = head_gradients(source, job.rows, given, job.tolerance, needed, formed)
             if routes is not None:
-                job.report.copy_(routes.report())
+                job.report.copy_(routes.shares)
         job.check()
         d_hidden = None if grads[0] is None else job.live.spread(grads[0]).view(ctx.shape)
         return d_hidden, grads[1], grads[2], None

@@ -11,20 +11,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corral.kernels.candidates import GROUP
-from corral.kernels.dispatch import choose
-from corral.kernels.foreseen import Expect, can_foresee, head_foreseen
+from corral.kernels.dispatch import choose, own_top_k
+from corral.kernels.foreseen import Expect, ExpectedLoss, can_foresee, head_foreseen
 from corral.kernels.head_backward import HeadGradients, HeadState, head_backward
 from corral.kernels.logits import LogitSpec, Scratch, block_size, operand, slices, working_dtype
-from corral.kernels.online import HeadRequest, HeadRows, OnlineHead
+from corral.kernels.online import HeadRequest, HeadRows, OnlineHead, join
 from corral.kernels.parallel import Shard, merge
+from corral.numerics import number_in
 from corral.support import check_id_dtype, check_ids
 from corral.types import SparseDist
 
 FIRST = 8
 """Where the k largest are wanted, the first block has this many times k: enough to know a candidate by, too few to cost."""
-
-OWN_SUPPORT = 64
-"""Tokens of the policy that carry a sparse gradient where no support is asked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +70,7 @@ def lm_head(
         tokens: sampled tokens [*].
         scale, softcap, temperature: how the model and the sampler turn products into logits.
         top_k, mass: keep at most k of the most likely tokens, until they hold `mass`; slot 0 is the sampled token.
-        ids: a support to evaluate on [*, K], −1 at padding. Excludes `top_k`.
+        ids: a support to evaluate on [*, K], −1 at padding, no token twice. Excludes `top_k`.
         entropy: compute it too.
         impl: "torch" (any device), "triton" (a GPU), or "auto" for the best there is.
         group: processes that each hold some rows of `weight` and `bias`, in the order of their ranks, and all the same of
@@ -92,12 +90,13 @@ def lm_head(
     spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
     shard = Shard.of(weight, group)
     _check(hidden, weight, tokens, bias, request, ids, shard.vocabulary)
+    _check_expected(expect, tokens)
     way = _Way(shard, expect if torch.is_grad_enabled() else None, tolerance)
     head, report = _head_function(impl, hidden, weight, request, way)
-    shape = tokens.shape
-    flat_ids = None if ids is None else ids.reshape(-1, ids.shape[-1]).long()
+    shape, count = tokens.shape, tokens.numel()
+    flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
     logp, nats, kept, rest, support = head(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, tokens.reshape(-1).long(), flat_ids, spec, request
+        hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec, request
     )
     dist = None
     if ids is not None or top_k is not None:
@@ -128,13 +127,13 @@ def _head_function(
         impl = "torch" if impl == "auto" else impl
     if choose("lm_head", impl, hidden, weight, request.top_k) == "torch":
         return lambda *inputs: _Head.apply(*inputs, way.shard, way.expect), None
-    from corral.kernels.triton_head import Plan, TritonHead, most_top_k  # Triton is there by now
+    from corral.kernels.triton_head import Plan, TritonHead  # Triton is there by now
 
     report = torch.full((2,), torch.nan, device=hidden.device) if way.tolerance > 0 else None
 
     def run(hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, ids: Any, spec: LogitSpec, request: HeadRequest) -> Any:
         if way.tolerance > 0 and ids is None and request.top_k is None:  # the policy's own support carries the gradient
-            request = dataclasses.replace(request, top_k=min(OWN_SUPPORT, most_top_k(hidden, len(weight))))
+            request = dataclasses.replace(request, top_k=own_top_k(hidden, len(weight)))
         return TritonHead.apply(hidden, weight, bias, tokens, ids, Plan(spec, request, way.tolerance, report, way.expect))
 
     return run, report
@@ -151,6 +150,7 @@ class _Head(torch.autograd.Function):
         check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=ctx.shard.vocabulary)
         if ids is not None:
             check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=ctx.shard.vocabulary)
+            _check_unique(ids)
         ctx.foreseen, needed = None, ctx.needs_input_grad[:3]
         if expect is not None and any(needed) and can_foresee(ctx.spec, ctx.request, ctx.shard):
             rows, ctx.foreseen = head_foreseen(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, expect, needed)
@@ -202,7 +202,7 @@ def head_forward(
             z = spec.block(h, w, None if bias is None else bias[block], out=scratch("z", (len(h), len(w)), dtype))
             online.fold(z, i)
         parts.append(merge(online, shard))
-    return HeadRows(*(torch.cat([getattr(part, field.name) for part in parts]) for field in dataclasses.fields(HeadRows)))
+    return join(parts)
 
 
 def _check(
@@ -216,19 +216,36 @@ def _check(
 ) -> None:
     if request.top_k is not None and ids is not None:
         raise ValueError("lm_head: `top_k` makes a support and `ids` gives one. Pass one of them.")
-    if hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
         raise ValueError(
             f"lm_head: hidden is [*, H], weight [V, H], tokens [*]; got {list(hidden.shape)}, {list(weight.shape)}, "
             f"{list(tokens.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"lm_head: bias is [V] with V = {len(weight)}; got {list(bias.shape)}.")
-    if request.top_k is not None and not 1 <= request.top_k <= vocabulary:
-        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {request.top_k}.")
-    if not 0 < request.mass <= 1:
-        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {request.mass}.")
+    if request.top_k is not None and (type(request.top_k) is not int or not 1 <= request.top_k <= vocabulary):
+        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {request.top_k!r}.")
+    if not (number_in(request.mass, 0, 1) and request.mass > 0):
+        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {request.mass!r}.")
+    if request.top_k is None and request.mass != 1.0:
+        raise ValueError(f"lm_head: `mass` is where `top_k` stops; got {request.mass} without a `top_k`. Pass both.")
     if ids is not None and ids.shape[:-1] != tokens.shape:
         raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
     check_id_dtype("lm_head", "tokens", tokens)
     if ids is not None:
         check_id_dtype("lm_head", "ids", ids)
+
+
+def _check_unique(ids: Tensor) -> None:
+    """Its mass would count twice, and no row has room for that."""
+    ordered = ids.sort(-1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+        raise ValueError("lm_head: `ids` has a token twice in one row. A support is a set: keep one of them, −1 pads the row.")
+
+
+def _check_expected(expect: Expect | None, tokens: Tensor) -> None:
+    if isinstance(expect, ExpectedLoss) and expect.batch.mask.numel() != tokens.numel():
+        raise ValueError(
+            f"lm_head: `expect` foresees the loss of {expect.batch.mask.numel()} rows and there are {tokens.numel()}. Was "
+            f"`foresee` given the `pick` that chose them?"
+        )

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.later import Later
+from corral.kernels.live import advantages_of
 from corral.types import TokenBatch
 
 ANCHOR_TOLERANCE = 1e-3
@@ -60,13 +61,13 @@ def inspect_batch(
     of rows that are foreseen to be dense and, where nothing may be dropped, of all that have an advantage and a weight. Masked
     tokens have no row, or with `masked_too` one without a gradient.
     """
-    (sequences, length), old, total = batch.mask.shape, batch.dist_old, batch.mask.numel()
+    length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
     vocabulary, small = len(weight), 2 * total * weight.numel() < SMALL
     device, every = batch.mask.device, form and tolerance == 0
     counts = torch.empty(3, dtype=torch.int32, device=device)
     position = torch.empty(total, dtype=torch.int32, device=device)
     off, size = (torch.empty(total, device=device) for _ in range(2))
-    advantages = batch.advantages[:, None].expand(sequences, length) if batch.advantages.ndim == 1 else batch.advantages
+    advantages = advantages_of(batch)
     slots = old.ids.shape[-1] if old is not None else 0
     # The kernel reads [B T …] one behind the other.
     tokens, logp_old, mask = tokens.contiguous(), batch.logp_old.contiguous(), batch.mask.contiguous()

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from corral.types import TokenBatch
+
 
 class Live:
     """[B T …] → [N …] and back."""
@@ -34,3 +36,17 @@ class Live:
             out = blank(self.shape.numel(), *x.shape[1:], dtype=x.dtype, device=x.device)
             x = out.index_copy_(0, self.rows, x)
         return x.reshape(*self.shape, *x.shape[1:])
+
+
+def fits(batch: TokenBatch) -> bool:
+    """Whether shapes and dtypes are what every objective asks for; where they are not, it says so itself."""
+    shape = batch.mask.shape
+    given = [batch.logp_old] if batch.logp_rollout is None else [batch.logp_old, batch.logp_rollout]
+    if batch.advantages.shape not in (shape, shape[:1]) or any(x.shape != shape for x in given):
+        return False
+    return all(x.is_floating_point() for x in (*given, batch.advantages))
+
+
+def advantages_of(batch: TokenBatch) -> Tensor:
+    """One for each token [B T]: a sequence's own is that of all its tokens."""
+    return batch.advantages[:, None].expand(batch.mask.shape) if batch.advantages.ndim == 1 else batch.advantages

@@ -25,8 +25,10 @@ class LogitSpec:
             raise ValueError(
                 f"lm_head: `temperature` must be > 0; got {self.temperature}. Greedy decoding has no policy gradient."
             )
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"lm_head: `softcap` must be > 0, or None; got {self.softcap}.")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"lm_head: `softcap` must be > 0 and finite, or None; got {self.softcap}.")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"lm_head: `scale` must be a finite number; got {self.scale}.")
 
     def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
         """Logits of some tokens over some of the vocabulary, in float32 or better; both operands as `operand` makes them."""
@@ -42,10 +44,14 @@ class LogitSpec:
         """dz / d(h Wᵀ + b), where there is no soft cap or far below it."""
         return self.scale / self.temperature
 
+    @property
+    def curve(self) -> float:
+        """u / z: the soft cap's part of that derivative is 1 − u²."""
+        return 0.0 if self.softcap is None else self.temperature / self.softcap
+
     def flatten(self, dz: Float[Tensor, "n v"], z: Float[Tensor, "n v"]) -> None:
-        """The soft cap's part of the derivative, in place: with u = z T / cap it is 1 − u². `z` is used up."""
-        if self.softcap is not None:
-            dz.mul_(z.mul_(self.temperature / self.softcap).square_().neg_().add_(1))
+        """The soft cap's part of the derivative, in place. `z` is used up."""
+        dz.mul_(z.mul_(self.curve).square_().neg_().add_(1))
 
 
 def working_dtype(*operands: Tensor) -> torch.dtype:

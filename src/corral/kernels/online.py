@@ -1,7 +1,9 @@
 """Running sums over blocks of the vocabulary: logsumexp, entropy, exact top-k and the exact mass of everything else."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from corral.kernels.candidates import RunningTopK
 from corral.kernels.logits import Scratch
 from corral.numerics import logsumexp
 from corral.support import reached_before
+
+Rows = TypeVar("Rows", bound=Any)
+"""A dataclass of tensors [n …]."""
 
 IMPOSSIBLE = -1e4
 """A gap to the largest logit at which eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0: it stands for −inf."""
@@ -41,6 +46,14 @@ class HeadRows:
     """Nats [n]; zeros unless asked for."""
 
 
+def join(parts: Sequence[Rows]) -> Rows:
+    """Rows one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    fields = dataclasses.fields(parts[0])
+    return type(parts[0])(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields))
+
+
 class Marks:
     """Token ids [n, M] wanted row by row, sorted by block once, so that each block looks at its own alone."""
 
@@ -49,7 +62,8 @@ class Marks:
         self.wanted, self.slot = ids.flatten().sort()
         self.row = self.slot // max(ids.shape[-1], 1)
         self.starts = [first + block.start for block in blocks]
-        edges = torch.tensor([*self.starts, first + blocks[-1].stop], device=ids.device)
+        end = first + blocks[-1].stop if blocks else first  # a process may hold no part of the vocabulary
+        edges = torch.tensor([*self.starts, end], device=ids.device)
         self.edges = torch.searchsorted(self.wanted, edges).tolist()
 
     def __getitem__(self, block: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,24 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from corral.kernels.dispatch import choose
+from corral.kernels.batch_loss import NewRows
+from corral.kernels.dispatch import choose, own_top_k
 from corral.kernels.foreseen import foresee
-from corral.kernels.head import OWN_SUPPORT, HeadOutput, lm_head
-from corral.kernels.live import Live
+from corral.kernels.head import lm_head
+from corral.kernels.live import Live, advantages_of, fits
 from corral.kernels.logits import LogitSpec
 from corral.kernels.online import HeadRequest
-from corral.support import check_ids
-from corral.types import ObjectiveOutput, SparseDist, TokenBatch
-
-if TYPE_CHECKING:
-    from corral.kernels.token_loss import TokenLoss
-    from corral.kernels.troll_loss import TrollLoss
+from corral.types import ObjectiveOutput, TokenBatch
 
 TOLERANCE = 1e-3
 """Share of a token's gradient, in Σ |dz|, that the sparse backward may leave out: half of what rounding to bfloat16 costs."""
@@ -66,34 +61,30 @@ def policy_loss_from_hidden(
         scale, softcap, temperature: how the model and the sampler turn products into logits, as in `lm_head`.
         impl: "torch", "triton", or "auto" for the best there is.
     Returns:
-        Unreduced loss [B T] and the objective's metrics, with two more that the backward pass fills in and that are NaN until
-        then: `head/dense_share`, of the tokens with a gradient, and `head/dropped`, the largest share of a row's gradient that
-        was left out, at most.
+        Unreduced loss [B T] and the objective's metrics, with two more: `head/dense_share`, of the tokens with a gradient, and
+        `head/dropped`, the largest share of a row's gradient that was left out, at most. Where the backward pass fills them in,
+        on a GPU, they are NaN until then.
     Ref:
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
     _check(hidden, weight, tokens, batch, weights)
     spec = LogitSpec(scale, softcap, temperature)
-    report = torch.full((2,), torch.nan, device=hidden.device)
     chosen = choose("policy_loss_from_hidden", impl, hidden, weight)
+    report = torch.full((2,), torch.nan, device=hidden.device)
     out = None
     if chosen == "triton":
         out = _fused(hidden, weight, bias, tokens, batch, objective, weights, spec, exact, report)
     if out is None:
         live = Live(batch.mask)
-        ids = None if batch.dist_old is None else live.pick(batch.dist_old.ids)
-        rows, picked = live.pick(hidden), live.pick(tokens).long()
-        if not live.count:
-            head = _no_rows(rows, ids)
-        elif chosen == "triton":
-            head = _triton_head(rows, weight, bias, picked, ids, spec, 0.0 if exact else TOLERANCE, report)
-        else:
-            report.copy_(torch.tensor([1.0, 0.0]))  # the torch path's backward is dense and leaves nothing out
-            head = lm_head(
-                rows, weight, picked, bias=bias, scale=scale, softcap=softcap, temperature=temperature, ids=ids, impl="torch",
-                expect=foresee(objective, batch, live.pick, weights),
-            )  # fmt: skip
-        out = objective(_with_new_policy(batch, head, live))
+        picked, ids = live.pick(tokens), None if batch.dist_old is None else live.pick(batch.dist_old.ids)
+        _check_support(ids, picked)
+        head = lm_head(
+            live.pick(hidden), weight, picked, bias=bias, scale=scale, softcap=softcap, temperature=temperature, ids=ids,
+            impl=chosen, expect=foresee(objective, batch, live.pick, weights), tolerance=0.0 if exact else TOLERANCE,
+        )  # fmt: skip
+        # Without a report every row is dense, and nothing is left out.
+        report = report.new_tensor([1.0, 0.0]) if head.report is None else head.report
+        out = objective(NewRows(head.logp, head.dist, live).within(batch))
         if weights is not None:
             out = dataclasses.replace(out, loss=torch.where(batch.mask, out.loss * weights, 0.0))
     metrics = out.metrics | {"head/dense_share": report[0], "head/dropped": report[1]}
@@ -120,12 +111,15 @@ def _fused(
     from corral.kernels.fused_loss import Job, fused_loss
     from corral.kernels.inspect_batch import inspect_batch
     from corral.kernels.loss_rows import OldRows
+    from corral.kernels.rule import rule_of
     from corral.kernels.select import HeadInput
 
     rule, old, mask = rule_of(objective), batch.dist_old, batch.mask
-    if rule is None or not mask.numel() or (rule.needs_support and old is None) or not _plain(batch):
+    if rule is None or not mask.numel() or (rule.needs_support and old is None) or not fits(batch):
         return None
-    tolerance, request = 0.0 if exact else TOLERANCE, _request(hidden, weight, old is None and not exact)
+    # Without a given support, the policy's own carries a sparse gradient.
+    own = own_top_k(hidden, len(weight)) if old is None and not exact else None
+    tolerance, request = 0.0 if exact else TOLERANCE, HeadRequest(top_k=own)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     form = trained and weights is not None and request.top_k is None
     inspection = inspect_batch(batch, tokens, weights, weight, form=form, tolerance=tolerance)
@@ -139,9 +133,8 @@ def _fused(
     early = start_formed(source, inspection, early, part)
     in_order = part in (slice(0, 0), slice(0, count))
     live = Live(mask, count, None if early is None else early.index[:count], in_order=in_order)
-    advantages = batch.advantages[:, None].expand(mask.shape) if batch.advantages.ndim == 1 else batch.advantages
     kept, rest = (None, None) if old is None else (old.logp, old.rest)
-    given = OldRows(batch.logp_old, kept, rest, advantages, batch.logp_rollout)
+    given = OldRows(batch.logp_old, kept, rest, advantages_of(batch), batch.logp_rollout)
     job = Job(
         name=getattr(objective, "name", "the objective"), live=live, tokens=live.pick(tokens).long().contiguous(),
         ids=None if old is None else live.pick(old.ids),
@@ -152,65 +145,6 @@ def _fused(
     return fused_loss(hidden, weight, bias, job)
 
 
-def rule_of(objective: TokenObjective) -> "TrollLoss | TokenLoss | None":
-    """The kernel that computes an objective's loss of a token, if there is one."""
-    from corral.kernels.token_loss import TokenLoss
-    from corral.kernels.troll_loss import TrollLoss
-
-    return TrollLoss.of(objective) or TokenLoss.of(objective)
-
-
-def _plain(batch: TokenBatch) -> bool:
-    """Whether shapes and dtypes are what every objective asks for."""
-    shape = batch.mask.shape
-    given = [batch.logp_old] if batch.logp_rollout is None else [batch.logp_old, batch.logp_rollout]
-    if batch.advantages.shape not in (shape, shape[:1]) or any(x.shape != shape for x in given):
-        return False
-    return all(x.is_floating_point() for x in (*given, batch.advantages))
-
-
-def _request(hidden: Tensor, weight: Tensor, own: bool) -> HeadRequest:
-    """Without a given support, the policy's own carries a sparse gradient."""
-    from corral.kernels.triton_head import most_top_k
-
-    return HeadRequest(top_k=min(OWN_SUPPORT, most_top_k(hidden, len(weight)))) if own else HeadRequest()
-
-
-def _no_rows(hidden: Tensor, ids: Tensor | None) -> HeadOutput:
-    """What a head says of no tokens at all, still connected to the hidden states."""
-    logp = hidden.sum(-1).float()
-    return HeadOutput(logp, None, None if ids is None else SparseDist(ids, ids.float(), logp))
-
-
-def _triton_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    ids: Tensor | None,
-    spec: LogitSpec,
-    tolerance: float,
-    report: Tensor,
-) -> HeadOutput:
-    """The head with a backward that may be sparse. Without a given support, the policy's own carries the gradient."""
-    from corral.kernels.triton_head import Plan, TritonHead
-
-    check_ids("policy_loss_from_hidden", "tokens", tokens, lowest=0, vocabulary=len(weight))
-    if ids is not None:
-        check_ids("policy_loss_from_hidden", "dist_old.ids", ids, lowest=-1, vocabulary=len(weight))
-    request = _request(hidden, weight, ids is None and tolerance > 0)
-    logp, _, kept, rest, _ = TritonHead.apply(hidden, weight, bias, tokens, ids, Plan(spec, request, tolerance, report))
-    return HeadOutput(logp, None, None if ids is None else SparseDist(ids, kept, rest))
-
-
-def _with_new_policy(batch: TokenBatch, head: HeadOutput, live: Live) -> TokenBatch:
-    """The batch with the new policy in it: live rows [N] back in their places, 0 elsewhere."""
-    dist = None
-    if head.dist is not None and batch.dist_old is not None:
-        dist = SparseDist(batch.dist_old.ids, live.spread(head.dist.logp), live.spread(head.dist.rest))
-    return dataclasses.replace(batch, logp_new=live.spread(head.logp), dist_new=dist)
-
-
 def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, batch: TokenBatch, weights: Tensor | None) -> None:
     shape = batch.mask.shape
     if weights is not None and (weights.shape != shape or not weights.is_floating_point() or weights.requires_grad):
@@ -218,7 +152,8 @@ def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, batch: TokenBatch, we
             f"policy_loss_from_hidden: weights are constants [B T] like the mask, {list(shape)}; got {list(weights.shape)}, "
             f"{weights.dtype}{', with a gradient' if weights.requires_grad else ''}."
         )
-    if tokens.shape != shape or hidden.shape[:-1] != shape or hidden.ndim != 3 or hidden.shape[-1] != weight.shape[-1]:
+    fit = tokens.shape == shape == hidden.shape[:-1] and hidden.ndim == 3 and weight.ndim == 2
+    if not fit or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"policy_loss_from_hidden: hidden is [B T H], tokens and mask are [B T], weight is [V H]; got hidden "
             f"{list(hidden.shape)}, tokens {list(tokens.shape)}, mask {list(shape)}, weight {list(weight.shape)}. Hidden "
@@ -231,4 +166,13 @@ def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, batch: TokenBatch, we
     if batch.dist_old is not None and batch.dist_old.rest.shape != shape:
         raise ValueError(
             f"policy_loss_from_hidden: dist_old describes {list(batch.dist_old.rest.shape)} positions, the mask {list(shape)}."
+        )
+
+
+def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
+    """Refuse a support [N K] of other tokens than those sampled [N]: nobody behind this sees both."""
+    if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
+        raise ValueError(
+            f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} live "
+            f"tokens. Both follow the completion tokens; was one of them shifted twice? See docs/data-flow.md#shift."
         )

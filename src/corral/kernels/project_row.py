@@ -76,9 +76,10 @@ def binary_kl(log_p, log_q):
     rest_q = tl.where(sure_q, -float("inf"), tl.log(-expm1(tl.where(sure_q, -1.0, log_q))))
     both = (rest_p > -float("inf")) & (rest_q > -float("inf"))
     gap = tl.where(both, rest_q - rest_p, 1.0)
-    near = both & (tl.abs(gap) < 0.5) & (log_p > -float("inf")) & (log_q > -float("inf"))
+    step = log_q - log_p
+    near = both & (tl.abs(gap) < 0.5) & (tl.abs(step) < 0.5)  # further apart nothing cancels, and e^step may overflow
     p = tl.where(near, log_p, -1.0)
-    step = tl.where(near, log_q - log_p, 0.0)
+    step = tl.where(near, step, 0.0)
     gap = tl.where(near, log1p(tl.exp(p) * expm1(step) / expm1(p)), gap)
     other = kl_term(tl.exp(rest_p), tl.exp(rest_q), gap)
     other = tl.where((rest_p > -float("inf")) & (rest_q == -float("inf")), float("inf"), other)

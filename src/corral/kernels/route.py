@@ -35,11 +35,7 @@ class Routes:
     counts: Tensor
     """Rows with a gradient, and dense ones [2] int32."""
     shares: Tensor
-    """Share of dense rows, and the largest share dropped by a sparse one [2]."""
-
-    def report(self) -> Tensor:
-        """What users are told [2]."""
-        return self.shares
+    """What users are told: the share of dense rows, and the largest share dropped by a sparse one [2]."""
 
 
 def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, tolerance: float) -> Routes:
@@ -51,7 +47,7 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
     shares = torch.empty(2, device=device)
     _route_kernel[(triton.cdiv(count, ROWS),)](
         gradient.ids, gradient.value, gradient.off, gradient.size, gradient.need, route, key, share, count, slots, vocabulary,
-        tolerance, abs(spec.scale / spec.temperature),
+        tolerance, abs(spec.slope),
         # Where a soft cap flattens them, entries are smaller than what the sums were made of: none is left out.
         0.0 if spec.softcap is not None else tolerance / (8 * slots), ROWS=ROWS, SLOTS=max(2, triton.next_power_of_2(slots)),
         BLOCK=2048, num_warps=8,

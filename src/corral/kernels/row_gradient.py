@@ -63,8 +63,8 @@ def row_gradient(rows: HeadRows, tokens: Tensor, upstream: Upstream, spec: Logit
     _row_kernel[(count,)](
         rows.ids, rows.kept, rows.rest, rows.logp, rows.lse, rows.entropy, tokens, kept_g, rest_g, own_g, nats_g,
         scale, g.weights, ids, value, factor, off, size, need, kept, slots, rows.ids.stride(0), rows.kept.stride(0),
-        rows.logp.stride(0), 0 if scale is None else scale.stride(0), spec.scale / spec.temperature,
-        spec.temperature / spec.softcap if spec.softcap is not None else 0.0, KEPT=kept_g is not None,
+        rows.logp.stride(0), 0 if scale is None else scale.stride(0), spec.slope,
+        spec.curve, KEPT=kept_g is not None,
         REST=rest_g is not None, LOGP=own_g is not None, NATS=nats_g is not None, SCALE=scale is not None,
         WEIGHTS=g.weights is not None, CAP=spec.softcap is not None, SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=1,
     )  # fmt: skip

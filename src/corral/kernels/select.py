@@ -16,7 +16,7 @@ from corral.kernels.doubt import given_doubts, own_doubts
 from corral.kernels.extract import extract
 from corral.kernels.later import Later
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest, HeadRows
+from corral.kernels.online import HeadRequest, HeadRows, join
 from corral.kernels.settle import best_of, settle_given, settle_own
 from corral.kernels.stream import TileStatistics, stream, tile_of
 
@@ -44,26 +44,16 @@ class HeadInput:
         ids = None if self.ids is None else self.ids[which]
         return dataclasses.replace(self, hidden=self.hidden[which], tokens=self.tokens[which], ids=ids)
 
-    def statistics(self, store: Tensor | None = None) -> TileStatistics:
-        return stream(self.hidden, self.weight, self.bias, self.spec, entropy=self.request.entropy, store=store)
+    def statistics(self) -> TileStatistics:
+        return stream(self.hidden, self.weight, self.bias, self.spec, entropy=self.request.entropy)
 
 
-def stream_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    ids: Tensor | None,
-    spec: LogitSpec,
-    request: HeadRequest,
-    early: TileStatistics | None = None,
-) -> HeadRows:
+def stream_head(whole: HeadInput, early: TileStatistics | None = None) -> HeadRows:
     """What `OnlineHead` knows of n tokens, from one product and the recomputation of a few of its tiles.
 
     Without `ids` and `top_k` the support is the sampled token. `early` are statistics of all of them, made beforehand.
     """
-    whole = HeadInput(hidden, weight, bias, tokens, ids, spec, request)
-    if request.top_k is not None:
+    if whole.request.top_k is not None:
         return _own_rows(whole, ROOM, early)
     parts = [given_rows(part, early or part.statistics()) for part in _parts(whole)]
     return join(parts) if parts else _blank(whole, 1)
@@ -140,13 +130,6 @@ def _blank(part: HeadInput, slots: int) -> HeadRows:
     nats = (torch.empty if part.request.entropy else torch.zeros)(count, device=device)
     ids = torch.empty(count, slots if part.request.top_k is not None else 0, dtype=torch.int64, device=device)
     return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, nats)
-
-
-def join(parts: list[HeadRows]) -> HeadRows:
-    """Rows one behind the other."""
-    if len(parts) == 1:
-        return parts[0]
-    return HeadRows(*(torch.cat([getattr(x, field.name) for x in parts]) for field in dataclasses.fields(HeadRows)))
 
 
 def _parts(whole: HeadInput) -> Iterator[HeadInput]:

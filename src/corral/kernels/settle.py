@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.doubt import WARPS, Doubt, log_sum, whole_tiles
+from corral.kernels.doubt import LOWEST, WARPS, Doubt, log_sum, whole_tiles
 from corral.kernels.online import HeadRequest, HeadRows
 from corral.kernels.stream import TileStatistics
 
@@ -91,7 +91,7 @@ def _own_kernel(
     rank = tl.arange(0, BEST)
     value = _value_of(best) - total
     token_id = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
-    chosen = rank < top_k
+    chosen = (rank < top_k) & (best > LOWEST)  # of a row of NaN nothing was listed
     if THRESHOLD:
         p64 = tl.where(chosen, tl.exp(value.to(tl.float64)), 0.0)
         before = tl.cumsum(p64, 0) - p64
@@ -115,7 +115,7 @@ def _own_kernel(
 
     # The rest: what no tile has lost, and those of the list that were not chosen.
     outside = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
-    free = (keys < bar) & (0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32) != sampled) & (keys > -0x7FFFFFFFFFFFFFFF)
+    free = (keys < bar) & (0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32) != sampled) & (keys > LOWEST)
     more = log_sum(tl.where(free, _value_of(keys), -float("inf")), tl.full((ROOM,), 1.0, tl.float32))
     high = tl.maximum(outside, more)
     high = tl.where(high == -float("inf"), 0.0, high)

@@ -1,5 +1,6 @@
 """The head on a GPU: one streamed product forward; backward sparse where the row's own bound allows, dense elsewhere."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,18 +10,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corral.kernels.dense_backward import dense_rows
-from corral.kernels.dispatch import MAX_TOP_K
 from corral.kernels.few_rows import few_rows
-from corral.kernels.foreseen import Expect
-from corral.kernels.formed import Formed, Gradients, foreseen_head
+from corral.kernels.foreseen import Expect, ExpectedLoss
+from corral.kernels.formed import Expected, Formed, Gradients, head_in_parts, start_early, start_formed
+from corral.kernels.inspect_batch import inspect_batch
 from corral.kernels.later import IdsLater, Later
 from corral.kernels.logits import LogitSpec
+from corral.kernels.loss_rows import OldRows
 from corral.kernels.online import HeadRequest, HeadRows
 from corral.kernels.route import FEW, Routes, route_rows
 from corral.kernels.row_gradient import DENSE, Upstream, row_gradient
-from corral.kernels.select import HeadInput
+from corral.kernels.rule import LossRule, rule_of
+from corral.kernels.select import HeadInput, stream_head
 from corral.kernels.sparse_backward import sort_by_token, sparse_hidden, sparse_weight
-from corral.kernels.stream import tile_of
+from corral.types import SparseDist, TokenBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +40,6 @@ class Plan:
     """The loss that will follow."""
 
 
-def most_top_k(hidden: Tensor, vocabulary: int) -> int:
-    """The largest support of its own that the head can find: no more than there are tiles."""
-    return min(MAX_TOP_K, -(-vocabulary // tile_of(hidden).columns))
-
-
 class TritonHead(torch.autograd.Function):
     """Rows [N, H] → log-probs, entropy, support and rest, as the torch head has them."""
 
@@ -51,7 +49,7 @@ class TritonHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         hidden, check = hidden.contiguous(), IdsLater("lm_head", tokens, ids, len(weight))
         source = HeadInput(hidden, weight, bias, tokens, ids, plan.spec, plan.request)
-        rows, ctx.formed = foreseen_head(source, plan.expect, plan.tolerance, ctx.needs_input_grad[:3])
+        rows, ctx.formed = _forward(source, plan.expect, plan.tolerance, ctx.needs_input_grad[:3])
         check.answer()
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -71,8 +69,70 @@ class TritonHead(torch.autograd.Function):
         formed, ctx.formed = ctx.formed, None  # it is used up: a second backward pass starts from nothing
         grads, routes = head_gradients(source, rows, upstream, plan.tolerance, ctx.needs_input_grad[:3], formed)
         if plan.report is not None and routes is not None:
-            plan.report.copy_(routes.report())
+            plan.report.copy_(routes.shares)
         return (*grads, None, None, None)
+
+
+def _forward(
+    source: HeadInput, expect: Expect | None, tolerance: float, needed: Sequence[bool]
+) -> tuple[HeadRows, Formed | None]:
+    """What `stream_head` finds of rows, and the gradients of some if that loss is expected: of those foreseen to be dense."""
+    rule = _rule_for(expect, source, tolerance) if any(needed) else None
+    if rule is None or not isinstance(expect, ExpectedLoss):
+        return stream_head(source), None
+    inspection = inspect_batch(
+        _on_support(expect.batch, source), source.tokens[None], expect.weights, source.weight, form=True,
+        tolerance=tolerance, masked_too=True,
+    )  # fmt: skip
+    early = start_early(source, inspection)
+    first, count, refused = inspection.answer.numbers()
+    if refused:  # somebody else will say what is wrong with them
+        return stream_head(source), None
+    part = inspection.formed(first, count)
+    early = start_formed(source, inspection, early, part)
+    expected = _as_kernels_have_it(rule, expect, source)
+    if early is None or part in (slice(0, 0), slice(0, count)):  # in the order in which they came
+        return head_in_parts(source, part, early, expected, needed)
+    index = early.index
+    ids = None if source.ids is None else source.ids[index]
+    ordered = dataclasses.replace(source, hidden=early.packed, tokens=source.tokens[index], ids=ids)
+    rows, formed = head_in_parts(ordered, part, early, expected.each(lambda x: x[index]), needed, index)
+    return HeadRows(*(torch.empty_like(x).index_copy_(0, index, x) for x in vars(rows).values())), formed
+
+
+def _on_support(batch: TokenBatch, source: HeadInput) -> TokenBatch:
+    """The batch with the support that the head has been given, if it has."""
+    old = batch.dist_old
+    if old is None:
+        return batch
+    anchor = None if source.ids is None else SparseDist(source.ids[None], old.logp, old.rest)
+    return dataclasses.replace(batch, dist_old=anchor)
+
+
+def _rule_for(expect: Expect | None, source: HeadInput, tolerance: float) -> LossRule | None:
+    """The kernel that computes what is expected; None where there is none, or where it would tell of no dense row."""
+    if not isinstance(expect, ExpectedLoss) or source.request.top_k is not None or not len(source.tokens):
+        return None
+    rule, supported = rule_of(expect.objective), _on_support(expect.batch, source).dist_old is not None
+    return None if rule is None or not (supported or (tolerance == 0 and not rule.needs_support)) else rule
+
+
+def _as_kernels_have_it(rule: LossRule, expect: ExpectedLoss, source: HeadInput) -> Expected:
+    """The loss as the kernels compute it."""
+    batch = _on_support(expect.batch, source)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.detach()[0].float().contiguous()
+
+    support = batch.dist_old
+    kept, rest = (None, None) if support is None else (rows(support.logp), rows(support.rest))
+    rollout = None if batch.logp_rollout is None else rows(batch.logp_rollout)
+    old = OldRows(rows(batch.logp_old), kept, rest, rows(batch.advantages), rollout)
+    live = batch.mask[0]
+    weights = live.float() if expect.weights is None else torch.where(live, rows(expect.weights), 0.0)
+    if not expect.at_rest:
+        return Expected(rule, old, weights)
+    return Expected(lambda new, old: rule(new, dataclasses.replace(old, logp=new.logp.contiguous())), old, weights)
 
 
 def head_gradients(

@@ -78,6 +78,11 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
         return Rules(**bounds)
     clip = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
     if trainer.importance_sampling_level == "sequence":
+        if trainer.args.delta is not None:
+            raise ValueError(
+                f"audit: delta={trainer.args.delta} together with importance_sampling_level='sequence' is no clipping that "
+                f"corral knows. Audit a run with one of them."
+            )
         return Rules(clip=make_objective("gspo", **clip), own=True, **bounds)
     return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=trainer.args.delta), own=True, **bounds)
 

@@ -15,14 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from corral.advantage import group_advantages
 from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
-from corral.audit.rules import CLIPPING, Rules
+from corral.audit.rules import CLIPPING, Rules, read_objective
 from corral.llm.audit_scoring import logp_at, undisturbed
 from corral.llm.evaluate import EvalSettings, Job, prepare_evaluation
 from corral.llm.models import load_model
 from corral.llm.problems import Problems, generate, verifier
 from corral.llm.sampler import padded
 from corral.llm.subject import Subject, find_subject
-from corral.objective import make_objective
 from corral.run.files import RunError
 from corral.run.folder import RunFolder, damage
 
@@ -56,8 +55,7 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
     config = folder.read_config()
     objective = config.get("objective") or {}
     if objective.get("name") in CLIPPING:
-        own = make_objective(objective["name"], **{key: value for key, value in objective.items() if key != "name"})
-        rules = dataclasses.replace(rules, clip=own, own=True)
+        rules = dataclasses.replace(rules, clip=read_objective(objective), own=True)
     steps = sorted(
         json.loads((found / "manifest.json").read_text())["step"] for found in folder.named() if damage(found) is None
     )
@@ -146,7 +144,13 @@ def _sampled(
         for start in range(0, len(prompts), job.batch_size):
             batch = prompts[start : start + job.batch_size]
             completions += generate(
-                model, tokenizer, batch, job.sampling.max_tokens, greedy=False, temperature=job.sampling.temperature
+                model,
+                tokenizer,
+                batch,
+                job.sampling.max_tokens,
+                greedy=False,
+                temperature=job.sampling.temperature,
+                top_p=job.sampling.top_p,
             )
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     rewards = [reward or 0.0 for reward in verifier(job.task)(prompts=asked, completions=texts, problem=asked)]

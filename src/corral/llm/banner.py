@@ -1,8 +1,8 @@
 """What is said before a run starts: what was asked, what was found, what was chosen, and what not to expect."""
 
 import dataclasses
+import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -11,6 +11,7 @@ import trl
 import corral
 from corral.llm.session import RunTrainer
 from corral.llm.settings import Settings
+from corral.llm.trainer import FUSED
 from corral.run.view import count
 
 NO_REGION = {"reinforce"}
@@ -52,6 +53,8 @@ def support(trainer: RunTrainer) -> str:
     """How much of a distribution the objective looks at."""
     if not trainer.needs_support:
         return "none: this objective looks at the sampled token alone"
+    if trainer.own_support().top_k == sys.maxsize:
+        return "every token"
     args = trainer.args
     return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
 
@@ -61,20 +64,20 @@ def device(trainer: RunTrainer) -> str:
     kind = trainer.accelerator.device
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
     processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
-    own = "corral's head (torch)" if kind.type == "cpu" else "corral's head"  # which says itself what it takes on a GPU
-    head = own if trainer.needs_support and trainer.updates_per_step > 1 else "TRL's head"
+    # corral's says itself what it takes on a GPU. In updates it is TRL's only where that chooses tokens by their entropy.
+    own = FUSED and (trainer.needs_support or trainer.top_entropy_quantile == 1.0)
+    head = "TRL's head" if not own else "corral's head (torch)" if kind.type == "cpu" else "corral's head"
     return f"{kind.type} ({name}{processes}); {head}; TRL {trl.__version__}, transformers {transformers.__version__}"
 
 
 def why_inactive(trainer: RunTrainer) -> str | None:
     """Why the trust region can never act; None if it can."""
-    config: Any = trainer.objective.config
+    config = trainer.objective.config
     if trainer.objective.name in NO_REGION:
         return f"{trainer.objective.name} has no trust region."
-    bounds = [getattr(config, f.name) for f in dataclasses.fields(config) if f.name.startswith(("bound", "clip"))]
-    if any(b == float("inf") for b in bounds) and all(b in (None, float("inf")) for b in bounds):
+    if config.bounds is not None and min(config.bounds) == float("inf"):
         return "the bound is infinite."
-    if trainer.updates_per_step == 1 and not trainer.args.use_vllm:
+    if trainer.at_rest:
         return (
             "with one update per batch of rollouts the new policy is the old one. Raise steps_per_generation or "
             "num_iterations to make the trust region matter."

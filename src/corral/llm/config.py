@@ -1,7 +1,7 @@
 """Settings of the TRL door: GRPO's own, the axes that corral adds, and what is refused."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 import trl
@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 from corral.advantage import Advantage
 from corral.llm import TRL_RANGE
+from corral.numerics import number_in
 from corral.objective import Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
@@ -91,10 +92,11 @@ class CorralConfig(GRPOConfig):
             )
         if self.advantage is not None and self.advantage not in get_args(Advantage):
             raise ValueError(f"CorralConfig: `advantage` is one of {', '.join(get_args(Advantage))}; got {self.advantage!r}.")
-        if not self.support_size >= 1 or not 0 < self.support_mass <= 1:
+        whole = type(self.support_size) is int and self.support_size >= 1
+        if not whole or not number_in(self.support_mass, 0, 1) or self.support_mass == 0:
             raise ValueError(
-                f"CorralConfig: `support_size` is ≥ 1 and `support_mass` in (0, 1]; got {self.support_size} and "
-                f"{self.support_mass}."
+                f"CorralConfig: `support_size` is a whole number ≥ 1 and `support_mass` in (0, 1]; got {self.support_size!r} "
+                f"and {self.support_mass!r}."
             )
         _raise_first(self._trl_refusals())
         if self.use_vllm:
@@ -109,12 +111,12 @@ class CorralConfig(GRPOConfig):
         settings = _settings("correction_config", self.correction_config)
         if self.correction is None and settings:
             raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")
-        return make_correction(self.correction, **settings) if self.correction else None
+        return None if self.correction is None else make_correction(self.correction, **settings)
 
     @property
     def needs_support(self) -> bool:
         """Whether the objective looks at more than the sampled token."""
-        return self.make_objective().needs >= NEEDS_SUPPORT
+        return bool(self.make_objective().needs & NEEDS_SUPPORT)
 
     def resolve_anchor(self) -> Anchor:
         """The anchor, with "auto" settled: the objective's own, but a support needs the policy that the trainer recomputes."""
@@ -127,15 +129,24 @@ class CorralConfig(GRPOConfig):
         rollout = self.resolve_anchor() == "rollout"
         reports = sampler != "transformers"
         generation = self.generation_kwargs or {}
-        top_p, top_k, min_p = (generation.get(key, getattr(self, key)) for key in ("top_p", "top_k", "min_p"))
-        truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p)
+        top_p, top_k, min_p, temperature, penalty = (
+            generation.get(key, getattr(self, key)) for key in ("top_p", "top_k", "min_p", "temperature", "repetition_penalty")
+        )
+        regex = sampler == "vllm" and getattr(self, "vllm_structured_outputs_regex", None)  # not every release has it
+        truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p or regex)
         _raise_first(
             [
                 (
                     # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
                     rollout and truncated and (reports or self.anchor == "rollout"),
-                    "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k or min_p renormalise "
-                    "them. Switch those off, or use anchor='old'.",
+                    "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex "
+                    "renormalise them. Switch those off, or use anchor='old'.",
+                ),
+                (
+                    self.anchor == "rollout" and not reports and (temperature != self.temperature or penalty != 1),
+                    f"anchor='rollout' takes the trainer's own policy at temperature {self.temperature} for the sampler, which "
+                    f"draws at {temperature} with repetition_penalty={penalty}. Use `temperature` and no penalty, or "
+                    f"anchor='old'.",
                 ),
                 (
                     rollout and reports and self.needs_support,
@@ -151,6 +162,11 @@ class CorralConfig(GRPOConfig):
                     self.use_vllm and bool(generation.get("logprobs")),
                     "with `logprobs` in generation_kwargs vLLM ranks tokens by likelihood, and TRL takes the first for the "
                     "sampled one. Leave it out.",
+                ),
+                (
+                    "logp_rollout" in self.make_objective().needs and not reports,
+                    f"objective={self.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, "
+                    f"or a rollout function.",
                 ),
                 (
                     self.correction is not None and not reports,
@@ -173,6 +189,11 @@ class CorralConfig(GRPOConfig):
     def _trl_refusals(self) -> list[tuple[bool, str]]:
         """What TRL can do and this door cannot, or does elsewhere: nothing is ignored silently."""
         same_name = f" Did you mean objective={self.loss_type!r}?" if self.loss_type in objective_names() else ""
+        of_others = [
+            item.name
+            for item in fields(GRPOConfig)
+            if item.name.startswith(("sapo_", "vespo_")) and getattr(self, item.name) != item.default
+        ]
         return [
             (
                 self.loss_type not in REDUCTIONS,
@@ -191,6 +212,15 @@ class CorralConfig(GRPOConfig):
             (
                 self.delta is not None,
                 "`delta` is TRL's dual clip. Use objective='dual_clip' with objective_config={'dual_clip': …}.",
+            ),
+            (
+                bool(of_others),
+                f"`{'`, `'.join(of_others)}` set losses of TRL's own. Use objective='sapo' with objective_config="
+                f"{{'tau_positive': …, 'tau_negative': …}}; there is no vespo.",
+            ),
+            (
+                not self.temperature > 0,
+                f"`temperature` divides the logits of the policy that is trained, and must be > 0; got {self.temperature}.",
             ),
             (
                 self.importance_sampling_level != "token",

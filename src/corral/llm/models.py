@@ -32,10 +32,10 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers, tokenizers, safetensors and the hub have one each
         raise RunError(
             f"the model {name!r} could not be loaded. It should be tiny, smollm2, a folder written by save_pretrained, or a "
-            f"name on the hub. transformers says: {str(error).splitlines()[0]}"
+            f"name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
         ) from error
 
 

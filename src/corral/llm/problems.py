@@ -183,7 +183,8 @@ def generate(
 
 def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end a completion; instruction-tuned models often have several."""
-    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends  # 0 is a token like any other
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 

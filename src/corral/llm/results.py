@@ -47,15 +47,15 @@ class EvalFolder:
 
     def finished(self, plan: dict[str, Any]) -> dict[str, Any] | None:
         """The result, if this evaluation has been done; a sentence if the folder holds another one, or something else."""
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
-            return None
         for path in (self.result, self.plan):
             if path.is_file():
                 content = read_json(path)
                 self._refuse_another(content["settings"], plan)
                 return content if path == self.result else None
-        if {entry.name for entry in self.path.iterdir()} <= {".lock", "parts"}:
-            return None  # it ended before the plan was written
+        if not self.path.exists():
+            return None
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {".lock", "parts"}:
+            return None  # empty, or it ended before the plan was written
         raise RunError(f"{self.path} is there already and is no evaluation: choose another --out.")
 
     def _refuse_another(self, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -110,12 +110,23 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of ours."""
+    """eval.json or plan.json."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        raise RunError(f"{path} is not what an evaluation writes: it has no settings.")
     return content
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Every completion of an evaluation that is done."""
+    try:
+        rows: list[Row] = pq.read_table(path, schema=ROWS).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    return rows
 
 
 def shown(values: dict[str, Any]) -> str:
@@ -156,12 +167,17 @@ def rewards_of(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
     return greedy, [[rewards[index] for index in sorted(rewards)] for rewards in sampled]
 
 
+def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
+    """Which problems an evaluation asked, as a hash, and what they earned."""
+    asked = read_json(path / "eval.json")["settings"].get("problems_sha256")
+    return asked, rewards_of(read_rows(path / "completions.parquet"))
+
+
 def compare(first: Path, second: Path) -> dict[str, Estimate]:
     """How much better the second evaluation is than the first, problem by problem; both must have asked the same ones."""
-    contents = [read_json(path / "eval.json") for path in (first, second)]
-    if len({content["settings"]["problems_sha256"] for content in contents}) != 1:
+    asked, found = zip(*map(read_evaluation, (first, second)), strict=True)
+    if len(set(asked)) != 1:
         raise RunError(f"{first} and {second} asked different problems: give both the same --task, --problems and --seed.")
-    found = [rewards_of(pq.read_table(path / "completions.parquet").to_pylist()) for path in (first, second)]
     greedy = [[float(reward >= RIGHT) for reward in rewards] for rewards, _ in found]
     rights = [[sum(reward >= RIGHT for reward in row) / len(row) for row in sampled] for _, sampled in found]
     means = [[min(1.0, math.fsum(row) / len(row)) for row in sampled] for _, sampled in found]

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.guard import GuardCallback, on_any_process
-from corral.llm.problems import Problems, Reward, answer, text_of
+from corral.llm.problems import Problems, Reward, RewardError, answer, text_of
 from corral.llm.settings import Settings
 from corral.llm.tokens import Few, thinned, token_rows
 from corral.llm.trainer import CorralTrainer
@@ -149,7 +149,11 @@ class RunTrainer(CorralTrainer):
             batch = problems[start : start + size]
             ids = session.problems.tokens(batch)
             texts = answer(model, self.processing_class, ids, self.args.max_completion_length, greedy=greedy)
-            yield from session.success(prompts=batch, completions=texts, problem=batch)
+            for text, score in zip(texts, session.success(prompts=batch, completions=texts, problem=batch), strict=True):
+                if score is None:
+                    name = session.problems.task.name
+                    raise RewardError(f"{name}.verify gave None for {text!r}. Success on held-out problems needs a number.")
+                yield score
 
     def newest_completions(self, count: int) -> list[dict[str, Any]]:
         """The first completions of the newest rollouts, those of one prompt together."""

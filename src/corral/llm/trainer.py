@@ -84,6 +84,11 @@ class CorralTrainer(GRPOTrainer):
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
 
     @property
+    def at_rest(self) -> bool:
+        """Whether the new policy always is its anchor: one update per batch, and no other sampler for an anchor."""
+        return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps)
+
+    @property
     def _other_terms(self) -> bool:
         """Whether the loss reads the head's results elsewhere than in its policy term."""
         bonus = getattr(self, "_entropy_bonus_enabled", False)  # not every release has one
@@ -95,13 +100,12 @@ class CorralTrainer(GRPOTrainer):
         return FUSED and not self._other_terms and not self.aux_loss_enabled
 
     def _announce(self) -> None:
-        sampler_anchor = self.anchor == "rollout" and self.reports_logps
-        if not self.off_policy and not sampler_anchor:
+        if self.at_rest:
             logger.warning(
                 "One update per batch of rollouts: the new policy is the old one, no trust region acts, and tr/active_frac "
                 "stays 0. Raise num_iterations or steps_per_generation to make the region matter."
             )
-        elif self.anchor == "rollout" and not sampler_anchor:
+        elif self.anchor == "rollout" and not self.reports_logps:
             logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -121,7 +125,7 @@ class CorralTrainer(GRPOTrainer):
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
                 f"likelihood, and TRL takes the first for the sampled one. Leave it at 0."
             )
-        self._ask(self._own_support() if self.needs_support and self.off_policy else None)
+        self._ask(self.own_support() if self.needs_support and self.off_policy else None)
         output = super()._generate_and_score_completions(inputs)
         scored, self._scored = self._scored, None
         if self.needs_support and self.off_policy:
@@ -141,7 +145,8 @@ class CorralTrainer(GRPOTrainer):
         """Keep the next scoring pass, with this support: the first alone, since a reference's may come after the policy's."""
         self._request, self._scored = request, None
 
-    def _own_support(self) -> SupportRequest:
+    def own_support(self) -> SupportRequest:
+        """How much of its own policy an old pass keeps."""
         # Only dppo has an estimator; its "full" one leaves nothing over.
         full = getattr(self.objective.config, "estimator", None) == "full"
         return SupportRequest(
@@ -229,7 +234,7 @@ class CorralTrainer(GRPOTrainer):
         """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
         if "corral_ids" in inputs:
             return SupportRequest(ids=inputs["corral_ids"])
-        return self._own_support() if self.needs_support and not _plain_at_rest(self.objective) else SupportRequest()
+        return self.own_support() if self.needs_support and not _plain_at_rest(self.objective) else SupportRequest()
 
     def _foresee(self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, live: Live) -> Expect | None:
         """What `_policy_loss` will be, as far as the head's results go; None where other terms read them too."""

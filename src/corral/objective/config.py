@@ -6,6 +6,12 @@ from typing import ClassVar, Literal
 Anchor = Literal["old", "rollout"]
 Action = Literal["projected", "masked", "clipped"]
 
+NEEDS_TOKENS = frozenset({"logp_new", "logp_old", "advantages", "mask"})
+"""What every objective needs of a batch."""
+
+NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
+"""What objectives need besides, when they look at more than the sampled token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
@@ -30,8 +36,4 @@ class ObjectiveConfig:
     @property
     def needs(self) -> frozenset[str]:
         """Fields of TokenBatch that must be there. A door that cannot supply one says so at start-up."""
-        return frozenset({"logp_new", "logp_old", "advantages", "mask"})
-
-
-NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
-"""What objectives need besides, when they look at more than the sampled token."""
+        return NEEDS_TOKENS

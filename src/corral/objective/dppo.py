@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_kl, categorical_tv
 from corral.numerics import number_in
-from corral.objective.config import NEEDS_SUPPORT, Action, Anchor, ObjectiveConfig
+from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio, sampled_kl
 from corral.types import ObjectiveOutput, TokenBatch
@@ -56,7 +56,7 @@ class DPPOConfig(ObjectiveConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        return super().needs if self.estimator == "binary" else super().needs | NEEDS_SUPPORT
+        return NEEDS_TOKENS if self.estimator == "binary" else NEEDS_TOKENS | NEEDS_SUPPORT
 
     @property
     def bounds(self) -> tuple[float, float]:

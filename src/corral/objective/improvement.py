@@ -48,9 +48,10 @@ def improvement_bound(
 
     Args:
         batch: rewards R(y) as `advantages` [B]; TV from `dist_*` where the batch has them, else |Δp| of the sampled token.
-        reward_max: ξ; None takes the largest |R| in the batch.
-        horizon: T; None takes the longest sequence's number of live tokens.
-        weights: probability of each sequence under the old policy [B], summing to 1; None weighs them equally.
+        reward_max: ξ, at least the largest |R| in the batch, which None takes.
+        horizon: T, at least the longest sequence's number of live tokens, which None takes.
+        weights: probability of each sequence under the old policy [B], summing to 1; None weighs those that have a live token
+            equally.
     Returns:
         ImprovementBound with the surrogate and both penalties.
     Ref:
@@ -63,27 +64,42 @@ def improvement_bound(
             f"improvement_bound: R(y) is one reward per sequence, so `advantages` must be [B]; got "
             f"{list(batch.advantages.shape)}."
         )
-    for name, value in (("reward_max", reward_max), ("horizon", horizon)):
-        if value is not None and not number_in(value, 0):
-            raise ValueError(f"improvement_bound: `{name}` must be ≥ 0, or None for the batch's own; got {value!r}.")
     mask = batch.mask
-    rewards = torch.where(mask.any(-1), at_least_float32(batch.advantages), 0.0)
-    if weights is None:
-        weights = torch.full_like(rewards, 1 / len(rewards))
-    elif weights.shape != rewards.shape:
-        raise ValueError(
-            f"improvement_bound: `weights` has one probability per sequence, [{len(rewards)}]; got {list(weights.shape)}."
-        )
+    alive = mask.any(-1)
+    rewards = torch.where(alive, at_least_float32(batch.advantages), 0.0)
+    largest = _at_least("reward_max", reward_max, rewards.abs().max(), torch.finfo(batch.advantages.dtype).eps)
+    steps = _at_least("horizon", horizon, mask.sum(-1).max())
+    weights = alive.to(rewards.dtype) / alive.sum() if weights is None else _probabilities(weights, len(rewards))
     if batch.dist_new is not None and batch.dist_old is not None:
         moved = categorical_tv(live(batch.dist_new.with_rest(), mask), live(batch.dist_old.with_rest(), mask))
     else:
         moved = binary_tv(live(batch.logp_new, mask), live(batch.logp_old, mask))
     moved = torch.where(mask, moved, 0.0)
-    steps = horizon if horizon is not None else mask.sum(-1).max()
-    largest = reward_max if reward_max is not None else rewards.abs().max()
     gain = torch.expm1(bounded(log_ratio(batch))).sum(-1)
     return ImprovementBound(
         surrogate=(weights * rewards * gain).sum(),
         penalty_max=2 * largest * steps * (steps - 1) * moved.max() ** 2,
         penalty_mean=4 * largest * (weights * moved.sum(-1)).sum(),
     )
+
+
+def _at_least(name: str, value: float | None, own: Tensor, rounding: float = 0.0) -> Tensor | float:
+    """`value`, or the batch's own where it is None. A smaller one would bound nothing."""
+    if value is None:
+        return own
+    if not (number_in(value, own.item() * (1 - rounding)) and value < torch.inf):
+        raise ValueError(
+            f"improvement_bound: `{name}` must be at least the batch's own, {own:.6g}, and finite, or None for that; got "
+            f"{value!r}."
+        )
+    return value
+
+
+def _probabilities(weights: Tensor, sequences: int) -> Tensor:
+    if weights.shape != (sequences,):
+        raise ValueError(
+            f"improvement_bound: `weights` has one probability per sequence, [{sequences}]; got {list(weights.shape)}."
+        )
+    if not (weights.is_floating_point() and bool((weights >= 0).all()) and abs(weights.sum().item() - 1) < 1e-3):
+        raise ValueError(f"improvement_bound: `weights` are probabilities of the sequences and sum to 1; got {weights}.")
+    return weights

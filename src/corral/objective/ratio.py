@@ -64,4 +64,4 @@ def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"])
     Averaged over the tokens, Σ_t ∇ log ρ_t / |o| is the gradient of the mean itself.
     """
     mean = log_rho.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return bounded(mean) + log_rho - log_rho.detach()
+    return bounded(mean) + (log_rho - log_rho.detach())  # 0 before it is added: every token has the mean to the last bit

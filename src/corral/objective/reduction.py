@@ -70,4 +70,4 @@ def reduce_loss(
     elif how == "seq-mean-token-sum-norm":
         assert length is not None
         loss = loss / length
-    return loss.sum() / total
+    return (loss.sum() / total).reshape(())  # a total counted on the device may come as [1]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32, number_in
-from corral.objective.config import NEEDS_SUPPORT, Action, ObjectiveConfig
+from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
 from corral.objective.metrics import live_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
 from corral.projection import CategoricalProjection, project_categorical_kl
+from corral.projection.categorical_kl import RULED_OUT
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
 Tail = Literal["bucket", "fill"]
@@ -67,7 +68,7 @@ class TROLLConfig(ObjectiveConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        return super().needs | NEEDS_SUPPORT
+        return NEEDS_TOKENS | NEEDS_SUPPORT
 
 
 def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
@@ -122,7 +123,8 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
 
 def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float[Tensor, "B T"]:
     """KL(π‖sg[π̃]) where the projection moved π; elsewhere it is exactly 0 and must not leave rounding behind."""
-    distance = torch.where(projection.active, categorical_kl(new, projection.logp.detach()), 0.0)
+    allowed = torch.where(new > RULED_OUT, new, -torch.inf)  # or what a finite logit mask rules out would be infinitely far
+    distance = torch.where(projection.active, categorical_kl(allowed, projection.logp.detach()), 0.0)
     if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):
         raise ValueError(
             f"troll: the old policy rules out tokens that the new one allows, at {int((mask & distance.isinf()).sum())} live "

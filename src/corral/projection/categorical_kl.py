@@ -8,10 +8,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.categorical import categorical_kl, kl_terms
-from corral.numerics import at_least_float32, logsumexp, number_in
+from corral.numerics import in_one_dtype, logsumexp, number_in
 from corral.projection.root import Root, find_root
 
 Gradient = Literal["exact", "constant_dual"]
+
+RULED_OUT = -1e4
+"""Log-probability from which on a token is ruled out, as by −inf: −1e9 and the least float32 stand for that in logit masks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,8 @@ def project_categorical_kl(
     so a policy at the boundary moves along it and not further out. Rows inside the ball are returned unchanged.
 
     Args:
-        logp_new, logp_old: log-probabilities up to a constant per row [*, K]; any category may be a rest bucket.
+        logp_new, logp_old: log-probabilities up to a constant per row [*, K]; any category may be a rest bucket. Where a row
+            is projected, what is below −1e4 counts as −inf: no policy means it, a logit mask does.
         bound: ε ≥ 0, one for all rows or one per row; inf switches the projection off.
         gradient: "exact", or "constant_dual" to treat η as a constant: t (δ_ij − r_j), which still pushes outward.
         strict: raise on the worst row instead of reporting it in `converged`.
@@ -84,11 +88,10 @@ def _normalised(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tu
             f"project_categorical_kl: both policies need the same categories on the last axis, at least one; "
             f"got {list(logp_new.shape)} and {list(logp_old.shape)}."
         )
-    new, old = at_least_float32(logp_new), at_least_float32(logp_old.detach())
-    dtype = torch.promote_types(new.dtype, old.dtype)
+    new, old = in_one_dtype(logp_new, logp_old.detach())
     if not isinstance(bound, Tensor):
         _check_bound(bound, number_in(bound, 0))
-    row_bound = torch.as_tensor(bound, dtype=dtype, device=new.device).detach()
+    row_bound = torch.as_tensor(bound, dtype=new.dtype, device=new.device).detach()
     try:
         rows = torch.broadcast_shapes(new.shape[:-1], old.shape[:-1], row_bound.shape)
     except RuntimeError:
@@ -96,8 +99,7 @@ def _normalised(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tu
             f"project_categorical_kl: one bound per row of the policies, or one for all; got bound {list(row_bound.shape)} and "
             f"policies {list(logp_new.shape)} and {list(logp_old.shape)}."
         ) from None
-    new, old = new.to(dtype).expand(*rows, -1), old.to(dtype).expand(*rows, -1)
-    return new.log_softmax(-1), old.log_softmax(-1), row_bound.expand(rows)
+    return new.expand(*rows, -1).log_softmax(-1), old.expand(*rows, -1).log_softmax(-1), row_bound.expand(rows)
 
 
 def _check_bound(bound: object, valid: bool) -> None:
@@ -141,11 +143,11 @@ class _Projection(torch.autograd.Function):
         """grad_j = t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
-            alive = (new > -torch.inf) & (old > -torch.inf)
+            common = _common(new, old)
             v = torch.where(logp > -torch.inf, grad, 0.0)
             r = logp.exp()
-            d = torch.where(alive, new - old, 0.0)
-            centred = torch.where(alive, d - (r * d).sum(-1, keepdim=True), 0.0)
+            d = torch.where(common, new - old, 0.0)
+            centred = torch.where(common, d - (r * d).sum(-1, keepdim=True), 0.0)
             variance = torch.where(binding, (r * centred**2).sum(-1), 1.0)
             radial = torch.where(binding, (v * centred).sum(-1) / variance, 0.0) if ctx.exact else torch.zeros_like(t)
             tangent = t[..., None] * (v - r * (v.sum(-1, keepdim=True) + radial[..., None] * centred))
@@ -186,15 +188,20 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
+def _common(new: Tensor, old: Tensor) -> Tensor:
+    """Which tokens neither policy rules out."""
+    return (new > RULED_OUT) & (old > RULED_OUT)
+
+
 def _project_rows(new: Tensor, old: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Solve rows that lie outside the ball: log r, t, whether the bound binds, KL(r‖old), converged.
 
     r vanishes wherever either policy does, for one of its two KLs would be infinite otherwise. On what is left the old
     policy holds mass e^−c, so KL(r‖old) = KL(r‖old renormalised) + c, and the bound is spent down to ε − c.
     """
-    common = (new > -torch.inf) & (old > -torch.inf)
+    common = _common(new, old)
     overlap = common.any(-1)
-    lost = ((old > -torch.inf) & ~common).any(-1)
+    lost = ((old > RULED_OUT) & ~common).any(-1)
     cost = torch.where(lost, -logsumexp(torch.where(common, old, -torch.inf)), 0.0)
     slack = bound - cost
 
@@ -241,8 +248,10 @@ class _Tilt:
         self.old = torch.where(common, old, -torch.inf).log_softmax(-1)
         self.p = torch.where(common, self.old.exp(), 0.0)
         d = torch.where(common, new - old, 0.0)
-        # A constant in d cancels in r. Without its mean, t d − A(t) below is small where r is near the old policy.
-        self.d = torch.where(common, d - (self.p * d).sum(-1, keepdim=True), 0.0)
+        # A constant in d cancels in r. Without that of the likeliest token an eighth of the way to the new policy, t d − A(t)
+        # below is small where r is near the old one; and a token that is all but ruled out takes no digits from the others.
+        likeliest = torch.where(common, self.old + d / 8, -torch.inf).argmax(-1, keepdim=True)
+        self.d = torch.where(common, d - d.gather(-1, likeliest), 0.0)
         self.common = common
 
     def __call__(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,14 @@
 """The least entropy that a Gaussian policy may have, with or without a KL bound to keep."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
-from corral.numerics import at_least_float32, expm1_minus, number_in
+from corral.numerics import expm1_minus, in_one_dtype, number_in, without_autocast
 from corral.projection.gaussian import check_factor, checked_bound
 from corral.projection.gaussian_kl import solve_tilt
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
@@ -33,6 +33,7 @@ class EntropyProjection:
     """False where the KL bound leaves no room for the floor, or an input was not a Gaussian."""
 
 
+@without_autocast
 def project_entropy_floor(
     chol: Float[Tensor, "... D"],
     floor: float | Float[Tensor, "..."],
@@ -79,25 +80,19 @@ def _checked(
         if not x.is_floating_point() or not x.ndim:
             raise ValueError(f"{NAME}: `{key}` must hold floating-point numbers; got {x.dtype} {list(x.shape)}.")
         check_factor(NAME, key, x, chol.shape[-1], diagonal)
-    new = at_least_float32(chol)
-    old = None if old_chol is None else at_least_float32(old_chol.detach())
-    if old is not None:
-        dtype = torch.promote_types(new.dtype, old.dtype)
-        new, old = new.to(dtype), old.to(dtype)
+    new, *olds = in_one_dtype(chol, *([] if old_chol is None else [old_chol.detach()]))
     row_floor = _checked_floor(floor, new)
     bound = new.new_zeros(()) if cov_bound is None else checked_bound(NAME, "cov_bound", cov_bound, new)
     axes = 1 if diagonal else 2
-    shapes = [new.shape[:-axes], row_floor.shape, bound.shape, *([] if old is None else [old.shape[:-axes]])]
     try:
-        rows = torch.broadcast_shapes(*shapes)
+        rows = torch.broadcast_shapes(*(x.shape[:-axes] for x in (new, *olds)), row_floor.shape, bound.shape)
     except RuntimeError:
         raise ValueError(
             f"{NAME}: leading axes do not fit together: chol {list(new.shape)}, floor {list(row_floor.shape)}, cov_bound "
-            f"{list(bound.shape)}, old_chol {None if old is None else list(old.shape)}."
+            f"{list(bound.shape)}, old_chol {[list(old.shape) for old in olds] or None}."
         ) from None
-    matrix = new.shape[-axes:]
-    old = None if old is None else old.expand(*rows, *matrix)
-    return new.expand(*rows, *matrix), row_floor.expand(rows), old, bound.expand(rows)
+    new, *olds = (x.expand(*rows, *x.shape[-axes:]) for x in (new, *olds))
+    return new, row_floor.expand(rows), olds[0] if olds else None, bound.expand(rows)
 
 
 def _checked_floor(floor: float | Tensor, like: Tensor) -> Tensor:
@@ -109,39 +104,40 @@ def _checked_floor(floor: float | Tensor, like: Tensor) -> Tensor:
 def _scaled(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
     entropy = gaussian_entropy(chol, diagonal=diagonal)
     active = entropy < floor
-    # A zero on the diagonal has entropy −inf, and no multiple of it has more.
-    reachable = active & entropy.isfinite()
-    missing = torch.where(reachable, floor - entropy, 0.0) / chol.shape[-1]
-    out = chol * missing.exp()[(..., None) if diagonal else (..., None, None)]
+    missing = (floor - entropy) / chol.shape[-1]
+    # A zero on the diagonal has entropy −inf, and no multiple of it has more; nor is there a multiple beyond all numbers.
+    reachable = active & entropy.isfinite() & (missing < math.log(torch.finfo(chol.dtype).max))
+    out = chol * torch.where(reachable, missing, 0.0).exp()[(..., None) if diagonal else (..., None, None)]
     before = entropy.detach()
-    return EntropyProjection(out, active, before, torch.where(reachable, floor, before), before.isfinite())
+    converged = before.isfinite() & (reachable | ~active)
+    return EntropyProjection(out, active, before, torch.where(reachable, floor, before), converged)
 
 
 def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> EntropyProjection:
+    """Where what the floor alone leads to lies in the ball, that is the answer; no precision is formed there."""
     with torch.no_grad():
-        entropy = gaussian_entropy(chol, diagonal=diagonal)
-        kl = kl_of_covariances(chol, old, diagonal)
-        active = (entropy < floor) | (kl > bound)
-    after, converged = entropy.clone(), ~(entropy.isnan() | kl.isnan())
-    active = active & converged
-    if not bool(active.any()):
-        return EntropyProjection(chol, active, entropy, after, converged)
-    rows = chol[active], old[active]
+        known = ~(gaussian_entropy(chol, diagonal=diagonal).isnan() | kl_of_covariances(chol, old, diagonal).isnan())
+        lifted = _scaled(chol, floor, diagonal)
+        outside = known & ~(lifted.converged & (kl_of_covariances(lifted.chol, old, diagonal) <= bound))
+    alone = _scaled(chol, torch.where(known & ~outside, floor, -torch.inf), diagonal)
+    if not bool(outside.any()):
+        return replace(alone, converged=alone.converged & known)
+    out, after, converged = alone.chol.clone(), alone.entropy_after.clone(), alone.converged & known
+    rows = chol[outside], old[outside]
     with torch.no_grad():
         precision = relative_precision(*rows, diagonal)
         old_entropy = gaussian_entropy(rows[1], diagonal=diagonal)
-        need = 2 * (floor[active] - old_entropy) / chol.shape[-1]
-        t, log_scale, solved = _solve_both(precision, need, bound[active])
-    out = chol.clone()
-    out[active] = tilted_factor(*rows, precision, t, log_scale, diagonal)
+        need = 2 * (floor[outside] - old_entropy) / chol.shape[-1]
+        t, log_scale, converged[outside] = _solve_both(precision, need, bound[outside])
+    out[outside] = tilted_factor(*rows, precision, t, log_scale, diagonal)
     with torch.no_grad():
-        after[active] = gaussian_entropy(out[active], diagonal=diagonal)
-    converged[active] = solved
-    return EntropyProjection(out, active, entropy, after, converged)
+        after[outside] = gaussian_entropy(out[outside], diagonal=diagonal)
+    return EntropyProjection(out, alone.active | outside, alone.entropy_before, after, converged)
 
 
 def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """t, log c and converged. Along the path of solutions, KL(Σ̃‖Σ_o) rises with t whether the floor binds or not.
+    """t, log c and converged, where t = 1 is outside. Along the path of solutions, KL(Σ̃‖Σ_o) rises with t whether the floor
+    binds or not.
 
     With r_i = 1 + t q_i, the floor asks for log c = max(0, need + mean log r), need = 2 (β − H(Σ_o))/D, and the eigenvalues
     of L_o⁻¹ Σ̃ L_o⁻ᵀ are e^{g_i}, g_i = log c − log r_i:
@@ -161,10 +157,8 @@ def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tu
         rise = torch.where(log_scale > 0, (q / r).mean(-1), 0.0)[..., None] - q / r
         return log_scale, 0.5 * expm1_minus(g).sum(-1), 0.5 * (torch.expm1(g) * rise).sum(-1)
 
-    zeros, ones = torch.zeros_like(need), torch.ones_like(need)
-    room = precision.finite & (path(zeros)[1] <= bound)
-    outside = room & (path(ones)[1] > bound)
-    binding = outside & (bound > 0)
+    room = precision.finite & (path(torch.zeros_like(need))[1] <= bound)
+    binding = room & (bound > 0)
     target = (2 * torch.where(binding, bound, 1.0)).sqrt()
 
     def excess(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,17 +166,21 @@ def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tu
         root = (2 * kl).sqrt()
         return torch.where(binding, root - target, 0.0), slope / root
 
-    start = torch.where(binding, solve_tilt(precision, torch.where(binding, bound, 1.0))[0], ones)
+    start = torch.where(binding, solve_tilt(precision, torch.where(binding, bound, 1.0))[0], 1.0)
     found = find_root(excess, start, scale=target, max_steps=MAX_STEPS)
-    t = torch.where(binding, found.x, torch.where(room & ~outside, ones, zeros))
+    t = torch.where(binding, found.x, 0.0)
     log_scale = torch.where(room, path(t)[0], _widest(need.clamp(min=0), bound, q.shape[-1]))
     return t, log_scale, found.converged & room
 
 
 def _widest(need: Tensor, bound: Tensor, dimension: int) -> Tensor:
-    """log c ≤ need of the largest multiple of the old covariance inside the ball: D/2 (c − 1 − log c) = ε."""
+    """log c ≤ need of the largest multiple of the old covariance inside the ball: D/2 (c − 1 − log c) = ε.
+
+    c − 1 − log c ≥ (√c − 1)², since x − 1 ≥ log x for x = √c. So log c ≤ 2 log(1 + √(2ε/D)), however much is needed.
+    """
     outside = (need > 0) & (bound > 0) & (0.5 * dimension * expm1_minus(need) > bound)
-    top, target = torch.where(outside, need, 1.0), (2 * torch.where(outside, bound, 1.0) / dimension).sqrt()
+    target = (2 * torch.where(outside, bound, 1.0) / dimension).sqrt()
+    top = torch.where(outside, torch.minimum(need, 2 * target.log1p()), 1.0)
 
     def excess(x: Tensor) -> tuple[Tensor, Tensor]:
         root = expm1_minus(x * top).sqrt()

@@ -1,14 +1,13 @@
 """What every projection of Gaussians shares: its result, its inputs, and the step of the mean."""
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32, number_in
+from corral.numerics import in_one_dtype, number_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +135,7 @@ def checked(
         )
     for key in ("chol", "old_chol"):
         check_factor(name, key, tensors[key], dimension, diagonal)
-    mean, chol, old_mean, old_chol = map(at_least_float32, (mean, chol, old_mean.detach(), old_chol.detach()))
-    dtype = reduce(torch.promote_types, (x.dtype for x in (mean, chol, old_mean, old_chol)))
+    mean, chol, old_mean, old_chol = in_one_dtype(mean, chol, old_mean.detach(), old_chol.detach())
     row_mean_bound = checked_bound(name, "mean_bound", mean_bound, mean)
     row_cov_bound = checked_bound(name, "cov_bound", cov_bound, chol)
     axes = 1 if diagonal else 2
@@ -152,14 +150,13 @@ def checked(
             f"{list(row_cov_bound.shape)}; `diagonal` is {diagonal}."
         ) from None
     matrix = chol.shape[-axes:]
-    old_chol = old_chol.to(dtype)
     return Gaussians(
-        mean.to(dtype).expand(*mean_rows, -1),
-        chol.to(dtype).expand(*cov_rows, *matrix),
-        old_mean.to(dtype).expand(*mean_rows, -1),
+        mean.expand(*mean_rows, -1),
+        chol.expand(*cov_rows, *matrix),
+        old_mean.expand(*mean_rows, -1),
         old_chol.expand(*cov_rows, *matrix),
-        row_mean_bound.to(dtype).expand(mean_rows),
-        row_cov_bound.to(dtype).expand(cov_rows),
+        row_mean_bound.expand(mean_rows),
+        row_cov_bound.expand(cov_rows),
         old_chol,
     )
 

@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corral.divergence.gaussian import covariance_gap, mahalanobis
+from corral.numerics import without_autocast
 from corral.projection.gaussian import GaussianProjection, Step, checked, joined, lower_factor, radial, step_mean
 from corral.projection.gaussian_tilt import factor_pullback
 
 
+@without_autocast
 def project_gaussian_frobenius(
     mean: Float[Tensor, "*#b D"],
     chol: Float[Tensor, "... D"],

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence.gaussian import kl_of_covariances, mahalanobis
-from corral.numerics import expm1_minus
+from corral.numerics import expm1_minus, without_autocast
 from corral.projection.gaussian import GaussianProjection, Step, checked, joined, step_mean
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
 from corral.projection.root import find_root
@@ -14,6 +14,7 @@ MAX_STEPS = 64
 """A handful is enough up to bounds of a nat. Beyond, the root may lie 2⁻⁴⁰ of the bracket from 0 and be found by halving."""
 
 
+@without_autocast
 def project_gaussian_kl(
     mean: Float[Tensor, "*#b D"],
     chol: Float[Tensor, "... D"],

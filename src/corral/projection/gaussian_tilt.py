@@ -42,7 +42,7 @@ def tilted_factor(
 ) -> Tensor:
     """The lower factor of c ((1 − t) Σ_o⁻¹ + t Σ⁻¹)⁻¹ on rows [n], with the gradient of the constraints that chose t and c.
 
-    t < 1 says that KL(Σ̃‖Σ_o) is held, log c = `log_scale` > 0 that det Σ̃ is; t = 0 has gradient 0.
+    KL(Σ̃‖Σ_o) is held, and det Σ̃ where log c = `log_scale` > 0; t = 0 has gradient 0.
     """
     function = _DiagonalTilt if diagonal else _Tilt
     return function.apply(chol, old, precision.gap, t, log_scale)[0]
@@ -66,8 +66,7 @@ class _Tilt(torch.autograd.Function):
     5. Together ⟨Ḡ, dL̃⟩ = 2t ⟨V P(Ψ) Vᵀ, L⁻¹ dL⟩: the gradient is the lower triangle of 2t L⁻ᵀ V P(Ψ) Vᵀ.
 
     With c > 1, N becomes √c N and R becomes R/c, so 2t becomes 2t/c. The held determinant asks for tr Y = 0, and dc adds a
-    multiple of NᵀRN ∝ I to Y: P takes out I as well (I alone where t = 1, and no bound binds). Nothing here divides by a
-    difference of eigenvalues.
+    multiple of NᵀRN ∝ I to Y: P takes out I as well. Nothing here divides by a difference of eigenvalues.
     """
 
     @staticmethod
@@ -90,7 +89,7 @@ class _Tilt(torch.autograd.Function):
         chol, projected, h, t, log_scale = ctx.saved_tensors
         psi = factor_pullback(projected, grad)
         eye = torch.eye(h.shape[-1], dtype=h.dtype, device=h.device).expand_as(h)
-        tangent = _tangent(psi.flatten(1), h.flatten(1), eye.flatten(1), t, log_scale).view_as(psi)
+        tangent = _tangent(psi.flatten(1), h.flatten(1), eye.flatten(1), log_scale).view_as(psi)
         v = torch.linalg.solve_triangular(chol, projected, upper=False)
         inner = 2 * (t * (-log_scale).exp())[:, None, None] * (v @ tangent @ v.mT)
         grad_chol = torch.linalg.solve_triangular(chol.mT, inner, upper=True).tril()
@@ -113,7 +112,7 @@ class _DiagonalTilt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         std, projected, h, t, log_scale = ctx.saved_tensors
-        tangent = _tangent(0.5 * projected * grad, h, torch.ones_like(h), t, log_scale)
+        tangent = _tangent(0.5 * projected * grad, h, torch.ones_like(h), log_scale)
         grad_std = 2 * (t * (-log_scale).exp())[:, None] * (projected / std).square() * tangent / std
         return torch.where((t > 0)[:, None], grad_std, 0.0), None, None, None, None
 
@@ -124,14 +123,14 @@ def factor_pullback(factor: Tensor, grad: Tensor) -> Tensor:
     return 0.5 * (lower + lower.mT - torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1)))
 
 
-def _tangent(psi: Tensor, h: Tensor, eye: Tensor, t: Tensor, log_scale: Tensor) -> Tensor:
-    """Ψ without its parts along what each row's constraints hold: I where log c > 0, H where t < 1. All [n, entries]."""
+def _tangent(psi: Tensor, h: Tensor, eye: Tensor, log_scale: Tensor) -> Tensor:
+    """Ψ without its parts along what each row's constraints hold: H, and I where log c > 0. All [n, entries]."""
     held = (log_scale > 0)[:, None]
     size = eye.sum(-1, keepdim=True)
     psi = torch.where(held, psi - eye * (psi * eye).sum(-1, keepdim=True) / size, psi)
     direction = torch.where(held, h - eye * (h * eye).sum(-1, keepdim=True) / size, h)
     length = direction.square().sum(-1, keepdim=True)
     # H ∝ I leaves rounding alone, and nothing to take out that I did not.
-    binds = (t < 1)[:, None] & (length > (16 * torch.finfo(h.dtype).eps) ** 2 * h.square().sum(-1, keepdim=True))
+    binds = length > (16 * torch.finfo(h.dtype).eps) ** 2 * h.square().sum(-1, keepdim=True)
     along = (psi * direction).sum(-1, keepdim=True) / torch.where(binds, length, 1.0)
     return torch.where(binds, psi - along * direction, psi)

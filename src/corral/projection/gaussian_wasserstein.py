@@ -5,9 +5,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence.gaussian import WassersteinForm, mahalanobis, wasserstein_line
+from corral.numerics import without_autocast
 from corral.projection.gaussian import GaussianProjection, Step, checked, joined, lower_factor, radial, step_mean
 
 
+@without_autocast
 def project_gaussian_wasserstein(
     mean: Float[Tensor, "*#b D"],
     chol: Float[Tensor, "... D"],

@@ -1,5 +1,6 @@
 """Everything that a report says, computed once; the page and the exported files are views of it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ def make_report(
     shown, aside, chosen = split_runs(runs, comparisons)
     groups, swept = group_runs(shown, chosen), group_runs(aside)
     measure = outcomes.main_metric(runs)
+    check_threshold(threshold, measure)
     by_problem = [[group for group in groups if group.problem == name] for name in dict.fromkeys(g.problem for g in groups)]
     thresholds = [outcomes.default_threshold(own, measure.key) if threshold is None else threshold for own in by_problem]
     metrics = figures.drawn_metrics(shown)
@@ -89,6 +91,16 @@ def make_report(
             "commands": tables.commands(groups),
         },
     )
+
+
+def check_threshold(threshold: float | None, measure: outcomes.Measure) -> None:
+    """A sentence for a threshold that no run could reach, or that is no number."""
+    if threshold is None:
+        return
+    if not math.isfinite(threshold):
+        raise RunError(f"a threshold is a number; got {threshold}.")
+    if measure.key == "success" and not 0 <= threshold <= 1:
+        raise RunError(f"a threshold of success lies between 0 and 1; got {threshold:g}. For 60 %, give 0.6.")
 
 
 def headline(groups: Sequence[Group]) -> str:

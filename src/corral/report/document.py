@@ -45,7 +45,7 @@ def document(
     return f'<!doctype html>\n<html lang="en">{head}{shell}</html>\n'
 
 
-def write_document(text: str, out: Path, too_large: str) -> int:
+def write_document(text: str, out: Path, too_large: str = "") -> int:
     """A page, whole or not at all. Returns its size in bytes.
 
     Args:
@@ -53,9 +53,11 @@ def write_document(text: str, out: Path, too_large: str) -> int:
     """
     content = text.encode()
     if len(content) > LARGEST:
-        raise RunError(f"the page would have {len(content) / 1e6:.1f} MB. {too_large}")
+        raise RunError(f"the page would have {len(content) / 1e6:.1f} MB. {too_large}".strip())
+    if out.is_dir():
+        raise RunError(f"{out} is a folder, and the page is a file: name one in it, such as {out / 'page.html'}.")
     if not out.parent.is_dir():
-        raise RunError(f"{out.parent} is no folder: make it first, or choose another place.")
+        raise RunError(f"there is no folder {out.parent} to write {out.name} into: make it first, or choose another place.")
     write_whole(out, lambda beside: beside.write_bytes(content))
     return len(content)
 

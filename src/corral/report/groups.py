@@ -1,6 +1,7 @@
 """Which runs belong together: one objective with one setting, on one task; its seeds are repetitions of it."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ ASIDE = {
     "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
 }  # fmt: skip
 """Settings that make no other method: those of the problem, and those in which a repetition may differ."""
+
+SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
+"""Settings whose text is nobody's business: a page is for sending."""
 
 Chosen = Mapping[Path, tuple[str, str]]
 """Runs whose setting a comparison chose: the contestant, and its setting in words."""
@@ -132,9 +136,9 @@ def task_settings(run: Run) -> dict[str, str]:
 
 
 def varied(run: Run, peers: Iterable[Run], read: Callable[[Run], dict[str, str]]) -> dict[str, str]:
-    """Those settings of a run in which its peers are not all the same."""
+    """Those settings of a run in which its peers are not all the same, but for secrets, which make no other method."""
     mine, others = read(run), [read(peer) for peer in peers]
-    keys = sorted({key for other in [mine, *others] for key in other})
+    keys = sorted({key for other in [mine, *others] for key in other if not SECRET.search(key)})
     return {key: mine.get(key, "default") for key in keys if len({other.get(key) for other in others}) > 1}
 
 

@@ -147,6 +147,7 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
         share: of the best; the best is the contestant's own over all its settings, or that of all contestants.
     """
     found = cells(rows)
+    lowest = min((cell.final for cell in found), default=0.0)
     groups: dict[tuple[object, ...], list[Cell]] = {}
     for cell in found:
         value = cell.setting.get(key)
@@ -157,7 +158,8 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
 
     def within(members: list[Cell], rivals: list[Cell]) -> tuple[float, ...]:
         best = max(cell.final for cell in rivals)
-        least = best - (1 - share) * abs(best) if math.isfinite(best) else math.inf  # where all failed, nothing is usable
+        # Where all failed, or nobody got above a zero that is the least there is, nothing is usable.
+        least = best - (1 - share) * abs(best) if math.isfinite(best) and not best == 0 <= lowest else math.inf
         return tuple(float(cell.setting[key]) for cell in members if cell.final >= least)
 
     return [

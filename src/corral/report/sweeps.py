@@ -17,6 +17,9 @@ from corral.report.sweep import Cell, SweepRow, UsableRange, cells, usable_range
 KL = "tr/kl_before"
 """How far the new policy went from the old one, before anything was done about it."""
 
+BUDGETS = ("steps", "iterations")
+"""Settings that are no choice: more of them is more."""
+
 RATE = "learning_rate"
 RATES = {"learner.policy_rate": RATE, "learner.rate": RATE}
 """What robots' algorithms call their learning rate."""
@@ -129,7 +132,9 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Ru
 def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
     """The setting to draw along: a learning rate if one was swept, else the first whose values are numbers."""
     numeric = [
-        key for key, values in grid.items() if values and all(_is_number(value) for value in values if value is not None)
+        key
+        for key, values in grid.items()
+        if key not in BUDGETS and values and all(_is_number(value) for value in values if value is not None)
     ]
     numeric = [key for key in numeric if any(value is not None for value in grid[key])]
     return next((key for key in numeric if key.endswith("rate")), numeric[0] if numeric else None)

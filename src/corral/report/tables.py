@@ -1,20 +1,16 @@
 """Tables of what happened in runs and of what they were made with. Rows of plain values, ready for CSV."""
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from corral.report.compared import Comparison, setting_text
-from corral.report.groups import Group, flat
+from corral.report.groups import SECRET, Group, flat
 from corral.report.outcomes import COUNTED
 from corral.report.read import Run
 
 Row = dict[str, Any]
-
-SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
-"""Settings whose text is nobody's business: a page is for sending."""
 
 
 def run_table(groups: Sequence[Group], metric: str) -> list[Row]:
@@ -145,16 +141,24 @@ def commands(groups: Sequence[Group]) -> list[Row]:
     rows = []
     for group in groups:
         for run in group.runs:
-            settings = {key: value for key, value in run.settings.items() if not SECRET.search(key)}
             rows.append(
                 {
                     "objective": group.label,
                     "seed": run.seed,
                     "command": command(run),
-                    "settings": json.dumps(settings, indent=2, default=str),
+                    "settings": json.dumps(without_secrets(run.settings), indent=2, default=str),
                 }
             )
     return rows
+
+
+def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, and settings within settings, but for secrets."""
+    return {
+        key: without_secrets(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if not SECRET.search(key)
+    }
 
 
 def command(run: Run) -> str | None:
@@ -180,7 +184,7 @@ def as_command(words: Sequence[str]) -> str:
         before = words[index - 1] if index else ""
         if word in ("--out", "--resume") or before in ("--out", "--resume") or word.startswith(("--out=", "--resume=")):
             continue
-        flag, equals, value = word.partition("=")
+        flag, equals, value = word.rpartition("=") if word.startswith("--set=") else word.partition("=")
         if before.startswith("--") and "=" not in before and SECRET.search(before):
             word = "…"
         elif equals and value and SECRET.search(flag):

@@ -41,10 +41,13 @@ def updates(agent: Agent) -> str:
     """What follows a batch of episodes."""
     config = agent.config
     if isinstance(agent, Learner):
-        return f"{count(config.critic_epochs, 'update')} of the critic and {config.policy_epochs} of the policy"
+        alone = (
+            "; at its only one the policy is still the old one, and no trust region acts" if config.policy_epochs == 1 else ""
+        )
+        return f"{count(config.critic_epochs, 'update')} of the critic and {config.policy_epochs} of the policy{alone}"
     if hasattr(agent.model, "actor"):
         return f"updates as it goes, {config.gradient_steps} for every {config.train_freq} steps"
-    return f"{count(config.epochs, 'pass')} of {count(config.minibatches, 'update')}".replace("passs", "passes")
+    return f"{config.epochs} {'pass' if config.epochs == 1 else 'passes'} of {count(config.minibatches, 'update')}"
 
 
 def precision(settings: Settings, agent: Agent) -> str:

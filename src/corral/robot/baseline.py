@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from corral.numerics import number_in
-from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds
+from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, told_by
 from corral.robot.tracking import Array
 
 try:
@@ -23,6 +24,8 @@ except ImportError as error:
 
 BASELINES = {"sb3-ppo": (PPO, False), "sb3-ppo-gsde": (PPO, True), "sb3-sac": (SAC, False), "sb3-sac-gsde": (SAC, True)}
 """Algorithm, and whether its noise is a function of the state that stays the same throughout an episode (gSDE)."""
+REMEMBERED = 1_000_000
+"""Steps that SAC learns from at most, the last ones: its own default."""
 REPLAYED = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
@@ -94,7 +97,7 @@ class Baseline:
                     train_freq=(plant.steps, "step"),
                     gradient_steps=max(1, each * config.gradient_steps // config.train_freq),
                     learning_starts=each - 1,
-                    buffer_size=min(1_000_000, config.iterations * config.episodes * plant.steps),
+                    buffer_size=min(REMEMBERED, config.iterations * config.episodes * plant.steps),
                     **common,
                 )
 
@@ -112,8 +115,13 @@ class Baseline:
             self.model.action_space.seed(seed)
             self.model.learn(self.config.episodes * self.plant.steps, log_interval=None, reset_num_timesteps=False)
         self.iteration += 1
-        returns, success = zip(*self.envs.finished, strict=True)
-        return {"env_steps": float(self.env_steps), "return": float(np.mean(returns)), "success": float(np.mean(success))}
+        if not self.envs.finished:
+            raise ValueError(
+                f"baseline: no episode ended within {self.plant.steps} steps, the length that the plant was given. Give it the "
+                f"environment's own, or wrap the environment in gymnasium.wrappers.TimeLimit."
+            )
+        returns, success = torch.tensor(self.envs.finished, dtype=torch.float64).unbind(-1)
+        return {"env_steps": float(self.env_steps), "return": float(returns.mean()), "success": float(success.nanmean())}
 
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the policy without exploration."""
@@ -138,25 +146,26 @@ class Baseline:
         return Episodes.cat(parts)
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs; of SAC, that is also all it has seen."""
+        """Everything a resumed run needs, as it is now; of SAC, that is also all it remembers."""
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
         if isinstance(self.model, SAC):
             buffer = self.model.replay_buffer
-            state |= {key: torch.from_numpy(getattr(buffer, key)[: buffer.pos]) for key in REPLAYED}
+            state |= {key: torch.from_numpy(getattr(buffer, key)[: buffer.size()]) for key in REPLAYED}
             state |= {"log_ent_coef": self.model.log_ent_coef.detach()}
-        return state
+        return deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""
         self.iteration, self.model.num_timesteps = state["iteration"], state["env_steps"]
         self.model._n_updates = state["updates"]
-        self.model.set_parameters(state["networks"], exact_match=True, device="cpu")
+        self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device="cpu")
         if isinstance(self.model, SAC):
-            buffer = self.model.replay_buffer
-            buffer.pos = len(state["rewards"])
+            buffer, size = self.model.replay_buffer, len(state["rewards"])
             for key in REPLAYED:
-                getattr(buffer, key)[: buffer.pos] = state[key].numpy()
+                getattr(buffer, key)[:size] = state[key].numpy()
+            # A row holds one step of every environment; once all are taken, the oldest is written over.
+            buffer.full, buffer.pos = size == buffer.buffer_size, self.env_steps // self.envs.num_envs % buffer.buffer_size
             self.model.log_ent_coef.data.copy_(state["log_ent_coef"])
 
 
@@ -196,7 +205,7 @@ class StepEnvironments(VecEnv):
         self._returns += reward
         infos: list[dict[str, Any]] = [{} for _ in over]
         if over.any():
-            success = np.broadcast_to(np.asarray(info.get("success", np.nan), float), over.shape)
+            success = told_by(info, "success", self.num_envs)
             for index in np.flatnonzero(over):
                 infos[index] = {"terminal_observation": observation[index], "TimeLimit.truncated": False}
                 self.finished.append((float(self._returns[index]), float(success[index])))

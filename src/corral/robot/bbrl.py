@@ -17,6 +17,11 @@ from corral.robot.segment import normalise_advantages
 class BBRLConfig(LearnerConfig):
     """Settings of BBRL: TCE's, less those of segments and of the way there. The critic sees contexts only."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.episodes < 2:
+            raise ValueError("bbrl: advantages are compared across a batch, so `episodes` is at least 2; got 1.")
+
 
 class BBRL(Learner):
     """Black-box learning of plans: what happens on the way is not looked at.

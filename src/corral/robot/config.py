@@ -1,5 +1,6 @@
 """Settings that TCE and BBRL share, validated."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,8 @@ from corral.projection.gaussian_frobenius import project_gaussian_frobenius
 from corral.projection.gaussian_kl import project_gaussian_kl
 from corral.projection.gaussian_wasserstein import project_gaussian_wasserstein
 from corral.robot.policy import ACTIVATIONS
+
+FINITE = sys.float_info.max
 
 PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
     "kl": project_gaussian_kl,
@@ -66,18 +69,24 @@ class LearnerConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{self._name()}: `{name}` is a whole number ≥ 1; got {value!r}.")
-        for name in ("policy_rate", "critic_rate", "mean_bound", "cov_bound"):
+        for name in ("mean_bound", "cov_bound"):
             value = getattr(self, name)
             if not (number_in(value, 0) and value > 0):
-                raise ValueError(f"{self._name()}: `{name}` must be > 0; got {value!r}.")
+                raise ValueError(f"{self._name()}: `{name}` must be > 0 (inf switches it off); got {value!r}.")
+        for name in ("policy_rate", "critic_rate"):
+            value = getattr(self, name)
+            if not (number_in(value, 0, FINITE) and value > 0):
+                raise ValueError(f"{self._name()}: `{name}` must be finite and > 0; got {value!r}.")
         for name in ("regression", "weight_decay"):
-            if not number_in(getattr(self, name), 0):
-                raise ValueError(f"{self._name()}: `{name}` must be ≥ 0; got {getattr(self, name)!r}.")
+            if not number_in(getattr(self, name), 0, FINITE):
+                raise ValueError(f"{self._name()}: `{name}` must be finite and ≥ 0; got {getattr(self, name)!r}.")
+        if self.entropy_floor is not None and not number_in(self.entropy_floor, -FINITE, FINITE):
+            raise ValueError(f"{self._name()}: `entropy_floor` is a finite number, or None; got {self.entropy_floor!r}.")
         for name in ("hidden", "critic_hidden"):
             if not getattr(self, name) or any(type(width) is not int or width < 1 for width in getattr(self, name)):
                 raise ValueError(f"{self._name()}: `{name}` holds at least one whole number ≥ 1; got {getattr(self, name)!r}.")
-        if not (number_in(self.min_std, 0) and 0 < self.min_std < self.std):
-            raise ValueError(f"{self._name()}: 0 < `min_std` < `std`; got {self.min_std!r} and {self.std!r}.")
+        if not (number_in(self.std, 0, FINITE) and number_in(self.min_std, 0) and 0 < self.min_std < self.std):
+            raise ValueError(f"{self._name()}: 0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")
         for name, known in (("projection", PROJECTIONS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{self._name()}: `{name}` is one of {', '.join(known)}; got {getattr(self, name)!r}.")

@@ -1,10 +1,12 @@
 """Plans or policies → episodes: every episode is played to its end, all environments at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, VectorEnv
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
@@ -21,7 +23,7 @@ CONTEXTS, PLANS, SEGMENTS, UPDATES, HELD_OUT = range(5)
 """What random numbers are for; each purpose has its own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Episodes:
     """What happened: E episodes of up to T steps. Where `mask` is False an episode was already over, and rewards are 0."""
 
@@ -76,6 +78,17 @@ class Plant:
                 f"Plant: an episode's last observation must be its own, so environments start anew with the next step; got "
                 f"{mode}. Make them with autoreset_mode=AutoresetMode.NEXT_STEP, Gymnasium's default."
             )
+        if not all(first >= 0 and last <= space.shape[0] for first, last in (tracking.joints, tracking.velocities)):
+            raise ValueError(
+                f"Plant: `joints` and `velocities` lie within the observation's {space.shape[0]} numbers; got {tracking}."
+            )
+        actions = envs.single_action_space
+        if not isinstance(actions, Box) or actions.shape != (tracking.dof,):
+            raise ValueError(
+                f"Plant: an action is one number for each of {tracking.dof} joints; the environment has {actions}."
+            )
+        if type(steps) is not int or steps < 1:
+            raise ValueError(f"Plant: `steps` is a whole number ≥ 1; got {steps!r}.")
 
     def rounds(self, count: int) -> list[slice]:
         """Which of `count` episodes are played together."""
@@ -101,12 +114,14 @@ class Plant:
         live = np.ones(count, bool)
         for t in range(steps):
             action = np.asarray(policy(t, observations[:, t])).clip(space.low, space.high).astype(space.dtype)
+            if np.isnan(action[live]).any():
+                raise ValueError(f"Plant: the policy asked for NaN in step {t}. Have its parameters, or its plans, become NaN?")
             observation, reward, over, info = self._step(action)
             mask[:, t], actions[:, t] = live, np.where(live[:, None], action, 0.0)
             rewards[:, t] = np.where(live, reward, 0.0)
             observations[:, t + 1] = np.where(live[:, None], observation, observations[:, t])
-            for name, (said, value) in info.items():
-                told[name] = np.where(live & over & said, value, told[name])
+            for name in TOLD:
+                told[name] = np.where(live & over, told_by(info, name, self.envs.num_envs)[:count], told[name])
             live &= ~over
             if not live.any():
                 observations[:, t + 2 :] = observations[:, t + 1, None]
@@ -114,21 +129,24 @@ class Plant:
         check_finite(observations, rewards)
         return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *told.values())))
 
-    def _step(self, action: Array) -> tuple[Array, Array, Flags, dict[str, tuple[Flags, Array]]]:
-        """Observations, rewards, over or not, and who told what, of the first len(action) environments."""
-        count, total = len(action), self.envs.num_envs
-        filled = np.concatenate([action, np.repeat(action[-1:], total - count, 0)])
+    def _step(self, action: Array) -> tuple[Array, Array, Flags, dict[str, Any]]:
+        """Observations, rewards, over or not, of the first len(action) environments, and the info of all."""
+        count = len(action)
+        filled = np.concatenate([action, np.repeat(action[-1:], self.envs.num_envs - count, 0)])
         observation, reward, terminated, truncated, info = self.envs.step(filled)
-        told = {}
-        for name in TOLD:
-            value = np.asarray(info.get(name, np.full(total, np.nan)), float)
-            said = np.asarray(info.get(f"_{name}", np.full(total, name in info)))  # Gymnasium's mark of who gave the info
-            told[name] = said[:count], value[:count]
-        return observation[:count], reward[:count], (terminated | truncated)[:count], told
+        return observation[:count], reward[:count], (terminated | truncated)[:count], info
 
     def close(self) -> None:
         """End the environments' processes."""
         self.envs.close()
+
+
+def told_by(info: Mapping[str, Any], name: str, count: int) -> Array:
+    """What each of `count` environments said under a name [E]; NaN of those that said nothing."""
+    if name not in info:
+        return np.full(count, np.nan)
+    said = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mark of who gave the info
+    return np.where(said, np.asarray(info[name], float), np.nan)
 
 
 def check_finite(observations: Array, rewards: Array) -> None:

@@ -52,10 +52,9 @@ def evaluate(
     folder = RunFolder.open(run, write=False)
     settings = resolve([folder.read_config()["settings"]])
     chosen, complaints = choose_checkpoint(folder, checkpoint)
-    agent = prepare(settings)
-    agent.restore(torch.load(chosen.path / STATE, weights_only=True))
-    seeds = held_out_seeds(episodes)
+    agent, seeds = prepare(settings), held_out_seeds(episodes)
     try:
+        agent.restore(torch.load(chosen.path / STATE, weights_only=True))
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
     finally:
         agent.plant.close()

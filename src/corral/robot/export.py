@@ -1,14 +1,14 @@
 """A trained policy → a file that NumPy alone can read, with its plans checked against the joints' limits."""
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from corral.robot import exported
@@ -16,6 +16,7 @@ from corral.robot.exported import FORMAT, ExportedPolicy
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
+from corral.run.files import write_whole
 
 Bound = float | Sequence[float]
 """One number for all joints, or one for each."""
@@ -64,10 +65,13 @@ def export_policy(
         Violations of the limits, in words.
     """
     path = Path(path)
+    loader, program = path.with_suffix(".py"), Path(exported.__file__).read_bytes()
     if path.suffix != ".npz" or not path.with_suffix("").name.isidentifier():
         raise ValueError(f"export_policy: `path` ends in .npz, with a name that Python can import; got {str(path)!r}.")
     if limits is not None and (contexts is None or not len(contexts)):
         raise ValueError("export_policy: limits are checked over contexts; pass some, as plant.start(seeds) returns them.")
+    if loader.exists() and loader.read_bytes().splitlines()[:1] != program.splitlines()[:1]:
+        raise ValueError(f"export_policy: {loader} is there already and is no loader of a policy. Choose another name.")
     policy = freeze(learner, limits or Limits())
     found = policy.violations(contexts) if limits is not None else []
     if found and refuse:
@@ -79,14 +83,9 @@ def export_policy(
     for index, (weight, bias) in enumerate(policy.layers):
         arrays |= {f"weight_{index}": weight, f"bias_{index}": bias}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            np.savez(file, about=np.array(json.dumps(policy.about)), **arrays)
-        shutil.copyfile(exported.__file__, path.with_suffix(".py"))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(loader, lambda beside: beside.write_bytes(program))
+    about = json.dumps(policy.about, default=lambda x: np.asarray(x).tolist())  # gains may be arrays
+    write_whole(path, lambda beside: _save(beside, about=np.array(about), **arrays))
     return found
 
 
@@ -122,6 +121,11 @@ def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
     acceleration = torch.stack(slopes, -1)
     basis = torch.stack([design.position, design.velocity, acceleration[:, : prodmp.columns]])
     return basis.detach(), torch.stack([*design.start.unbind(1), acceleration[:, prodmp.columns :]]).detach()
+
+
+def _save(path: Path, **arrays: NDArray[Any]) -> None:
+    with path.open("wb") as file:  # given a name, NumPy would add its own ending
+        np.savez(file, **arrays)
 
 
 def _array(x: Tensor) -> Array:

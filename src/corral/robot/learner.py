@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
+from corral.numerics import number_in
 from corral.objective.ratio import bounded
 from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
@@ -76,8 +78,11 @@ class Learner(ABC):
             raise ValueError(
                 f"{self.name}: the trajectory has {prodmp.dof} joints, the controller {plant.tracking.dof}. Give both the same."
             )
+        if not (number_in(dt, 0) and 0 < dt < math.inf):
+            raise ValueError(f"{self.name}: `dt` is in seconds, finite and > 0; got {dt!r}.")
         self.plant, self.prodmp, self.config, self.seed, self.dtype = plant, prodmp, config, seed, dtype
         self.times = dt * torch.arange(1, plant.steps + 1, dtype=torch.float64)
+        self.design = prodmp.design(self.times)
         size, activation = plant.envs.single_observation_space.shape[0], config.activation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -113,7 +118,7 @@ class Learner(ABC):
         self.critic_optimizer.param_groups[0]["lr"] = self.config.critic_rate * left
         episodes, plans = self.sample()
         self.env_steps += int(episodes.mask.sum())
-        metrics = {"return": float(episodes.returns.mean()), "success": float(episodes.success.mean())}
+        metrics = {"return": float(episodes.returns.mean()), "success": float(episodes.success.nanmean())}
         metrics |= self.improve(episodes, plans)
         self.iteration += 1
         return {"env_steps": float(self.env_steps), **metrics}
@@ -231,13 +236,13 @@ class Learner(ABC):
         return projected, project_entropy_floor(projected.chol, floor, **(ball if inside else {})).chol
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs."""
+        """Everything a resumed run needs, as it is now: later steps do not change it."""
         networks = {key: getattr(self, key).state_dict() for key in STATEFUL}
-        return {**networks, **{key: getattr(self, key) for key in COUNTERS}}
+        return deepcopy({**networks, **{key: getattr(self, key) for key in COUNTERS}})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""
         for key in STATEFUL:
-            getattr(self, key).load_state_dict(state[key])
+            getattr(self, key).load_state_dict(deepcopy(state[key]))  # optimizers would go on with these very tensors
         for key in COUNTERS:
             setattr(self, key, state[key])

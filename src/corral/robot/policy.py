@@ -50,8 +50,8 @@ class GaussianPolicy(nn.Module):
             raise ValueError(f"GaussianPolicy: 0 < min_std < std; got min_std={min_std}, std={std}.")
         self.mean = mlp(context, hidden, parameters, activation, gain=0.01)
         self.min_std = min_std
-        start = math.log(math.expm1(std - min_std))  # the inverse of softplus
-        self.log_diagonal = nn.Parameter(torch.full((parameters,), start))
+        start = _inverse_softplus(torch.tensor(std - min_std, dtype=torch.float64))
+        self.log_diagonal = nn.Parameter(torch.full((parameters,), start.item()))
         self.lower = nn.Parameter(torch.zeros(parameters * (parameters - 1) // 2))
         rows, columns = torch.tril_indices(parameters, parameters, -1)
         self.register_buffer("_below", rows * parameters + columns, persistent=False)
@@ -68,12 +68,17 @@ class GaussianPolicy(nn.Module):
     def set_cholesky(self, chol: Float[Tensor, "W W"]) -> None:
         """Make `cholesky()` return this factor, as far as `min_std` allows."""
         excess = (chol.diagonal() - self.min_std).clamp(min=torch.finfo(chol.dtype).tiny)
-        self.log_diagonal.copy_(excess + torch.log(-torch.expm1(-excess)))  # log(e^x − 1), without overflow
+        self.log_diagonal.copy_(_inverse_softplus(excess))
         self.lower.copy_(chol.flatten()[self._below])
 
     def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "W W"]]:
         """Means and the shared Cholesky factor."""
         return self.mean(context), self.cholesky()
+
+
+def _inverse_softplus(x: Tensor) -> Tensor:
+    """log(eˣ − 1), without overflow."""
+    return x + torch.log(-torch.expm1(-x))
 
 
 class Normaliser(nn.Module):

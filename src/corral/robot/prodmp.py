@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32, expm1_minus, number_in
+from corral.numerics import at_least_float32, expm1_minus, number_in, without_autocast
 
 Built = TypeVar("Built")
 
@@ -116,6 +116,7 @@ class ProDMP:
         """W = D (n + 1): length of a parameter vector."""
         return self.dof * self.columns
 
+    @without_autocast
     def trajectory(
         self,
         times: Float[Tensor, "*t T"],
@@ -151,6 +152,7 @@ class ProDMP:
         )
         return y, v
 
+    @without_autocast
     def covariance(
         self, times: Float[Tensor, "*t T"], cov: Float[Tensor, "*c W W"], start_time: float | Float[Tensor, "*s"] = 0.0
     ) -> Float[Tensor, "*b DT DT"]:
@@ -166,6 +168,8 @@ class ProDMP:
             [*, D·T, D·T], joint by joint: entry (d T + i, e T + j) belongs to joint d at time i and joint e at time j.
         """
         self._check("cov", cov, self.parameters)
+        if cov.shape[-2:] != 2 * (self.parameters,):
+            raise ValueError(f"ProDMP: `cov` is square, {self.parameters} × {self.parameters}; got {list(cov.shape)}.")
         cov = at_least_float32(cov)
         rows = self._design(times, start_time).to(cov).position
         blocks = cov.unflatten(-1, (self.dof, self.columns)).unflatten(-3, (self.dof, self.columns))

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.advantage import gae
-from corral.numerics import at_least_float32, number_in
+from corral.numerics import at_least_float32, in_one_dtype, number_in, without_autocast
 
 STD_FLOOR = 1e-8
 """Added to the standard deviation of advantages before dividing by it, as published."""
@@ -38,6 +38,7 @@ def draw_pairs(steps: int, points: int = 25, *, generator: torch.Generator | Non
     return torch.stack([index[:-1], index[1:]], -1)
 
 
+@without_autocast
 def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"]) -> Float[Tensor, "*b N DS DS"]:
     """Covariance of the points of each segment: the marginal of the trajectory's Gaussian.
 
@@ -54,6 +55,7 @@ def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c 
     return factor @ factor.mT
 
 
+@without_autocast
 def segment_jitter(
     rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"], relative: float = 1e-4
 ) -> Float[Tensor, "*b N"]:
@@ -77,6 +79,7 @@ def segment_jitter(
         return torch.where(largest > 0, relative * largest, 1.0)
 
 
+@without_autocast
 def segment_log_prob(
     rows: Float[Tensor, "*r N S M"],
     params: Float[Tensor, "*b W"],
@@ -104,6 +107,12 @@ def segment_log_prob(
         Li et al. 2024, arXiv:2401.11437. Invariant: as many points as parameters give log N(w; μ, Σ) − log|det R|
         per joint, so the ratio of two policies is that of their parameters' densities, BBRL's.
     """
+    rows, params, mean, chol, jitter = in_one_dtype(rows, params, mean, chol, jitter)
+    if not params.shape[-1:] == mean.shape[-1:] == chol.shape[-1:]:
+        raise ValueError(
+            f"segment_log_prob: `params` and `mean` have {chol.shape[-1]} entries on their last axis, as `chol` has; got "
+            f"{list(params.shape)}, {list(mean.shape)} and {list(chol.shape)}."
+        )
     cov = segment_covariance(rows, chol)
     cov = cov + torch.diag_embed(jitter[..., None].expand(*jitter.shape, cov.shape[-1]))
     lower, info = torch.linalg.cholesky_ex(cov)
@@ -112,8 +121,7 @@ def segment_log_prob(
             f"segment_log_prob: {int((info > 0).sum())} of {info.numel()} covariances are not positive definite. Points too "
             f"close for `jitter`, more points than parameters, or NaN in `chol`: see segment_jitter."
         )
-    deviation = at_least_float32(params - mean)
-    e = torch.einsum("...nsm,...dm->...nds", rows, deviation.unflatten(-1, (-1, rows.shape[-1]))).flatten(-2)
+    e = torch.einsum("...nsm,...dm->...nds", rows, (params - mean).unflatten(-1, (-1, rows.shape[-1]))).flatten(-2)
     if lower.ndim == 3:  # one factor for every episode: they are the columns of one right-hand side
         white = torch.linalg.solve_triangular(lower, e.reshape(-1, *e.shape[-2:]).permute(1, 2, 0), upper=False)
         square = white.square().sum(-2).mT.reshape(e.shape[:-1])
@@ -124,6 +132,7 @@ def segment_log_prob(
     return logp if mask is None else torch.where(mask, logp, 0.0)
 
 
+@without_autocast
 def segment_advantages(
     rewards: Float[Tensor, "B T"],
     values: Float[Tensor, "B T"],
@@ -186,7 +195,7 @@ def normalise_advantages(advantages: Float[Tensor, "B N"], mask: Bool[Tensor, "B
         Li et al. 2024, arXiv:2401.11437. Invariant: shifting and scaling all advantages changes nothing.
     """
     count = mask.sum()
-    centred = torch.where(mask, advantages, 0.0)
+    centred = torch.where(mask, at_least_float32(advantages), 0.0)
     for _ in range(2):  # the second time takes away the rounding of the first, which a tiny spread would blow up
         centred = torch.where(mask, centred - centred.sum() / count.clamp(min=1), 0.0)
     std = (centred.square().sum() / (count - 1).clamp(min=1)).sqrt()
@@ -211,13 +220,14 @@ def critic_targets(
 
 def _factor(rows: Tensor, chol: Tensor) -> Tensor:
     """(I_D ⊗ R_n) L [*, N, D·S, W], without forming the Kronecker product."""
+    rows, chol = in_one_dtype(rows, chol)
     width, columns = chol.shape[-1], rows.shape[-1]
     if width % columns:
         raise ValueError(
             f"segments: {width} parameters are not a whole number of joints with {columns} each; got rows {list(rows.shape)} "
             f"and chol {list(chol.shape)}. Rows are design.position[..., pairs, :]."
         )
-    return torch.einsum("...nsm,...dmw->...ndsw", rows, at_least_float32(chol).unflatten(-2, (-1, columns))).flatten(-3, -2)
+    return torch.einsum("...nsm,...dmw->...ndsw", rows, chol.unflatten(-2, (-1, columns))).flatten(-3, -2)
 
 
 def _check_episodes(rewards: Tensor, values: Tensor, pairs: Tensor, mask: Tensor) -> None:

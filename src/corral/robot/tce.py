@@ -8,9 +8,10 @@ from torch import Tensor
 
 from corral.numerics import number_in
 from corral.robot.config import LearnerConfig
-from corral.robot.episode import SEGMENTS, Episodes, episode_seeds
+from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
 from corral.robot.event import rewards_at_event
 from corral.robot.learner import Credit, Learner
+from corral.robot.prodmp import ProDMP
 from corral.robot.segment import (
     critic_targets,
     draw_pairs,
@@ -77,17 +78,22 @@ class TCE(Learner):
     name: ClassVar[str] = "tce"
     config: TCEConfig
 
+    def __init__(self, plant: Plant, prodmp: ProDMP, dt: float, config: TCEConfig, **settings: Any) -> None:
+        if config.points > plant.steps:
+            raise ValueError(f"tce: `points` is at most the {plant.steps} steps of an episode; got {config.points}.")
+        super().__init__(plant, prodmp, dt, config, **settings)
+
     def begin_batch(self, chol: Tensor) -> None:
         """Segments of this batch, and what regularises their likelihoods under both policies."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.plant.steps, self.config.points, generator=generator)
-        self.rows = self.prodmp.design(self.times).position[self.pairs].to(self.dtype)
+        self.rows = self.design.position[self.pairs].to(self.dtype)
         self.jitter = segment_jitter(self.rows, chol, self.config.jitter)
 
     def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
         jitter = self.jitter
         if self.config.common_jitter:
-            jitter = segment_jitter(self.rows, chol, self.config.jitter).amax().expand_as(jitter)
+            jitter = segment_jitter(self.rows.flatten(0, 1)[None], chol, self.config.jitter).expand_as(jitter)
         return segment_log_prob(self.rows, params, mean, chol, jitter)
 
     def states(self, episodes: Episodes) -> Tensor:

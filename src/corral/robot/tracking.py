@@ -46,8 +46,11 @@ class Tracking:
                 f"{self.velocities}."
             )
         for name in ("p", "d", "scale"):
-            if np.size(getattr(self, name)) not in (1, self.dof):
-                raise ValueError(f"Tracking: `{name}` is one number, or one for each of {self.dof} joints.")
+            value = np.asarray(getattr(self, name))
+            if value.size not in (1, self.dof) or not np.isfinite(value).all():
+                raise ValueError(f"Tracking: `{name}` is one finite number, or one for each of {self.dof} joints; got {value}.")
+        if not np.all(self.scale):
+            raise ValueError(f"Tracking: `scale` is what an action of 1 stands for, and not 0; got {self.scale}.")
 
     @property
     def dof(self) -> int:

@@ -1,18 +1,29 @@
 """Ctrl-C and SIGTERM, which is what batch systems send: a run ends between two steps, with a checkpoint."""
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol, runtime_checkable
+
+STOPPING = "Stopping after this step, with a checkpoint. Once more to stop at once."
+
+
+@runtime_checkable
+class Told(Protocol):
+    """Who is told that a signal has come."""
+
+    def stopping(self, sentence: str) -> None:
+        """Called from the signal's handler: anything may be half done, a line of text too."""
 
 
 @dataclass(kw_only=True)
 class Interruptible:
     """What is running can be asked to stop."""
 
+    view: Told
     interrupted: bool = False
     patient: bool = False
     """Whether a signal waits for the end of the step; before training it need not."""
@@ -35,5 +46,4 @@ class Interruptible:
         if self.interrupted or not self.patient:
             raise KeyboardInterrupt
         self.interrupted = True
-        # A console may be in the middle of a write: go past it.
-        os.write(2, b"\nStopping after this step, with a checkpoint. Once more to stop at once.\n")
+        self.view.stopping(STOPPING)

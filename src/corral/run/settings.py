@@ -1,5 +1,6 @@
 """Layers of settings, whatever they are for: files, recipes and flags, each value of the right type."""
 
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,9 @@ from corral.run.files import RunError
 
 GuardMode = Literal["warn", "stop", "off"]
 """What to do about a collapse."""
+
+LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
+"""Of .05, as people write it; TOML wants 0.05."""
 
 
 def check_least(settings: Any, least: Mapping[str, int]) -> None:
@@ -90,7 +94,7 @@ def guess(text: Any) -> Any:
     if text.lower() == "none":
         return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads("value = " + LEADING_POINT.sub(r"\g<1>0.", text))["value"]
     except tomllib.TOMLDecodeError:
         return text
 

@@ -43,6 +43,11 @@ class View:
         """Something a person should know."""
         self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
+    def stopping(self, sentence: str) -> None:
+        """A signal has come, and is obeyed soon. A console may be in the middle of a write: go past it."""
+        if not self.problems.quiet:
+            os.write(2, f"\n{sentence}\n".encode())
+
     def say(self, sentence: str) -> None:
         """Something good to know."""
 
@@ -92,6 +97,7 @@ class LiveView(View):
         self.task = self.progress.add_task("steps", total=steps, completed=done)
         self.newest: dict[str, Any] = {}
         self.rows: Sequence[Row] = ()
+        self.last = Text(style="yellow")
         self.live = Live(self._panel(), console=self.console, refresh_per_second=4, get_renderable=self._panel)
         self.live.start()
 
@@ -102,6 +108,9 @@ class LiveView(View):
 
     def completions(self, rows: Sequence[Row]) -> None:
         self.rows = rows
+
+    def stopping(self, sentence: str) -> None:
+        self.last = Text(sentence, style="yellow")  # what is written past the panel, the panel paints over
 
     def say(self, sentence: str) -> None:
         self.console.print(escape(sentence), highlight=False)
@@ -129,7 +138,9 @@ class LiveView(View):
             )
             for row in self.rows
         ]
-        return Panel(Group(self.progress, table, *shown), title="corral", title_align="left")
+        return Panel(
+            Group(self.progress, table, *shown, *([self.last] if self.last else [])), title="corral", title_align="left"
+        )
 
 
 class TimeLeft(ProgressColumn):

@@ -4,7 +4,7 @@ The first form that occurs counts, and of that form the last occurrence:
 
     1. \boxed{…}   the outermost box that was closed last; braces nest, \{ and \} are not braces
     2. #### …      the rest of the line
-    3. a number    with its sign, thousands separators, decimals, or as a fraction a/b
+    3. a number    with its sign, thousands separators, decimals, power of ten (1e5), or as a fraction a/b
 
 So there is one answer and one chance: a list of all numbers is graded by its last, and several boxes by the last box. Text is
 not LaTeX that is compiled: a box counts wherever it stands, in code blocks and behind % too. A box that is empty is an empty
@@ -27,7 +27,13 @@ LONGEST_NUMBER = 60
 
 BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{DIGITS})(?:\s?/\s?[0-9]+)?(?!\.?[0-9])")
+POWER = r"(?:[eE][-+]?[0-9]{1,2})?"
+# Not a number, but the beginning of something else: 1.2.3, 0x10, 5x10, 1_000, 1e100, 4².
+GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
+NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{DIGITS}){POWER}(?:\s?/\s?[0-9]+)?(?!{GOES_ON})")
+BEGINNING = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
+CHANGED = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
+"""What makes another number of the one behind it, or two."""
 FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
 """Characters that people and models write for - , . and %."""
@@ -100,19 +106,21 @@ def one_number(answer: str) -> Fraction | None:
     r"""The number of an answer, where there is exactly one.
 
     Words, units, currency and percent signs around it are passed over: "42 apples", "$1,234.50", "x = 42", "50\%" is 50.
-    "42 or 43", "6*7" and "3 1/2" have several and so are none.
+    "42 or 43", "6*7" and "3 1/2" have several and so are none; nothing is computed, so neither is \sqrt{16} or 4².
     """
-    if len(answer) > LONGEST:
+    if len(answer) > LONGEST or CHANGED.search(answer):
         return None
     text = ascii_digits(answer)
     for noise in (r"\$", "$", r"\!", r"\,", r"\;", r"\%"):
         text = text.replace(noise, "")
     text = FRACTION.sub(_with_slash, text.replace("{,}", ","))
     text = re.sub(r"(?<=[A-Za-z}])\^(?:[0-9]|\{[0-9]\})", "", text)  # cm^2
-    found = [match[0] for match in NUMBER.finditer(text)]
-    if len(found) != 1 or len(found[0]) > LONGEST_NUMBER:
+    found = list(NUMBER.finditer(text))
+    if len(found) != 1 or len(found[0][0]) > LONGEST_NUMBER:
         return None
-    return as_fraction(found[0])
+    if any(digit.start() not in range(*found[0].span()) for digit in BEGINNING.finditer(text)):  # of what is no number: 4²
+        return None
+    return as_fraction(found[0][0])
 
 
 def as_fraction(number: str) -> Fraction | None:

@@ -4,7 +4,8 @@ import re
 import textwrap
 
 # A fence stands alone on its line, indented or not; a block that is never closed reaches to the end: it was cut.
-BLOCK = re.compile(r"^[ \t]*```+[ \t]*(?P<label>[\w+#.-]*)[^\n`]*\n(?P<body>.*?)(?:^[ \t]*```+[ \t]*$|\Z)", re.M | re.S)
+# *+ and ++ give nothing back: a label of thousands of letters without an end of line would be tried in every split.
+BLOCK = re.compile(r"^[ \t]*+```++[ \t]*+(?P<label>[\w+#.-]*+)[^\n`]*+\n(?P<body>.*?)(?:^[ \t]*+```++[ \t]*$|\Z)", re.M | re.S)
 PYTHON = {"python", "python3", "py", "py3"}
 THOUGHT = "</think>"
 

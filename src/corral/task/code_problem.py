@@ -2,19 +2,20 @@
 
 import json
 import marshal
-import math
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from corral.task.code_compare import COMPARISONS, same_output
 from corral.task.code_extract import defines, extract_program
 from corral.task.code_harness import REPORT, UNABLE
 from corral.task.code_value import Opaque, decode, loads, same
 from corral.task.pool import Pool
 from corral.task.sandbox import Job, Limits
+from corral.task.sandbox.result import encode
 
 NO_RESULT = Opaque("no result")
 """Where a function raised, or the program ended before."""
@@ -35,7 +36,8 @@ class Runs:
         """The share of runs that end well with the right output; with `stop`, none after the first that does not."""
         right = 0
         for stdin, stdout in self.cases:
-            result = pool.run_one(Job(code=program, stdin=stdin, limits=limits))
+            room = max(limits.output, 2 * len(encode(stdout)))  # what is expected must be allowed
+            result = pool.run_one(Job(code=program, stdin=stdin, limits=replace(limits, output=room)))
             if result.status == "ok" and same_output(result.stdout, stdout, self.tolerance):
                 right += 1
             elif stop:
@@ -62,7 +64,10 @@ class Calls:
 
     def right(self, got: object, expected: object) -> bool:
         """Whether a result is the expected one."""
-        return got is not NO_RESULT and COMPARISONS[self.how](got, expected, self.tolerance)
+        try:
+            return got is not NO_RESULT and COMPARISONS[self.how](got, expected, self.tolerance)
+        except RecursionError:  # lists in lists, as deep as they could just be read
+            return False
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def grade_all(
 
 def call(program: str, entry: str, arguments: tuple[str, ...], pool: Pool, limits: Limits) -> list[object]:
     """Results of a function, one per line of arguments; something that equals nothing where there is none."""
-    roomy = Limits(timeout=limits.timeout, memory_mb=limits.memory_mb, output=ROOM)
+    roomy = replace(limits, output=ROOM)
     stdin = "".join(line + "\n" for line in arguments)
     result = pool.run_one(Job(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy))
     answers = [_value(line) for line in result.stdout.splitlines()[: len(arguments)]]
@@ -185,60 +190,3 @@ def _expected(tests: Agreement, pool: Pool, limits: Limits) -> list[object]:
             )
         _references[tests] = results
     return _references[tests]
-
-
-def lines(text: str) -> list[str]:
-    """Lines without the spaces at their ends, without empty ones at the end."""
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def same_output(got: str, expected: str, tolerance: float) -> bool:
-    """Equal lines; with a tolerance, equal words on lines that are not empty, where numbers with a decimal point may differ."""
-    if lines(got) == lines(expected) or not tolerance:
-        return lines(got) == lines(expected)
-    ours, theirs = ([line.split() for line in text.split("\n") if line.strip()] for text in (got, expected))
-    return [len(line) for line in ours] == [len(line) for line in theirs] and all(
-        a == b or _close(a, b, tolerance)
-        for line, other in zip(ours, theirs, strict=True)
-        for a, b in zip(line, other, strict=True)
-    )
-
-
-def _close(got: str, expected: str, tolerance: float) -> bool:
-    try:
-        int(expected)
-    except ValueError:
-        try:
-            return math.isclose(float(got), float(expected), rel_tol=tolerance, abs_tol=tolerance)
-        except ValueError:
-            return False
-    return False  # whole numbers are counted, not measured
-
-
-def _as_apps(got: object, expected: object, tolerance: float) -> bool:
-    """A tuple will do for a list, and x is right where [x] is expected: APPS writes results that way."""
-    got = _untupled(got)
-    wrapped = isinstance(expected, list) and len(expected) == 1 and same(got, expected[0], tolerance)
-    return wrapped or same(got, expected, tolerance)
-
-
-def _untupled(value: object) -> object:
-    return [_untupled(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
-    """The same elements, in any order and number: EvalPlus asks no more of some functions."""
-    try:
-        return set(got) == set(expected)
-    except TypeError:  # not a collection, or of things that no set can hold
-        return False
-
-
-def _presence(got: object, expected: object, tolerance: float) -> bool:
-    """Whether there is a result at all, as EvalPlus has it where results are matches of patterns. Booleans are themselves."""
-    return got == expected if isinstance(got, bool) else expected == (got is not None)
-
-
-COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
-    "same": same, "apps": _as_apps, "sets": _as_sets, "presence": _presence,
-}  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 from corral.task.code_problem import Agreement, Calls, Problem, Runs, Tests
@@ -13,10 +14,7 @@ from corral.task.rows import Malformed, Row, text_column
 def own_row(row: Row) -> tuple[str, Problem]:
     """`prompt`, and `tests` that each have `stdin` and `stdout`, or `args` and `result` for the function `entry`."""
     problem = problem_from_tests({key: row[key] for key in ("tests", "entry", "tolerance") if key in row})
-    reference = row.get("reference", "")
-    if not isinstance(reference, str):
-        raise Malformed(f"`reference` should be a program; got {reference!r:.60}")
-    return text_column(row, "prompt"), Problem(tests=problem.tests, reference=reference)
+    return text_column(row, "prompt"), Problem(tests=problem.tests, reference=_optional(row, "reference"))
 
 
 def problem_from_tests(answer: Any) -> Problem:
@@ -31,28 +29,27 @@ def problem_from_tests(answer: Any) -> Problem:
         raise Malformed(f"`entry` should be the name of a function; got {entry!r:.60}")
     if not all(isinstance(test.get("args"), list) and "result" in test for test in tests):
         raise Malformed("every test of a function should have `args`, a list, and `result`")
-    tolerance = answer.get("tolerance", 0.0)
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
-        raise Malformed(f"`tolerance` should be a number, 0 or above; got {tolerance!r:.60}")
-    return Problem(tests=Calls(entry, tuple((dumps(test["args"]), dumps(test["result"])) for test in tests), float(tolerance)))
+    cases = tuple((dumps(test["args"]), dumps(test["result"])) for test in tests)
+    return Problem(tests=Calls(entry, cases, _tolerance(answer, "tolerance")))
 
 
 def human_eval_row(row: Row) -> tuple[str, Problem]:
     """HumanEval and HumanEval+: `prompt`, `entry_point`, and `test`, or `base_input` and `plus_input` for the reference."""
     prompt, entry = text_column(row, "prompt"), text_column(row, "entry_point")
-    solution = row.get("canonical_solution") or ""
+    solution = _optional(row, "canonical_solution")
     if "base_input" in row and solution:
-        inputs = [*_list(row, "base_input"), *_list(row, "plus_input" if "plus_input" in row else "base_input", [])]
+        inputs = [*_list(row, "base_input"), *_list(row, "plus_input", [])]
         if not inputs or not all(isinstance(arguments, list) for arguments in inputs):
             raise Malformed("`base_input` and `plus_input` should be lists of lists of arguments")
-        tolerance = max(float(row.get("atol") or 0.0), CLOSE)
+        tolerance = max(_tolerance(row, "atol"), CLOSE)
         tests: Tests = Agreement(entry, tuple(map(dumps, inputs)), prompt + solution, entry, tolerance)
     else:
         tests = tests_from_code(text_column(row, "test"), entry)
-    start = prompt.find(f"def {entry}")
-    if start < 0:
+    head = re.search(rf"^(?:async )?def {re.escape(entry)}\b", prompt, re.M)
+    if head is None:
         raise Malformed(f"`prompt` should have the head of {entry}, the `entry_point`")
-    return prompt, Problem(tests=tests, stem=prompt, preamble=prompt[:start], reference=prompt + solution if solution else "")
+    reference = prompt + solution if solution else ""
+    return prompt, Problem(tests=tests, stem=prompt, preamble=prompt[: head.start()], reference=reference)
 
 
 def mbpp_row(row: Row, shown: int = 1) -> tuple[str, Problem]:
@@ -64,15 +61,16 @@ def mbpp_row(row: Row, shown: int = 1) -> tuple[str, Problem]:
     if not asserts or not all(isinstance(test, str) for test in asserts):
         raise Malformed("`test_list` should be a list of assertions, not empty")
     entry = called_function(asserts[0])
-    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
-    tests = tests_from_code(row["test"], entry) if row.get("test") else tests_from_asserts(asserts, entry, setup)
+    setup = _optional(row, "test_setup_code") or "\n".join(map(str, _list(row, "test_imports", [])))
+    test = _optional(row, "test")
+    tests = tests_from_code(test, entry) if test else tests_from_asserts(asserts, entry, setup)
     prompt = f"{text.strip()}\nYour code should pass tests like these:\n" + "\n".join(asserts[: max(1, shown)])
-    return prompt, Problem(tests=tests, reference=row.get("code") or "")
+    return prompt, Problem(tests=tests, reference=_optional(row, "code"))
 
 
 def apps_row(row: Row) -> tuple[str, Problem]:
     """APPS and its like: `question`, and `input_output` with `inputs`, `outputs` and, for functions, `fn_name`."""
-    question, starter = text_column(row, "question", "prompt"), row.get("starter_code") or ""
+    question, starter = text_column(row, "question", "prompt"), _optional(row, "starter_code")
     cases = row.get("input_output")
     if cases == "":
         raise Malformed("`input_output` is empty: there are no tests")
@@ -85,7 +83,7 @@ def apps_row(row: Row) -> tuple[str, Problem]:
     inputs, outputs = _list(cases, "inputs"), _list(cases, "outputs")
     if not inputs or len(inputs) != len(outputs):
         raise Malformed(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
-    if name := cases.get("fn_name"):
+    if name := _optional(cases, "fn_name"):
         if not all(isinstance(arguments, list) for arguments in inputs):
             raise Malformed("`inputs` of a function should be lists of arguments")
         pairs = zip((dumps(_counted(one)) for one in inputs), (dumps(_counted(one)) for one in outputs), strict=True)
@@ -98,7 +96,7 @@ def apps_row(row: Row) -> tuple[str, Problem]:
 
 
 def _list(row: Row, name: str, default: list[Any] | None = None) -> list[Any]:
-    value = row.get(name, default)
+    value = default if row.get(name) is None else row[name]
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -107,6 +105,22 @@ def _list(row: Row, name: str, default: list[Any] | None = None) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise Malformed(f"`{name}` should be a list; got {value!r:.60}")
     return list(value)
+
+
+def _optional(row: Row, name: str) -> str:
+    """A text that need not be there."""
+    value = row.get(name)
+    if not isinstance(value, str | None):
+        raise Malformed(f"`{name}` should be a text; got {value!r:.60}")
+    return value or ""
+
+
+def _tolerance(row: Row, name: str) -> float:
+    value = row.get(name)
+    value = 0.0 if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise Malformed(f"`{name}` should be a number, 0 or above; got {value!r:.60}")
+    return float(value)
 
 
 def _text(test: Row, name: str) -> str:

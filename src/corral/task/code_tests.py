@@ -38,7 +38,7 @@ def tests_from_code(source: str, entry: str) -> Tests:
     checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if checks and (cases := _plain_asserts(checks[0].body, {"candidate", entry})):
         return Calls(entry, cases)
-    call = "\ncheck(candidate)" if checks and not _calls_check(tree) else ""
+    call = "\ncheck(candidate)" if checks and not any(map(_calls_check, tree.body)) else ""
     return _checks(entry, "", (_without_unused_imports(source) + call,))
 
 
@@ -51,7 +51,7 @@ def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
 
 
 def called_function(test: str) -> str:
-    """The function that an assertion is about: the innermost call by name that is no built-in's."""
+    """The function that an assertion is about: the outermost call by name that is no built-in's."""
     for node in ast.walk(_parsed(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in dir(builtins):
             return node.func.id
@@ -87,16 +87,26 @@ def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, st
 
 
 def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
-    """Tests to run, if they can: of modules and names they may use the standard library's and their own."""
+    """Tests to run, if they can: of modules and names they may use the standard library's and their own, and the function."""
     tree = _parsed("\n".join((setup, *tests)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             if foreign := [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]:
                 raise Malformed(f"the test imports {foreign[0]}, and the sandbox has the standard library alone")
+    if not _uses(tree, entry):
+        raise Malformed(f"the test never calls {entry}, so every program would pass it")
     if unknown := sorted(_names(tree, ast.Load) - _defined(tree) - set(dir(builtins)) - {entry, "candidate", "__name__"}):
         raise Malformed(f"the test uses {unknown[0]}, which neither it nor Python defines")
     return Checks(entry, setup, tests)
+
+
+def _uses(tree: ast.Module, entry: str) -> bool:
+    """Whether the function is used anywhere but as the argument of check(…)."""
+    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    known = {entry, "candidate", *(argument.arg for node in checks for argument in node.args.args)}
+    rest = [node for node in tree.body if not _calls_check(node)]
+    return bool(known & _names(ast.Module(rest, []), ast.Load))
 
 
 def _names(tree: ast.Module, context: type[ast.expr_context]) -> set[str]:
@@ -196,6 +206,6 @@ def _standard_import(node: ast.stmt) -> bool:
     return bool(names) and not any(name.partition(".")[0] == "numpy" for name in names)
 
 
-def _calls_check(tree: ast.Module) -> bool:
-    calls = [node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    return any(isinstance(call.func, ast.Name) and call.func.id == "check" for call in calls)
+def _calls_check(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"

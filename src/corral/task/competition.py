@@ -102,12 +102,12 @@ class DAPOMath(MathTask):
         return prompt, text_column(row, "solution", "answer").strip()
 
 
-def chat_text(prompt: object) -> str:
+def chat_text(prompt: object, column: str = "prompt") -> str:
     """The text of a prompt, which may be a chat of one user's message."""
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
-            raise Malformed(f"`prompt` should be one message of the user's; got {str(prompt)[:60]!r}")
+            raise Malformed(f"`{column}` should be one message of the user's; got {str(prompt)[:60]!r}")
         prompt = prompt[0].get("content")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise Malformed(f"`prompt` should be a text that is not empty, or a chat; got {str(prompt)[:60]!r}")
+        raise Malformed(f"`{column}` should be a text that is not empty, or a chat; got {str(prompt)[:60]!r}")
     return prompt

@@ -2,11 +2,13 @@
 
 math-verify and some scorers of reasoning-gym hand text to sympy, which can compute for years. Their own limits are alarms: they
 work in the main thread alone, and not inside a long call into C. Here a worker that takes too long is killed and another one
-started; the answer it had is wrong, and counted.
+started; the answer it had is wrong, and counted. Every wait has a deadline.
 """
 
 import atexit
+import contextlib
 import logging
+import math
 import os
 import pickle
 import queue
@@ -14,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from corral.run.cores import cores
 
 LOG = logging.getLogger("corral.task")
 SCRIPT = Path(__file__).with_name("grader_worker.py")
@@ -30,6 +35,12 @@ START_SECONDS = 300.0
 
 WALL_FACTOR = 4.0
 """A worker has `seconds` of processor time, and this many times as long on the clock."""
+
+FAREWELL = 5.0
+"""Seconds within which a process that was killed has gone, or a worker in use has come back when its pool is closed."""
+
+LARGEST = 4
+"""Workers of one kind: each of them has sympy in it."""
 
 Status = Literal["graded", "timeout", "error", "died"]
 
@@ -50,45 +61,59 @@ class Worker:
         command = [sys.executable, "-P", str(SCRIPT), kind]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True, bufsize=0)
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)  # a worker that has stopped reads nothing
         self.read = b""
-        if self._line(START_SECONDS) != "ready":
+        if self._line(time.monotonic() + START_SECONDS) != "ready":
             self.close()
             raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
 
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
         """The verdict on one question. After anything but "graded" or "error" the worker is gone."""
         question = pickle.dumps((seconds, arguments))
-        assert self.process.stdin is not None
+        deadline = time.monotonic() + WALL_FACTOR * seconds
         try:
-            self.process.stdin.write(len(question).to_bytes(8, "big") + question)
+            sent = self._send(len(question).to_bytes(8, "big") + question, deadline)
         except OSError:
             return Verdict("died")
-        line = self._line(WALL_FACTOR * seconds)
+        line = self._line(deadline) if sent else None
         if line is None:
             return Verdict("timeout")
         status, _, value = line.partition(" ")
-        if status == "score":
-            return Verdict("graded", float(value))
-        if status == "error":
+        if status == "score" and math.isfinite(score := float(value)):
+            return Verdict("graded", score)
+        if status in ("score", "error"):
             return Verdict("error")
         # The end of the pipe: the limit on processor time ended it, or something worse.
-        return Verdict("timeout" if self.process.wait() == -signal.SIGPROF else "died")
+        return Verdict("timeout" if self._exit_status() == -signal.SIGPROF else "died")
 
     def close(self) -> None:
         """End the process, whatever it does."""
         self.process.kill()
-        self.process.wait()
+        self._exit_status()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
 
-    def _line(self, seconds: float) -> str | None:
+    def _exit_status(self) -> int | None:
+        """Of a process that is about to end; None for one that does not."""
+        try:
+            return self.process.wait(FAREWELL)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _send(self, data: bytes, deadline: float) -> bool:
+        """Whether all of it went through the pipe in time."""
+        assert self.process.stdin is not None
+        while data and _ready(self.process.stdin.fileno(), select.POLLOUT, deadline):
+            data = data[os.write(self.process.stdin.fileno(), data) :]
+        return not data
+
+    def _line(self, deadline: float) -> str | None:
         """The next line; None if it does not come in time, "" if it never will."""
-        deadline = time.monotonic() + seconds
         assert self.process.stdout is not None
         while b"\n" not in self.read:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
-            if not ready:
+            if not _ready(self.process.stdout.fileno(), select.POLLIN, deadline):
                 return None
             piece = os.read(self.process.stdout.fileno(), 4096)
             if not piece:
@@ -98,20 +123,29 @@ class Worker:
         return line.decode()
 
 
+def _ready(file: int, event: int, deadline: float) -> bool:
+    """Whether a pipe can be written to or read from before the deadline, or has been closed at its other end."""
+    waiting = select.poll()  # select() itself knows no file beyond the 1024th
+    waiting.register(file, event)
+    return bool(waiting.poll(1000 * max(deadline - time.monotonic(), 0.0)))
+
+
 class Pool:
     """Workers of one kind, started when they are needed. Any thread may ask."""
 
     def __init__(self, kind: str, size: int) -> None:
         self.kind, self.size, self.owner = kind, size, os.getpid()
         self.counts: Counter[str] = Counter()
+        self.counting = threading.Lock()
         self.idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(size):
             self.idle.put(None)
 
     def grade(self, questions: Sequence[tuple[Any, ...]], seconds: float) -> list[Verdict]:
         """A verdict for each; what hangs, fails or kills its worker is wrong and counted."""
-        if len(questions) < 2:
-            return [self._one(question, seconds) for question in questions]
+        if not questions:
+            return []
+        # One question too has a thread: what Ctrl-C raises in the main one must not lose a worker on its way.
         with ThreadPoolExecutor(min(self.size, len(questions))) as threads:
             return list(threads.map(lambda question: self._one(question, seconds), questions))
 
@@ -135,8 +169,9 @@ class Pool:
             self.idle.put(worker)
 
     def _count(self, status: Status) -> None:
-        self.counts[status] += 1
-        number = self.counts[status]
+        with self.counting:
+            self.counts[status] += 1
+            number = self.counts[status]
         if status != "graded" and str(number).strip("0") == "1":  # 1, 10, 100, …
             LOG.warning("grader %s: %s, %d so far; such answers count as wrong.", self.kind, status, number)
 
@@ -144,9 +179,14 @@ class Pool:
         """End all workers, once they are idle, unless they are another process's from which this one was forked."""
         if self.owner != os.getpid():
             return
-        for worker in [self.idle.get() for _ in range(self.size)]:
-            if worker is not None:
-                worker.close()
+        deadline, taken = time.monotonic() + FAREWELL, 0
+        with contextlib.suppress(queue.Empty):  # a thread that is still grading has it, and ends with this process
+            while taken < self.size:
+                worker = self.idle.get(timeout=max(deadline - time.monotonic(), 0.0))
+                taken += 1
+                if worker is not None:
+                    worker.close()
+        for _ in range(taken):
             self.idle.put(None)
 
 
@@ -156,12 +196,15 @@ _POOLS: dict[tuple[int, str], Pool] = {}
 def pool(kind: str) -> Pool:
     """This process's pool of a kind; a process that was forked has its own."""
     key = (os.getpid(), kind)
-    if key not in _POOLS:
-        _POOLS[key] = Pool(kind, min(4, len(os.sched_getaffinity(0))))
-        atexit.register(_POOLS[key].close)
-    return _POOLS[key]
+    return _POOLS.get(key) or _POOLS.setdefault(key, Pool(kind, min(LARGEST, cores())))  # the first thread's is everyone's
+
+
+@atexit.register
+def _close_all() -> None:
+    for one in list(_POOLS.values()):
+        one.close()
 
 
 def grader_counts() -> dict[str, dict[str, int]]:
     """How many answers were graded, hung, failed or killed their grader, by kind of grader, in this process."""
-    return {kind: dict(one.counts) for (process, kind), one in _POOLS.items() if process == os.getpid()}
+    return {kind: dict(one.counts) for (process, kind), one in list(_POOLS.items()) if process == os.getpid()}

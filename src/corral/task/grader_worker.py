@@ -4,6 +4,7 @@ This file is run as a script, by its path: it imports nothing of corral, so that
 eight bytes of length and a pickle of (seconds, arguments); an answer is "score 0.5", or "error" and what was raised.
 """
 
+import os
 import pickle
 import resource
 import signal
@@ -52,8 +53,8 @@ LOADERS: dict[str, Callable[[], Callable[..., float]]] = {"math": load_math, "re
 def main(kind: str) -> None:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which still has a step to finish
-    answers = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (for as long as the process lives)
-    sys.stdout = sys.stderr  # a library that prints must not answer
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # a library that prints must not answer, be it in C
     score = LOADERS[kind]()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

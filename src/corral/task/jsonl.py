@@ -51,6 +51,8 @@ class Jsonl(MathTask):
             raise ValueError(
                 f"jsonl: there is no verifier {self.verifier!r}.{nearest(self.verifier, VERIFIERS)} Or module:function."
             )
+        if not isinstance(self.unsafe_code_execution, bool):
+            raise ValueError(f"jsonl: `unsafe_code_execution` is true or false; got {self.unsafe_code_execution!r}.")
         if self.verifier not in ("math", "number") and self.format_weight:
             raise ValueError(f"jsonl: `format_weight` is for the verifiers math and number; got {self.verifier!r}.")
         super().__post_init__()
@@ -60,7 +62,7 @@ class Jsonl(MathTask):
         for column in (self.prompt_column, self.answer_column):
             if column not in row:
                 raise Malformed(f"there is no `{column}`; the row has {', '.join(map(str, row)) or 'nothing'}")
-        prompt = chat_text(row[self.prompt_column]) if self.prompt_column == "prompt" else text_column(row, self.prompt_column)
+        prompt = chat_text(row[self.prompt_column], self.prompt_column)
         if self.verifier == "code":
             return prompt, problem_from_tests(row[self.answer_column])
         if ":" in self.verifier:
@@ -95,7 +97,7 @@ def checked_reward(name: str, value: Any) -> float:
     """A reward from 0 to 1 as a float, be it a bool, NumPy's or torch's; a sentence if it is none."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
         number = math.nan
     if not 0 <= number <= 1:
         raise ValueError(f"the verifier {name} gave {value!r}. A task's reward is a number from 0 to 1.")

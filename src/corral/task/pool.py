@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import logging
 import os
 import threading
 import weakref
@@ -11,10 +12,13 @@ from functools import cache
 from types import TracebackType
 from typing import TypeVar, cast
 
+from corral.run.cores import cores
 from corral.task.sandbox.result import Job, SandboxResult
 from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
 from corral.task.sandbox.view import SandboxUnavailable
 from corral.task.sandbox.worker import Worker, WorkerLost, available_backend, run_connected
+
+LOG = logging.getLogger("corral.task")
 
 USES = 2000
 """Programs after which a worker is replaced, so that nothing in it can grow without end."""
@@ -54,7 +58,7 @@ class Pool:
 
     def run(self, jobs: Iterable[Job]) -> list[SandboxResult]:
         """Run every program; results in the order of the jobs."""
-        return self._map(self.run_one, list(jobs))
+        return self.map(self.run_one, list(jobs))
 
     def run_one(self, job: Job) -> SandboxResult:
         """Run one program, in this thread."""
@@ -72,13 +76,7 @@ class Pool:
 
     def map(self, function: Callable[..., Result], *items: Sequence) -> list[Result]:
         """`function` of every item, several at a time, in order; it may call `run_one` and `run_connected`."""
-        return self._map(function, *items)
-
-    def _map(self, function: Callable[..., Result], *items: Sequence) -> list[Result]:
-        if self._closed:
-            raise RuntimeError("pool: it has been closed.")
-        if self._owner != os.getpid():
-            raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
+        self._check()
         rows = list(zip(*items, strict=True))
         if len(rows) <= 1:
             return [function(*row) for row in rows]
@@ -97,8 +95,11 @@ class Pool:
                     todo.clear()
                     raise
 
-        for thread in [self._threads.submit(work) for _ in range(min(self.size, len(rows)))]:
-            thread.result()
+        try:
+            for thread in [self._threads.submit(work) for _ in range(min(self.size, len(rows)))]:
+                thread.result()
+        finally:
+            todo.clear()  # after Ctrl-C here the threads would go on to the last row, and the process wait for them
         return cast(list[Result], results)
 
     def _with_workers(self, count: int, use: Callable[[list[Worker]], tuple[SandboxResult, ...]]) -> tuple[SandboxResult, ...]:
@@ -112,6 +113,7 @@ class Pool:
             except WorkerLost as lost:
                 self._discard(borrowed)
                 if lost.hung or last:
+                    LOG.warning("%s The program counts as %s.", lost, "timed out" if lost.hung else "failed")
                     return (SandboxResult("timeout" if lost.hung else "error", "", str(lost), 0.0),) * count
             except BaseException:
                 self._discard(borrowed)
@@ -122,10 +124,16 @@ class Pool:
                 return results
         raise AssertionError("unreachable")
 
+    def _check(self) -> None:
+        """Refuse what would hang: a fork has neither the threads nor, alone, the workers, and copies a lock as it was."""
+        if self._owner != os.getpid():
+            raise RuntimeError("pool: it belongs to the process that opened it; open another one after a fork.")
+        if self._closed:
+            raise RuntimeError("pool: it has been closed.")
+
     def _take(self) -> tuple[Worker, int]:
+        self._check()
         with self._lock:
-            if self._closed:
-                raise RuntimeError("pool: it has been closed.")
             if self._idle:
                 return self._idle.pop()
         assert self.backend is not None
@@ -144,14 +152,16 @@ class Pool:
             worker.close()
 
     def close(self) -> None:
-        """Wait for what is under way, which its time limits bound, and end every worker. A second call does nothing."""
+        """Wait for what is under way, which its time limits bound, and end every worker. A second call does nothing, nor does
+        one in a forked process, whose they are not."""
+        if self._owner != os.getpid():
+            return
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
         for worker, _ in idle:
             worker.close()
-        if self._owner == os.getpid():  # threads do not survive a fork
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> "Pool":
         return self
@@ -166,13 +176,7 @@ _open_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for pool in list(_open_pools):
-        if pool._owner == os.getpid():
-            pool.close()
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
+        pool.close()
 
 
 @cache

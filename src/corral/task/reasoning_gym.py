@@ -16,7 +16,7 @@ from corral.task.grader import pool
 from corral.task.imports import library
 
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
-"""Generators whose scorers pass an answer to eval(). Here they get nothing but literals."""
+"""Generators whose scorers pass an answer to eval(). Here they get nothing but literals, and right answers."""
 FORMULAS = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 """Generators whose scorers pass an answer to sympy's parser, and so to eval(). Here they get nothing but formulas."""
 
@@ -26,6 +26,9 @@ WORDS = {
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 }
 """Names that a formula may have besides single letters. sympy's parser would know eval and exec too."""
+
+NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
+"""nan, or nani and nanj of a complex one: no distance from it is too large for a scorer that compares with <."""
 
 CHUNK = 32
 """Entries that one instance of a generator makes: seed, seed + 1, …"""
@@ -84,6 +87,10 @@ class ReasoningGym(_Data):
             raise ValueError(
                 f"reasoning_gym: {self.generator} refuses {self.settings}: {type(error).__name__}: {error}"
             ) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy knows the questions that were drawn."""
+        return _copy, (type(self), vars(self), self._drawn)
 
     @property
     def max_prompt_length(self) -> int:
@@ -155,6 +162,12 @@ class ReasoningGym(_Data):
         return self._drawn[prompt]
 
 
+def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[str, dict[str, Any]]) -> ReasoningGym:
+    task = task_cls(**settings)
+    task._drawn.update(drawn)
+    return task
+
+
 @contextmanager
 def own_random_state(seed: int) -> Iterator[None]:
     """Python's global random numbers from `seed` on, and as they were afterwards: some generators draw from them too."""
@@ -174,14 +187,23 @@ def answer_of(completion: str) -> str:
 
 
 def is_harmless(answer: str, entry: dict[str, Any], generator: str) -> bool:
-    """Whether an answer can be given to its scorer: not enormous, and nothing that eval() could run."""
+    """Whether an answer can be given to its scorer: not enormous, no NaN, and nothing that eval() could run.
+
+    A text without brackets is no literal yet: a comprehension can make exec the method that an index calls, and the name of a
+    scorer's own variable is the right answer.
+    """
     if len(answer) > LONGEST:
         return False
-    source = entry.get("metadata", {}).get("source_dataset", generator)
-    if answer == entry["answer"] or not {source, generator} & (LITERALS | FORMULAS):
+    metadata = entry.get("metadata", {})
+    if answer == str(entry["answer"]).strip() or answer in (metadata.get("valid_answers") or ()):
         return True
+    if NOT_A_NUMBER.search(answer):
+        return False
+    source = metadata.get("source_dataset", generator)
     if {source, generator} & LITERALS:
-        return "(" not in answer or is_literal(answer)
+        return is_literal(answer)
+    if not {source, generator} & FORMULAS:
+        return True
     words = re.findall(r"[A-Za-z]+", answer)
     return FORMULA.fullmatch(answer) is not None and all(len(word) == 1 or word in WORDS for word in words)
 

@@ -1,6 +1,5 @@
 """Many copies of an environment, stepped together on all cores."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -12,6 +11,8 @@ from gymnasium.envs.registration import registry
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
+
+from corral.run.cores import cores
 
 Array = NDArray[Any]
 
@@ -37,16 +38,25 @@ class Threads(VectorEnv):
         self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
         seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
-        parts = [None if seeds is None else seeds[part] for part in self._slices]
-        done = self._pool.map(lambda block, part: block.reset(seed=part, options=options), self.blocks, parts)
-        observations, infos = zip(*done, strict=True)
-        return np.concatenate(observations), self._joined(infos)
+        mask = (options or {}).get("reset_mask")
+
+        def begin(block: VectorEnv, part: slice) -> tuple[Array, dict[str, Any]]:
+            own = options
+            if mask is not None:
+                if not mask[part].any():  # Gymnasium refuses to begin none
+                    return self._seen[part], {}
+                own = {**options, "reset_mask": mask[part]}
+            return block.reset(seed=None if seeds is None else seeds[part], options=own)
+
+        observations, infos = zip(*self._pool.map(begin, self.blocks, self._slices), strict=True)
+        self._seen = np.concatenate(observations)
+        return self._seen.copy(), self._joined(infos)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
         done = self._pool.map(lambda block, part: block.step(actions[part]), self.blocks, self._slices)
         *arrays, infos = zip(*done, strict=True)
-        observations, rewards, terminated, truncated = map(np.concatenate, arrays)
-        return observations, rewards, terminated, truncated, self._joined(infos)
+        self._seen, rewards, terminated, truncated = map(np.concatenate, arrays)
+        return self._seen.copy(), rewards, terminated, truncated, self._joined(infos)
 
     def close_extras(self, **_: Any) -> None:
         self._pool.shutdown()
@@ -72,12 +82,7 @@ def make_envs(name: str, count: int, *, workers: int | None = None, **kwargs: An
         raise ValueError(f"make_envs: `count` and `workers` are at least 1; got {count} and {workers}.")
     if name.startswith("corral/") and getattr(registry.get(name), "vector_entry_point", None):
         return gymnasium.make_vec(name, count, vectorization_mode="vector_entry_point", **kwargs)
-    workers = min(count, workers or _cores())
+    workers = min(count, workers or cores())
     sizes = [count // workers + (index < count % workers) for index in range(workers)]
     blocks = [gymnasium.make_vec(name, size, vectorization_mode="sync", **kwargs) for size in sizes]
     return Threads(blocks) if workers > 1 else blocks[0]
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

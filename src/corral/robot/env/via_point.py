@@ -98,7 +98,9 @@ class ViaPointReachers(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # noqa: RUF012  # Gymnasium's own form
 
-    def __init__(self, num_envs: int = 1, reward: Reward = "dense", **_: Any) -> None:
+    def __init__(self, num_envs: int = 1, reward: Reward = "dense", *, max_episode_steps: int = STEPS) -> None:
+        if max_episode_steps != STEPS:  # Gymnasium passes what was registered
+            raise ValueError(f"ViaPointReachers: episodes have {STEPS} steps; got max_episode_steps={max_episode_steps}.")
         self.num_envs, self.arms = num_envs, Arms(num_envs, reward)
         self.single_observation_space, self.single_action_space = OBSERVATION, ACTION
         self.observation_space, self.action_space = batch_space(OBSERVATION, num_envs), batch_space(ACTION, num_envs)
@@ -109,7 +111,11 @@ class ViaPointReachers(VectorEnv):
     ) -> tuple[Array, dict[str, Any]]:
         if seed is not None:
             seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"ViaPointReachers: one seed for each of {self.num_envs} arms; got {len(seeds)}.")
             self._generators = [gymnasium.utils.seeding.np_random(one)[0] for one in seeds]
+        if options and not np.all(options.get("reset_mask", True)):
+            raise ValueError("ViaPointReachers: arms start and end together; got a `reset_mask` that leaves some out.")
         self.arms.reset(self._generators)
         return self.arms.observation(), {}
 

@@ -1,7 +1,6 @@
 """What is asked of the sandbox, and what comes back."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["ok", "error", "timeout", "memory", "output"]
@@ -42,7 +41,7 @@ class Limits:
     """Files in it."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.timeout <= 86_400) or not math.isfinite(self.timeout):
+        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= 86_400:
             raise ValueError(f"sandbox: `timeout` is a number of seconds above 0, at most a day; got {self.timeout!r}.")
         if type(self.memory_mb) is not int or not 1 <= self.memory_mb <= 1 << 20:
             raise ValueError(f"sandbox: `memory_mb` is a whole number of MiB in 1..{1 << 20}; got {self.memory_mb!r}.")
@@ -50,10 +49,6 @@ class Limits:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"sandbox: `{name}` is a whole number above 0; got {value!r}.")
-
-    def shorter(self, timeout: float) -> "Limits":
-        """The same with another time."""
-        return replace(self, timeout=timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

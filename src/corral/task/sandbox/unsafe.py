@@ -33,6 +33,8 @@ except MemoryError:
 OUT_OF_MEMORY = 137
 BASELINE = 64 << 20
 CHUNK = 1 << 16
+FAREWELL = 2.0
+"""Seconds within which a killed process has gone."""
 
 
 def run_unsafe(job: Job) -> SandboxResult:
@@ -60,18 +62,20 @@ def _run(job: Job, stdin: int, stdout: int | None) -> SandboxResult:
             file.write(encode(job.code))
         numbers = [(limits.memory_mb << 20) + BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
         started = time.monotonic()
-        process = subprocess.Popen(
-            [interpreter(), "-I", "-S", "-B", "-c", RUN, *map(str, numbers), path],
-            stdin=stdin,
-            stdout=subprocess.PIPE if stdout is None else stdout,
-            stderr=subprocess.PIPE,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
-            cwd=folder,
-            start_new_session=True,
-        )
-        if stdout is not None:
-            os.close(stdin)
-            os.close(stdout)
+        try:
+            process = subprocess.Popen(
+                [interpreter(), "-I", "-S", "-B", "-c", RUN, *map(str, numbers), path],
+                stdin=stdin,
+                stdout=subprocess.PIPE if stdout is None else stdout,
+                stderr=subprocess.PIPE,
+                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+                cwd=folder,
+                start_new_session=True,
+            )
+        finally:
+            if stdout is not None:
+                os.close(stdin)
+                os.close(stdout)
         try:
             reason, texts = _collect(process, started + limits.timeout, limits.output)
         finally:
@@ -112,13 +116,14 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> 
 def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel itself holds dies when it can
+        process.wait(FAREWELL)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 
 
-def _status(code: int) -> Status:
+def _status(code: int | None) -> Status:
     if code == OUT_OF_MEMORY:
         return "memory"
     if code == -signal.SIGXCPU:

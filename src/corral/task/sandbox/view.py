@@ -1,4 +1,4 @@
-"""What a program can see of the file system: an interpreter, its libraries, four devices. Nothing of a user's."""
+"""What a program can see of the file system: an interpreter, its libraries, five devices. Nothing of a user's."""
 
 import os
 import site

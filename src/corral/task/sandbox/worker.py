@@ -182,14 +182,21 @@ class Running:
 
 
 def collect(*programs: Running) -> None:
-    """Read until every program has ended and every one of its streams is closed."""
+    """Read until every program has ended and all that it wrote has been read.
+
+    By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process that
+    another thread forks meanwhile has copies of them, for as long as it lives.
+    """
     deadline = time.monotonic() + max(one.job.limits.timeout for one in programs) + GRACE
     with selectors.DefaultSelector() as selector:
         for one in programs:
             for file in (one.worker.control.fileno(), *one.streams):
                 selector.register(file, selectors.EVENT_READ, one)
         while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            ended = all(one.report is not None for one in programs)
+            ready = selector.select(0.0 if ended else max(0.0, deadline - time.monotonic()))
+            if ended and not ready:
+                return
             if not ready and time.monotonic() >= deadline:
                 raise WorkerLost("sandbox: the worker does not answer.", hung=True)
             for key, _ in ready:

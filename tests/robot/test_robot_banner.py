@@ -1,0 +1,29 @@
+"""What is said before a run: what follows a batch, and that a trust region cannot act where nothing has moved."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.robot.banner import banner
+from corral.robot.prepare import prepare
+from corral.robot.settings import resolve
+from corral.robot.smoke import TRAINING
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "4 episodes of 100 steps of 0.02 s, then 2 updates of the critic and 2 of the policy"),
+        (
+            {"learner": {"policy_epochs": 1}},
+            "1 of the policy; at its only one the policy is still the old one, and no trust region",
+        ),
+        ({"algorithm": "sb3-ppo"}, "then 1 pass of 4 updates"),
+        ({"algorithm": "sb3-ppo", "learner": {"epochs": 3}}, "then 3 passes of 4 updates"),
+        ({"algorithm": "sb3-sac"}, "then updates as it goes, 8 for every 64 steps"),
+    ],
+)
+def test_a_step_is_told_in_words(changes: dict[str, Any], words: str) -> None:
+    settings = resolve([TRAINING, changes])
+    assert words in dict(banner(settings, prepare(settings), Path("run")))["step"]
