@@ -8,6 +8,10 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from corral.projection import categorical_kl as reference
+
+RULED_OUT: tl.constexpr = tl.constexpr(reference.RULED_OUT)
+
 
 @triton.jit
 @no_type_check
@@ -105,9 +109,9 @@ def tilt(t, log_old, p, d, common):
 @no_type_check
 def project(new, old, bound):
     """The row's projection: log r, t, whether the bound binds, KL(r‖old), converged. `find_root` and `_project_rows` in one."""
-    common = (new > -float("inf")) & (old > -float("inf"))
+    common = (new > RULED_OUT) & (old > RULED_OUT)
     overlap = tl.max(common.to(tl.int32), 0) > 0
-    lost = tl.max(((old > -float("inf")) & ~common).to(tl.int32), 0) > 0
+    lost = tl.max(((old > RULED_OUT) & ~common).to(tl.int32), 0) > 0
     old_common = tl.where(common, old, -float("inf"))
     top = tl.where(overlap, tl.max(old_common, 0), 0.0)
     held = top + tl.log(tl.sum(tl.exp(old_common - top), 0))
@@ -116,7 +120,10 @@ def project(new, old, bound):
     log_old = tl.where(common, old - held, -float("inf"))
     p = tl.exp(log_old)
     d = tl.where(common, new - old, 0.0)
-    d = tl.where(common, d - tl.sum(p * d, 0), 0.0)
+    # Less a likely token's, as the reference does it, or the mean of several that are equally likely.
+    guess = tl.where(common, log_old + d / 8, -float("inf"))
+    likeliest = guess == tl.max(guess, 0)
+    d = tl.where(common, d - tl.sum(tl.where(likeliest, d, 0.0), 0) / tl.sum(likeliest.to(tl.float32), 0), 0.0)
     _end_r, kl_common, _end_variance = tilt(1.0, log_old, p, d, common)
     fits = kl_common <= slack
     binding = overlap & (slack > 0.0) & (kl_common > slack)

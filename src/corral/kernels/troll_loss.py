@@ -12,7 +12,7 @@ import triton.language as tl
 
 from corral.kernels.loss_rows import LossRows, OldRows, blank_fields
 from corral.kernels.online import HeadRows
-from corral.kernels.project_row import abs_difference, kl_elements, log_softmax, project
+from corral.kernels.project_row import RULED_OUT, abs_difference, kl_elements, log_softmax, project
 
 EXACT, CONSTANT_DUAL, UNPROJECTED = 0, 1, 2
 GRADIENTS = {"exact": EXACT, "constant_dual": CONSTANT_DUAL, "unprojected": UNPROJECTED}
@@ -101,16 +101,16 @@ def _troll_kernel(
     g = tl.where(first, u, 0.0)
     if GRADIENT != 2:  # noqa: SIM102 (decided when compiling, and the other when running)
         if active:
-            alive = (new > -float("inf")) & (old > -float("inf"))
-            d = tl.where(alive, new - old, 0.0)
-            centred = tl.where(alive, d - tl.sum(r * d, 0), 0.0)
+            common = (new > RULED_OUT) & (old > RULED_OUT)
+            d = tl.where(common, new - old, 0.0)
+            centred = tl.where(common, d - tl.sum(r * d, 0), 0.0)
             radial = 0.0 * t
             if GRADIENT == 0:
                 variance = tl.where(binding, tl.sum(r * centred * centred, 0), 1.0)
                 radial = tl.where(binding, u * tl.sum(tl.where(first, centred, 0.0), 0) / variance, 0.0)
             g = t * (g - r * (u + radial * centred))
     if active & (regression > 0.0):
-        loss += regression * tl.sum(kl_elements(new, log_r), 0)
+        loss += regression * tl.sum(kl_elements(tl.where(new > RULED_OUT, new, -float("inf")), log_r), 0)
         g += regression * tl.where(p > 0.0, p * (new - log_r), 0.0)
     g = tl.where(new > -float("inf"), g - p * tl.sum(g, 0), 0.0)
 
