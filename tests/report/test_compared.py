@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,21 @@ def test_a_comparison_reports_what_it_chose_on_fresh_seeds(report: Report) -> No
     assert row["seeds"] == 3
 
 
+def test_one_contestant_with_two_chosen_settings_has_two_names(compared: Path, tmp_path: Path) -> None:
+    """Two comparisons may choose otherwise: neither hides the other, and nobody beats himself."""
+    again = shutil.copytree(compared, tmp_path / "again")
+    content = json.loads((again / "compare.json").read_text())
+    for run in content["runs"]:
+        if (run["contestant"], run["stage"]) == ("troll", "report"):
+            run["setting"] = {"learning_rate": 3e-4, "num_iterations": 1}
+    (again / "compare.json").write_text(json.dumps(content))
+    runs = read_runs([compared, again])
+    report = make_report(runs, read_comparisons([compared, again], runs)[0])
+    names = ["ppo_clip", "troll learning_rate=1e-3 num_iterations=1", "troll learning_rate=3e-4 num_iterations=1"]
+    assert sorted(group.label for group in report.groups) == names
+    assert all(row["ours"] != row["theirs"] for row in report.tables["comparisons"])
+
+
 def test_the_sweep_of_a_comparison(report: Report) -> None:
     (sweep,) = report.sweeps
     assert (sweep.key, sweep.planned, sweep.chosen) == ("learning_rate", True, CHOSEN)
@@ -66,6 +82,13 @@ def test_the_sweep_of_a_comparison(report: Report) -> None:
     assert chosen == [("ppo_clip", 3e-4, "num_iterations=1"), ("troll", 1e-3, "num_iterations=1")]
 
 
+def test_of_how_many_seeds_a_sweep_is(report: Report) -> None:
+    (sweep,) = report.sweeps
+    assert sweep.repeated == "2 seeds"
+    assert replace(sweep, rows=sweep.rows[1:]).repeated == "1 to 2 seeds"
+    assert replace(sweep, rows=sweep.rows[:1]).repeated == "1 seed"
+
+
 def test_what_a_comparison_planned_and_did_not_run_is_said(report: Report) -> None:
     rows = [row for row in report.tables["events"] if row["kind"] in ("failed", "left out")]
     assert [(row["objective"], row["seed"], row["what"]) for row in rows] == [
@@ -77,6 +100,7 @@ def test_what_a_comparison_planned_and_did_not_run_is_said(report: Report) -> No
 
 def test_the_page_of_a_comparison(report: Report) -> None:
     found = page(report)
+    assert "final success within 95 % of the contestant&#x27;s own best, in the mean of 2 seeds." in found
     assert "troll, num_iterations=1: 3e-4 … 3e-3 (3 of 4 rates)" in found
     assert "Settings were chosen on seeds 0, 1, and are reported on seeds 2, 3, 4, 5" in found
     assert "corral compare --recipe demo --sweep learning_rate --hub-token" in found

@@ -128,11 +128,20 @@ def test_equal_differences_claim_nothing() -> None:
     assert "all seeds differ by the same amount" in sentence("a", "b", "final success", found, holds=True)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e5, 1e9])
+def test_rounding_is_no_spread(scale: float) -> None:
+    """Large returns whose differences are equal but for their last digits."""
+    theirs = {str(seed): scale * value for seed, value in enumerate((1.123, 1.456, 1.789, 1.314))}
+    assert difference({seed: value + 0.3 for seed, value in theirs.items()}, theirs).p is None
+
+
 def test_golden_holm() -> None:
     # m = 4: .01 ≤ .0125 holds; .02 > .05/3 = .0167 does not, and so .03, though it is ≤ .05/2… nor .04.
     assert holm([0.03, 0.01, 0.04, 0.02]) == [False, True, False, False]
-    # m = 2, since None is no comparison: .01 ≤ .025, then .04 ≤ .05, which Bonferroni's .025 would refuse.
-    assert holm([0.01, 0.04, None]) == [True, True, False]
+    # m = 2: .01 ≤ .025, then .04 ≤ .05, which Bonferroni's .025 would refuse.
+    assert holm([0.01, 0.04]) == [True, True]
+    # m = 3, since a comparison is made also where nothing can come of it: .01 ≤ .0167, then .04 > .025.
+    assert holm([0.01, 0.04, None]) == [True, False, False]
     assert holm([]) == []
 
 
@@ -154,7 +163,7 @@ def test_the_sentences() -> None:
     assert sentence("a", "b", "final success", one, holds=False).endswith("+3.0 points, one seed; that is too few.")
     apart = Difference(mean=Estimate(value=3.0, low=1.0, high=5.0, count=4), p=0.01, paired=False)
     said = sentence("a", "b", "reward", apart, holds=True, unit="")
-    assert said == "a beats b on reward: +3.0, 95 % interval 1.0…5.0, 4 seeds each, none of them shared."
+    assert said == "a beats b on reward: +3.0, 95 % interval 1.0…5.0, 4 seeds or more each, none of them shared."
 
 
 def test_equal_objectives_are_seldom_told_apart() -> None:
@@ -196,6 +205,9 @@ def test_collapse() -> None:
     assert collapsed([(0.0, 0.2), (1.0, 0.6), (2.0, 0.2)], "finished")
     assert not collapsed([(0.0, 0.2), (1.0, 0.6), (2.0, 0.4)], "finished")
     assert not collapsed([(0.0, 0.02), (1.0, 0.01)], "finished")  # half is lost, but that is noise
+    # A return that came from −50 to 5 and ends with 2 lost 3 of 55; with −30 it lost 35, more than half of the way.
+    assert not collapsed([(0.0, -50.0), (1.0, 5.0), (2.0, 2.0)], "finished")
+    assert collapsed([(0.0, -50.0), (1.0, 5.0), (2.0, -30.0)], "finished")
     assert collapsed([(0.0, 0.5)], "collapsed")
     assert not collapsed([], "failed")
 

@@ -71,6 +71,16 @@ def test_a_difference_that_was_not_varied_is_said(tmp_path: Path) -> None:
     assert row["sentence"].endswith("one seed; that is too few. They also differ in learning_rate.")
 
 
+def test_a_difference_is_said_though_a_setting_with_a_longer_name_was_varied(tmp_path: Path) -> None:
+    for warm in (1, 2):
+        write_run(tmp_path / f"a{warm}", "troll", steps=8, warmup_steps=warm)
+        write_run(tmp_path / f"b{warm}", "dppo", steps=12, warmup_steps=warm)
+    runs = read_runs([tmp_path])
+    said = [row["sentence"] for row in comparisons(group_runs(runs), main_metric(runs))]
+    assert len(said) == 4
+    assert all(sentence.endswith("They also differ in steps.") for sentence in said)
+
+
 def test_only_runs_that_ended_count(small: Path) -> None:
     dppo = group_runs(read_runs([small]))[0]
     assert sorted(finals(dppo, "success")) == sorted(areas(dppo, "success")) == ["0", "1", "2"]

@@ -12,6 +12,7 @@ import pytest
 from corral.run import files
 from corral.run.files import RunError, append_line, disk_sentence, is_disk_full, plain, write_json, write_whole
 from corral.run.folder import RunFolder, commit, damage, versions
+from corral.run.guard import Guard
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -167,6 +168,18 @@ def test_cutting_back_forgets_what_comes_after(folder: RunFolder) -> None:
     assert not again.summary.exists()
     again.write_completions()
     assert pq.read_table(again.completions)["step"].to_pylist() == [0, 1, 2]
+
+
+def test_infinities_come_back_as_numbers(folder: RunFolder) -> None:
+    """A guard that is restored compares them with its limits; the file itself stays JSON."""
+    folder.append({"step": 1, "kl": float("inf"), "std": float("-inf"), "reward": None, "warnings": ["inf"]})
+    line = {"step": 1, "kl": float("inf"), "std": float("-inf"), "reward": None, "warnings": ["inf"]}
+    assert folder.lines() == folder.cut_back(1) == folder.lines() == [line]
+    assert json.loads(folder.metrics.read_text())["kl"] == "inf"
+    guard = Guard()
+    guard.restore(folder.lines() * 2)
+    guard.observe({"kl": float("inf")})
+    assert "kl is inf nats" in guard.news[0]
 
 
 def test_damaged_completions_do_not_stop_a_resume(folder: RunFolder) -> None:

@@ -1,5 +1,6 @@
 """Collapses are told from ordinary learning, and a step without gradients changes nothing."""
 
+import math
 from typing import Any
 
 import pytest
@@ -66,6 +67,16 @@ def test_entropy_may_fall_tenfold_but_not_hundredfold() -> None:
     assert observe([{"entropy": 0.72}, *[{"entropy": 0.05}] * 9]) == []
     assert "entropy fell from 0.72 to 0.005" in observe([{"entropy": 0.72}, *[{"entropy": 0.005}] * 9])[0]
     assert observe([{"entropy": 0.72, "success": 0.95}, *[{"entropy": 0.0}] * 9]) == [], "certain, and right"
+
+
+@pytest.mark.parametrize("key", ["success", "entropy"])
+def test_one_value_that_is_no_number_does_not_hide_a_collapse(key: str) -> None:
+    # The best stays .6, and the fall is told from it; the NaN itself is one bad line, and three of those are a collapse.
+    lines = [{key: value} for value in (0.6, math.nan, 0.55, 0.001, 0.001, 0.001)]
+    assert observe(lines[:5]) == []
+    assert observe(lines)[0].startswith(f"{key} fell from 0.6 to 0.001")
+    assert observe([{key: 0.6}, *[{key: math.nan}] * 3])[0].startswith(f"{key} fell from 0.6 to nan")
+    assert observe([{key: math.nan}, *[{key: 0.6}] * 9]) == []
 
 
 @pytest.mark.parametrize(("key", "fine", "bad"), [("tr/kl_before", 0.5, 3.0), ("kl", 5.0, 50.0)])

@@ -81,7 +81,7 @@ def sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
         rows[-1] += [f"{cell.collapsed:.0%}", kl]
     lead = f"Usable range of {sweep.key}: within {100 * SHARE:g} % of the best final {measure.name}"
     ranges = [f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges]
-    return [*columns(rows), "", f"{lead} of each contestant", *ranges]
+    return [*columns(rows), "", f"{lead} of each contestant, in the mean of {sweep.repeated}", *ranges]
 
 
 def estimate(value: float | None, low: float | None, high: float | None, factor: float) -> str:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
+from scipy.special import stdtrit
+
 from corral.run.interval import LEVEL, Estimate, wilson
 
 RIGHT = 1.0 - 1e-6
@@ -41,11 +43,12 @@ def ladder(samples: int) -> list[int]:
 def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVEL) -> Estimate:
     """The mean of one value per problem, and its interval: Wilson's, with the effective number of trials.
 
-        n_eff = m (1−m) / (v / N)      N problems, m and v the mean and variance of their values, N ≤ n_eff ≤ N · draws
+        n_eff = max(N, (z/t)² · min(m (1−m) / (v / N), N · draws))      N problems; m, v: mean and variance of their values
 
-    Samples of one problem share its difficulty and are no independent trials; problems are. Values in 0..1 have v ≤ m(1−m), so
-    a problem counts as at least one trial, and as no more than its `draws` independent looks. With one 0-or-1 value per
-    problem this is Wilson's own interval.
+    Samples of one problem share its difficulty and are no independent trials; problems are. A problem counts as no more than
+    its `draws` independent looks, and as at least one trial: values in 0..1 vary no more than 0 and 1 do. v is itself guessed
+    from N problems, so trials shrink by (z/t)², normal over Student's quantile with N−1 degrees of freedom. With one 0-or-1
+    value per problem this is Wilson's own interval.
 
     Args:
         values: one per problem, in 0..1: a success, a mean reward, a pass@k.
@@ -60,11 +63,12 @@ def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVE
         raise ValueError(f"estimate: values are in 0..1; got {next(v for v in values if not 0 <= v <= 1)}.")
     count = len(values)
     mean = min(1.0, math.fsum(values) / count)
-    variance = math.fsum((value - mean) ** 2 for value in values) / count
-    most = count * max(1.0, draws)
-    trials = most if variance <= 0 else min(most, max(float(count), count * mean * (1 - mean) / variance))
-    if mean * (1 - mean) < 1e-12:
-        trials = float(count)  # always or never right: nothing says how alike the samples of one problem are
+    trials = float(count)
+    if count > 1 and mean * (1 - mean) >= 1e-12:  # else always or never right: nothing says how alike a problem's samples are
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+        looks = min(count * draws, count * mean * (1 - mean) / variance if variance else math.inf)
+        upper = 0.5 + level / 2
+        trials = max(trials, looks * (NormalDist().inv_cdf(upper) / float(stdtrit(count - 1, upper))) ** 2)
     return Estimate(mean, *wilson(mean, trials, level))
 
 

@@ -10,16 +10,19 @@ from corral.report.statistics import ENOUGH, plain, signed
 JUDGED = """
 Final is the last measured {name}; area is its mean over the run by steps (trapezia), where a run that was stopped early keeps
 its last value to the end of its budget. Both are interquartile means over seeds, with 95 % stratified bootstrap intervals
-(rliable). With fewer than ten seeds such intervals are too narrow: they show where the runs lie, and decide nothing.
+(rliable); those of the probability of improvement are bootstrapped too. With fewer than ten seeds such intervals are too
+narrow: they show where the runs lie, and decide nothing.
 
 A claim rests on the differences of runs with equal seeds, which saw the same problems: their mean, Student's 95 % interval, and
 Holm's correction over all pairs that are shown for the same measure. It needs three seeds.
 
 Steps to threshold is the median over seeds of the first measurement at {threshold} or above. A run collapsed if it ended below
-half of its best {name} and at least .1 lower, or if the guard stopped it.
+half of its best {name} and at least .1 lower, or if the guard stopped it; one that began below zero must also have lost half
+of what it had gained.
 
 Runs that were interrupted, failed or still go on are drawn, and left out of every number. Where they failed because of their
-objective, that flatters it: look at the failures below.
+objective, that flatters it: look at the failures below. A curve is of the runs that measured something at a step: once one was
+stopped, it is of the others alone, which flatters it too.
 """
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,12 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
         return where, () if members[0].path in chosen else _natural(setting), _natural(objective)
 
     ordered = sorted(found.items(), key=order)
+    names = Counter((where, objective) for where, _, objective in found)
     return [
         Group(
             key=index,
-            objective=objective,
+            # A contestant says it all only where it has one chosen setting: two comparisons may choose otherwise.
+            objective=f"{objective} {setting}" if members[0].path in chosen and names[where, objective] > 1 else objective,
             setting=setting,
             problem=where,
             runs=sorted(members, key=lambda run: _natural(run.seed)),

@@ -146,7 +146,6 @@ def differing(ours: Group, theirs: Group) -> str:
         {key: value for key, value in flat(side.runs[0].settings).items() if key.split(".")[0] not in aside}
         for side in (ours, theirs)
     )
-    names = sorted(
-        key for key in a.keys() | b.keys() if a.get(key) != b.get(key) and f"{key}=" not in ours.setting + theirs.setting
-    )
+    said = f" {ours.setting} {theirs.setting}"
+    names = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key) and f" {key}=" not in said)
     return ", ".join(names)

@@ -116,7 +116,8 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
     a, b = (np.array([side[seed] for seed in (shared or side)], dtype=float) for side in (ours, theirs))
     value, count = float(a.mean() - b.mean()), min(len(a), len(b))
     spread = np.ptp(a - b) if paired else max(np.ptp(a), np.ptp(b))
-    if count < ENOUGH or spread <= 1e-12:  # without spread there is no telling how far chance goes
+    rounding = 1e-12 * max(1.0, np.abs(a).max(), np.abs(b).max())
+    if count < ENOUGH or spread <= rounding:  # without spread there is no telling how far chance goes
         return Difference(mean=Estimate(value=value, low=None, high=None, count=count), p=None, paired=paired)
     test = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
     interval = test.confidence_interval(LEVEL)
@@ -127,12 +128,13 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
 def holm(ps: Sequence[float | None]) -> list[bool]:
     """Which of several comparisons hold together, so that not even one is false in 95 of 100 cases.
 
-    The smallest p must be ≤ .05/m, the next ≤ .05/(m−1), …, up to the first that is not. None never holds.
+    The smallest p must be ≤ .05/m, the next ≤ .05/(m−1), …, up to the first that is not. None counts as one of the m, for it
+    was looked at too, and never holds.
     """
     order = sorted((p, index) for index, p in enumerate(ps) if p is not None)
     holds = [False] * len(ps)
     for rank, (p, index) in enumerate(order):
-        if p > (1 - LEVEL) / (len(order) - rank):
+        if p > (1 - LEVEL) / (len(ps) - rank):
             break
         holds[index] = True
     return holds
@@ -150,7 +152,8 @@ def sentence(
     mean = found.mean
     if mean.value < 0:
         ours, theirs, mean = theirs, ours, turned(mean)
-    seeds = ("one seed" if mean.count == 1 else f"{mean.count} seeds") + ("" if found.paired else " each, none of them shared")
+    apart = "" if found.paired else " or more each, none of them shared"
+    seeds = ("one seed" if mean.count == 1 else f"{mean.count} seeds") + apart
     interval = "" if mean.low is None or mean.high is None else f", 95 % interval {plain(mean.low)}…{plain(mean.high)}"
     numbers = f"{signed(mean.value)} {unit}".strip() + f"{interval}, {seeds}"
     if claimed(found, holds):
@@ -198,14 +201,15 @@ def steps_to(points: Sequence[tuple[float, float]], threshold: float) -> float:
 def collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
     """Whether a run lost what it had: it ended below half of its best, and at least .1 lower; or was stopped for that.
 
-    Half of a return below zero would be more than all of it: nobody can tell there.
+    Half of a return below zero would be more than all of it: nobody can tell there. One that began below zero and came above
+    must also have lost half of the way.
     """
     if stopped == "collapsed":
         return True
     if not points:
         return False
-    best, last = max(y for _, y in points), points[-1][1]
-    return best > 0 and last < share * best and best - last > margin
+    first, best, last = points[0][1], max(y for _, y in points), points[-1][1]
+    return best > 0 and last < share * best and best - last > max(margin, share * (best - first))
 
 
 def signed(value: float) -> str:

@@ -21,7 +21,7 @@ def headline(report: Report) -> Safe | None:
     for sweep in report.sweeps:
         of = f" on {sweep.problem}" if len(report.sweeps) > 1 else ""
         near = f"final {report.measure.name} within {100 * SHARE:g} % of the contestant's own best"
-        lead = f"Usable range of {sweep.key}{of}: {near}."
+        lead = f"Usable range of {sweep.key}{of}: {near}, in the mean of {sweep.repeated}."
         parts.append(join(tag("p", tag("b", lead)), range_list(sweep)))
     return join(*parts) if parts else None
 

@@ -50,6 +50,13 @@ class Sweep:
         """How wide the usable range of each contestant is."""
         return usable_range(self.rows, self.key)
 
+    @property
+    def repeated(self) -> str:
+        """How many runs a mean is of: `2 seeds`, or `1 to 2 seeds` while some are missing."""
+        counts = [len(cell.seeds) for cell in self.cells]
+        least, most = min(counts), max(counts)
+        return f"{'' if least == most else f'{least} to '}{most} seed{'' if most == 1 else 's'}"
+
     def rows_of(self, line: UsableRange) -> list[SweepRow]:
         """The runs that a range is about."""
         return [row for row in self.rows if row.contestant == line.contestant and self.others(row.setting) == line.setting]

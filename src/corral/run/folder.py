@@ -24,9 +24,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import corral
-from corral.run.files import RunError, append_line, digest, disk_sentence, lock, sync, write_json, write_whole
+from corral.run.files import RunError, append_line, digest, disk_sentence, lock, plain, sync, write_json, write_whole
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
+
+INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
+"""Text that stands in metrics.jsonl for what JSON does not have."""
 
 PACKAGES = (
     *("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow"),
@@ -137,13 +140,13 @@ class RunFolder:
         lines = []
         for text in self.metrics.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):  # the last one, if the machine went down in the middle of it
-                lines.append(json.loads(text))
+                lines.append({key: INFINITE.get(str(value), value) for key, value in json.loads(text).items()})
         return lines
 
     def cut_back(self, step: int) -> list[dict[str, Any]]:
         """Forget what happened after `step`: it will happen again. Returns the lines that stay."""
         lines = [line for line in self.lines() if line["step"] <= step]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
         write_whole(self.metrics, lambda beside: beside.write_text(text))
         self._rows, self.tokens_kept = (_rows_until(path, step) for path in (self.completions, self.tokens))
         self.summary.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """A policy that falls apart is noticed."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,9 @@ class CollapseWatch:
     def _fell(self, key: str, value: float | None, share: float, margin: float) -> str | None:
         if value is None:
             return None
-        best = self.best[key] = max(value, self.best.get(key, value))
-        if not self._lasts(key, value < share * best and best - value > margin, self.limits.patience):
+        best = self.best[key] = max(self.best.get(key, -math.inf), value)  # in this order NaN is never the best
+        fine = value >= share * best or best - value <= margin  # NaN is not
+        if not self._lasts(key, not fine, self.limits.patience):
             return None
         return (
             f"{key} fell from {best:.3g} to {value:.3g} and stayed there: the policy is collapsing. Try a smaller learning "
