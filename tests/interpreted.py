@@ -5,6 +5,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,9 @@ def _patch_builtins_once(place: object, builder: object, scope: object) -> None:
             interpreter._patch_attr(place, name, member, builder, scope)
 
 
+# On a GPU the smaller of NaN and a number is the number.
+interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 interpreter._patch_lang_tensor = _patch_tensor_for_numpy
 interpreter._patch_builtin = _patch_builtins_once
 

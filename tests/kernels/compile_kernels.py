@@ -49,6 +49,8 @@ FORMED = {"index": "*i64", "ids": "*i64", "left_out": "*u8", "formed": "i32", "o
 COMPARISONS = (difference._ratio_kernel, difference._difference_kernel)
 WRITTEN = {"FEW": 16, "PIECE": 256}
 WALK = {"PROGRAMS": 132, "GROUP": 16}
+SHARED = {80: 163, 90: 227}
+"""KiB of shared memory that a block of theirs may take."""
 FULL = {"STORE": True, "REFERENCE": True, "COUNTER": True}
 BLANK = {"store": None, "reference": None, "counter": None, "STORE": False, "REFERENCE": False, "COUNTER": False}
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
@@ -97,7 +99,8 @@ def compile_all(capability: int) -> None:
             name: "constexpr" if name in constants else (types | own_types).get(name, "*fp32") for name in kernel.arg_names
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3})
+        made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3})
+        assert made.metadata.shared <= 1024 * SHARED[capability], f"{kernel.__name__}: {made.metadata.shared} bytes"
 
 
 if __name__ == "__main__":

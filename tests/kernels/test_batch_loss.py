@@ -92,6 +92,19 @@ def test_the_objective_says_what_is_wrong():
         out.loss.sum().backward()
 
 
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize(("case", "support"), BOTH)
+def test_an_old_policy_that_is_not_finite_is_refused(case, support, bad):
+    """A ratio to NaN would be the largest that there is, or none, and neither is NaN."""
+    name, config = CASES[case]
+    objective, (batch, _) = corral.make_objective(name, **config), make_batch(support)
+    batch.logp_old[1, 1] = bad
+    if support:
+        batch.dist_old.logp[1, 1, 0] = bad
+    with torch.no_grad(), pytest.raises(ValueError, match="logp_old is not finite at a live token"):
+        batch_loss(objective, dataclasses.replace(batch, logp_rollout=None), kernels=True)
+
+
 @pytest.mark.parametrize(("case", "support"), BOTH)
 @pytest.mark.parametrize("live", ["some", "all"])
 def test_a_new_policy_given_as_rows_is_the_one_in_the_batch(case, support, live):

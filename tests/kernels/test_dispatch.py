@@ -28,7 +28,9 @@ OBSTACLES = {
     "they are float16 and float32": (HIDDEN.half(), WEIGHT, None),
     "on multiples of 16 bytes": (HIDDEN[:, :7], WEIGHT[:, :7].contiguous(), None),
     "must lie one behind the other": (HIDDEN, torch.zeros(8, 600, device=DEVICE).T, None),
+    "hidden states must begin on a multiple of 16 bytes": (torch.zeros(25, device=DEVICE)[1:].view(3, 8), WEIGHT, None),
     "top_k = 40 is more than a vocabulary of 600 has tiles of 128": (HIDDEN, WEIGHT, 40),
+    "a support of 1026 tokens was given, and one of more than 1025 does not fit": (HIDDEN, WEIGHT, None, 1026),
 }
 
 

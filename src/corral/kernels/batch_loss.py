@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corral.kernels.dispatch import has_triton
+from corral.kernels.dispatch import MAX_GIVEN, has_triton
 from corral.kernels.later import Later
 from corral.kernels.live import Live, advantages_of, fits
 from corral.kernels.online import HeadRows
@@ -71,7 +71,8 @@ def batch_loss(
     """
     if kernels is None:
         kernels = batch.mask.is_cuda and has_triton()
-    out = _in_one_kernel(objective, batch, new) if kernels else None
+    with torch.cuda.device_of(batch.mask):  # Triton launches on the current device, wherever the tensors are
+        out = _in_one_kernel(objective, batch, new) if kernels else None
     return objective(batch if new is None else new.within(batch)) if out is None else out
 
 
@@ -82,6 +83,8 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     rule, old = rule_of(objective), batch.dist_old
     supported = old is not None and (batch.dist_new if new is None else new.dist) is not None
     if rule is None or (rule.needs_support and not supported) or not fits(batch):
+        return None
+    if old is not None and old.ids.shape[-1] > MAX_GIVEN:
         return None
     new = NewRows.of(batch) if new is None else new
     live = new.live

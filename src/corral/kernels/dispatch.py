@@ -13,13 +13,15 @@ Chosen = Literal["torch", "triton"]
 
 MAX_TOP_K = 1024
 """Most slots that one row's registers hold."""
+MAX_GIVEN = MAX_TOP_K + 1
+"""Of a support that is given: another policy's own, and the token that was sampled."""
 OWN_SUPPORT = 64
 """Tokens of the policy that carry a sparse gradient where no support is asked for."""
 
 _log = logging.getLogger(__name__)
 
 
-def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None) -> Chosen:
+def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None, given: int = 0) -> Chosen:
     """The implementation that `impl` asks for; "auto" takes Triton on a GPU where it can, and says once what it took.
 
     Args:
@@ -27,6 +29,7 @@ def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | N
         impl: "auto", "torch" or "triton".
         hidden, weight: hidden states [*, H] and the head's weight [V, H].
         top_k: size of the policy's own support, where one is wanted.
+        given: size of another's, where one is given.
     Returns:
         "torch" or "triton". A ValueError says why "triton" cannot be had.
     """
@@ -34,7 +37,7 @@ def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | N
         raise ValueError(f"{where}: `impl` is 'auto', 'torch' or 'triton'; got {impl!r}.")
     if impl == "torch":
         return "torch"
-    reason = obstacle(hidden, weight, top_k, interpret=impl == "triton")
+    reason = obstacle(hidden, weight, top_k, given, interpret=impl == "triton")
     if impl == "triton":
         if reason is not None:
             raise ValueError(f"{where}: impl='triton' cannot run here, because {reason}. Use impl='auto' or 'torch'.")
@@ -43,7 +46,7 @@ def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | N
     return "torch" if reason is not None else "triton"
 
 
-def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, *, interpret: bool = False) -> str | None:
+def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, *, interpret: bool = False) -> str | None:
     """Why the Triton kernels cannot run on these tensors; None if they can. `interpret` accepts Triton's interpreter."""
     if not has_triton():
         return "Triton is not installed"
@@ -62,6 +65,10 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, *, interpret: bo
         )
     if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[-1] * weight.element_size() % 16:
         return "rows of the weight must lie one behind the other, on multiples of 16 bytes"
+    if hidden.is_contiguous() and hidden.data_ptr() % 16:  # any other is copied
+        return "hidden states must begin on a multiple of 16 bytes"
+    if given > MAX_GIVEN:
+        return f"a support of {given} tokens was given, and one of more than {MAX_GIVEN} does not fit"
     if top_k is not None and own_top_k(hidden, len(weight), top_k) < top_k:
         width = _tile_width(hidden)
         return f"top_k = {top_k} is more than a vocabulary of {len(weight)} has tiles of {width}, or than {MAX_TOP_K}"

@@ -92,7 +92,7 @@ def lm_head(
     _check(hidden, weight, tokens, bias, request, ids, shard.vocabulary)
     _check_expected(expect, tokens)
     way = _Way(shard, expect if torch.is_grad_enabled() else None, tolerance)
-    head, report = _head_function(impl, hidden, weight, request, way)
+    head, report = _head_function(impl, hidden, weight, request, way, 0 if ids is None else ids.shape[-1])
     shape, count = tokens.shape, tokens.numel()
     flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
     logp, nats, kept, rest, support = head(
@@ -115,7 +115,7 @@ class _Way:
 
 
 def _head_function(
-    impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, way: _Way
+    impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, way: _Way, given: int
 ) -> tuple[Callable[..., Any], Tensor | None]:
     """The implementation that runs: (hidden, weight, bias, tokens, ids, spec, request) → logp, nats, kept, rest, ids.
 
@@ -125,7 +125,7 @@ def _head_function(
         if impl == "triton":
             raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
         impl = "torch" if impl == "auto" else impl
-    if choose("lm_head", impl, hidden, weight, request.top_k) == "torch":
+    if choose("lm_head", impl, hidden, weight, request.top_k, given) == "torch":
         return lambda *inputs: _Head.apply(*inputs, way.shard, way.expect), None
     from corral.kernels.triton_head import Plan, TritonHead  # Triton is there by now
 
@@ -134,7 +134,9 @@ def _head_function(
     def run(hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, ids: Any, spec: LogitSpec, request: HeadRequest) -> Any:
         if way.tolerance > 0 and ids is None and request.top_k is None:  # the policy's own support carries the gradient
             request = dataclasses.replace(request, top_k=own_top_k(hidden, len(weight)))
-        return TritonHead.apply(hidden, weight, bias, tokens, ids, Plan(spec, request, way.tolerance, report, way.expect))
+        plan = Plan(spec, request, way.tolerance, report, way.expect)
+        with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+            return TritonHead.apply(hidden, weight, bias, tokens, ids, plan)
 
     return run, report
 

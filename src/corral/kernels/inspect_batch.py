@@ -148,7 +148,7 @@ def _inspect_kernel(
         misplaced = (slot == 0)[None, :] & live[:, None] & (id != token[:, None])
         bad = (id < -1) | (id >= vocabulary) | ~(value < float("inf")) | misplaced
         fit = fit & (tl.max(bad.to(tl.int32), 1) == 0) & (outer < float("inf"))
-        own = tl.load(kept + row * slots, mask=live, other=0.0).to(tl.float32)
+        own = tl.sum(tl.where((slot == 0)[None, :], value, 0.0), 1)
         fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= tolerance)
         if FORM:
             whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)

@@ -17,8 +17,7 @@ class Later:
         if numbers.is_cuda:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = torch.cuda.current_stream(numbers.device).record_event()  # which the copy is on
 
     def numbers(self) -> list[Any]:
         """All of them."""

@@ -69,11 +69,14 @@ def policy_loss_from_hidden(
     """
     _check(hidden, weight, tokens, batch, weights)
     spec = LogitSpec(scale, softcap, temperature)
-    chosen = choose("policy_loss_from_hidden", impl, hidden, weight)
+    given = 0 if batch.dist_old is None else batch.dist_old.ids.shape[-1]
+    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, given=given)
     report = torch.full((2,), torch.nan, device=hidden.device)
     out = None
     if chosen == "triton":
-        out = _fused(hidden, weight, bias, tokens, batch, objective, weights, spec, exact, report)
+        bias = None if bias is None else bias.contiguous()
+        with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+            out = _fused(hidden, weight, bias, tokens, batch, objective, weights, spec, exact, report)
     if out is None:
         live = Live(batch.mask)
         picked, ids = live.pick(tokens), None if batch.dist_old is None else live.pick(batch.dist_old.ids)
@@ -124,7 +127,7 @@ def _fused(
     form = trained and weights is not None and request.top_k is None
     inspection = inspect_batch(batch, tokens, weights, weight, form=form, tolerance=tolerance)
     # Products do not wait for the host: not even to be told how many rows they have.
-    source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten(), None, spec, request)
+    source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten().contiguous(), None, spec, request)
     early = start_early(source, inspection)
     first, count, refused = inspection.answer.numbers()
     if refused or not count:
@@ -137,7 +140,7 @@ def _fused(
     given = OldRows(batch.logp_old, kept, rest, advantages_of(batch), batch.logp_rollout)
     job = Job(
         name=getattr(objective, "name", "the objective"), live=live, tokens=live.pick(tokens).long().contiguous(),
-        ids=None if old is None else live.pick(old.ids),
+        ids=None if old is None else live.pick(old.ids).contiguous(),
         old=given.each(lambda x: live.pick(x.detach()).contiguous()),
         weights=None if weights is None else live.pick(weights).float().contiguous(), rule=rule, spec=spec,
         request=request, tolerance=tolerance, part=part, report=report, early=early,

@@ -26,6 +26,8 @@ ROOM = 4
 """Times k: tokens that may be members of a row's own support, held at once. Common tokens are neighbours, so it takes some."""
 MORE_ROOM = 32
 """For rows where that was too little; and where this is, as in a row of equal logits, the torch path looks at every logit."""
+MOST_LISTED = 8192
+"""Tokens that are sorted at once in 64 KiB of shared memory, which every GPU has."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,9 +112,9 @@ def _marks(part: HeadInput) -> Tensor:
 
 def _redo(whole: HeadInput, rows: HeadRows, which: Tensor, room: int) -> None:
     """Some rows once more, with more room, or by the torch path."""
-    part = whole.rows(which)
-    if room < MORE_ROOM:
-        again = _own_rows(part, MORE_ROOM)
+    part, more = whole.rows(which), min(MORE_ROOM, MOST_LISTED // best_of(whole.request.top_k or 0))
+    if room < more:
+        again = _own_rows(part, more)
     else:
         from corral.kernels.head import head_forward  # which chooses between the two paths, and so imports this one
         from corral.kernels.parallel import Shard

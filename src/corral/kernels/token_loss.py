@@ -91,8 +91,8 @@ def _token_kernel(
     row = tl.program_id(0).to(tl.int64)
     new, old = tl.load(logp + row * stride), tl.load(logp_old + row).to(tl.float32)
     advantage = tl.load(advantages + row).to(tl.float32)
-    flawed = ~(tl.abs(new) < float("inf"))
     log_rho = new - old
+    flawed = ~(tl.abs(log_rho) < float("inf"))  # asked here: the smaller of NaN and a number is the number
     bounded = tl.minimum(log_rho, 20.0)
     ratio = tl.exp(bounded)
     inside = log_rho <= 20.0
@@ -110,7 +110,7 @@ def _token_kernel(
         p = tl.where(slot == slots, tl.load(rest + row), p)
         q = tl.load(kept_old + row * slots + slot, mask=here, other=-float("inf")).to(tl.float32)
         q = tl.where(slot == slots, tl.load(rest_old + row).to(tl.float32), q)
-        flawed = flawed | (tl.max(tl.where(p < float("inf"), 0, 1), 0) > 0)
+        flawed = flawed | (tl.max(tl.where((p < float("inf")) & (q < float("inf")), 0, 1), 0) > 0)
         kl_mean = tl.sum(kl_elements(p, q), 0)
         kl_max = kl_mean
         if MEASURE == 3:

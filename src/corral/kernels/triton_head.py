@@ -47,7 +47,10 @@ class TritonHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, plan: Plan
     ) -> tuple[Tensor, ...]:
-        hidden, check = hidden.contiguous(), IdsLater("lm_head", tokens, ids, len(weight))
+        # Kernels read what lies one behind the other.
+        hidden, tokens = hidden.contiguous(), tokens.contiguous()
+        bias, ids = (None if x is None else x.contiguous() for x in (bias, ids))
+        check = IdsLater("lm_head", tokens, ids, len(weight))
         source = HeadInput(hidden, weight, bias, tokens, ids, plan.spec, plan.request)
         rows, ctx.formed = _forward(source, plan.expect, plan.tolerance, ctx.needs_input_grad[:3])
         check.answer()

@@ -114,7 +114,8 @@ def _troll_kernel(
         g += regression * tl.where(p > 0.0, p * (new - log_r), 0.0)
     g = tl.where(new > -float("inf"), g - p * tl.sum(g, 0), 0.0)
 
-    flawed = flawed | ~(tl.abs(loss) < float("inf"))
+    # Both: the smaller of NaN and a number is the number, and so the loss is one where the ratio is none.
+    flawed = flawed | ~(log_rho < float("inf")) | ~(tl.abs(loss) < float("inf"))
     at = fields + row
     tl.store(at, loss)
     tl.store(at + 1 * count, log_rho)
