@@ -25,6 +25,7 @@ TRAINING = {
     "datasets": ">=4",
     "peft": ">=0.18",
     "rich": ">=14",
+    "scipy": ">=1.15",
 }
 ROBOTS = {
     "gymnasium": ">=1.1",
