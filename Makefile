@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# A test that waits for ever is ended after a quarter of an hour, and named; the slowest takes two minutes.
+# A test that waits for ever is ended after a quarter of an hour, and named.
 PYTEST := $(RUN) -m pytest --numprocesses 2 --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
@@ -30,7 +30,7 @@ demo: setup
 test: setup
 	$(PYTEST)
 
-# The same with a table of lines that no test reaches: sixteen minutes where the above takes eleven.
+# The same with a table of lines that no test reaches: about half as long again.
 coverage: setup
 	$(PYTEST) --cov --cov-report term
 

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing
 
 SECONDS = 600.0
-"""After so long both are ended; each takes half a minute or less."""
+"""After so long both are ended."""
 MESSAGE_SECONDS = 60
 """How long one of them waits for the other."""
 
