@@ -32,7 +32,7 @@ from corral.kernels import (
 # The types of arguments by name; all others are pointers to float32.
 TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
-    "stride_kept stride_logp stride_scale",
+    "stride_kept stride_logp stride_scale entries",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high",
     "*i32": "counter marks queue key keys route counts starts out_ids out_key filled floors overflow few need out_need",
     "*i64": "listed order picked tokens", "*u8": "place mask state", "*bf16": "dz d_weight stored",
@@ -56,14 +56,14 @@ BLANK = {"store": None, "reference": None, "counter": None, "STORE": False, "REF
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     *((stream._stream_kernel, STREAM, WALK | FULL | {"PLAIN": plain}, 8) for plain in (False, True)),
     (stream._stream_kernel, STREAM, WALK | BLANK | {"PLAIN": True}, 8),
-    (doubt._given_kernel, {"length": "*i32"}, {}, 4),
+    (doubt._given_kernel, {"length": "*i32"}, {"COUNTER": True}, 4),
     (doubt._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
     (extract._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "PROGRAMS": 132, "LISTED": 256}, 8),
     (extract._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "PROGRAMS": 132, "LISTED": 128}, 8),
-    (settle._given_kernel, {}, {}, 4),
+    (settle._given_kernel, {}, {"COUNTER": True}, 4),
     (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
     (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
-    (select._marks_kernel, {"ids": "*i64"}, {"BLOCK": 1024}, 4),
+    (select._marks_kernel, {"ids": "*i64", "index": "*i64"}, {"BLOCK": 1024, "INDEX": True, "COUNTER": True}, 4),
     (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
     (route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048}, 4),
     (route._tally_kernel, {}, {"FEW": 16, "BLOCK": 8192}, 16),
@@ -72,7 +72,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (few_rows._sum_kernel, {"out": "*bf16"}, {"FEW": 16, "PARTS": 64, "BLOCK": 128}, 4),
     (sparse_backward._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024}, 2),
     *((sparse_backward._piece_kernel, HEAD, WRITTEN | {"ADD": add}, 16) for add in (True, False)),
-    *((sparse_backward._weight_kernel, HEAD, WRITTEN | {"ADD": add}, 4) for add in (True, False)),
+    *((sparse_backward._weight_kernel, HEAD, WRITTEN | {"ADD": add, "BLOCK": 1024}, 2) for add in (True, False)),
     (dense_backward._dense_kernel, {"ids": "*i32"}, {}, 8),
     (dense_forward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
     (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),

@@ -41,18 +41,20 @@ class Doubt:
     """For an own support: whether `filled` is more than `room` anywhere [1]."""
 
 
-def given_doubts(stats: TileStatistics, marks: Tensor, width: int, *, given: bool, out: HeadRows) -> Doubt:
+def given_doubts(
+    stats: TileStatistics, marks: Tensor, width: int, *, given: bool, out: HeadRows, counter: Tensor | None = None
+) -> Doubt:
     """Of the support `marks` [N, 1 + K]. Slot 0, the sampled token, is a member only without a `given` support.
 
-    Fills in the normaliser, the entropy, and `out.kept` of all marks in settled tiles.
+    Fills in the normaliser, the entropy, and `out.kept` of all marks in settled tiles; of the first `counter` [1] rows.
     """
     (count, tiles), slots = stats.peak.shape, marks.shape[1]
     padded = max(2, triton.next_power_of_2(slots))
     doubt = _blank(stats, padded)
     _given_kernel[(count,)](
         stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, doubt.state, doubt.queue, doubt.length,
-        doubt.listed, out.kept, out.lse, out.entropy, count, tiles, slots, GIVEN=given, ENTROPY=stats.weighted.numel() > 0,
-        TILES=triton.next_power_of_2(tiles), SLOTS=padded, COLUMNS=width, num_warps=WARPS,
+        doubt.listed, out.kept, out.lse, out.entropy, counter, count, tiles, slots, GIVEN=given, COUNTER=counter is not None,
+        ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), SLOTS=padded, COLUMNS=width, num_warps=WARPS,
     )  # fmt: skip
     return doubt
 
@@ -121,10 +123,14 @@ def _normaliser(top, runner_up, without, weighted, lse, nats, row, tiles, ENTROP
 @triton.jit
 @no_type_check
 def _given_kernel(
-    peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, nats, rows, tiles, slots,
-    GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+    peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, nats, counter, rows, tiles, slots,
+    GIVEN: tl.constexpr, COUNTER: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if COUNTER:  # noqa: SIM102 (decided when compiling, and the other when running)
+        if row >= tl.load(counter):
+            return
     tile = tl.arange(0, TILES)
     live = tile < tiles
     here = row * tiles + tile

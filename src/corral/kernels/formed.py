@@ -24,7 +24,7 @@ from corral.kernels.loss_rows import LossRows, OldRows
 from corral.kernels.online import HeadRows, join
 from corral.kernels.route import FEW, Routes, route_rows
 from corral.kernels.row_gradient import DENSE, Upstream, row_gradient
-from corral.kernels.select import ROWS_AT_ONCE, HeadInput, stream_head
+from corral.kernels.select import ROWS_AT_ONCE, HeadInput, given_rows, stream_head
 from corral.kernels.sparse_backward import sort_by_token, sparse_hidden, sparse_weight
 from corral.kernels.stream import TileStatistics, stream
 
@@ -130,13 +130,17 @@ class Early:
     packed: Tensor
     index: Tensor
     stats: TileStatistics | None = None
-    """Of the other part, the first ones."""
+    rows: HeadRows | None = None
+    """Of the other part, the first ones: what the tiles left, or all of it but the ids."""
     begun: Begun | None = None
     """Of the part whose gradients are formed."""
 
 
 def start_early(source: HeadInput, inspection: Inspection) -> Early | None:
-    """The first part's product, before the host has counted it. Rows [R, H] in whatever order; None of too many at once."""
+    """The first part's product, before the host has counted it. Rows [R, H] in whatever order; None of too many at once.
+
+    What follows the product on a given support is queued with it, so that the device is still busy when the host knows more.
+    """
     if len(source.hidden) > ROWS_AT_ONCE:
         return None
     early = Early(*compact(source.hidden, inspection.position))
@@ -144,7 +148,11 @@ def start_early(source: HeadInput, inspection: Inspection) -> Early | None:
     how = early.packed, source.weight, source.bias, source.spec
     if inspection.formed_first:
         return dataclasses.replace(early, begun=begin(*how, counts, source.tokens, early.index, entropy=entropy))
-    return dataclasses.replace(early, stats=stream(*how, entropy=entropy, counter=counts))
+    stats = stream(*how, entropy=entropy, counter=counts)
+    if source.request.top_k is not None or inspection.small:
+        return dataclasses.replace(early, stats=stats)
+    packed = dataclasses.replace(source, hidden=early.packed)
+    return dataclasses.replace(early, rows=given_rows(packed, stats, early.index, counts))
 
 
 def start_formed(source: HeadInput, inspection: Inspection, early: Early | None, part: slice) -> Early | None:
@@ -156,6 +164,15 @@ def start_formed(source: HeadInput, inspection: Inspection, early: Early | None,
         return early
     how = early.packed[part], source.weight, source.bias, source.spec, None, source.tokens, early.index[part]
     return dataclasses.replace(early, begun=begin(*how, entropy=source.request.entropy))
+
+
+def _streamed(source: HeadInput, early: Early | None) -> HeadRows:
+    """The other part, as far as that was begun."""
+    count = len(source.tokens)
+    if early is None or early.rows is None:
+        return stream_head(source, None if early is None or early.stats is None else early.stats.first(count))
+    rows = HeadRows(*(x[:count] for x in vars(early.rows).values()))
+    return dataclasses.replace(rows, ids=source.tokens[:, None] if source.ids is None else source.ids)
 
 
 def head_in_parts(
@@ -176,8 +193,7 @@ def head_in_parts(
     other = slice(0, part.start) if part.start else slice(part.stop, count)
     found: list[HeadRows] = []
     if other.start < other.stop:
-        stats = early.stats.first(other.stop) if early is not None and early.stats is not None else None
-        found.append(stream_head(source.rows(other), stats))
+        found.append(_streamed(source.rows(other), early))
     if part.start == part.stop:
         known(found[0], None)
         return found[0], None

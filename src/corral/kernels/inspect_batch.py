@@ -36,6 +36,8 @@ class Inspection:
     """Where the row of each token goes: the first part's in their order, then the second part's; −1 for masked ones."""
     formed_first: bool
     """The first part is that whose gradients are formed at once; else the second is."""
+    small: bool
+    """The product takes no longer than the host does to start what follows it."""
     answer: Later
 
     def formed(self, first: int, count: int) -> slice:
@@ -84,7 +86,7 @@ def inspect_batch(
         off, size, position, counts, total, tolerance, *least, FORMED_FIRST=every,
         BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8,
     )  # fmt: skip
-    return Inspection(counts, position, every, Later(counts))
+    return Inspection(counts, position, every, small, Later(counts))
 
 
 def compact(hidden: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,8 @@ def _fused(
     form = trained and weights is not None and request.top_k is None
     inspection = inspect_batch(batch, tokens, weights, weight, form=form, tolerance=tolerance)
     # Products do not wait for the host: not even to be told how many rows they have.
-    source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten().contiguous(), None, spec, request)
+    ids = None if old is None else old.ids.flatten(0, 1).contiguous()
+    source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten().contiguous(), ids, spec, request)
     early = start_early(source, inspection)
     first, count, refused = inspection.answer.numbers()
     if refused or not count:
@@ -140,7 +141,7 @@ def _fused(
     given = OldRows(batch.logp_old, kept, rest, advantages_of(batch), batch.logp_rollout)
     job = Job(
         name=getattr(objective, "name", "the objective"), live=live, tokens=live.pick(tokens).long().contiguous(),
-        ids=None if old is None else live.pick(old.ids).contiguous(),
+        ids=None if ids is None else ids if live.rows is None else ids[live.rows],
         old=given.each(lambda x: live.pick(x.detach()).contiguous()),
         weights=None if weights is None else live.pick(weights).float().contiguous(), rule=rule, spec=spec,
         request=request, tolerance=tolerance, part=part, report=report, early=early,

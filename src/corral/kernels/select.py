@@ -4,7 +4,7 @@ Nothing here waits for the device, except for rows of a policy's own support whe
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import no_type_check
 
 import torch
@@ -50,31 +50,41 @@ class HeadInput:
         return stream(self.hidden, self.weight, self.bias, self.spec, entropy=self.request.entropy)
 
 
-def stream_head(whole: HeadInput, early: TileStatistics | None = None) -> HeadRows:
+def stream_head(
+    whole: HeadInput, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None
+) -> HeadRows:
     """What `OnlineHead` knows of n tokens, from one product and the recomputation of a few of its tiles.
 
-    Without `ids` and `top_k` the support is the sampled token. `early` are statistics of all of them, made beforehand.
+    Without `ids` and `top_k` the support is the sampled token. `early` are statistics of all of them, made beforehand. `queued`
+    is called when all is queued that there is to do, before the host waits for any of it.
     """
     if whole.request.top_k is not None:
-        return _own_rows(whole, ROOM, early)
+        return _own_rows(whole, ROOM, early, queued)
     parts = [given_rows(part, early or part.statistics()) for part in _parts(whole)]
+    queued()
     return join(parts) if parts else _blank(whole, 1)
 
 
-def given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Rows on the support `ids`, or on the sampled token alone. The statistics are used up."""
+def given_rows(part: HeadInput, stats: TileStatistics, index: Tensor | None = None, counter: Tensor | None = None) -> HeadRows:
+    """Rows on the support `ids`, or on the sampled token alone. The statistics are used up.
+
+    With an `index`, tokens and support are still in another order: hidden state i has the index[i]-th of them, and so have the
+    rows, but for their ids. Of N rows only the first `counter` [1] may be there; those behind may be anything.
+    """
     given = part.ids is not None
-    marks = _marks(part)
+    marks = _marks(part, index, counter)
     out = _blank(part, marks.shape[1])
-    doubt = given_doubts(stats, marks, tile_of(part.hidden).columns, given=given, out=out)
+    doubt = given_doubts(stats, marks, tile_of(part.hidden).columns, given=given, out=out, counter=counter)
     extract(part.hidden, part.weight, part.bias, part.spec, stats, doubt, marks, out, given=given, own=False)
-    settle_given(stats, doubt, marks, given, out)
+    settle_given(stats, doubt, marks, given, out, counter)
     if part.ids is None:
         return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.tokens[:, None])
     return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
 
 
-def _own_rows(whole: HeadInput, room: int, early: TileStatistics | None = None) -> HeadRows:
+def _own_rows(
+    whole: HeadInput, room: int, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None
+) -> HeadRows:
     """Rows on the policy's own support."""
     top_k = whole.request.top_k
     assert top_k is not None
@@ -90,6 +100,7 @@ def _own_rows(whole: HeadInput, room: int, early: TileStatistics | None = None) 
         settle_own(stats, doubt, marks, whole.request, out)
         parts.append(out)
         filled.append(doubt.filled)
+    queued()
     if not parts:
         return _blank(whole, top_k + 1)
     rows = join(parts)
@@ -98,15 +109,16 @@ def _own_rows(whole: HeadInput, room: int, early: TileStatistics | None = None) 
     return rows
 
 
-def _marks(part: HeadInput) -> Tensor:
+def _marks(part: HeadInput, index: Tensor | None = None, counter: Tensor | None = None) -> Tensor:
     """The sampled token and the given support, if there is one [N, 1 + K] int32; −1 for what is no token of the vocabulary."""
     slots = 1 if part.ids is None else 1 + part.ids.shape[1]
     ids = part.tokens if part.ids is None else part.ids.contiguous()
     marks = torch.empty(len(part.tokens), slots, dtype=torch.int32, device=part.tokens.device)
     block = 1024
     _marks_kernel[(triton.cdiv(marks.numel(), block),)](
-        part.tokens, ids, marks, marks.numel(), slots, len(part.weight), BLOCK=block, num_warps=4
-    )
+        part.tokens, ids, index, counter, marks, marks.numel(), slots, len(part.weight), INDEX=index is not None,
+        COUNTER=counter is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return marks
 
 
@@ -146,9 +158,16 @@ def _parts(whole: HeadInput) -> Iterator[HeadInput]:
 
 @triton.jit
 @no_type_check
-def _marks_kernel(tokens, ids, marks, total, slots, vocabulary, BLOCK: tl.constexpr):
+def _marks_kernel(
+    tokens, ids, index, counter, marks, total, slots, vocabulary, INDEX: tl.constexpr, COUNTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    if COUNTER:
+        total = tl.minimum(tl.load(counter) * slots, total)
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of at most ROWS_AT_ONCE rows: 32 bits will do
     row, slot = item // slots, item % slots
+    if INDEX:
+        row = tl.load(index + row, mask=item < total, other=0).to(tl.int32)
     mark = tl.load(tokens + row, mask=(item < total) & (slot == 0), other=0)
     id = tl.load(ids + row * (slots - 1) + slot - 1, mask=(item < total) & (slot > 0), other=0)
     mark = tl.where(slot == 0, mark, id)

@@ -15,12 +15,18 @@ from corral.kernels.online import HeadRequest, HeadRows
 from corral.kernels.stream import TileStatistics
 
 
-def settle_given(stats: TileStatistics, doubt: Doubt, marks: Tensor, given: bool, out: HeadRows) -> None:
-    """The rest of rows whose support, `out.kept`, is complete; and slot 0 of it where the support has the sampled token too."""
+def settle_given(
+    stats: TileStatistics, doubt: Doubt, marks: Tensor, given: bool, out: HeadRows, counter: Tensor | None = None
+) -> None:
+    """The rest of rows whose support, `out.kept`, is complete; and slot 0 of it where the support has the sampled token too.
+
+    Of the first `counter` [1] rows.
+    """
     rows, tiles = stats.peak.shape
     _given_kernel[(rows,)](
-        stats.peak, stats.second, stats.others, doubt.state, marks, out.lse, out.rest, out.kept, tiles, marks.shape[1],
-        GIVEN=given, TILES=triton.next_power_of_2(tiles), SLOTS=max(2, triton.next_power_of_2(marks.shape[1])), num_warps=WARPS,
+        stats.peak, stats.second, stats.others, doubt.state, marks, out.lse, out.rest, out.kept, counter, tiles,
+        marks.shape[1], GIVEN=given, COUNTER=counter is not None, TILES=triton.next_power_of_2(tiles),
+        SLOTS=max(2, triton.next_power_of_2(marks.shape[1])), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -59,10 +65,13 @@ def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr)
 @triton.jit
 @no_type_check
 def _given_kernel(
-    peak, second, others, state, marks, lse, rest, values, tiles, slots,
-    GIVEN: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
+    peak, second, others, state, marks, lse, rest, values, counter, tiles, slots,
+    GIVEN: tl.constexpr, COUNTER: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if COUNTER:  # noqa: SIM102 (decided when compiling, and the other when running)
+        if row >= tl.load(counter):
+            return
     tl.store(rest + row, _left_in_tiles(peak, second, others, state, row, tiles, TILES) - tl.load(lse + row))
     if GIVEN:
         slot = tl.arange(0, SLOTS)

@@ -18,19 +18,25 @@ from corral.kernels.few_rows import FewRows, few_hidden
 from corral.kernels.route import FEW, Routes
 from corral.kernels.row_gradient import RowGradient
 
-BLOCK = 4096
-"""Hidden width that one program writes of a row of dW."""
+BLOCK = 1024
+"""Hidden width that one program looks at."""
+SOME = 8
+"""Entries that it looks at at once."""
+WARPS = 2
+HIDDEN = (8, 2)
+TOKENS = 16
+"""Rows of dW that it writes, one after the other."""
 PIECE = 256
 """Entries of one token that a program of its own adds up beforehand."""
 
 
 def sparse_hidden(weight: Tensor, gradient: RowGradient, routes: Routes, few: FewRows, out: Tensor) -> None:
     """dH [N, H] of the sparse rows and of a few dense ones, 0 elsewhere."""
-    vocabulary, width = weight.shape
-    block = min(1024, triton.next_power_of_2(width))
+    (vocabulary, width), slots = weight.shape, routes.key.shape[1]
+    block = min(BLOCK, triton.next_power_of_2(width))
     _hidden_kernel[(len(out), triton.cdiv(width, block))](
-        weight, routes.key, gradient.value, out, vocabulary, width, routes.key.shape[1], BLOCK=block, SOME=8,
-        num_warps=2,
+        weight, routes.key, gradient.value, out, vocabulary, width, slots, BLOCK=block, SOME=HIDDEN[0],
+        SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=HIDDEN[1],
     )  # fmt: skip
     few_hidden(few, routes, out)
 
@@ -100,20 +106,25 @@ def sparse_weight(
             hidden, gradient.value, by_token.keys, by_token.order, routes.counts, sums, sums_g, vocabulary, width, slots,
             SOME=min(8, PIECE), num_warps=max(1, block // 256), **switches,
         )  # fmt: skip
-    _weight_kernel[(vocabulary, blocks)](
+    _weight_kernel[(triton.cdiv(vocabulary, TOKENS), blocks)](
         hidden, gradient.value, by_token.order, by_token.starts, sums, sums_g, routes.few, routes.counts,
-        None if few is None else few.dz, d_weight, d_bias, width, slots, BIAS=d_bias is not None,
-        num_warps=max(1, block // 1024), **switches,
+        None if few is None else few.dz, d_weight, d_bias, vocabulary, width, slots, len(by_token.keys),
+        BIAS=d_bias is not None, SOME=SOME, num_warps=WARPS, **switches,
     )  # fmt: skip
 
 
 @triton.jit
 @no_type_check
-def _hidden_kernel(weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr):
+def _hidden_kernel(
+    weight, key, value, out, vocabulary, width, slots, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for k in range(0, slots, SOME):
+    every = tl.arange(0, SLOTS)
+    counted = tl.load(key + row * slots + every, mask=every < slots, other=vocabulary) < vocabulary
+    # Members come in the order of the old policy's probability: most of those behind do not count.
+    for k in range(0, tl.max(tl.where(counted, every + 1, 0), 0), SOME):
         slot = k + tl.arange(0, SOME)
         id = tl.load(key + row * slots + slot, mask=slot < slots, other=vocabulary)
         some = id < vocabulary
@@ -160,53 +171,72 @@ def _piece_kernel(
 @triton.jit
 @no_type_check
 def _weight_kernel(
-    hidden, value, order, starts, sums, sums_g, few, counts, dz, d_weight, d_bias, width, slots, ADD: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, value, order, starts, sums, sums_g, few, counts, dz, d_weight, d_bias, vocabulary, width, slots, entries,
+    ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
-    """One token: its entries one by one, or a whole piece of them at once, and a few dense rows."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    within = column < width
-    position, end = tl.load(starts + token), tl.load(starts + token + 1)
+    """Every so-manieth token: some of its entries at a time, or a whole piece of them, and a few dense rows.
+
+    Where the next token's entries are, and which they are, is asked for ahead: nothing is waited for but hidden states.
+    """
     dense = 0
-    if ADD:
-        if position == end:
-            return
-    else:
+    if not ADD:
         dense = tl.load(counts + 1)
         if dense > FEW:
             return
-    total, sum_g = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32)
-    entry = tl.load(order + position, mask=position < end, other=0)
-    while position < end:
-        whole = (position % PIECE == 0) & (position + PIECE <= end)
-        then = position + tl.where(whole, PIECE, 1)
-        next_entry = tl.load(order + then, mask=then < end, other=0)  # on its way while this one's hidden state is
-        if whole:
-            piece = (position // PIECE).to(tl.int64)
-            if WEIGHT:
-                total += tl.load(sums + piece * width + column, mask=within, other=0.0)
-            sum_g += tl.load(sums_g + piece)
-        else:
-            g = tl.load(value + entry)
-            if WEIGHT:
-                total += g * tl.load(hidden + entry // slots * width + column, mask=within, other=0.0).to(tl.float32)
-            sum_g += g
-        position, entry = then, next_entry
-    if not ADD:
-        for place in range(0, dense):
-            g = tl.load(dz + token * FEW + place).to(tl.float32)
-            if WEIGHT:
-                row = tl.load(few + place).to(tl.int64)
-                total += g * tl.load(hidden + row * width + column, mask=within, other=0.0).to(tl.float32)
-            sum_g += g
-    if WEIGHT:
-        here = d_weight + token * width + column
-        if ADD:
-            total += tl.load(here, mask=within, other=0.0).to(tl.float32)
-        tl.store(here, total.to(d_weight.dtype.element_ty), mask=within)
-    if BIAS:  # noqa: SIM102 (decided when compiling, and the other when running)
-        if tl.program_id(1) == 0:
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = column < width
+    lane = tl.arange(0, SOME)
+    step = tl.num_programs(0)
+    token = tl.program_id(0).to(tl.int64)
+    position, end = tl.load(starts + token), tl.load(starts + token + 1)
+    second = tl.minimum(token + step, vocabulary - 1)
+    next_position, next_end = tl.load(starts + second), tl.load(starts + second + 1)
+    entry = tl.load(order + position + lane, mask=position + lane < entries, other=0)
+    while token < vocabulary:
+        third = tl.minimum(token + 2 * step, vocabulary - 1)
+        third_position, third_end = tl.load(starts + third), tl.load(starts + third + 1)
+        next_entry = tl.load(order + next_position + lane, mask=next_position + lane < entries, other=0)
+        some = position < end
+        total, sum_g = tl.zeros((BLOCK,), tl.float32), tl.zeros((SOME,), tl.float32)
+        while position < end:
+            in_piece = position % PIECE
+            whole = (in_piece == 0) & (position + PIECE <= end)
+            size = tl.where(whole, PIECE, tl.minimum(tl.minimum(end - position, PIECE - in_piece), SOME))
+            ahead = position + size + lane
+            entry_ahead = tl.load(order + ahead, mask=ahead < end, other=0)
+            if whole:
+                piece = (position // PIECE).to(tl.int64)
+                if WEIGHT:
+                    total += tl.load(sums + piece * width + column, mask=within, other=0.0)
+                sum_g += tl.load(sums_g + piece + lane, mask=lane == 0, other=0.0)
+            else:
+                here = lane < size
+                g = tl.load(value + entry, mask=here, other=0.0)
+                if WEIGHT:
+                    from_row = hidden + (entry // slots)[:, None] * width
+                    h = tl.load(from_row + column[None, :], mask=here[:, None] & within[None, :], other=0.0)
+                    total += tl.sum(h.to(tl.float32) * g[:, None], 0)
+                sum_g += g
+            position, entry = position + size, entry_ahead
+        if not ADD:
+            for place in range(0, dense):
+                g = tl.load(dz + token * FEW + place).to(tl.float32)
+                if WEIGHT:
+                    row = tl.load(few + place).to(tl.int64)
+                    total += g * tl.load(hidden + row * width + column, mask=within, other=0.0).to(tl.float32)
+                sum_g += tl.where(lane == 0, g, 0.0)
+        if WEIGHT:
+            out = d_weight + token * width + column
             if ADD:
-                sum_g += tl.load(d_bias + token).to(tl.float32)
-            tl.store(d_bias + token, sum_g.to(d_bias.dtype.element_ty))
+                total += tl.load(out, mask=within & some, other=0.0).to(tl.float32)
+            tl.store(out, total.to(d_weight.dtype.element_ty), mask=within & (some | (not ADD)))
+        if BIAS:  # noqa: SIM102 (decided when compiling, and the other when running)
+            if tl.program_id(1) == 0:
+                g = tl.sum(sum_g, 0)
+                if ADD:
+                    g += tl.load(d_bias + token).to(tl.float32)
+                tl.store(d_bias + token, g.to(d_bias.dtype.element_ty), mask=some | (not ADD))
+        position, end, entry = next_position, next_end, next_entry
+        next_position, next_end = third_position, third_end
+        token += step

@@ -1,7 +1,7 @@
 """The head on a GPU: one streamed product forward; backward sparse where the row's own bound allows, dense elsewhere."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,7 @@ class TritonHead(torch.autograd.Function):
         bias, ids = (None if x is None else x.contiguous() for x in (bias, ids))
         check = IdsLater("lm_head", tokens, ids, len(weight))
         source = HeadInput(hidden, weight, bias, tokens, ids, plan.spec, plan.request)
-        rows, ctx.formed = _forward(source, plan.expect, plan.tolerance, ctx.needs_input_grad[:3])
-        check.answer()
+        rows, ctx.formed = _forward(source, plan.expect, plan.tolerance, ctx.needs_input_grad[:3], check.answer)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.ids)
@@ -77,17 +76,21 @@ class TritonHead(torch.autograd.Function):
 
 
 def _forward(
-    source: HeadInput, expect: Expect | None, tolerance: float, needed: Sequence[bool]
+    source: HeadInput, expect: Expect | None, tolerance: float, needed: Sequence[bool], check: Callable[[], None]
 ) -> tuple[HeadRows, Formed | None]:
-    """What `stream_head` finds of rows, and the gradients of some if that loss is expected: of those foreseen to be dense."""
+    """What `stream_head` finds of rows, and the gradients of some if that loss is expected: of those foreseen to be dense.
+
+    `check` is asked what it makes of the ids once the device has something to do.
+    """
     rule = _rule_for(expect, source, tolerance) if any(needed) else None
     if rule is None or not isinstance(expect, ExpectedLoss):
-        return stream_head(source), None
+        return stream_head(source, queued=check), None
     inspection = inspect_batch(
         _on_support(expect.batch, source), source.tokens[None], expect.weights, source.weight, form=True,
         tolerance=tolerance, masked_too=True,
     )  # fmt: skip
     early = start_early(source, inspection)
+    check()
     first, count, refused = inspection.answer.numbers()
     if refused:  # somebody else will say what is wrong with them
         return stream_head(source), None
@@ -159,14 +162,14 @@ def head_gradients(
         return formed.gradients(source, rows, upstream, tolerance, needed)
     gradient = row_gradient(rows, source.tokens, upstream, source.spec)
     routes = route_rows(gradient, source.spec, len(weight), tolerance)
-    numbers = Later(routes.counts)
     nats = None if upstream.entropy is None else upstream.entropy.contiguous()
     d_hidden, d_weight = (torch.empty_like(x) if need else None for x, need in zip((hidden, weight), needed, strict=False))
     d_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
     found, by_token = (d_hidden, d_weight, d_bias), None
+    if tolerance > 0 and (d_weight is not None or d_bias is not None):
+        by_token = sort_by_token(routes, len(weight))  # which waits for nothing but what was queued before it
+    numbers = Later(routes.counts)
     if tolerance > 0:
-        if d_weight is not None or d_bias is not None:
-            by_token = sort_by_token(routes, len(weight))
         few = few_rows(source, rows, nats, gradient, routes, want_hidden=d_hidden is not None)
         if d_hidden is not None:
             sparse_hidden(weight, gradient, routes, few, d_hidden)

@@ -56,7 +56,12 @@ def remember(hidden: Tensor, walk: Walk, *, stored: bool) -> Path:
 
 def cache_file() -> Path:
     """Where measured walks are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "corral" / "walks.json"
+    return _within(os.environ.get("XDG_CACHE_HOME"))
+
+
+@functools.cache  # where the home is takes longer to find out than to start a kernel
+def _within(caches: str | None) -> Path:
+    return Path(caches or Path.home() / ".cache") / "corral" / "walks.json"
 
 
 def _key(gpu: str, dtype: torch.dtype, width: int, *, stored: bool) -> str:
