@@ -128,3 +128,11 @@ def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocab
             f"{where}: `{what}` must lie in {lowest} … {vocabulary - 1} for a vocabulary of {vocabulary}; got "
             f"{low if low < lowest else high}. Were they made with another tokenizer?"
         )
+
+
+def refuse_repeats(where: str, what: str, repeated: bool) -> None:
+    """Where a token is twice in one row: its mass would count twice, and no row has room for that."""
+    if repeated:
+        raise ValueError(
+            f"{where}: `{what}` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."
+        )

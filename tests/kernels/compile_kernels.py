@@ -16,6 +16,7 @@ from corral.kernels import (
     doubt,
     extract,
     few_rows,
+    ids_later,
     inspect_batch,
     loss_rows,
     route,
@@ -32,7 +33,7 @@ from corral.kernels import (
 # The types of arguments by name; all others are pointers to float32.
 TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
-    "stride_kept stride_logp stride_scale entries",
+    "stride_kept stride_logp stride_scale",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high",
     "*i32": "counter marks queue key keys route counts starts out_ids out_key filled floors overflow few need out_need",
     "*i64": "listed order picked tokens", "*u8": "place mask state", "*bf16": "dz d_weight stored",
@@ -47,7 +48,7 @@ INSPECT = [dict.fromkeys(("EVERY", "MASKED_TOO"), x) for x in (True, False)]
 ORDER = {"position": "*i32", "fewest": "i32", "share": "fp32", "rest": "fp32"}
 FORMED = {"index": "*i64", "ids": "*i64", "left_out": "*u8", "formed": "i32", "out_met": "*i32", "rounding": "fp32"}
 COMPARISONS = (difference._ratio_kernel, difference._difference_kernel)
-WRITTEN = {"FEW": 16, "PIECE": 256}
+WRITTEN = {"FEW": 16, "PIECE": 64}
 WALK = {"PROGRAMS": 132, "GROUP": 16}
 SHARED = {80: 163, 90: 227}
 """KiB of shared memory that a block of theirs may take."""
@@ -66,13 +67,14 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (select._marks_kernel, {"ids": "*i64", "index": "*i64"}, {"BLOCK": 1024, "INDEX": True, "COUNTER": True}, 4),
     (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
     (route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048}, 4),
+    (ids_later._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
     (route._tally_kernel, {}, {"FEW": 16, "BLOCK": 8192}, 16),
     (few_rows._logit_kernel, {"ids": "*i32"} | HEAD, {"FEW": 16, "COLUMNS": 128}, 4),
     (few_rows._hidden_kernel, HEAD, {"FEW": 16, "PARTS": 64, "COLUMNS": 128}, 4),
     (few_rows._sum_kernel, {"out": "*bf16"}, {"FEW": 16, "PARTS": 64, "BLOCK": 128}, 4),
-    (sparse_backward._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024}, 2),
+    (sparse_backward._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024, "SOME": 4}, 4),
     *((sparse_backward._piece_kernel, HEAD, WRITTEN | {"ADD": add}, 16) for add in (True, False)),
-    *((sparse_backward._weight_kernel, HEAD, WRITTEN | {"ADD": add, "BLOCK": 1024}, 2) for add in (True, False)),
+    *((sparse_backward._weight_kernel, HEAD, WRITTEN | {"ADD": add}, 4) for add in (True, False)),
     (dense_backward._dense_kernel, {"ids": "*i32"}, {}, 8),
     (dense_forward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
     (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),

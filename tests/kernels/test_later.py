@@ -7,7 +7,8 @@ import corral
 from interpreted import DEVICE, small_tiles
 
 from corral.kernels import select  # isort: skip  # after `interpreted`
-from corral.kernels.later import IdsLater, Later  # isort: skip
+from corral.kernels.ids_later import IdsLater  # isort: skip
+from corral.kernels.later import Later
 from corral.kernels.logits import LogitSpec
 from corral.kernels.online import HeadRequest
 
@@ -50,6 +51,18 @@ def test_a_bad_support_is_refused(bad):
     ids = torch.tensor([[0, 1, -1], [7, 2, bad]], device=DEVICE)
     with pytest.raises(ValueError, match=rf"lm_head: `ids` must lie in -1 … 39 .* got {bad}\."):
         corral.lm_head(hidden, weight, torch.tensor([0, 7], device=DEVICE), ids=ids, impl="triton")
+
+
+@pytest.mark.parametrize("slots", [2, 17, 40])
+def test_a_token_twice_in_a_support_is_refused(slots):
+    hidden, weight = torch.randn(3, WIDTH, device=DEVICE), torch.randn(VOCABULARY, WIDTH, device=DEVICE)
+    tokens = torch.arange(3, device=DEVICE)
+    ids = torch.stack([torch.randperm(VOCABULARY)[:slots] for _ in range(3)]).to(DEVICE)
+    ids[1, 1:] = -1  # which may be there as often as it likes
+    corral.lm_head(hidden, weight, tokens, ids=ids, impl="triton")
+    ids[2, -1] = ids[2, 0]
+    with pytest.raises(ValueError, match="lm_head: `ids` has a token twice in one row"):
+        corral.lm_head(hidden, weight, tokens, ids=ids, impl="triton")
 
 
 def test_kernels_are_given_no_bad_ids():

@@ -162,6 +162,18 @@ def test_a_loss_that_is_not_finite_is_refused_by_the_backward_pass():
         out.loss.sum().backward()
 
 
+def test_a_token_twice_in_a_support_is_refused():
+    problem, objective = Problem(DEVICE), corral.make_objective("troll")
+    old = problem.batch.dist_old
+    ids, logp = old.ids.clone(), old.logp.clone()
+    ids[1, 1, -1], logp[1, 1, -1] = ids[1, 1, 1], logp[1, 1, 1]
+    problem.batch = dataclasses.replace(problem.batch, dist_old=corral.SparseDist(ids, logp, old.rest))
+    with pytest.raises(ValueError, match=r"loss is not finite at 1 live tokens.* or from a support with a token twice"):
+        problem.run(objective, impl="triton")
+    with pytest.raises(ValueError, match="lm_head: `ids` has a token twice in one row"):
+        problem.run(objective, impl="torch")
+
+
 @pytest.mark.parametrize("way", ["tied embedding", "adapter on the head", "checkpointing", "frozen head"])
 def test_gradients_reach_what_is_behind_the_weight(way):
     """Autograd carries them on: to an embedding that is the head's weight too, to low-rank factors, through a recomputation."""

@@ -52,8 +52,11 @@ class Problem:
         return dz.T @ self.hidden.double(), dz.sum(0)
 
 
+# Pieces of 4 entries; or as many as it takes for all sums to fit into so many bytes.
+@pytest.mark.parametrize("room", [sparse_backward.PIECE_BYTES, 5 * 4 * WIDTH])
 @pytest.mark.parametrize("dense", [0, 2, FEW])
-def test_every_row_is_written(dense):
+def test_every_row_is_written(dense, room, monkeypatch):
+    monkeypatch.setattr(sparse_backward, "PIECE_BYTES", room)
     problem = Problem(dense)
     weight, bias = (torch.full(shape, torch.nan, device=DEVICE) for shape in ((VOCABULARY, WIDTH), (VOCABULARY,)))
     problem.run(True, weight, bias)

@@ -15,7 +15,8 @@ Triton, forward     `inspect_batch`   is the batch fit, and which rows will be d
 Triton, backward    `row_gradient`    gradients of log-probs → of logits: single entries, and one factor for the rest
                     `route`           sparse rows (`sparse_backward`), a few dense ones (`few_rows`), many (`dense_backward`)
                     `formed`          gradients formed on the way: `dense_forward`, `row_factor`; `difference` to what is asked
-Triton, autograd    `triton_head`     the head alone; `fused_loss`: head and objective in one; `later`: answers for the host
+Triton, autograd    `triton_head`     the head alone; `fused_loss`: head and objective in one
+                    `later`           answers for the host; `ids_later`: are the ids what they should be?
 """
 
 from corral.kernels.head import HeadOutput, lm_head

@@ -151,6 +151,10 @@ def _given_kernel(
     tl.debug_barrier()
     before = tl.load(listed + row * SLOTS + slot - 1, mask=slot > 0, other=-1)
     real = key != NOTHING
+    if GIVEN:  # a token twice in a support: whoever does not notice it beforehand is told by all that comes of the row
+        repeated = real & (before >= 0) & (before // SLOTS == key // SLOTS)
+        total = tl.where(tl.max(repeated.to(tl.int32), 0) > 0, float("nan"), total)
+        tl.store(lse + row, total)
     id = tl.where(real, key // SLOTS, 0).to(tl.int32)
     at = id // COLUMNS
     own_slot = (key % SLOTS).to(tl.int32)

@@ -61,9 +61,9 @@ class Job:
         number = 0 if self.flawed is None else self.flawed.number()
         if number:
             raise ValueError(
-                f"policy_loss_from_hidden: {self.name}'s loss is not finite at {number} live tokens. NaN comes from the model; "
-                f"an impossible token means that both policies were not given the same logit masks. The objective on the "
-                f"output of corral.lm_head says where."
+                f"policy_loss_from_hidden: {self.name}'s loss is not finite at {number} live tokens. NaN comes from the "
+                f"model, or from a support with a token twice; an impossible token means that both policies were not given the "
+                f"same logit masks. The objective on the output of corral.lm_head says where."
             )
 
 

@@ -18,7 +18,7 @@ from corral.kernels.logits import LogitSpec, Scratch, block_size, operand, slice
 from corral.kernels.online import HeadRequest, HeadRows, OnlineHead, join
 from corral.kernels.parallel import Shard, merge
 from corral.numerics import number_in
-from corral.support import check_id_dtype, check_ids
+from corral.support import check_id_dtype, check_ids, refuse_repeats
 from corral.types import SparseDist
 
 FIRST = 8
@@ -239,10 +239,8 @@ def _check(
 
 
 def _check_unique(ids: Tensor) -> None:
-    """Its mass would count twice, and no row has room for that."""
     ordered = ids.sort(-1).values
-    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-        raise ValueError("lm_head: `ids` has a token twice in one row. A support is a set: keep one of them, −1 pads the row.")
+    refuse_repeats("lm_head", "ids", bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()))
 
 
 def _check_expected(expect: Expect | None, tokens: Tensor) -> None:

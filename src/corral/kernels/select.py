@@ -50,9 +50,7 @@ class HeadInput:
         return stream(self.hidden, self.weight, self.bias, self.spec, entropy=self.request.entropy)
 
 
-def stream_head(
-    whole: HeadInput, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None
-) -> HeadRows:
+def stream_head(whole: HeadInput, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None) -> HeadRows:
     """What `OnlineHead` knows of n tokens, from one product and the recomputation of a few of its tiles.
 
     Without `ids` and `top_k` the support is the sampled token. `early` are statistics of all of them, made beforehand. `queued`

@@ -18,25 +18,21 @@ from corral.kernels.few_rows import FewRows, few_hidden
 from corral.kernels.route import FEW, Routes
 from corral.kernels.row_gradient import RowGradient
 
-BLOCK = 1024
-"""Hidden width that one program looks at."""
-SOME = 8
-"""Entries that it looks at at once."""
-WARPS = 2
-HIDDEN = (8, 2)
-TOKENS = 16
-"""Rows of dW that it writes, one after the other."""
-PIECE = 256
-"""Entries of one token that a program of its own adds up beforehand."""
+BLOCK = 4096
+"""Hidden width that one program writes of a row of dW."""
+PIECE = 64
+"""Entries of one token that a program of its own adds up beforehand, unless their sums would take too much memory."""
+PIECE_BYTES = 36 * 2**20
+"""For the sums of all pieces that there might be."""
 
 
 def sparse_hidden(weight: Tensor, gradient: RowGradient, routes: Routes, few: FewRows, out: Tensor) -> None:
     """dH [N, H] of the sparse rows and of a few dense ones, 0 elsewhere."""
     (vocabulary, width), slots = weight.shape, routes.key.shape[1]
-    block = min(BLOCK, triton.next_power_of_2(width))
+    block = min(1024, triton.next_power_of_2(width))
     _hidden_kernel[(len(out), triton.cdiv(width, block))](
-        weight, routes.key, gradient.value, out, vocabulary, width, slots, BLOCK=block, SOME=HIDDEN[0],
-        SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=HIDDEN[1],
+        weight, routes.key, gradient.value, out, vocabulary, width, slots, BLOCK=block, SOME=4,
+        SLOTS=max(2, triton.next_power_of_2(slots)), num_warps=4,
     )  # fmt: skip
     few_hidden(few, routes, out)
 
@@ -76,8 +72,13 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 
 def _sorted(key: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     keys, order = key.flatten().sort(stable=True)
-    tokens = torch.arange(vocabulary + 1, dtype=torch.int32, device=key.device)
-    return keys, order, torch.searchsorted(keys, tokens, out_int32=True)
+    return keys, order, torch.searchsorted(keys, _tokens(vocabulary, key.device), out_int32=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _tokens(vocabulary: int, device: torch.device) -> Tensor:
+    """All of them, and one more."""
+    return torch.arange(vocabulary + 1, dtype=torch.int32, device=device)
 
 
 def sparse_weight(
@@ -98,18 +99,21 @@ def sparse_weight(
         torch.cuda.current_stream(hidden.device).wait_event(by_token.done)
     block = min(BLOCK, triton.next_power_of_2(width))
     blocks = triton.cdiv(width, block) if d_weight is not None else 1
-    switches = {"ADD": few is None, "WEIGHT": d_weight is not None, "FEW": FEW, "PIECE": PIECE, "BLOCK": block}
-    pieces = len(by_token.keys) // PIECE
+    piece = PIECE
+    while len(by_token.keys) // piece * 4 * width > PIECE_BYTES:
+        piece *= 2
+    switches = {"ADD": few is None, "WEIGHT": d_weight is not None, "FEW": FEW, "PIECE": piece, "BLOCK": block}
+    pieces = len(by_token.keys) // piece
     sums, sums_g = (hidden.new_empty(pieces, n, dtype=torch.float32) for n in (width if d_weight is not None else 0, 1))
     if pieces:
         _piece_kernel[(pieces, blocks)](
             hidden, gradient.value, by_token.keys, by_token.order, routes.counts, sums, sums_g, vocabulary, width, slots,
-            SOME=min(8, PIECE), num_warps=max(1, block // 256), **switches,
+            SOME=min(8, piece), num_warps=max(1, block // 256), **switches,
         )  # fmt: skip
-    _weight_kernel[(triton.cdiv(vocabulary, TOKENS), blocks)](
+    _weight_kernel[(vocabulary, blocks)](
         hidden, gradient.value, by_token.order, by_token.starts, sums, sums_g, routes.few, routes.counts,
-        None if few is None else few.dz, d_weight, d_bias, vocabulary, width, slots, len(by_token.keys),
-        BIAS=d_bias is not None, SOME=SOME, num_warps=WARPS, **switches,
+        None if few is None else few.dz, d_weight, d_bias, width, slots, BIAS=d_bias is not None,
+        num_warps=max(1, block // 1024), **switches,
     )  # fmt: skip
 
 
@@ -171,72 +175,53 @@ def _piece_kernel(
 @triton.jit
 @no_type_check
 def _weight_kernel(
-    hidden, value, order, starts, sums, sums_g, few, counts, dz, d_weight, d_bias, vocabulary, width, slots, entries,
-    ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
-    SOME: tl.constexpr,
+    hidden, value, order, starts, sums, sums_g, few, counts, dz, d_weight, d_bias, width, slots, ADD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every so-manieth token: some of its entries at a time, or a whole piece of them, and a few dense rows.
-
-    Where the next token's entries are, and which they are, is asked for ahead: nothing is waited for but hidden states.
-    """
+    """One token: its entries one by one, or a whole piece of them at once, and a few dense rows."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = column < width
+    position, end = tl.load(starts + token), tl.load(starts + token + 1)
     dense = 0
-    if not ADD:
+    if ADD:
+        if position == end:
+            return
+    else:
         dense = tl.load(counts + 1)
         if dense > FEW:
             return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    within = column < width
-    lane = tl.arange(0, SOME)
-    step = tl.num_programs(0)
-    token = tl.program_id(0).to(tl.int64)
-    position, end = tl.load(starts + token), tl.load(starts + token + 1)
-    second = tl.minimum(token + step, vocabulary - 1)
-    next_position, next_end = tl.load(starts + second), tl.load(starts + second + 1)
-    entry = tl.load(order + position + lane, mask=position + lane < entries, other=0)
-    while token < vocabulary:
-        third = tl.minimum(token + 2 * step, vocabulary - 1)
-        third_position, third_end = tl.load(starts + third), tl.load(starts + third + 1)
-        next_entry = tl.load(order + next_position + lane, mask=next_position + lane < entries, other=0)
-        some = position < end
-        total, sum_g = tl.zeros((BLOCK,), tl.float32), tl.zeros((SOME,), tl.float32)
-        while position < end:
-            in_piece = position % PIECE
-            whole = (in_piece == 0) & (position + PIECE <= end)
-            size = tl.where(whole, PIECE, tl.minimum(tl.minimum(end - position, PIECE - in_piece), SOME))
-            ahead = position + size + lane
-            entry_ahead = tl.load(order + ahead, mask=ahead < end, other=0)
-            if whole:
-                piece = (position // PIECE).to(tl.int64)
-                if WEIGHT:
-                    total += tl.load(sums + piece * width + column, mask=within, other=0.0)
-                sum_g += tl.load(sums_g + piece + lane, mask=lane == 0, other=0.0)
-            else:
-                here = lane < size
-                g = tl.load(value + entry, mask=here, other=0.0)
-                if WEIGHT:
-                    from_row = hidden + (entry // slots)[:, None] * width
-                    h = tl.load(from_row + column[None, :], mask=here[:, None] & within[None, :], other=0.0)
-                    total += tl.sum(h.to(tl.float32) * g[:, None], 0)
-                sum_g += g
-            position, entry = position + size, entry_ahead
-        if not ADD:
-            for place in range(0, dense):
-                g = tl.load(dz + token * FEW + place).to(tl.float32)
-                if WEIGHT:
-                    row = tl.load(few + place).to(tl.int64)
-                    total += g * tl.load(hidden + row * width + column, mask=within, other=0.0).to(tl.float32)
-                sum_g += tl.where(lane == 0, g, 0.0)
-        if WEIGHT:
-            out = d_weight + token * width + column
+    total, sum_g = tl.zeros((BLOCK,), tl.float32), tl.full((), 0.0, tl.float32)
+    entry = tl.load(order + position, mask=position < end, other=0)
+    while position < end:
+        whole = (position % PIECE == 0) & (position + PIECE <= end)
+        then = position + tl.where(whole, PIECE, 1)
+        next_entry = tl.load(order + then, mask=then < end, other=0)  # on its way while this one's hidden state is
+        if whole:
+            piece = (position // PIECE).to(tl.int64)
+            if WEIGHT:
+                total += tl.load(sums + piece * width + column, mask=within, other=0.0)
+            sum_g += tl.load(sums_g + piece)
+        else:
+            g = tl.load(value + entry)
+            if WEIGHT:
+                total += g * tl.load(hidden + entry // slots * width + column, mask=within, other=0.0).to(tl.float32)
+            sum_g += g
+        position, entry = then, next_entry
+    if not ADD:
+        for place in range(0, dense):
+            g = tl.load(dz + token * FEW + place).to(tl.float32)
+            if WEIGHT:
+                row = tl.load(few + place).to(tl.int64)
+                total += g * tl.load(hidden + row * width + column, mask=within, other=0.0).to(tl.float32)
+            sum_g += g
+    if WEIGHT:
+        here = d_weight + token * width + column
+        if ADD:
+            total += tl.load(here, mask=within, other=0.0).to(tl.float32)
+        tl.store(here, total.to(d_weight.dtype.element_ty), mask=within)
+    if BIAS:  # noqa: SIM102 (decided when compiling, and the other when running)
+        if tl.program_id(1) == 0:
             if ADD:
-                total += tl.load(out, mask=within & some, other=0.0).to(tl.float32)
-            tl.store(out, total.to(d_weight.dtype.element_ty), mask=within & (some | (not ADD)))
-        if BIAS:  # noqa: SIM102 (decided when compiling, and the other when running)
-            if tl.program_id(1) == 0:
-                g = tl.sum(sum_g, 0)
-                if ADD:
-                    g += tl.load(d_bias + token).to(tl.float32)
-                tl.store(d_bias + token, g.to(d_bias.dtype.element_ty), mask=some | (not ADD))
-        position, end, entry = next_position, next_end, next_entry
-        next_position, next_end = third_position, third_end
-        token += step
+                sum_g += tl.load(d_bias + token).to(tl.float32)
+            tl.store(d_bias + token, sum_g.to(d_bias.dtype.element_ty))

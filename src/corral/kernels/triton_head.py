@@ -13,8 +13,9 @@ from corral.kernels.dense_backward import dense_rows
 from corral.kernels.few_rows import few_rows
 from corral.kernels.foreseen import Expect, ExpectedLoss
 from corral.kernels.formed import Expected, Formed, Gradients, head_in_parts, start_early, start_formed
+from corral.kernels.ids_later import IdsLater
 from corral.kernels.inspect_batch import inspect_batch
-from corral.kernels.later import IdsLater, Later
+from corral.kernels.later import Later
 from corral.kernels.logits import LogitSpec
 from corral.kernels.loss_rows import OldRows
 from corral.kernels.online import HeadRequest, HeadRows
