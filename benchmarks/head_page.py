@@ -40,7 +40,7 @@ def rollouts(results: dict[str, Any]) -> str:
         "rows whose 64 hold that",
         "mass outside the 64: mean, 90 %",
     ]
-    text += markdown([*head, "dense rows"], (_about(name, group[0]) for name, group in sets.items()))
+    text += markdown([*head, "dense rows by the bound"], (_about(name, group[0]) for name, group in sets.items()))
     timed = {name: {(row["task"], row["name"]): row for row in group[1:]} for name, group in sets.items() if "ms" in group[1]}
     if timed:
         some = next(iter(timed.values()))["products", "one product"]

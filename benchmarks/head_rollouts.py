@@ -75,11 +75,11 @@ def routing_of(p: Problem) -> dict[str, float]:
 
 
 def routed(p: Problem) -> dict[str, float]:
-    """What the fused update itself says of its routing: the share of dense rows, and the most that a sparse one left out."""
+    """What the fused update itself says of its routing: the share of rows made dense, and the most that a sparse one left out."""
     objective, hidden = corral.make_objective("troll"), p.hidden_new.detach().requires_grad_()
     out = corral.policy_loss_from_hidden(hidden[None], p.weight, p.tokens[None], p.batch, objective, weights=p.weights)
     out.loss.sum().backward()
-    return {"dense_share": out.metrics["head/dense_share"].item(), "dropped": out.metrics["head/dropped"].item()}
+    return {"made_dense": out.metrics["head/dense_share"].item(), "dropped": out.metrics["head/dropped"].item()}
 
 
 def problem_of(given: dict[str, Tensor], weight: Tensor, tokens: int | None = None) -> Problem:

@@ -6,6 +6,7 @@ its own.
 """
 
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +173,10 @@ class Update:
             self.trainer.settle_metrics()  # as `training_step` does; TRL has written its own down by now
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def log(self) -> None:
+        """As training does after a step: the trainer goes by the entropy that was logged last."""
+        self.trainer.log({"entropy": statistics.mean(self.trainer._metrics["train"]["entropy"])})
 
     def repeated(self, sequences: int) -> dict[str, Tensor]:
         """The same rollouts over and over, as many as asked for."""

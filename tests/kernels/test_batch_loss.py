@@ -106,6 +106,26 @@ def test_an_old_policy_that_is_not_finite_is_refused(case, support, bad):
 
 
 @pytest.mark.parametrize(("case", "support"), BOTH)
+def test_a_sampler_that_is_not_finite_is_refused(case, support):
+    """No loss shows it where the objective does not read it."""
+    name, config = CASES[case]
+    objective, (batch, _) = corral.make_objective(name, **config), make_batch(support)
+    rollout = batch.logp_old.clone()
+    rollout[1, 1] = math.nan
+    with torch.no_grad(), pytest.raises(ValueError, match="logp_rollout is not finite at a live token"):
+        batch_loss(objective, dataclasses.replace(batch, logp_rollout=rollout), kernels=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_old_policies_that_disagree_are_refused(case):
+    name, config = CASES[case]
+    objective, (batch, _) = corral.make_objective(name, **config), make_batch()
+    batch.logp_old[1, 1] += 0.002
+    with torch.no_grad(), pytest.raises(ValueError, match=r"and logp_old differ by more than 0\.001 nats"):
+        batch_loss(objective, batch, kernels=True)
+
+
+@pytest.mark.parametrize(("case", "support"), BOTH)
 @pytest.mark.parametrize("live", ["some", "all"])
 def test_a_new_policy_given_as_rows_is_the_one_in_the_batch(case, support, live):
     name, config = CASES[case]

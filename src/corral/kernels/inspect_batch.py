@@ -15,10 +15,9 @@ from torch import Tensor
 
 from corral.kernels.later import Later
 from corral.kernels.live import advantages_of
+from corral.kernels.loss_rows import ANCHOR_TOLERANCE
 from corral.types import TokenBatch
 
-ANCHOR_TOLERANCE = 1e-3
-"""How far `dist_old` and `logp_old` may disagree on the sampled token before the objective is asked to say so."""
 FEWEST, SMALLEST_SHARE = 128, 0.03
 """Rows foreseen to be dense, and their share of all, below which they are not worth products of their own; nor are others."""
 SMALL = 10**12
@@ -77,7 +76,7 @@ def inspect_batch(
     ids, kept, rest, rollout, weights = (None if x is None else x.contiguous() for x in (*support, batch.logp_rollout, weights))
     _inspect_kernel[(triton.cdiv(total, ROWS),)](
         mask.view(torch.uint8), tokens, ids, kept, rest, logp_old, rollout, advantages, weights, off, size,
-        total, length, *advantages.stride(), slots, vocabulary, ANCHOR_TOLERANCE, SUPPORT=old is not None,
+        total, length, *advantages.stride(), slots, vocabulary, SUPPORT=old is not None,
         ROLLOUT=rollout is not None, WEIGHTS=weights is not None, FORM=form, EVERY=every, MASKED_TOO=masked_too,
         SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
@@ -120,7 +119,7 @@ def _finite(x):
 @no_type_check
 def _inspect_kernel(
     mask, tokens, ids, kept, rest, logp_old, rollout, advantages, weights, off, size, total, length, stride_b, stride_t, slots,
-    vocabulary, tolerance, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, WEIGHTS: tl.constexpr, FORM: tl.constexpr,
+    vocabulary, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, WEIGHTS: tl.constexpr, FORM: tl.constexpr,
     EVERY: tl.constexpr, MASKED_TOO: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse."""
@@ -151,7 +150,7 @@ def _inspect_kernel(
         bad = (id < -1) | (id >= vocabulary) | ~(value < float("inf")) | misplaced
         fit = fit & (tl.max(bad.to(tl.int32), 1) == 0) & (outer < float("inf"))
         own = tl.sum(tl.where((slot == 0)[None, :], value, 0.0), 1)
-        fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= tolerance)
+        fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= ANCHOR_TOLERANCE)
         if FORM:
             whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)
             dropped = tl.where(gain > 0.0, gain * tl.exp(outer), 0.0)

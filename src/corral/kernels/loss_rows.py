@@ -14,6 +14,8 @@ from corral.kernels.online import HeadRows
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
 """Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
 FIELDS = 10
+ANCHOR_TOLERANCE: tl.constexpr = tl.constexpr(1e-3)
+"""How far `dist_old` and `logp_old` may disagree on the sampled token before the objective is asked to say so."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,13 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
     if old.rollout is not None:
         names["tr/mismatch"] = MISMATCH
     return {name: out[place] for name, place in names.items()}, out[FLAWED]
+
+
+@triton.jit
+@no_type_check
+def disagree(own, anchor):
+    """Whether an old policy's support says something else of the sampled token; the objective, asked then, says so too."""
+    return ~(tl.abs(own - anchor) <= 1.001 * ANCHOR_TOLERANCE)
 
 
 @triton.jit

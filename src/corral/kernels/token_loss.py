@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from corral.kernels.loss_rows import LossRows, OldRows, blank_fields
+from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
 from corral.kernels.online import HeadRows
 from corral.kernels.project_row import abs_difference, binary_kl, expm1, kl_elements, kl_term
 
@@ -111,6 +111,7 @@ def _token_kernel(
         q = tl.load(kept_old + row * slots + slot, mask=here, other=-float("inf")).to(tl.float32)
         q = tl.where(slot == slots, tl.load(rest_old + row).to(tl.float32), q)
         flawed = flawed | (tl.max(tl.where((p < float("inf")) & (q < float("inf")), 0, 1), 0) > 0)
+        flawed = flawed | disagree(tl.sum(tl.where(slot == 0, q, 0.0), 0), old)
         kl_mean = tl.sum(kl_elements(p, q), 0)
         kl_max = kl_mean
         if MEASURE == 3:
@@ -169,7 +170,9 @@ def _token_kernel(
     flawed = flawed | ~(tl.abs(loss) < float("inf"))
     gap = 0.0 * ratio
     if ROLLOUT:
-        gap = abs_difference(tl.load(rollout + row).to(tl.float32), old)
+        sampled = tl.load(rollout + row).to(tl.float32)
+        gap = abs_difference(sampled, old)
+        flawed = flawed | ~(tl.abs(sampled) < float("inf"))
     at = fields + row
     tl.store(at, loss)
     tl.store(at + 1 * count, log_rho)

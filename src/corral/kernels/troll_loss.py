@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from corral.kernels.loss_rows import LossRows, OldRows, blank_fields
+from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
 from corral.kernels.online import HeadRows
 from corral.kernels.project_row import RULED_OUT, abs_difference, kl_elements, log_softmax, project
 
@@ -74,6 +74,8 @@ def _troll_kernel(
     flawed = (tl.max(tl.where(new < float("inf"), 0, 1), 0) > 0) | ~(
         tl.abs(tl.sum(tl.where(first, new, 0.0), 0)) < float("inf")
     )
+    anchor = tl.load(logp_old + row).to(tl.float32)
+    flawed = flawed | disagree(tl.sum(tl.where(first, old, 0.0), 0), anchor)
 
     new, old = log_softmax(new), log_softmax(old)
     own_old = tl.sum(tl.where(first, old, 0.0), 0)
@@ -127,7 +129,9 @@ def _troll_kernel(
     tl.store(at + 7 * count, converged.to(tl.float32))
     gap = 0.0 * t
     if ROLLOUT:
-        gap = abs_difference(tl.load(rollout + row).to(tl.float32), tl.load(logp_old + row).to(tl.float32))
+        sampled = tl.load(rollout + row).to(tl.float32)
+        gap = abs_difference(sampled, anchor)
+        flawed = flawed | ~(tl.abs(sampled) < float("inf"))
     tl.store(at + 8 * count, gap)
     tl.store(at + 9 * count, flawed.to(tl.float32))
     tl.store(g_kept + row * slots + slot, g, mask=here)

@@ -49,6 +49,8 @@ def load_smollm2() -> Loaded:
         raise RunError("SmolLM2 comes as a GGUF file, and the package gguf is missing. Run `make smollm2`.")
     found = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_FILE)
+    if tokenizer.pad_token is None:  # which not every transformers finds in the file
+        tokenizer.pad_token = tokenizer.eos_token
     # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
     config = found.config
     if hasattr(config, "quantization_config"):  # set by the loader, and no field of the class
