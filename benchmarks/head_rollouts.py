@@ -75,7 +75,7 @@ def routing_of(p: Problem) -> dict[str, float]:
 
 
 def routed(p: Problem) -> dict[str, float]:
-    """What the fused update itself says of its routing: the share of rows made dense, and the most that a sparse one left out."""
+    """What the fused update says of its own routing: the share of rows made dense, and the most that a sparse one left out."""
     objective, hidden = corral.make_objective("troll"), p.hidden_new.detach().requires_grad_()
     out = corral.policy_loss_from_hidden(hidden[None], p.weight, p.tokens[None], p.batch, objective, weights=p.weights)
     out.loss.sum().backward()
