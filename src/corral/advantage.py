@@ -42,7 +42,8 @@ def group_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how
         )
     if not rewards.is_floating_point() or group.is_floating_point():
         raise ValueError(
-            f"group_advantages: rewards are floating point and group ids integers; got {rewards.dtype} and {group.dtype}."
+            f"group_advantages: rewards are floating point and group ids integers; got {rewards.dtype} and {group.dtype}. "
+            f"Convert them with .float() and .long()."
         )
     if not bool(rewards.isfinite().all()):
         bad = int((~rewards.isfinite()).nonzero()[0])

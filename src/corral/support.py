@@ -28,7 +28,7 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
     check_logp("top_k_support", logp)
     vocabulary = logp.shape[-1]
     if type(k) is not int or not 1 <= k <= vocabulary:
-        raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k!r}.")
+        raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k!r}. k = V keeps every token.")
     if not (number_in(mass, 0, 1) and mass > 0):
         raise ValueError(f"top_k_support: `mass` is a probability in (0, 1], 1.0 for no threshold; got {mass!r}.")
     if tokens.shape != logp.shape[:-1]:
@@ -45,7 +45,7 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
         ids = torch.where(reached_before(logp.gather(-1, ids), mass) | (ids == sampled), -1, ids)
         ids = torch.cat([sampled, ids], dim=-1)
         ids = ids.gather(-1, torch.argsort((ids < 0).byte(), dim=-1, stable=True))
-    return gather_support(logp, ids)
+    return _gather(logp, ids)
 
 
 def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> SparseDist:
@@ -65,6 +65,14 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> Spa
             f"gather_support: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
         )
     check_ids("gather_support", "ids", ids, lowest=-1, vocabulary=logp.shape[-1])
+    if not torch.compiler.is_compiling():
+        ordered = ids.sort(-1).values
+        refuse_repeats("gather_support", "ids", bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
+    return _gather(logp, ids)
+
+
+def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
+    """The same for a support that is known to be one."""
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
@@ -124,9 +132,10 @@ def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
 def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocabulary: int) -> None:
     """Where the least or the largest id lies outside `lowest` … V − 1."""
     if low < lowest or high >= vocabulary:
+        ignored = " At padding put any token, such as 0: the mask leaves it out." if low < lowest == 0 else ""  # labels of −100
         raise ValueError(
             f"{where}: `{what}` must lie in {lowest} … {vocabulary - 1} for a vocabulary of {vocabulary}; got "
-            f"{low if low < lowest else high}. Were they made with another tokenizer?"
+            f"{low if low < lowest else high}. Were they made with another tokenizer?{ignored}"
         )
 
 

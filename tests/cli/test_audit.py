@@ -144,7 +144,7 @@ def test_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ([], "audit takes an audit's folder, a run's folder, or --old MODEL --new MODEL"),
         (["--old", "tiny"], "audit takes an audit's folder, a run's folder, or --old MODEL --new MODEL"),
-        (["nothing"], "nothing is no folder"),
+        (["nothing"], "nothing is no folder. audit takes the folder of an audit, or that of a run."),
         (["empty"], "empty is neither an audit (it has no audit.json) nor a run"),
         (["empty", "--old", "tiny", "--new", "tiny"], "not both"),
         (["--old", "tiny", "--new", "tiny"], "has no task of its own: say which with --task"),

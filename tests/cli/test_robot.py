@@ -110,6 +110,19 @@ def test_eval_prints_a_table_and_keeps_it(run: Path, tmp_path: Path, capsys: pyt
     assert (written["step"], written["episodes"], written["algorithm"]) == (2, 2, "tce")
 
 
+def test_one_episode_has_an_interval_of_success_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run), "--episodes", "1"]) == 0
+    printed = capsys.readouterr().out
+    rows = {row.split("  ")[0].strip(): row.split() for row in printed.splitlines() if row.strip()}
+    assert rows["return"][2::2] == rows["torque rate"][3::2] == ["–", "–"]
+    assert "…" in rows["success"], "Wilson's says something of one trial"
+    assert "over 1 held-out context. In" in printed
+    written = json.loads((run / "evals" / "step-2-episodes-1" / "eval.json").read_text(), parse_constant=pytest.fail)
+    for found in written["estimates"].values():
+        assert [name for name, one in found.items() if one["low"] is not None] == ["success"]
+        assert all(one["high"] is None for name, one in found.items() if name != "success")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

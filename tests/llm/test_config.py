@@ -103,6 +103,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "why"),
         [
+            ({"objectiv": "troll"}, "there is no setting `objectiv`. Did you mean 'objective'? docs/trl.md"),
+            ({"bound": 0.1}, "there is no setting `bound`. It is one of troll's: objective_config={'bound': 0.1}."),
+            ({"objective": "ppo_clip", "clip_low": 0.1}, "It is one of ppo_clip's: objective_config={'clip_low': 0.1}."),
+            ({"objective": "trol", "bound": 0.1}, "there is no setting `bound`."),
+            ({"xyzzy": 1}, "there is no setting `xyzzy`. docs/trl.md has those that corral adds."),
+        ],
+        ids=str,
+    )
+    def test_settings_that_do_not_exist(self, given: dict[str, Any], why: str) -> None:
+        with pytest.raises(TypeError, match=f"^CorralConfig: .*{re.escape(why)}"):
+            config(**given)
+
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [
             ({"objective": "trol"}, "Did you mean 'troll'"),
             ({"objective_config": {"bond": 1.0}}, "there is no setting `bond`"),
             ({"objective_config": "bound=1"}, "`objective_config` is a dictionary"),

@@ -242,6 +242,15 @@ def test_a_run_brings_its_task_instruction_and_length(run: Path, tmp_path: Path)
     assert (with_own["instruction"], with_own["max_tokens"], with_own["task"]["name"]) == ("{problem}!", 2, "letters")
 
 
+@pytest.mark.parametrize(("needed", "longest"), [(3, 5), (7, 8)])
+def test_another_task_is_given_the_length_that_it_needs(
+    run: Path, monkeypatch: pytest.MonkeyPatch, needed: int, longest: int
+) -> None:
+    monkeypatch.setattr(Letters, "max_completion_length", needed)  # and one for the end; the run itself has 5
+    assert prepare_evaluation(asked(str(run))).sampling.max_tokens == longest
+    assert prepare_evaluation(asked(str(run), max_tokens=2)).sampling.max_tokens == 2
+
+
 def test_checkpoints_by_name(run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(run, tmp_path / "run")
     lines = [{"step": step, "success": success} for step, success in enumerate((0.9, None, 0.5, 0.4))]

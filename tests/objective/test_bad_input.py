@@ -68,21 +68,28 @@ def at_first(x: Tensor, value: float) -> Tensor:
 FIRST = "Got it at 1 of 6 tokens, first at [b t] = [0, 0]."
 
 
+SHIFT = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
+
+
 def bad_shapes() -> Iterator[Refused]:
+    for given in ({"logp_new": GOOD.logp_new}, GOOD.logp_new, None):
+        says = f"takes one corral.TokenBatch, which holds everything it reads; got {type(given).__name__}"
+        yield Refused("ppo_clip", (says,), partial(make_objective("ppo_clip"), given))
     yield batch("ppo_clip", "logp_new must be [B T] with at least one token; got [3]", logp_new=torch.zeros(3))
     for shape in ([0, 3], [2, 0], [0, 0]):
         x = torch.zeros(shape)
         says = f"logp_new must be [B T] with at least one token; got {shape}"
         yield batch("ppo_clip", says, logp_new=x, logp_old=x, advantages=x, mask=x.bool())
     for field in ("logp_old", "mask", "advantages", "logp_rollout"):
-        says = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
-        for shape in ([2, 2], [2, 4], [3, 3], [2, 3, 1], [6], [0], []):
+        forms = ("Credit is [2, 3], token by token, or [2], one for each completion.",) if field == "advantages" else ()
+        for shape in ([2, 2], [2, 4], [3, 3], [2, 3, 1], [2, 1], [3], [6], [0], []):
             x = torch.zeros(shape, dtype=torch.bool if field == "mask" else torch.float64)
-            yield batch("ppo_clip", f"{field} is {shape} but logp_new is [2, 3].", says, **{field: x})
+            yield batch("ppo_clip", f"{field} is {shape} but logp_new is [2, 3].", *forms, SHIFT, **{field: x})
+        yield batch("ppo_clip", f"{field} must be a tensor; got list. Use torch.tensor", **{field: [0.0, 0.0]})
     yield batch("ppo_clip", "logp_old is [2] but logp_new is [2, 3]", logp_old=torch.zeros(2))  # only advantages may be [B]
     for field in ("dist_new", "dist_old"):
         dist = SparseDist(torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3), torch.zeros(2, 2))
-        yield batch("troll", f"{field} describes [2, 2] positions but logp_new is [2, 3]", "[B T K]", **{field: dist})
+        yield batch("troll", f"{field} describes [2, 2] positions but logp_new is [2, 3]", "[B T K]", SHIFT, **{field: dist})
     more_slots = random_batch(2, 3, 6, 3)[0].dist_new
     yield batch("troll", "dist_new has 4 slots and dist_old 3", "gather the new policy at dist_old.ids", dist_new=more_slots)
 
@@ -123,7 +130,7 @@ def bad_values() -> Iterator[Refused]:
     yield batch("troll", says, FIRST, dist_new=moved)
     for gap in (2e-3, -2e-3, 5.0):
         says = "dist_old.logp[..., 0] and logp_old differ by more than 0.001 nats. Slot 0 must be the sampled token"
-        yield batch("troll", says, "same temperature", logp_old=GOOD.logp_old + gap)
+        yield batch("troll", says, "at the same position", "same temperature", logp_old=GOOD.logp_old + gap)
     impossible = replace(GOOD.dist_old, rest=at_first(GOOD.dist_old.rest, -INF))
     says = "the old policy rules out tokens that the new one allows, at 1 live positions"
     yield batch("troll", says, "Use the same logit masks for both", dist_old=impossible)
@@ -141,6 +148,8 @@ def missing_fields() -> Iterator[Refused]:
             yield batch(
                 name, f"needs `{field}`, which this batch does not have. Pass", supply, settings=settings, **{field: None}
             )
+    neither = {"dist_old": None, "dist_new": None}
+    yield batch("troll", "needs `dist_old`", "corral.top_k_support(logp", **neither)  # the first that is to be made
     for name in CORRECTIONS:
         says = "needs `logp_rollout`, which this batch does not have. Pass the log-probs that the sampler reported"
         yield batch(name, says, logp_rollout=None)
@@ -221,7 +230,7 @@ def bad_settings() -> Iterator[Refused]:
 def bad_supports() -> Iterator[Refused]:
     logp, tokens, ids = torch.zeros(2, 3, 6).log_softmax(-1), torch.zeros(2, 3).long(), torch.zeros(2, 3, 2).long()
     for k in (0, -1, 7, 2.5, "2", None):
-        yield call(top_k_support, f"`k` must lie in 1 … V = 6; got {k!r}", args=(logp, tokens, k))
+        yield call(top_k_support, f"`k` must lie in 1 … V = 6; got {k!r}. k = V keeps", args=(logp, tokens, k))
     for mass in (0.0, -0.5, 1.5, NAN):
         yield call(top_k_support, "`mass` is a probability in (0, 1]", f"got {mass}", args=(logp, tokens, 2, mass))
     for bad in (logp.long(), torch.tensor(0.0)):
@@ -236,9 +245,12 @@ def bad_supports() -> Iterator[Refused]:
         says = f"for a vocabulary of 6; got {token}. Were they made with another tokenizer?"
         yield call(top_k_support, "`tokens` must lie in 0 … 5", says, args=(logp, at_first(tokens, token), 2))
         yield call(gather_support, "`ids` must lie in -1 … 5", says, args=(logp, at_first(ids, token)))
+    for repeated in ([0, 1, 0], [5, 5, -1]):
+        says = "`ids` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."
+        yield call(gather_support, says, args=(logp, torch.tensor(repeated).expand(2, 3, 3)))
     yield call(
-        top_k_support, "`tokens` must lie in 0 … 5", "got -1", args=(logp, at_first(tokens, -1), 2)
-    )  # padding is for ids
+        top_k_support, "`tokens` must lie in 0 … 5", "got -1", "At padding put any token", args=(logp, at_first(tokens, -1), 2)
+    )  # −1 is for ids
 
 
 def bad_divergences() -> Iterator[Refused]:
@@ -278,7 +290,7 @@ def bad_advantages() -> Iterator[Refused]:
         says = f"rewards and group are both [B] with B ≥ 1; got {list(a.shape)} and {list(b.shape)}"
         yield call(group_advantages, says, args=(a, b, "grpo"))
     for a, b in ((rewards.long(), group), (rewards, group.float())):
-        says = f"rewards are floating point and group ids integers; got {a.dtype} and {b.dtype}"
+        says = f"rewards are floating point and group ids integers; got {a.dtype} and {b.dtype}. Convert them with .float()"
         yield call(group_advantages, says, args=(a, b, "grpo"))
     for value in (NAN, INF, -INF):
         says = f"rewards must be finite; got {value} for completion 0"

@@ -131,7 +131,19 @@ def test_objectives_with_the_same_settings_are_equal(name):
 # ------------------------------------------------------------------------------------------------------ near matches
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("dpo", "dppo"), ("ppo-clip", "ppo_clip"), ("trol", "troll"), ("grpo", "gspo")])
+NEAR = [
+    ("dpo", "dppo"),
+    ("ppo-clip", "ppo_clip"),
+    ("PPO-Clip", "ppo_clip"),
+    ("TROLL", "troll"),
+    ("trol", "troll"),
+    ("ppo", "ppo_clip"),  # and not dppo, which is nearer in letters
+    ("GRPO", "ppo_clip"),  # and not gspo
+    ("dapo", "clip_higher"),  # and not dppo
+]
+
+
+@pytest.mark.parametrize(("typed", "meant"), NEAR)
 def test_a_misspelt_name_is_answered_with_the_nearest_and_with_all(typed, meant):
     with pytest.raises(ValueError, match="there is no objective") as error:
         make_objective(typed)
@@ -152,6 +164,9 @@ def test_a_name_like_no_other_gets_the_list_alone():
         ("troll", "regresion", "regression"),
         ("ppo_clip", "clip_hi", "clip_high"),
         ("spo", "eps", "epsilon"),
+        ("troll", "epsilon", "bound"),
+        ("dppo", "delta", "bound"),
+        ("gmpo", "epsilon", None),  # which has no bound
         ("spo", "xyz", None),
     ],
 )

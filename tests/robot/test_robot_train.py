@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from corral.robot.settings import Settings, resolve
 from corral.robot.smoke import TRAINING
 from corral.robot.train import LIMITS, STATE, Job, resume, train, watched
 from corral.run.files import RunError
+from corral.run.interval import Estimate
 from corral.run.watch import CollapseWatch
 
 TIMES = ("seconds", "steps_per_second")
@@ -349,6 +351,15 @@ def test_a_bootstrap_of_means_is_as_wide_as_theory_says() -> None:
     assert one.value == pytest.approx(values.mean())
     # mean ± 1.96 s / √n
     assert one.high - one.low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
+
+
+def test_golden_bootstraps_of_one_value_and_of_two() -> None:
+    # Two draws of (0, 1) have the means 0, ½, ½, 1 equally often: their 2.5 % and 97.5 % quantiles are 0 and 1.
+    assert bootstrap(np.array([0.0, 1.0]), np.mean) == Estimate(0.5, 0.0, 1.0)
+    for statistic in (np.mean, np.median):
+        assert bootstrap(np.array([-3.0]), statistic) == Estimate(-3.0, None, None), (
+            "one draw of (−3) is −3, certain of nothing"
+        )
 
 
 @pytest.mark.supports("run: training without the extra `llm`", door="robots")

@@ -113,9 +113,11 @@ def test_settings_that_an_init_does_not_have(beside: str) -> None:
         make_task(f"{beside}:Plain", size=3)
 
 
-def test_unknown_names_get_a_near_match() -> None:
+def test_unknown_names_get_a_near_match(unchecked_shapes: None) -> None:
     with pytest.raises(ValueError, match=r"no task 'gsm8'. Did you mean 'gsm8k'\? There are: .* Or your own: module:Class."):
         make_task("gsm8")
+    with pytest.raises(ValueError, match=r"no task None\. There are: .* Or your own: module:Class."):
+        make_task(None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ def audited(arguments: argparse.Namespace) -> Path:
         raise RunError("audit takes a folder, or --old and --new; not both.")
     if path is not None:
         if not path.is_dir():
-            raise RunError(f"{path} is no folder.")
+            raise RunError(f"{path} is no folder. audit takes the folder of an audit, or that of a run.")
         if not (path / "config.json").is_file():
             raise RunError(f"{path} is neither an audit (it has no audit.json) nor a run (it has no config.json).")
         if kind_of_run(path) == "robot":

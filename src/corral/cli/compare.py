@@ -21,7 +21,7 @@ corral compare --recipe via_point_sparse --algorithms tce,bbrl --seeds 5
 corral compare --objectives ppo_clip,troll --sweep learning_rate --sweep num_iterations=1,4
 corral compare --resume runs/20261115-093000-compare-demo
 
-Every other setting of `corral train` can be given too, and holds for all: --steps 20, --set task_config.numbers=4.
+Every other setting of `corral train` can be given too, and holds for all: --steps 20, --set task_config.n=4.
 Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the steps that run; --resume goes on.
 """
 

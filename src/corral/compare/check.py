@@ -1,5 +1,6 @@
 """Every run that is planned, resolved and checked before the first one starts: settings that exist, and equal budgets."""
 
+import dataclasses
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from corral.compare.command import Training, layer
 from corral.compare.plan import Kind, Plan, PlannedRun, half_decades, pairs, planned
+from corral.objective.naming import check_keys
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes
 
@@ -61,7 +63,11 @@ def budget_of(kind: Kind, settings: Any) -> Budget:
     """Steps, and what each of them draws. Whatever else is wrong with the settings comes out here."""
     if kind == "llm":
         from corral.llm.prepare import trainer_config
+        from corral.task import find_task
 
+        task_cls = find_task(settings.task)
+        if dataclasses.is_dataclass(task_cls):  # names alone: to make the task could take its data from the hub
+            check_keys(settings.task, task_cls, settings.task_config)
         config: Any = trainer_config(settings, max_completion_length=1)
         return Budget(steps=settings.steps, samples=config.generation_batch_size, what="completions")
     from corral.robot.prepare import check_environment_config, find_environment

@@ -1,6 +1,7 @@
 """Settings of the TRL door: GRPO's own, the axes that corral adds, and what is refused."""
 
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -11,9 +12,10 @@ from trl import GRPOConfig
 from corral.advantage import Advantage
 from corral.llm import TRL_RANGE
 from corral.numerics import number_in
-from corral.objective import Objective, make_objective, objective_names
+from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
+from corral.objective.naming import nearest
 
 REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """TRL's loss types that differ from PPO's clip in nothing but how they average."""
@@ -78,6 +80,15 @@ class CorralConfig(GRPOConfig):
         default=None,
         metadata={"help": "What a saved model's configuration says of its cache; None leaves that as it is."},
     )
+
+    def __new__(cls, *args: Any, **settings: Any) -> "CorralConfig":
+        """A setting that does not exist gets a sentence; Python's own says neither which is near nor whose it is."""
+        known = [item.name for item in fields(cls) if item.init]
+        for key in settings:
+            if key not in known:
+                hint = _belongs(key, settings) or suggest(key, known)
+                raise TypeError(f"CorralConfig: there is no setting `{key}`.{hint} docs/trl.md has those that corral adds.")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,6 +256,19 @@ class CorralConfig(GRPOConfig):
                 "Unsloth rewrites GRPOTrainer's methods, and corral's would never run. Use a process that does not import it.",
             ),
         ]
+
+
+def suggest(key: str, known: Iterable[str]) -> str:
+    """The nearest match, but not the 200 names that there are."""
+    return nearest(key, known).split(" There are:")[0]
+
+
+def _belongs(key: str, settings: Mapping[str, Any]) -> str:
+    """Where a setting of the objective was given beside it: `bound`, say."""
+    name = settings.get("objective", CorralConfig.objective)
+    if name not in objective_names() or key not in (item.name for item in fields(OBJECTIVES[name][1])):
+        return ""
+    return f" It is one of {name}'s: objective_config={{{key!r}: {settings[key]!r}}}."
 
 
 def _raise_first(refusals: list[tuple[bool, str]]) -> None:

@@ -155,7 +155,8 @@ def prepare_evaluation(settings: EvalSettings) -> Job:
     name = settings.task or subject.defaults.get("task")
     if name is None:
         raise RunError(f"{settings.model} is a model and has no task of its own: say which with --task.")
-    inherited = subject.defaults.get("task_config", {}) if name == subject.defaults.get("task") else {}
+    own = name == subject.defaults.get("task")
+    inherited = subject.defaults.get("task_config", {}) if own else {}
     device = choose_device(settings.device)
     backend = choose_backend(settings.backend, subject, device)
     try:
@@ -165,7 +166,8 @@ def prepare_evaluation(settings: EvalSettings) -> Job:
         raise RunError(str(error)) from error
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to evaluate on.")
-    longest = settings.max_tokens or subject.defaults.get("max_tokens") or task.max_completion_length + 1
+    needed, trained = task.max_completion_length + 1, subject.defaults.get("max_tokens", 0)
+    longest = settings.max_tokens or (trained if own else max(needed, trained))  # another task's answers may be longer
     return Job(
         subject=subject,
         task=task,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from corral.llm.config import CorralConfig
+from corral.llm.config import CorralConfig, suggest
 from corral.objective import OBJECTIVES
 from corral.objective.naming import nearest
 from corral.run.files import RunError
@@ -117,7 +117,8 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
         if key in OURS:
             raise RunError(f"`{key}` is decided by the run. Use {OURS[key]}.")
         if key == "trainer" or (key not in own and key not in trainer):
-            raise RunError(f"there is no setting `{key}`.{_suggest(key, [*own, *trainer])}")
+            where = "`corral train --help` says where to find them all."
+            raise RunError(f"there is no setting `{key}`.{suggest(key, [*own, *trainer])} {where}")
         if key in own:
             checked[key] = coerce(key, value, own[key])
         else:
@@ -134,9 +135,3 @@ def _trainer_hints() -> dict[str, Any]:
     """Types of CorralConfig's settings that a user may give."""
     known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
     return {key: hint for key, hint in typing.get_type_hints(CorralConfig).items() if key in known}
-
-
-def _suggest(key: str, known: Iterable[str]) -> str:
-    """The nearest match, but not the 200 names that there are."""
-    guessed = nearest(key, known).split(" There are:")[0]
-    return f"{guessed} `corral train --help` says where to find them all."

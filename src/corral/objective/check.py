@@ -10,6 +10,11 @@ from corral.types import SparseDist, TokenBatch
 ANCHOR_TOLERANCE = 1e-3
 """How far `dist_old` and `logp_old` may disagree, in nats, on the token that both describe."""
 
+TOKENWISE = ("logp_new", "logp_old", "mask", "advantages", "logp_rollout")
+"""Fields of a batch with a number for each token."""
+
+SHIFT = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
+
 ONE_SUPPORT = "Both must stand on one support: gather the new policy at dist_old.ids."
 
 SUPPLY = {
@@ -21,7 +26,9 @@ SUPPLY = {
 
 def check_batch(name: str, batch: TokenBatch, needs: Iterable[str]) -> None:
     """Refuse a batch that `name` cannot compute with. Values are read in one transfer, and not while compiling."""
-    for field in sorted(needs):
+    if not isinstance(batch, TokenBatch):
+        raise ValueError(f"{name}: takes one corral.TokenBatch, which holds everything it reads; got {type(batch).__name__}.")
+    for field in sorted(needs, reverse=True):  # dist_old before dist_new, which stands on its support
         if getattr(batch, field) is None:  # `needs` holds names of TokenBatch's own fields
             raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {SUPPLY.get(field, 'it')}.")
     _check_shapes(name, batch)
@@ -30,22 +37,27 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str]) -> None:
 
 
 def _check_shapes(name: str, batch: TokenBatch) -> None:
+    for field in TOKENWISE:
+        x = getattr(batch, field)
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{name}: {field} must be a tensor; got {type(x).__name__}. Use torch.tensor(…).")
     shape = batch.logp_new.shape
     if len(shape) != 2 or not batch.logp_new.numel():
         raise ValueError(f"{name}: logp_new must be [B T] with at least one token; got {list(shape)}.")
-    for field in ("logp_old", "mask", "advantages", "logp_rollout"):
+    for field in TOKENWISE:
         x = getattr(batch, field)
         if x is None:
             continue
         per_sequence = field == "advantages" and x.shape == shape[:1]
         if x.shape != shape and not per_sequence:
+            forms = f"Credit is {list(shape)}, token by token, or {list(shape[:1])}, one for each completion. "
             raise ValueError(
-                f"{name}: {field} is {list(x.shape)} but logp_new is {list(shape)}. Both follow the completion tokens; was "
-                f"the last token dropped twice? See docs/data-flow.md#shift."
+                f"{name}: {field} is {list(x.shape)} but logp_new is {list(shape)}. {forms if field == 'advantages' else ''}"
+                f"{SHIFT}"
             )
-    for field in ("logp_new", "logp_old", "advantages", "logp_rollout"):
+    for field in TOKENWISE:
         x = getattr(batch, field)
-        if x is not None and not x.is_floating_point():
+        if x is not None and field != "mask" and not x.is_floating_point():
             raise ValueError(f"{name}: {field} must be floating point; got {x.dtype}. Convert it with .float().")
     if batch.mask.dtype != torch.bool:
         raise ValueError(f"{name}: mask must be bool, True where a token is trained on; got {batch.mask.dtype}. Use .bool().")
@@ -54,7 +66,7 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
         if dist is not None and dist.rest.shape != shape:
             raise ValueError(
                 f"{name}: {field} describes {list(dist.rest.shape)} positions but logp_new is {list(shape)}. Its ids and logp "
-                f"are [B T K], one support per completion token."
+                f"are [B T K], one support per completion token. {SHIFT}"
             )
     if batch.dist_new is not None and batch.dist_old is not None and batch.dist_new.ids.shape != batch.dist_old.ids.shape:
         raise ValueError(
@@ -99,7 +111,7 @@ def _bad_supports(batch: TokenBatch) -> Iterable[tuple[Tensor, str]]:
     yield (
         mask & ~((old.logp[..., 0] - batch.logp_old).abs() <= ANCHOR_TOLERANCE),
         f"dist_old.logp[..., 0] and logp_old differ by more than {ANCHOR_TOLERANCE} nats. Slot 0 must be the sampled token, "
-        f"and both must come from the same policy at the same temperature.",
+        f"at the same position, and both must come from the same policy at the same temperature.",
     )
 
 

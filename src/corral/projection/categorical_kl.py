@@ -104,7 +104,9 @@ def _normalised(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tu
 
 def _check_bound(bound: object, valid: bool) -> None:
     if not valid:
-        raise ValueError(f"project_categorical_kl: `bound` is a KL in nats and must be ≥ 0 (inf switches it off); got {bound}.")
+        raise ValueError(
+            f"project_categorical_kl: `bound` is a KL in nats and must be ≥ 0 (inf switches it off); got {bound!r}."
+        )
 
 
 class _Projection(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
 from corral.numerics import expm1_minus, in_one_dtype, number_in, without_autocast
-from corral.projection.gaussian import check_factor, checked_bound
+from corral.projection.gaussian import TOLERANCE, check_factor, checked_bound, whitening_error
 from corral.projection.gaussian_kl import solve_tilt
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
 from corral.projection.root import find_root
@@ -30,7 +30,8 @@ class EntropyProjection:
     entropy_before: Float[Tensor, "*c"]
     entropy_after: Float[Tensor, "*c"]
     converged: Bool[Tensor, "*c"]
-    """False where the KL bound leaves no room for the floor, or an input was not a Gaussian."""
+    """False where the KL bound leaves no room for the floor, rounding keeps the result from that bound, or an input was not a
+    Gaussian."""
 
 
 @without_autocast
@@ -121,7 +122,7 @@ def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagon
         outside = known & ~(lifted.converged & (kl_of_covariances(lifted.chol, old, diagonal) <= bound))
     alone = _scaled(chol, torch.where(known & ~outside, floor, -torch.inf), diagonal)
     if not bool(outside.any()):
-        return replace(alone, converged=alone.converged & known)
+        return replace(alone, converged=alone.converged & known & _inside(alone.chol, old, bound, diagonal))
     out, after, converged = alone.chol.clone(), alone.entropy_after.clone(), alone.converged & known
     rows = chol[outside], old[outside]
     with torch.no_grad():
@@ -132,7 +133,14 @@ def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagon
     out[outside] = tilted_factor(*rows, precision, t, log_scale, diagonal)
     with torch.no_grad():
         after[outside] = gaussian_entropy(out[outside], diagonal=diagonal)
-    return EntropyProjection(out, alone.active | outside, alone.entropy_before, after, converged)
+    kept = converged & _inside(out, old, bound, diagonal)
+    return EntropyProjection(out, alone.active | outside, alone.entropy_before, after, kept)
+
+
+@torch.no_grad()
+def _inside(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Tensor:
+    """Whether covariances are known to lie in the ball, as `project_gaussian_kl` has it of its own."""
+    return kl_of_covariances(chol, old, diagonal) * (1 + whitening_error(old, diagonal)) <= (1 + TOLERANCE) * bound
 
 
 def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from corral.numerics import in_one_dtype, number_in
 
+TOLERANCE = 0.01
+"""How far from its bound a KL projection may be and still count as converged, as a share of the bound."""
+
 
 @dataclass(frozen=True, eq=False)
 class GaussianProjection:
@@ -38,7 +41,8 @@ class GaussianProjection:
     after_cov: Float[Tensor, "*c"]
     """The covariance's part after the projection."""
     converged: Bool[Tensor, "*d"]
-    """Over the rows of both: False where an input was not a Gaussian, or the solver stopped short of the bound."""
+    """Over the rows of both: False where an input was not a Gaussian, or the solver stopped short of the bound; in KL also
+    where rounding keeps the result from its bound, and `after_…` is then what was measured."""
 
 
 class Step(NamedTuple):
@@ -101,6 +105,45 @@ def step_mean(mean: Tensor, old_mean: Tensor, distance: Tensor, bound: Tensor) -
     gap = torch.where((step.t > 0)[..., None], mean - old_mean, 0.0)
     moved = old_mean + step.value[..., None] * gap
     return step._replace(value=torch.where(step.active[..., None], moved, mean))
+
+
+def confirmed(step: Step, measured: Tensor, bound: Tensor, error: Tensor) -> Step:
+    """The step, converged only where its value is known to lie where it should, to within `TOLERANCE` of the bound.
+
+    Args:
+        measured: distance [*] of `step.value` from the old policy, taken from the value itself: rounding a factor by eps moves
+            it by eps κ in the old policy's frame, whatever the equation that t solves.
+        error: relative error [*] of such a measurement.
+    """
+    miss = torch.where(step.active, (measured - bound).abs(), 0.0)
+    kept = miss + error * measured <= TOLERANCE * bound  # NaN is not
+    after = torch.where(step.converged & ~kept, measured, step.after)
+    return step._replace(after=after, converged=step.converged & kept)
+
+
+def whitening_error(chol: Tensor, diagonal: bool) -> Tensor:
+    """Relative error [*] of |L⁻¹ x|² by substitution, which solves (L + ΔL) x̂ = x with |ΔL| ~ eps |L|.
+
+        (1 + eps κ)² − 1          κ = max_i (|L⁻¹| |L| 1)_i, Skeel's condition number, or a bound on it if all are small
+
+    κ does not see the scales of the rows: standard deviations alone, however far apart, have κ = 1.
+
+    Ref:
+        Higham 2002, Accuracy and Stability of Numerical Algorithms, theorem 8.5. Invariant: κ(D L) = κ(L) for diagonal D.
+    """
+    eps = torch.finfo(chol.dtype).eps
+    if diagonal:
+        return chol.new_full(chol.shape[:-1], eps * (2 + eps))
+    size = chol.abs()
+    sums = size.sum(-1, keepdim=True)
+    # |L⁻¹| ≤ M⁻¹, where M is |L| with all but the diagonal negative: one solve instead of an inverse, mostly good enough.
+    comparison = 2 * size.diagonal(dim1=-2, dim2=-1).diag_embed() - size
+    loss = eps * torch.linalg.solve_triangular(comparison, sums, upper=False).amax((-2, -1))
+    if not bool((loss <= TOLERANCE / 100).all()):
+        eye = torch.eye(chol.shape[-1], dtype=chol.dtype, device=chol.device)
+        inverse = torch.linalg.solve_triangular(chol, eye.expand_as(chol), upper=False)
+        loss = eps * (inverse.abs() @ sums).amax((-2, -1))
+    return loss * (2 + loss)
 
 
 def lower_factor(factor: Tensor) -> Tensor:

@@ -6,7 +6,16 @@ from torch import Tensor
 
 from corral.divergence.gaussian import kl_of_covariances, mahalanobis
 from corral.numerics import expm1_minus, without_autocast
-from corral.projection.gaussian import GaussianProjection, Step, checked, joined, step_mean
+from corral.projection.gaussian import (
+    TOLERANCE,
+    GaussianProjection,
+    Step,
+    checked,
+    confirmed,
+    joined,
+    step_mean,
+    whitening_error,
+)
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
 from corral.projection.root import find_root
 
@@ -49,30 +58,40 @@ def project_gaussian_kl(
     Returns:
         GaussianProjection in float32 or better, distances in nats. A part with a NaN, or whose factor has an infinite
         entry or a negative diagonal, comes back as it is; one whose distance overflows (a mean of inf, a zero on the new
-        diagonal) becomes the old policy's, dual = inf, gradient 0. Both have converged = False.
+        diagonal) becomes the old policy's, dual = inf, gradient 0. Both have converged = False. So has a part around an old
+        policy so ill-conditioned that numbers of this dtype are too coarse to keep it to its bound within 1 %: it comes back
+        as found, with `after` as measured.
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: commutes with invertible affine maps of both policies.
     """
     g = checked("project_gaussian_kl", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
     distance = 0.5 * mahalanobis(g.mean - g.old_mean, g.shared_old_chol, diagonal)
     moved = step_mean(g.mean, g.old_mean, distance, g.mean_bound)
-    return joined(moved, _step_covariance(g.chol, g.old_chol, g.cov_bound, diagonal))
+    with torch.no_grad():
+        error = whitening_error(g.shared_old_chol, diagonal)
+        measured = 0.5 * mahalanobis(moved.value - g.old_mean, g.shared_old_chol, diagonal)
+    spread = _step_covariance(g.chol, g.old_chol, g.cov_bound, error, diagonal)
+    return joined(confirmed(moved, measured, g.mean_bound, error), spread)
 
 
-def _step_covariance(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Step:
+def _step_covariance(chol: Tensor, old: Tensor, bound: Tensor, error: Tensor, diagonal: bool) -> Step:
     with torch.no_grad():
         before = kl_of_covariances(chol, old, diagonal)
         active = before > bound
     t, after, converged = torch.ones_like(before), before.clone(), ~before.isnan()
     if not bool(active.any()):
-        return Step(chol, t, active, before, after, converged)
+        return confirmed(Step(chol, t, active, before, after, converged), before, bound, error)
     rows = chol[active], old[active]  # few may be outside: solve those only
     with torch.no_grad():
         precision = relative_precision(*rows, diagonal)
         t[active], after[active], converged[active] = solve_tilt(precision, bound[active])
-    out = chol.clone()
-    out[active] = tilted_factor(*rows, precision, t[active], torch.zeros_like(t[active]), diagonal)
-    return Step(out, t, active, before, after, converged)
+    tilted = tilted_factor(*rows, precision, t[active], torch.zeros_like(t[active]), diagonal)
+    out, measured = chol.clone(), after.clone()
+    out[active] = tilted
+    # Rounding moves a KL of ε by about eps κ D / √ε of itself: mostly nothing, and then nobody has to measure it.
+    if bool((error * chol.shape[-1] > TOLERANCE / 100 * bound.sqrt())[active].any()):
+        measured[active] = kl_of_covariances(tilted.detach(), rows[1], diagonal)
+    return confirmed(Step(out, t, active, before, after, converged), measured, bound, error)
 
 
 def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:

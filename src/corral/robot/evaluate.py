@@ -82,7 +82,7 @@ def evaluate(
     return Evaluation(where, result)
 
 
-def estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float]]:
+def estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float | None]]:
     """Every number, with an interval over contexts. Smoothness: nearer to 0 is smoother, whatever the sign.
 
     Returns are means; smoothness is a median, since one episode at rest would spoil a mean. Success is left out where the
@@ -99,7 +99,12 @@ def estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[st
 
 
 def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL) -> Estimate:
-    """A statistic of independent values, and its percentile bootstrap interval; always the same draws."""
+    """A statistic of independent values, and its percentile bootstrap interval; always the same draws.
+
+    One value has no interval: it is all that can be drawn, and a width of 0 would say that it is certain.
+    """
+    if len(values) < 2:
+        return Estimate(float(statistic(values)), None, None)
     draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(statistic(values[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(statistic(values)), float(low), float(high))

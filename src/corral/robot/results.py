@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from corral.robot.evaluate import WAYS
-from corral.run.view import PatientConsole, number
+from corral.run.view import PatientConsole, count, number
 
 
 def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: bool) -> None:
@@ -33,9 +33,15 @@ def table(result: Mapping[str, Any]) -> Table:
         cells = []
         for way in WAYS:
             one = result["estimates"][way].get(name)
-            cells += [number(one["value"]), f"{number(one['low'])} … {number(one['high'])}"] if one else ["–", ""]
+            cells += [number(one["value"]), interval(one)] if one else ["–", ""]
         rows.add_row(name, *cells)
     return rows
+
+
+def interval(one: Mapping[str, float | None]) -> str:
+    """From … to, or a dash where one episode leaves nothing to say."""
+    low, high = one["low"], one["high"]
+    return "–" if low is None or high is None else f"{number(low)} … {number(high)}"
 
 
 def last_words(result: Mapping[str, Any], where: Path, video: Path | None) -> str:
@@ -45,5 +51,6 @@ def last_words(result: Mapping[str, Any], where: Path, video: Path | None) -> st
     if "success" in found:
         one = found["success"]
         text += f"success {one['value']:.1%} ({one['low']:.1%} – {one['high']:.1%}), "
-    text += f"return {number(found['return']['value'])} over {result['episodes']:,} held-out contexts. In {where / 'eval.json'}"
+    contexts = count(result["episodes"], "held-out context")
+    text += f"return {number(found['return']['value'])} over {contexts}. In {where / 'eval.json'}"
     return text + (f"; film: {video}" if video is not None else "")

@@ -9,11 +9,11 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and the interval that holds the true one with probability LEVEL."""
+    """A number and the interval that holds the true one with probability LEVEL; None for one that cannot be had."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def wilson(mean: float, count: float, level: float = LEVEL) -> tuple[float, float]:

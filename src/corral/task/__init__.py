@@ -78,7 +78,7 @@ def names() -> list[str]:
 
 def find_task(name: str) -> type[Any]:
     """The class of a registered task, or of a user's own, by its dotted path `module:Class`."""
-    if ":" not in name:
+    if not isinstance(name, str) or ":" not in name:
         if name not in TASKS:
             raise ValueError(f"make_task: there is no task {name!r}.{nearest(name, TASKS)} Or your own: module:Class.")
         return TASKS[name]
