@@ -7,6 +7,9 @@ from torch import Tensor
 from corral.numerics import at_least_float32, logsumexp, number_in
 from corral.types import SparseDist
 
+ANCHOR_TOLERANCE = 1e-3
+"""How far an old policy's support and its log-probs may disagree, in nats, on the token that both describe."""
+
 
 def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int, mass: float = 1.0) -> SparseDist:
     """The fewest most likely tokens that reach `mass`, at most k, and always the sampled one.
@@ -65,9 +68,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> Spa
             f"gather_support: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
         )
     check_ids("gather_support", "ids", ids, lowest=-1, vocabulary=logp.shape[-1])
-    if not torch.compiler.is_compiling():
-        ordered = ids.sort(-1).values
-        refuse_repeats("gather_support", "ids", bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
+    check_unique("gather_support", "ids", ids)
     return _gather(logp, ids)
 
 
@@ -137,6 +138,13 @@ def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocab
             f"{where}: `{what}` must lie in {lowest} … {vocabulary - 1} for a vocabulary of {vocabulary}; got "
             f"{low if low < lowest else high}. Were they made with another tokenizer?{ignored}"
         )
+
+
+def check_unique(where: str, what: str, ids: Tensor) -> None:
+    """Refuse supports [* K] with a token twice; −1 may be there as often as it likes."""
+    if not torch.compiler.is_compiling():
+        ordered = ids.sort(-1).values
+        refuse_repeats(where, what, bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()))
 
 
 def refuse_repeats(where: str, what: str, repeated: bool) -> None:

@@ -77,17 +77,16 @@ def assert_where_it_should_be(out: GaussianProjection, old_mean: Tensor, old: Te
 
 # ---------------------------------------------------------------------------------------------------- property
 
+POLICIES = {
+    "share": st.floats(0, 1), "dimension": st.integers(1, 4), "seed": st.integers(0, 10**6), "spread": st.floats(-3, 0.5),
+    "bound": st.floats(-5, 0.5),
+}  # fmt: skip
+"""Share of all digits that the condition number takes, size, draw, and powers of ten of the distance and of the bound."""
+
 
 @pytest.mark.parametrize("dtype", DIGITS)
 @settings(max_examples=200)
-@given(
-    share=st.floats(0, 1),
-    dimension=st.integers(1, 4),
-    seed=st.integers(0, 10**6),
-    spread=st.floats(-3, 0.5),
-    bound=st.floats(-5, 0.5),
-    near=st.none() | st.floats(0.9, 1.3),
-)
+@given(**POLICIES, near=st.none() | st.floats(0.9, 1.3))
 def test_what_has_converged_lies_where_it_should(dtype, share, dimension, seed, spread, bound, near):
     policies = around(share * DIGITS[dtype], dimension, seed, 10**spread, dtype)
     # A bound near the new policy's own distance: what is inside by mistake is returned as it is.
@@ -118,14 +117,7 @@ def test_every_condition_number(dtype, exponent, bound):
 
 @pytest.mark.parametrize("dtype", DIGITS)
 @settings(max_examples=200)
-@given(
-    share=st.floats(0, 1),
-    dimension=st.integers(1, 4),
-    seed=st.integers(0, 10**6),
-    spread=st.floats(-3, 0.5),
-    bound=st.floats(-5, 0.5),
-    rise=st.floats(-2, 0.5),
-)
+@given(**POLICIES, rise=st.floats(-2, 0.5))
 def test_with_a_floor_for_the_entropy_too(dtype, share, dimension, seed, spread, bound, rise):
     _, chol, _, old = around(share * DIGITS[dtype], dimension, seed, 10**spread, dtype)
     floor = gaussian_entropy(old).item() + rise

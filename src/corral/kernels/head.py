@@ -18,7 +18,7 @@ from corral.kernels.logits import LogitSpec, Scratch, block_size, operand, slice
 from corral.kernels.online import HeadRequest, HeadRows, OnlineHead, join
 from corral.kernels.parallel import Shard, merge
 from corral.numerics import number_in
-from corral.support import check_id_dtype, check_ids, refuse_repeats
+from corral.support import check_id_dtype, check_ids, check_unique
 from corral.types import SparseDist
 
 FIRST = 8
@@ -152,7 +152,7 @@ class _Head(torch.autograd.Function):
         check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=ctx.shard.vocabulary)
         if ids is not None:
             check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=ctx.shard.vocabulary)
-            _check_unique(ids)
+            check_unique("lm_head", "ids", ids)
         ctx.foreseen, needed = None, ctx.needs_input_grad[:3]
         if expect is not None and any(needed) and can_foresee(ctx.spec, ctx.request, ctx.shard):
             rows, ctx.foreseen = head_foreseen(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, expect, needed)
@@ -236,11 +236,6 @@ def _check(
     check_id_dtype("lm_head", "tokens", tokens)
     if ids is not None:
         check_id_dtype("lm_head", "ids", ids)
-
-
-def _check_unique(ids: Tensor) -> None:
-    ordered = ids.sort(-1).values
-    refuse_repeats("lm_head", "ids", bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()))
 
 
 def _check_expected(expect: Expect | None, tokens: Tensor) -> None:

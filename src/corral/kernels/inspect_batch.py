@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corral.kernels.later import Later
 from corral.kernels.live import advantages_of
-from corral.kernels.loss_rows import ANCHOR_TOLERANCE
+from corral.kernels.loss_rows import TOLERATED
 from corral.types import TokenBatch
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
@@ -150,7 +150,7 @@ def _inspect_kernel(
         bad = (id < -1) | (id >= vocabulary) | ~(value < float("inf")) | misplaced
         fit = fit & (tl.max(bad.to(tl.int32), 1) == 0) & (outer < float("inf"))
         own = tl.sum(tl.where((slot == 0)[None, :], value, 0.0), 1)
-        fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= ANCHOR_TOLERANCE)
+        fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= TOLERATED)
         if FORM:
             whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)
             dropped = tl.where(gain > 0.0, gain * tl.exp(outer), 0.0)

@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.online import HeadRows
+from corral.support import ANCHOR_TOLERANCE
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
 """Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
 FIELDS = 10
-ANCHOR_TOLERANCE: tl.constexpr = tl.constexpr(1e-3)
-"""How far `dist_old` and `logp_old` may disagree on the sampled token before the objective is asked to say so."""
+TOLERATED: tl.constexpr = tl.constexpr(ANCHOR_TOLERANCE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
 @no_type_check
 def disagree(own, anchor):
     """Whether an old policy's support says something else of the sampled token; the objective, asked then, says so too."""
-    return ~(tl.abs(own - anchor) <= 1.001 * ANCHOR_TOLERANCE)
+    return ~(tl.abs(own - anchor) <= 1.001 * TOLERATED)
 
 
 @triton.jit

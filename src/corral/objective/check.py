@@ -5,10 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from corral.support import ANCHOR_TOLERANCE
 from corral.types import SparseDist, TokenBatch
-
-ANCHOR_TOLERANCE = 1e-3
-"""How far `dist_old` and `logp_old` may disagree, in nats, on the token that both describe."""
 
 TOKENWISE = ("logp_new", "logp_old", "mask", "advantages", "logp_rollout")
 """Fields of a batch with a number for each token."""
