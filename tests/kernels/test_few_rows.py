@@ -12,8 +12,8 @@ from interpreted import DEVICE, HALF, small_tiles
 from corral.kernels import dense_backward, sparse_backward, triton_head  # isort: skip  # after `interpreted`
 from corral.kernels.route import FEW  # isort: skip
 from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
+from corral.kernels.head_rows import HeadRequest
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 

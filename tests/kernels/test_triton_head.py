@@ -12,8 +12,8 @@ from tolerance import assert_close
 
 from corral.kernels import dense_backward, select  # isort: skip  # after `interpreted`
 from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
+from corral.kernels.head_rows import HeadRequest, HeadRows
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest, HeadRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 

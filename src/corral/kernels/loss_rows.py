@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.online import HeadRows
+from corral.kernels.head_rows import HeadRows
 from corral.support import ANCHOR_TOLERANCE
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)

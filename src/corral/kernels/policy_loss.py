@@ -11,9 +11,9 @@ from corral.kernels.batch_loss import NewRows
 from corral.kernels.dispatch import choose, own_top_k
 from corral.kernels.foreseen import foresee
 from corral.kernels.head import lm_head
+from corral.kernels.head_rows import HeadRequest
 from corral.kernels.live import Live, advantages_of, fits
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest
 from corral.types import ObjectiveOutput, TokenBatch
 
 TOLERANCE = 1e-3

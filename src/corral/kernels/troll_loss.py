@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
-from corral.kernels.online import HeadRows
 from corral.kernels.project_row import RULED_OUT, abs_difference, kl_elements, log_softmax, project
 
 EXACT, CONSTANT_DUAL, UNPROJECTED = 0, 1, 2
