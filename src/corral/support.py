@@ -104,6 +104,17 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
     return SparseDist(ids, torch.where(new, added, wide), left, dist.rest_max)
 
 
+@torch.no_grad()
+def tail_gap(new: Float[Tensor, "*b"] | None, old: Float[Tensor, "*b"] | None) -> Float[Tensor, "*b"] | None:
+    """log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 where there is no tail.
+
+    A lower bound on the largest log-ratio outside the support: some token there has become so many times likelier.
+    """
+    if new is None or old is None:
+        return None
+    return (new - old).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
 def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:
     """Refuse what is no support [*, K] of a policy [*, V]."""
     if ids.shape[:-1] != logp.shape[:-1]:

@@ -99,18 +99,24 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
         rest=rows(old.rest) if supported and old is not None else None,
         advantages=rows(advantages_of(batch)),
         rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout),
+        rest_max=rows(old.rest_max) if _tails_known(new.dist, old) else None,
     )
     found: dict[str, Any] = {}
     support: tuple[Tensor | None, Tensor | None] = (None, None)
     if supported and new.dist is not None:
         kept = new.dist.logp.float()  # rows may lie apart, as a head's do; their slots may not
         support = (kept if kept.stride(-1) == 1 else kept.contiguous()), new.dist.rest.float().contiguous()
+    found["rest_max"] = None if new.dist is None else new.dist.rest_max
     loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, found)
     metrics, flawed = metrics_of(found["loss"], found["rows"], anchor, projects=rule.projects)
     found["check"] = _Check(objective, batch, new, Later(flawed))
     if not loss.requires_grad:
         found["check"]()
     return ObjectiveOutput(live.spread(loss), metrics)
+
+
+def _tails_known(new: SparseDist | None, old: SparseDist | None) -> bool:
+    return new is not None and old is not None and new.rest_max is not None and old.rest_max is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +147,8 @@ class _RuleLoss(torch.autograd.Function):
         from corral.kernels.loss_rows import LOSS
 
         none = logp[:, None] if kept is None else kept
-        rows = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp, logp)
+        rest_max = logp if found["rest_max"] is None else found["rest_max"]
+        rows = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp, rest_max)
         out = rule(rows, old)
         found |= {"loss": out, "rows": rows}
         ctx.grads, ctx.found = (out.own, out.kept, out.rest), found

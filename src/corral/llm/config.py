@@ -76,6 +76,17 @@ class CorralConfig(GRPOConfig):
     support_mass: float = field(
         default=1 - 1e-5, metadata={"help": "Probability after which a support keeps no further token."}
     )
+    support: str = field(
+        default="old",
+        metadata={
+            "help": "Tokens that a region is measured on: `old` (the old policy's likeliest) or `union` (the new policy's "
+            "too). The tail is one more category either way."
+        },
+    )
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},
+    )
     use_cache: bool | None = field(
         default=None,
         metadata={"help": "What a saved model's configuration says of its cache; None leaves that as it is."},
@@ -109,6 +120,8 @@ class CorralConfig(GRPOConfig):
                 f"CorralConfig: `support_size` is a whole number ≥ 1 and `support_mass` in (0, 1]; got {self.support_size!r} "
                 f"and {self.support_mass!r}."
             )
+        if self.support not in ("old", "union"):
+            raise ValueError(f"CorralConfig: `support` is old or union; got {self.support!r}.")
         _raise_first(self._trl_refusals())
         if self.use_vllm:
             self.check_sampler("vllm")

@@ -34,6 +34,11 @@ class ObjectiveConfig:
         return None
 
     @property
+    def regresses(self) -> bool:
+        """Whether the loss has a part beside the policy gradient, `ObjectiveOutput.regression`."""
+        return False
+
+    @property
     def needs(self) -> frozenset[str]:
         """Fields of TokenBatch that must be there. A door that cannot supply one says so at start-up."""
         return NEEDS_TOKENS

@@ -63,6 +63,10 @@ class TROLLConfig(ObjectiveConfig):
         return self.level == "token"
 
     @property
+    def regresses(self) -> bool:
+        return self.regression > 0
+
+    @property
     def bounds(self) -> tuple[float, float]:
         return self.bound, self.bound
 
@@ -84,7 +88,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
         batch: advantages and mask [B T], both policies on one support [B T K].
         config: bound, regression weight, tail, ratio level, gradient.
     Returns:
-        Unreduced loss [B T] and metrics.
+        Unreduced loss [B T], the regression's part of it, and metrics.
     Ref:
         Becker et al. 2025, arXiv:2510.03817. Invariant: TROLL = REINFORCE as ε → ∞, and at π = π_old.
     """
@@ -99,12 +103,14 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     log_rho = used[..., 0] - old[..., 0]
     if config.level == "sequence":
         log_rho = sequence_log_ratio(log_rho, batch.mask)
-    loss = -capped_ratio(log_rho, config.ratio_cap) * credit(batch)
-    if config.regression > 0:
-        loss = loss + config.regression * _pull(new, projection, batch.mask)
+    policy = torch.where(batch.mask, -capped_ratio(log_rho, config.ratio_cap) * credit(batch), 0.0)
+    pull = None
+    if config.regresses:
+        pull = torch.where(batch.mask, config.regression * _pull(new, projection, batch.mask), 0.0)
     metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
     metrics |= _projection_metrics(projection, batch.mask)
-    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), metrics, projection.active & batch.mask, projection.kl_after)
+    acted, loss = projection.active & batch.mask, policy if pull is None else policy + pull
+    return ObjectiveOutput(loss, metrics, acted, projection.kl_after, pull)
 
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
