@@ -112,7 +112,7 @@ def tail_gap(new: Float[Tensor, "*b"] | None, old: Float[Tensor, "*b"] | None) -
     """
     if new is None or old is None:
         return None
-    return (new - old).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    return (at_least_float32(new) - at_least_float32(old)).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:

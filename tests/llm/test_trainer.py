@@ -814,6 +814,32 @@ class TestSamplers:
         assert_close(loss, per_token.sum(-1).mean() / accumulation, atol=1e-5)
         assert (head_calls.count > 0) == (FUSED and accumulation == 1)
 
+    @pytest.mark.parametrize("weighing", ["correction", "importance ratio", "top entropy"])
+    def test_weights_of_the_policy_term_leave_the_regression_alone(
+        self, tmp_path: Path, vllm: dict[str, Any], weighing: str
+    ) -> None:
+        # All weights 0: what is left is the pull back into the region, of every token, and it has a gradient.
+        given = {"correction": "trm", "correction_config": {"bound": 1e-9}} if weighing == "correction" else {}
+        if weighing == "importance ratio":
+            vllm = {**vllm, "vllm_importance_sampling_correction": True}
+        if weighing == "top entropy":
+            given["top_entropy_quantile"] = 0.5
+        trainer = make_trainer(tmp_path, "troll", objective_config={"bound": 0.01}, **given, **vllm)
+        trainer.loss_type = "luspo"
+        inputs = dict(rollouts(trainer)[0])
+        if weighing == "importance ratio":
+            inputs["importance_sampling_ratio"] = torch.zeros_like(inputs["importance_sampling_ratio"])
+        if weighing == "top entropy":
+            trainer.get_high_entropy_mask = lambda entropies, mask, _: torch.zeros_like(mask, dtype=torch.bool)
+        nudge(trainer.model, 0.5)
+        loss, gradient = loss_and_gradient(trainer, inputs)
+        spy = Spy.on(trainer)
+        trainer.compute_loss(trainer.model, inputs)
+        regression = spy.outputs[0].regression
+        assert regression[inputs["completion_mask"].bool()].max() > 0.1
+        assert_close(loss, regression.detach().sum(-1).mean(), atol=1e-5)
+        assert max(float(g.abs().max()) for g in gradient.values()) > 1e-3
+
     @pytest.mark.supports("anchor: a rollout function", door="TRL")
     def test_a_rollout_function_reports_the_anchor_too(self, tmp_path: Path) -> None:
         reporting = {"rollout_func": fixed_rollout([-1.0, -2.0, -3.0])}

@@ -94,11 +94,12 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     """
     assert batch.dist_new is not None
     assert batch.dist_old is not None
-    new = live(_whole(batch.dist_new, batch.mask, config), batch.mask).log_softmax(-1)
-    old = live(_whole(batch.dist_old, batch.mask, config), batch.mask).detach().log_softmax(-1)
+    new, old = (live(_whole(dist, batch.mask, config), batch.mask) for dist in (batch.dist_new, batch.dist_old))
+    # Both are normalised once, here and within the projection: twice would move the ratio of equal policies by a digit.
     projection = project_categorical_kl(
         new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
     )
+    new, old = new.log_softmax(-1), old.detach().log_softmax(-1)
     used = new if config.gradient == "unprojected" else projection.logp
     log_rho = used[..., 0] - old[..., 0]
     if config.level == "sequence":
