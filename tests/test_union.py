@@ -1,4 +1,4 @@
-"""The hole of a one-sided support: mass that gathers on one token of the tail. What is seen of it, and the union that sees all."""
+"""A one-sided support has a hole: mass that gathers on one token of the tail. The union of both supports sees it."""
 
 import math
 
