@@ -18,7 +18,7 @@ import corral
 from corral.cli import doctor, main
 from corral.cli.explain import field_docs
 from corral.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve
-from corral.objective import OBJECTIVES
+from corral.objective import OBJECTIVES, make_objective
 from corral.objective.correction import CORRECTIONS
 from corral.objective.troll import TROLLConfig
 from corral.run.settings import nested, read_file
@@ -242,6 +242,7 @@ def test_explain_knows_every_objective_and_correction(name: str, capsys: pytest.
         assert "Ref:" in text
         assert "needs    advantages," in text
         assert "anchor   " in text
+        assert f"reduced  {make_objective(name).config.reductions[0]}\n" in text
 
 
 def test_explain_shows_defaults_and_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:

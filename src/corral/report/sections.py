@@ -111,7 +111,7 @@ def axes(report: Report) -> dict[str, str]:
 
 def region() -> Safe:
     """Small figures, one per metric."""
-    text = "Lines are interquartile means over seeds; bands reach from the smallest to the largest seed."
+    text = "Lines are interquartile means over seeds (means of fewer than four); bands reach from the smallest to the largest."
     return join(tag("p", text, class_="count"), tag("div", id="trust", class_="figures"))
 
 
