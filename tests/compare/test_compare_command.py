@@ -128,6 +128,10 @@ def test_a_dry_run_says_whether_reductions_are_the_same(capsys: pytest.CaptureFi
     assert said in capsys.readouterr().out
     assert main([*argv, "--common"]) == 0
     assert "reduction  grpo, for every run" in capsys.readouterr().out
+    assert main([*argv, "--set", "loss_type=dapo"]) == 0
+    printed = capsys.readouterr().out
+    assert "reduction  dapo, for every run" in printed
+    assert "note       loss_type='dapo' is token-mean, which gives gspo another gradient than its own." in printed
 
 
 def test_a_common_reduction_is_every_objective_s_own() -> None:

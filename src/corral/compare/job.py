@@ -52,6 +52,8 @@ class Stage:
     """Seconds per step, and where that is known from."""
     reductions: Mapping[str, str] = field(default_factory=dict)
     """TRL's loss type of each objective; empty where there are no objectives, or a sweep sets it."""
+    warnings: Sequence[str] = ()
+    """Of reductions that are not an objective's own."""
 
 
 def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
@@ -70,7 +72,8 @@ def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
     fixed = plan.kind == "llm" and not any(key in plan.sweep for key in WEIGHTS)
     configs = trainer_configs(plan.contestants, training, config) if fixed else {}
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
-    return Stage(budget=budget, engine=engine, pace=pace, reductions=reductions)
+    warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
+    return Stage(budget=budget, engine=engine, pace=pace, reductions=reductions, warnings=warnings)
 
 
 def with_threads(kind: Kind, training: Training, threads: int | None) -> Training:
@@ -115,6 +118,7 @@ def described(comparison: Comparison, stage: Stage) -> list[tuple[str, str]]:
         ("time", "unknown: no such run is here to judge by" if stage.pace is None else time_text(plan.count - done, stage)),
         ("folder", str(comparison.path)),
     ]
+    lines += [("note", sentence) for sentence in stage.warnings]
     if done:
         lines.append(("done", f"{count(done, 'run')} already"))
     if len(plan.report_seeds) < ENOUGH:
