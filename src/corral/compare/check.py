@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.compare.command import Training, layer
-from corral.compare.plan import Kind, Plan, PlannedRun, half_decades, pairs, planned
+from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, pairs, planned
 from corral.objective.naming import check_keys
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes
@@ -104,14 +104,16 @@ def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, conf
     return half_decades(rates)
 
 
-def trainer_configs(contestants: Iterable[str], training: Training, config: Path | None = None) -> dict[str, Any]:
-    """The CorralConfig that each objective would have, without what a sweep sets."""
+def trainer_configs(
+    contestants: Iterable[str], training: Training, config: Path | None = None, setting: Setting | None = None
+) -> dict[str, Any]:
+    """The CorralConfig that each objective would have with one setting of a sweep, or without any."""
     from corral.llm.prepare import trainer_config
 
     found = {}
     for contestant in contestants:
         try:
-            settings = resolved("llm", training, planned(contestant, {}, 0, "report"), config)
+            settings = resolved("llm", training, planned(contestant, setting or {}, 0, "report"), config)
             found[contestant] = trainer_config(settings, max_completion_length=1)
         except (ValueError, TypeError) as error:
             raise RunError(f"{contestant}: {str(error).removeprefix(f'{contestant}: ')}") from error

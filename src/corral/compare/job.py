@@ -70,7 +70,7 @@ def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
     # A smoke run takes as long as its imports.
     pace = None if training.smoke else seconds_per_step(plan.kind, settings, training.recipe, [Path("runs")])
     fixed = plan.kind == "llm" and not any(key in plan.sweep for key in WEIGHTS)
-    configs = trainer_configs(plan.contestants, training, config) if fixed else {}
+    configs = trainer_configs(plan.contestants, training, config, plan.settings[0]) if fixed else {}
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
     warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
     return Stage(budget=budget, engine=engine, pace=pace, reductions=reductions, warnings=warnings)
