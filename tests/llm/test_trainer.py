@@ -159,7 +159,7 @@ class TestSameAsStock:
         },
         "iterations that end within an update, scaled head, rewards not scaled": {
             "num_iterations": 3, "steps_per_generation": 1, "gradient_accumulation_steps": 2, "family": "cohere",
-            "loss_type": "dr_grpo", "scale_rewards": "none", "repetition_penalty": 1.3,
+            "loss_type": "dr_grpo", "scale_rewards": "none",
         },
     }  # fmt: skip
 

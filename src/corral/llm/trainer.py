@@ -18,7 +18,7 @@ from corral.kernels.batch_loss import NewRows, batch_loss
 from corral.kernels.foreseen import Expect, foresee
 from corral.kernels.live import Live
 from corral.kernels.policy_loss import TOLERANCE
-from corral.llm.config import CorralConfig
+from corral.llm.config import CorralConfig, Sampler
 from corral.llm.ledger import Ledger
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
@@ -64,7 +64,8 @@ class CorralTrainer(GRPOTrainer):
         _check_surroundings(args)
         super().__init__(model, reward_funcs, args, *more, **kwargs)
         self.reports_logps = self.use_vllm or self.rollout_func is not None
-        args.check_sampler("vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers")
+        sampler: Sampler = "vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers"
+        args.check_sampler(sampler, getattr(self.model, "generation_config", None))  # a model may be without one
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -99,6 +100,8 @@ class CorralTrainer(GRPOTrainer):
         return FUSED and not self._other_terms and not self.aux_loss_enabled
 
     def _announce(self) -> None:
+        if self.args.other_reduction:
+            logger.warning(self.args.other_reduction)
         if self.at_rest:
             logger.warning(
                 "One update per batch of rollouts: the new policy is the old one, no trust region acts, and tr/active_frac "

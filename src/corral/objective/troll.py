@@ -99,9 +99,13 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     projection = project_categorical_kl(
         new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
     )
+    plain = (new[..., 0] - old[..., 0]).detach()
     new, old = new.log_softmax(-1), old.detach().log_softmax(-1)
     used = new if config.gradient == "unprojected" else projection.logp
     log_rho = used[..., 0] - old[..., 0]
+    if config.tail == "bucket":  # inside the region, the log-probs' own difference: equal policies have a ratio of exactly 1
+        moved = projection.active & (config.gradient != "unprojected")
+        log_rho = log_rho + torch.where(moved, 0.0, plain - log_rho.detach())
     if config.level == "sequence":
         log_rho = sequence_log_ratio(log_rho, batch.mask)
     policy = torch.where(batch.mask, -capped_ratio(log_rho, config.ratio_cap) * credit(batch), 0.0)
