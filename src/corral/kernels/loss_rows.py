@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.head_rows import HeadRows
+from corral.kernels.project_row import LOG_RATIO_MAX
 from corral.support import ANCHOR_TOLERANCE, tail_gap
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
@@ -130,7 +131,7 @@ def _metrics_kernel(fields, rest, out, count, SUPPORT: tl.constexpr, BLOCK: tl.c
         if SUPPORT:
             mass += tl.exp(tl.load(rest + row, mask=live, other=-float("inf")).to(tl.float32))
     tl.store(out + 0, tl.sum(mass, 0) / count)
-    tl.store(out + 1, tl.exp(tl.minimum(tl.max(log_rho, 0), 20.0)))
+    tl.store(out + 1, tl.exp(tl.minimum(tl.max(log_rho, 0), LOG_RATIO_MAX)))
     tl.store(out + 2, tl.sum(acted, 0) / count)
     tl.store(out + 3, tl.sum(kl, 0) / count)
     tl.store(out + 4, tl.max(most, 0))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from corral.kernels.head_rows import HeadRows
 from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
-from corral.kernels.project_row import RULED_OUT, abs_difference, kl_elements, log_softmax, project
+from corral.kernels.project_row import LOG_RATIO_MAX, RULED_OUT, abs_difference, kl_elements, log_softmax, project
 
 EXACT, CONSTANT_DUAL, UNPROJECTED = 0, 1, 2
 GRADIENTS = {"exact": EXACT, "constant_dual": CONSTANT_DUAL, "unprojected": UNPROJECTED}
@@ -91,12 +91,12 @@ def _troll_kernel(
     own_r = tl.sum(tl.where(first, log_r, 0.0), 0)
     # Inside the region the log-probs' own difference: equal policies have a ratio of exactly 1.
     log_rho = plain if GRADIENT == 2 else tl.where(active, own_r - own_old, plain)
-    ratio = tl.exp(tl.minimum(log_rho, 20.0))
+    ratio = tl.exp(tl.minimum(log_rho, LOG_RATIO_MAX))
     if CAPPED:
         ratio = tl.minimum(ratio, cap)
         u = -ratio * advantage
     else:
-        u = tl.where(log_rho <= 20.0, -ratio * advantage, 0.0)
+        u = tl.where(log_rho <= LOG_RATIO_MAX, -ratio * advantage, 0.0)
     loss = -ratio * advantage
 
     # d log r_a / d log new, in closed form: t (δ − r (1 + z_a z)) where the bound acts, δ where it does not.
