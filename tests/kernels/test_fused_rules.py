@@ -82,7 +82,7 @@ def kernel(rule, batch: TokenBatch) -> tuple[LossRows, dict[str, Tensor]]:
     """What the kernel says of every token of a batch, and its metrics."""
     logp, new, old = batch.logp_new[0], batch.dist_new, batch.dist_old
     kept, rest = (logp[:, None], logp) if new is None else (new.logp[0], new.rest[0])
-    rows = HeadRows(logp, logp, logp[:, None], kept, rest, logp)
+    rows = HeadRows(logp, logp, logp[:, None], kept, rest, logp, rest)
     before = (None, None) if old is None else (old.logp[0], old.rest[0])
     given = OldRows(batch.logp_old[0], *before, batch.advantages[0], None)
     found = rule(rows, given)
@@ -98,8 +98,8 @@ def without(batch: TokenBatch, tokens: Tensor) -> TokenBatch:
     def pick(x: Tensor) -> Tensor:
         return x[:, ~tokens]
 
-    dists = (SparseDist(*(pick(x) for x in (dist.ids, dist.logp, dist.rest))) for dist in (batch.dist_new, batch.dist_old))
-    return TokenBatch(*(pick(x) for x in (batch.logp_new, batch.logp_old, batch.advantages, batch.mask)), *dists)
+    fields = (batch.logp_new, batch.logp_old, batch.advantages, batch.mask)
+    return TokenBatch(*(pick(x) for x in fields), batch.dist_new.map(pick), batch.dist_old.map(pick))
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=[f"{name} {list(x.values())}" for name, x in CASES])
