@@ -356,7 +356,8 @@ def test_the_rest_is_exact_however_peaked_the_row(seed):
 
 def test_the_rest_is_minus_infinity_only_where_nothing_is_left():
     # Row 0 keeps everything; row 1 leaves a token of probability 0; row 2 leaves one of e^−200, far below float32's reach.
-    logp = torch.tensor([[-0.7, -0.7, -30.0], [-0.7, -0.7, -INF], [-0.7, -0.7, -200.0]])
+    half = math.log(0.5)
+    logp = torch.tensor([[half, half, -30.0], [half, half, -INF], [half, half, -200.0]])
     dist = gather_support(logp, torch.tensor([[0, 1, 2], [0, 1, -1], [0, 1, -1]]))
     assert dist.rest.tolist() == [-INF, -INF, -200.0]
 

@@ -34,7 +34,7 @@ from corral.kernels import (
 TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
     "stride_kept stride_logp stride_scale",
-    "fp32": "mass bound regression cap before after slope curve tolerance small low high",
+    "fp32": "mass bound regression cap before after slope curve tolerance small low high highest slack",
     "*i32": "counter marks queue key keys route counts starts out_ids out_key filled floors overflow few need out_need",
     "*i64": "listed order picked tokens", "*u8": "place mask state", "*bf16": "dz d_weight stored",
 }  # fmt: skip

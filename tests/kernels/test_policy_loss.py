@@ -237,6 +237,23 @@ def test_the_objective_says_where_it_is_wrong(impl, unchecked_shapes):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("name", ["troll", "ppo_clip"])
+def test_log_probs_that_are_none_are_refused_unless_told_otherwise(impl, name):
+    problem = Problem(DEVICE)
+    problem.batch.dist_old.rest[1, 1] = 0.2
+    with pytest.raises(ValueError, match=rf"{name}: dist_old is no distribution.* first at \[b t\] = \[1, 1\]"):
+        problem.run(corral.make_objective(name), impl=impl)
+    out, gradients = problem.run(corral.make_objective(name, check=False), impl=impl)
+    assert out.loss.isfinite().all()
+    assert all(x.isfinite().all() for x in gradients)
+    problem = Problem(DEVICE)
+    problem.batch = dataclasses.replace(problem.batch, logp_rollout=problem.batch.logp_old.clone())
+    problem.batch.logp_rollout[1, 1] = 0.002
+    with pytest.raises(ValueError, match=rf"{name}: logp_rollout is above 0 .* at 1 of 8 tokens, first at \[b t\] = \[1, 1\]"):
+        problem.run(corral.make_objective(name), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["troll", "ppo_clip"])
 def test_a_support_of_other_tokens_is_refused(impl, name):
     problem = Problem(DEVICE)
     problem.tokens = problem.tokens.roll(1, -1)  # as if one of the two had been shifted once more

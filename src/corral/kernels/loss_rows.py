@@ -11,12 +11,14 @@ from torch import Tensor
 
 from corral.kernels.head_rows import HeadRows
 from corral.kernels.project_row import LOG_RATIO_MAX
-from corral.support import ANCHOR_TOLERANCE, tail_gap
+from corral.support import ANCHOR_TOLERANCE, Limits, tail_gap
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
 """Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
 FIELDS = 10
 TOLERATED: tl.constexpr = tl.constexpr(ANCHOR_TOLERANCE)
+UNCHECKED = Limits()
+"""For a new policy that a head has just computed, and an old one that has been inspected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +94,13 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
 def disagree(own, anchor):
     """Whether an old policy's support says something else of the sampled token; the objective, asked then, says so too."""
     return ~(tl.abs(own - anchor) <= 1.001 * TOLERATED)
+
+
+@triton.jit
+@no_type_check
+def no_distribution(mass, slack):
+    """Whether a mass is not 1; a little less strict than the objective, which is asked then, and says so too."""
+    return tl.abs(mass - 1.0) > 1.001 * slack
 
 
 @triton.jit

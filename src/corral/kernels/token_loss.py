@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from corral.kernels.head_rows import HeadRows
-from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
+from corral.kernels.loss_rows import UNCHECKED, LossRows, OldRows, blank_fields, disagree, no_distribution
 from corral.kernels.project_row import CERTAIN, LOG_RATIO_MAX, abs_difference, binary_kl, expm1, kl_elements, kl_term
+from corral.support import Limits
 
 CLIP, MASK, WEIGHT, GATE, PENALTY = range(5)
 RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL = range(5)
@@ -46,8 +47,8 @@ class TokenLoss:
         make = _RULES.get(name) if isinstance(name, str) else None
         return None if make is None else make(objective.config)
 
-    def __call__(self, rows: HeadRows, old: OldRows) -> LossRows:
-        """Losses of N live tokens."""
+    def __call__(self, rows: HeadRows, old: OldRows, limits: Limits = UNCHECKED) -> LossRows:
+        """Losses of N live tokens; flawed are those beyond the limits too."""
         fields, own = blank_fields(rows.lse), torch.empty_like(rows.lse)
         support = old.kept is not None
         slots = old.kept.shape[1] if old.kept is not None else 0
@@ -55,7 +56,7 @@ class TokenLoss:
         block = max(1, LANES // lanes)
         _token_kernel[(triton.cdiv(len(own), block),)](
             rows.logp, rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, fields, own,
-            len(own), slots, rows.logp.stride(0), rows.kept.stride(0), self.low, self.high,
+            len(own), slots, rows.logp.stride(0), rows.kept.stride(0), *limits, self.low, self.high,
             self.cap if self.cap is not None else 0.0, CAPPED=self.cap is not None, RULE=self.rule, MEASURE=self.measure,
             SUPPORT=support, ROLLOUT=old.rollout is not None, SLOTS=lanes, ROWS=block, num_warps=1,
         )  # fmt: skip
@@ -89,7 +90,7 @@ _RULES = {
 @no_type_check
 def _token_kernel(
     logp, kept, rest, kept_old, rest_old, logp_old, rollout, advantages, fields, out_own, count, slots, stride, stride_kept,
-    low, high, cap, CAPPED: tl.constexpr, RULE: tl.constexpr, MEASURE: tl.constexpr, SUPPORT: tl.constexpr,
+    highest, slack, low, high, cap, CAPPED: tl.constexpr, RULE: tl.constexpr, MEASURE: tl.constexpr, SUPPORT: tl.constexpr,
     ROLLOUT: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -99,6 +100,7 @@ def _token_kernel(
     advantage = tl.load(advantages + row, mask=there, other=0.0).to(tl.float32)
     log_rho = new - old
     flawed = ~(tl.abs(log_rho) < float("inf"))  # asked here: the smaller of NaN and a number is the number
+    flawed = flawed | (new > 1.001 * highest) | (old > 1.001 * highest)
     bounded = tl.minimum(log_rho, LOG_RATIO_MAX)
     ratio = tl.exp(bounded)
     inside = log_rho <= LOG_RATIO_MAX
@@ -119,6 +121,7 @@ def _token_kernel(
         q = tl.where(slot == slots, tl.load(rest_old + at, mask=each, other=0.0).to(tl.float32), q)
         flawed = flawed | (tl.max(tl.where((p < float("inf")) & (q < float("inf")), 0, 1), 1) > 0)
         flawed = flawed | disagree(tl.sum(tl.where(slot == 0, q, 0.0), 1), old)
+        flawed = flawed | no_distribution(tl.sum(tl.exp(p), 1), slack) | no_distribution(tl.sum(tl.exp(q), 1), slack)
         kl_mean = tl.sum(kl_elements(p, q), 1)
         kl_max = kl_mean
         if MEASURE == 3:
@@ -179,7 +182,7 @@ def _token_kernel(
     if ROLLOUT:
         sampled = tl.load(rollout + row, mask=there, other=0.0).to(tl.float32)
         gap = abs_difference(sampled, old)
-        flawed = flawed | ~(tl.abs(sampled) < float("inf"))
+        flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
     field = fields + row
     tl.store(field, loss, mask=there)
     tl.store(field + 1 * count, log_rho, mask=there)
