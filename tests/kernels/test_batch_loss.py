@@ -130,7 +130,7 @@ def test_two_old_policies_that_disagree_are_refused(case):
 def test_log_probs_that_are_none_are_refused_unless_told_otherwise(case, field):
     """In the same words by kernel and reference; with check=False both take them as they are."""
     (name, config), (batch, _) = CASES[case], make_batch()
-    old = batch.dist_old
+    batch, old = dataclasses.replace(batch, logp_rollout=batch.logp_old.clone()), batch.dist_old
     if field == "logp_rollout":
         batch.logp_rollout[0, 1] = 0.002
     elif field == "logp_old":
