@@ -303,7 +303,7 @@ HEADED = {
 @pytest.mark.parametrize("case", HEADED.values(), ids=HEADED)
 def test_the_head_told_what_follows_in_other_cases(case):
     case = dict(case)
-    problem, objective = Problem(**case.pop("problem", {})), corral.make_objective("ppo_clip")
+    problem, objective = Problem(**case.pop("problem", {})), corral.make_objective("ppo_clip", check=False)
     _, got, factor = headed(problem, objective, **case)
     assert_gradients(got, problem.exact(objective, factor)[1])
 
