@@ -95,13 +95,14 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     def rows(x: Tensor) -> Tensor:
         return live.pick(x.detach()).float().contiguous()
 
+    tail = None if old is None or new.dist is None or new.dist.rest_max is None else old.rest_max
     anchor = OldRows(
         logp=rows(batch.logp_old),
         kept=rows(old.logp) if supported and old is not None else None,
         rest=rows(old.rest) if supported and old is not None else None,
         advantages=rows(advantages_of(batch)),
         rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout),
-        rest_max=rows(old.rest_max) if _tails_known(new.dist, old) else None,
+        rest_max=None if tail is None else rows(tail),
     )
     found: dict[str, Any] = {}
     support: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -116,10 +117,6 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     if not loss.requires_grad:
         found["check"]()
     return ObjectiveOutput(live.spread(loss), metrics)
-
-
-def _tails_known(new: SparseDist | None, old: SparseDist | None) -> bool:
-    return new is not None and old is not None and new.rest_max is not None and old.rest_max is not None
 
 
 @dataclass(frozen=True, eq=False)

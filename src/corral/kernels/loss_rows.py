@@ -85,7 +85,7 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
         names["tr/mismatch"] = MISMATCH
     metrics = {name: out[place] for name, place in names.items()}
     if (gap := tail_gap(rows.rest_max, old.rest_max)) is not None:
-        metrics["tr/rest_max_ratio"] = gap.amax().clamp(max=20.0).exp()
+        metrics["tr/rest_max_ratio"] = gap.amax().clamp(max=LOG_RATIO_MAX.value).exp()
     return metrics, out[FLAWED]
 
 
