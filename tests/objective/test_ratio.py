@@ -35,3 +35,10 @@ def test_golden_any_other_token_keeps_1e_8_of_a_certain_policy(dtype):
     batch = inputs([1.0], [p], [1.0], dtype=dtype)
     assert sampled_kl(batch).item() == pytest.approx(expected, rel=1e-6)
     assert sampled_kl(inputs([1.0], [1.0], [1.0], dtype=dtype)).item() == 0.0
+
+
+def test_golden_padding_is_no_largest_ratio():
+    # ρ = ½ and ¼; at padding it would be 1.
+    batch = inputs([0.4, 0.2, 0.9], [0.8, 0.8, 0.1], [1.0] * 3, [True, True, False])
+    metrics = make_objective("reinforce")(batch).metrics
+    assert metrics["tr/ratio_max"].item() == pytest.approx(0.5, rel=1e-12)
