@@ -8,7 +8,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from corral import numerics
+import corral.numerics as numerics
 from corral.projection import categorical_kl as reference
 
 RULED_OUT: tl.constexpr = tl.constexpr(reference.RULED_OUT)
