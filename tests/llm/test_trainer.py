@@ -463,7 +463,7 @@ class TestParity:
     def test_half_precision_is_for_products_alone(self) -> None:
         hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
         tokens, scored = torch.arange(5), torch.ones(1, 5, dtype=torch.bool)
-        head = _HeadFunction(SupportRequest(top_k=4), scored, tokens=5)
+        head = _HeadFunction(SupportRequest(top_k=4), scored, 5, SupportRequest())
         with torch.autocast("cpu", torch.bfloat16):
             logp, entropy, *_ = head.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))
         rounded = hidden.bfloat16().float() @ weight.bfloat16().float().T

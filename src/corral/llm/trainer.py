@@ -69,7 +69,9 @@ class CorralTrainer(GRPOTrainer):
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        self.policy_head = PolicyHead([base] if self.ref_model is None else [base, self.ref_model], self.temperature)
+        own = replace(self.own_support(), union=self.union) if self.needs_support else SupportRequest()
+        models = [base] if self.ref_model is None else [base, self.ref_model]
+        self.policy_head = PolicyHead(models, self.temperature, own)
         self.old_policy = OldPolicy(args.support_mass, fill=getattr(self.objective.config, "tail", None) == "fill")
         self._request: SupportRequest | None = None
         self._scored: Scored | None = None
