@@ -60,7 +60,7 @@ def command(shard: str, workers: int, report: Path) -> list[str]:
     """The line of pytest that runs a shard and writes its report."""
     others = [path for name, paths in SHARDS.items() if name != shard for path in paths if path.endswith(".py")]
     return [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}",
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", f"--junitxml={report}",
         f"--numprocesses={workers}", "--dist=worksteal", "--timeout=300", "--timeout-method=thread",
         "--jaxtyping-packages", "corral,typecheck.checked",
         *SHARDS[shard], *(f"--ignore={path}" for path in others if path not in SHARDS[shard]),
