@@ -97,7 +97,7 @@ def settle(proc: int) -> None:
     kernel.unshare(kernel.NEW_USER | kernel.NEW_PIDS | kernel.NEW_MOUNTS)
     kernel.map_user(proc, NOBODY, uid, gid)
     kernel.keep_no_capabilities()
-    kernel.write_at(proc, "self/oom_score_adj", "1000")  # where memory runs out, the largest of us goes, and no one else
+    kernel.write_at(proc, "self/oom_score_adj", "500")  # where memory runs out, one of us goes, and programs before this
     if child := os.fork():
         kernel.close_files_from(3)  # the pipe ends of the world inside must close with it
         _, status = os.waitpid(child, 0)
