@@ -94,7 +94,7 @@ def bubblewrap() -> list[str]:
     for target, link in seen.links:
         arguments += ["--symlink", target, link]
     for path in seen.devices:
-        arguments += ["--dev-bind", path, path, "--remount-ro", path]
+        arguments += ["--dev-bind", path, path]
     for path in seen.hidden:
         arguments += ["--tmpfs", path, "--remount-ro", path]
     return [*arguments, "--remount-ro", "/", "--chdir", "/", "--"]

@@ -1,7 +1,7 @@
 """A memory cgroup for the programs of a worker, where the system lends one: the kernel then bounds all that they hold.
 
-Its own memory on their behalf is counted too: pages that a fork has copied, page tables, pipes, sockets, locks. Where nothing is
-lent (an ordinary login, most containers) the limits of each process, the look at all of them, and the filter remain.
+Its own memory on their behalf is counted too: pages that a fork has copied, page tables, pipes, sockets, locks. Where nothing
+is lent (an ordinary login, most containers) the limits of each process, the look at all of them, and the filter remain.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ FAREWELL = 2.0
 class Group:
     """One cgroup below `parent`, for one worker; OSError where it cannot be made.
 
-    Its folder is locked for as long as this process lives, so that one left by a process that was killed can be told and removed.
+    Its folder is locked for as long as this process lives: one that is not was left by a process that was killed.
     """
 
     def __init__(self, parent: Path, version: int) -> None:
@@ -101,8 +101,8 @@ def lent() -> tuple[Path, int] | None:
 def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
     """Where groups with a memory limit might be made.
 
-    In version 1 that is below this process's own. In version 2 a group with processes has no groups with limits below it, unless
-    it is the root: so beside it is the next try; both must pass the memory controller on.
+    In version 1 that is below this process's own. In version 2 no group but the root has both processes and groups with limits
+    below it, so beside it is the next try; either must pass the memory controller on.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
@@ -116,7 +116,9 @@ def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
         if (own[kind] + "/").startswith(root.rstrip("/") + "/"):
-            found.append((Path(where, own[kind][len(root.rstrip("/")) :].lstrip("/")), Path(where), 1 if kind == "cgroup" else 2))
+            found.append(
+                (Path(where, own[kind][len(root.rstrip("/")) :].lstrip("/")), Path(where), 1 if kind == "cgroup" else 2)
+            )
     result = []
     for folder, top, version in found:
         if version == 1:

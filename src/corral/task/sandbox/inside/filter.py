@@ -34,7 +34,7 @@ FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """fcntl: duplicate, close on exec, flags, locks of ranges, the size of a pipe. No leases, which make whoever opens the file
 wait, the trainer included; no larger pipes."""
 MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
-"""madvise: how it will be used, that it is free, large pages, core dumps, guards. Not to swap it out, where it is not counted."""
+"""madvise: how it will be used, that it is free, large pages, dumps, guards. Not to swap it out: it would not be counted."""
 TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """ioctl: is it a terminal, its group and size, bytes to read, non-blocking, close on exec or not."""
 NAME_REQUESTS = (1, 2, 3, 15, 16)

@@ -36,7 +36,7 @@ class Memory:
         return total * PAGE + sockets * self._socket
 
     def ran_out(self) -> bool:
-        """Whether the kernel has killed for want of memory since the last question: in the cgroup, or anywhere if there is none."""
+        """Whether the kernel has killed for want of memory since the last question: in the cgroup, or anywhere without one."""
         before, self._kills = self._kills, self._out_of_memory_kills()
         return self._kills > before
 
