@@ -165,20 +165,21 @@ needs_a_cgroup = pytest.mark.skipif(cgroup.lent() is None, reason="no memory cgr
 
 @needs_a_cgroup
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_the_kernel_holds_all_of_a_worker_to_the_limit(backend: str) -> None:
-    """Without the look: 40 × 60 MB are asked for, and what was ever held is what the cgroup allows."""
+def test_the_kernel_holds_all_of_a_worker_to_its_limit(backend: str) -> None:
     with Worker(backend) as worker:
-        assert worker.group is not None
-        path = worker.group.path
-        worker.run(Job(code=FORKS, limits=SMALL))
-        peak = next(
-            int(file.read_text()) for file in (path / "memory.peak", path / "memory.max_usage_in_bytes") if file.exists()
-        )
+        group = worker.group
+        assert group is not None
+        worker.run(Job(code="", limits=SMALL))
         # 64 MiB, as much for /tmp, 2 MiB for each of 64 processes, 48 MiB for the worker.
-        assert int(worker.group.limit.read_text()) == (64 + 64 + 128 + 48) << 20
-        assert 64 << 20 < peak <= (64 + 64 + 128 + 48) << 20
-        assert (path / "cgroup.procs").read_text().split()  # the worker is in it
-    assert not path.exists()
+        assert int(group.limit.read_text()) == (64 + 64 + 128 + 48) << 20
+        worker.run(Job(code="", limits=Limits(memory_mb=4096)))
+        group.limit.write_text(str(100 << 20))  # 40 × 60 MB are far below what the look would end
+        assert worker.run(Job(code=FORKS, limits=Limits(memory_mb=4096, timeout=20.0))).status == "memory"
+        peaks = [group.path / name for name in ("memory.peak", "memory.max_usage_in_bytes")]
+        assert 60 << 20 < next(int(peak.read_text()) for peak in peaks if peak.exists()) <= 100 << 20
+        assert (group.path / "cgroup.procs").read_text().split()  # the worker is in it, and alive
+        assert worker.run(Job(code="print('fine')")).stdout == "fine\n"
+    assert not group.path.exists()
 
 
 @needs_a_cgroup

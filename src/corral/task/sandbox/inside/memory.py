@@ -40,6 +40,10 @@ class Memory:
         before, self._kills = self._kills, self._out_of_memory_kills()
         return self._kills > before
 
+    def group_ran_out(self) -> bool:
+        """Whether it has killed any process of the program: no one else is in the cgroup."""
+        return self.events is not None and self.ran_out()
+
     def _children(self, number: str) -> list[str]:
         return [
             child for task in self._names(f"{number}/task") for child in self._read(f"{number}/task/{task}/children").split()

@@ -157,14 +157,13 @@ class Zygote:
             now = time.monotonic()
             if now > deadline:
                 return "timeout"
-            if now > started + TICK and self.memory.used() > plan.memory:
+            if now > started + TICK and (self.memory.used() > plan.memory or self.memory.group_ran_out()):
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
         """How a program ended, from why it was ended or from its exit status."""
-        ran_out = self.memory.ran_out()
-        if ran_out and self.memory.events is not None:
-            return {"status": "memory"}  # whichever of its processes the kernel chose
+        if self.memory.group_ran_out():
+            reason = "memory"  # whichever of its processes the kernel chose
         if status == 0:
             return {"status": reason or "ok"}
         try:
@@ -173,7 +172,7 @@ class Zygote:
             if reason:
                 return {"status": reason}
         code = os.waitstatus_to_exitcode(status)
-        if code == -program.OUT_OF_MEMORY or (code == -signal.SIGKILL and ran_out):
+        if code == -program.OUT_OF_MEMORY or (code == -signal.SIGKILL and self.memory.ran_out()):
             return {"status": "memory"}
         return {"status": "timeout" if code == -signal.SIGXCPU else "error"}
 
