@@ -22,6 +22,7 @@ WORKER = 48 << 20
 """Bytes for the worker itself, and what is kept back for a program's last words."""
 PROCESS = 2 << 20
 """Bytes that a process takes without asking: pages that a fork copies, and the kernel's tables for them."""
+TRIES = 5
 FAREWELL = 2.0
 """Seconds within which the last process has left a group."""
 
@@ -91,10 +92,19 @@ def sweep(parent: Path) -> None:
 @cache
 def lent() -> tuple[Path, int] | None:
     """Where groups can be made, found by making one, and the version of cgroups; None where nowhere."""
-    for parent, version in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
+    for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
+        if group := make(*place):
+            group.close()
+            return place
+    return None
+
+
+def make(parent: Path, version: int) -> Group | None:
+    """A group, or None where none can be made. Another process that sweeps may take a new one, not locked yet, for one that was
+    left: hence several tries."""
+    for _ in range(TRIES):
         with contextlib.suppress(OSError):
-            Group(parent, version).close()
-            return parent, version
+            return Group(parent, version)
     return None
 
 

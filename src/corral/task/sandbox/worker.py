@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
-from corral.task.sandbox.cgroup import Group, lent
+from corral.task.sandbox.cgroup import lent, make
 from corral.task.sandbox.files import Input, Pipe, memory_file
 from corral.task.sandbox.result import Job, SandboxResult, encode
 from corral.task.sandbox.view import SandboxUnavailable, view
@@ -48,7 +48,8 @@ class Worker:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.group = borrow_group()
+        place = lent()
+        self.group = make(*place) if place else None
         """The cgroup that bounds what programs hold; None where the system lends none."""
         passed = [self.group.members, self.group.events] if self.group else []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -233,15 +234,6 @@ def run_connected(workers: tuple[Worker, Worker], first: Job, second: Job) -> tu
             pipe.close()  # else neither would see the other's end
         collect(*pair)
     return pair[0].result(), pair[1].result()
-
-
-def borrow_group() -> Group | None:
-    """A cgroup for one worker, if the system lends any."""
-    place = lent()
-    try:
-        return Group(*place) if place else None
-    except OSError:  # no longer: the filter and the look at all processes stay
-        return None
 
 
 @cache

@@ -21,6 +21,7 @@ class Memory:
         self._socket = 3 * one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF) // 2  # the last message may be half as large
         one.close()
         other.close()
+        self.used()  # what cannot be read here should show now, not in the middle of a program
 
     def used(self) -> int:
         """Bytes held by everything that this process has started, beyond what it was born with, and by sockets."""
