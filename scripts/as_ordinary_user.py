@@ -16,8 +16,8 @@ USER = 54321
 """A number that is nobody's."""
 
 
-def main(command: list[str]) -> None:
-    """Does not return."""
+def main(command: list[str]) -> int:
+    """The command's exit status."""
     needed = sorted({Path(path).resolve() for path in (sys.base_prefix, sys.prefix, os.getcwd())})
     closed = {next((one for one in (*reversed(path.parents), path) if not one.stat().st_mode & 0o001), None) for path in needed}
     for folder in filter(None, closed):
@@ -27,14 +27,12 @@ def main(command: list[str]) -> None:
             path.mkdir(parents=True, exist_ok=True)
             mount("--no-canonicalize", "--bind", f"/proc/self/fd/{file}", str(path), keep=(file,))
             os.close(file)
-    home = tempfile.mkdtemp(prefix="corral-user-")
-    os.chown(home, USER, USER)
-    os.setgroups([])
-    os.setresgid(USER, USER, USER)
-    os.setresuid(USER, USER, USER)
-    own = {"HOME": home, "TMPDIR": home, "HYPOTHESIS_STORAGE_DIRECTORY": home, "PYTHONDONTWRITEBYTECODE": "1"}
-    os.chdir(os.getcwd())  # through the new mounts
-    os.execvpe(command[0], command, {**os.environ, **own})
+    with tempfile.TemporaryDirectory(prefix="corral-user-") as home:
+        os.chown(home, USER, USER)
+        own = {"HOME": home, "TMPDIR": home, "HYPOTHESIS_STORAGE_DIRECTORY": home, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, **own}
+        here = os.getcwd()  # by its name, through the new mounts
+        return subprocess.run(command, user=USER, group=USER, extra_groups=[], env=environment, cwd=here).returncode
 
 
 def mount(*arguments: str, keep: tuple[int, ...] = ()) -> None:
@@ -45,4 +43,4 @@ def mount(*arguments: str, keep: tuple[int, ...] = ()) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2 or os.geteuid() != 0:
         sys.exit("as_ordinary_user: root runs it, as: unshare --mount python scripts/as_ordinary_user.py COMMAND…")
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -180,7 +180,7 @@ def test_tests_that_never_call_the_function_are_reported() -> None:
 
 # ---------------------------------------------------------------- references
 
-SLOW = "import time\ndef ref_func(x):\n    time.sleep(.4)\n    return x + 1"
+SLOW = "import time\ndef ref_func(x):\n    time.sleep(.3)\n    return x + 1"
 CROWD = "import os\nfor _ in range(56):\n    if os.fork() == 0:\n        while True: pass\nwhile True: pass\ndef f(x): pass"
 
 
@@ -196,7 +196,10 @@ def test_references_are_run_before_any_program(monkeypatch: pytest.MonkeyPatch) 
     tests = [Agreement("f", (dumps([n]),), SLOW, "ref_func") for n in range(20, 23)]
     with Watched(2) as pool:
         rewards = grade_all(
-            [Problem(tests=one) for one in (*tests, tests[0])], [CROWD, *["def f(x): return x + 1"] * 3], pool, QUICK
+            [Problem(tests=one) for one in (*tests, tests[0])],
+            [CROWD, *["def f(x): return x + 1"] * 3],
+            pool,
+            Limits(timeout=1.0),
         )
     assert rewards == [0.0, 1.0, 1.0, 1.0]
     assert ran == ["reference"] * 3 + ["program"] * 4

@@ -311,8 +311,12 @@ def test_no_process_file_or_mount_is_left(backend: str, code: str) -> None:
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_everything_ends_with_the_process_that_started_it(backend: str) -> None:
+    root = str(Path(sandbox.__file__).parents[2])
     code = f"""
-        import os, signal, sys, threading, time
+        import os, signal, sys, threading, time, types
+        for name, path in (("corral", {root!r}), ("corral.task", {root!r} + "/task")):  # without what they import
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [path]
         from corral.task.sandbox import Job, Worker
         worker = Worker({backend!r})
         threading.Thread(target=worker.run, args=(Job(code="while True: pass"),), daemon=True).start()

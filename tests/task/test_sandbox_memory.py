@@ -14,6 +14,7 @@ from corral.cli.doctor import sandbox as doctor_row
 from corral.task.sandbox import Job, Limits, Worker, cgroup
 from corral.task.sandbox.worker import CGROUP, LOOK, memory_bound
 
+ROOT = str(Path(cgroup.__file__).parents[2])
 SMALL = Limits(memory_mb=64, timeout=20.0)
 FEW = 0.5
 """Seconds that a program which holds what it may not is given to hold on to it."""
@@ -260,8 +261,11 @@ def test_a_missing_sandbox_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_is_killed_leaves_a_group_that_is_removed_later() -> None:
     place = cgroup.lent()
     assert place is not None
-    code = """
-import os, signal
+    code = f"""
+import os, signal, sys, types
+for name, path in (("corral", {ROOT!r}), ("corral.task", {ROOT!r} + "/task")):  # without what they import
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
 from corral.task.sandbox import Worker, available_backend
 worker = Worker(available_backend())
 print(worker.group.path, flush=True)
