@@ -15,7 +15,7 @@ from corral.task.code_compare import same_output
 from corral.task.code_extract import defines, extract_program
 from corral.task.pool import Pool
 from corral.task.sandbox import Job, Limits
-from corral.task.sandbox.result import encode
+from corral.task.sandbox.result import LONGEST, encode
 
 LOG = logging.getLogger("corral.task")
 
@@ -181,13 +181,12 @@ _references: dict[Agreement, tuple[str, ...]] = {}
 def run_references(tests: Sequence[Agreement], pool: Pool, limits: Limits) -> None:
     """Run every reference that has not been run yet, with no program of a model beside it. One that fails is run again, alone
     and with more time, since others may share the machine; ValueError if it fails then too."""
-    missing = [one for one in dict.fromkeys(tests) if one not in _references]
+    missing, patience = [one for one in dict.fromkeys(tests) if one not in _references], min(PATIENCE * limits.timeout, LONGEST)
     for one, results in zip(missing, pool.map(lambda one: _results(one, pool, limits), missing), strict=True):
         if results is None:
-            results = _results(one, pool, replace(limits, timeout=PATIENCE * limits.timeout))
+            results = _results(one, pool, replace(limits, timeout=patience))
             if results is None:
-                seconds = PATIENCE * limits.timeout
-                raise ValueError(f"code: the reference of {one.entry} fails on some of its own inputs within {seconds:g} s.")
+                raise ValueError(f"code: the reference of {one.entry} fails on some of its own inputs within {patience:g} s.")
             LOG.warning("code: the reference of %s failed within %g s, and not with more time.", one.entry, limits.timeout)
         _references[one] = results
 
