@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
 
-DOORS = ("import corral", "TRL", "command line", "verl", "robots")
+DOORS = ("import corral", "TRL", "command line", "robots")
 """In the order of the columns; a door that no test goes through has none."""
 
 GROUPS = {

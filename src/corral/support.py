@@ -9,22 +9,34 @@ from corral.types import SparseDist
 
 ANCHOR_TOLERANCE = 1e-3
 """How far an old policy's support and its log-probs may disagree, in nats, on the token that both describe."""
+LEAST_LEFT = 1e-6
+"""Share of a tail's mass that is left at least once some of its tokens have been taken out of it."""
 
 
-def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int, mass: float = 1.0) -> SparseDist:
+def top_k_support(
+    logp: Float[Tensor, "*b V"],
+    tokens: Int[Tensor, "*b"],
+    k: int,
+    mass: float = 1.0,
+    *,
+    ids: Int[Tensor, "*b K"] | None = None,
+) -> SparseDist:
     """The fewest most likely tokens that reach `mass`, at most k, and always the sampled one.
 
         S = {sampled} ∪ {the first n of the ranking},   n = min(k, fewest with Σ p ≥ mass)
 
     The ranking is by probability, ties by lower id. `mass=1.0` sets no threshold; k = V keeps the whole vocabulary.
+    With another policy's support `ids` it is the union, `ids ∪ S`: what either policy thinks likely.
 
     Args:
         logp: log-probabilities of the full softmax [*, V].
         tokens: the sampled tokens [*].
         k: how many of the most likely tokens to keep at most, 1 … V.
         mass: probability after which further tokens are dropped, in (0, 1].
+        ids: another policy's support [*, K], the sampled token in slot 0, −1 at padding.
     Returns:
-        SparseDist with k + 1 slots, the sampled token in slot 0, padding (−1) last; differentiable in `logp`.
+        SparseDist with k + 1 slots, the sampled token in slot 0, padding (−1) last; differentiable in `logp`. With `ids` it
+        has K + k slots: `ids`, then the other members.
     Ref:
         Becker et al. 2025, arXiv:2510.03817 (k = 64, mass = 1 − 1e-5). Invariant: Σ exp(logp) + exp(rest) = 1.
     """
@@ -41,14 +53,13 @@ def top_k_support(logp: Float[Tensor, "*b V"], tokens: Int[Tensor, "*b"], k: int
         )
     check_ids("top_k_support", "tokens", tokens, lowest=0, vocabulary=vocabulary)
 
+    if ids is not None:
+        _check_given("top_k_support", logp, ids)
     logp = at_least_float32(logp)
     with torch.no_grad():
-        ids = rank_top_k(logp, k)
-        sampled = tokens.long().unsqueeze(-1)
-        ids = torch.where(reached_before(logp.gather(-1, ids), mass) | (ids == sampled), -1, ids)
-        ids = torch.cat([sampled, ids], dim=-1)
-        ids = ids.gather(-1, torch.argsort((ids < 0).byte(), dim=-1, stable=True))
-    return _gather(logp, ids)
+        ranked = rank_top_k(logp, k)
+        support = choose_support(tokens.long(), ranked, logp.gather(-1, ranked), mass, ids)
+    return _gather(logp, support)
 
 
 def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> SparseDist:
@@ -63,24 +74,81 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> Spa
         Invariant: the gradient of every field reaches every logit, as the dense softmax would have it.
     """
     check_logp("gather_support", logp)
-    if ids.shape[:-1] != logp.shape[:-1]:
-        raise ValueError(
-            f"gather_support: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
-        )
-    check_ids("gather_support", "ids", ids, lowest=-1, vocabulary=logp.shape[-1])
-    check_unique("gather_support", "ids", ids)
+    _check_given("gather_support", logp, ids)
     return _gather(logp, ids)
 
 
+def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b M"]) -> SparseDist:
+    """The same policy on a larger support, given its log-probabilities of the tokens that are new in it.
+
+        rest′ = log(e^rest − Σ_new p)
+
+    The one place where mass is subtracted: what is left is known to about 1e-6 of what there was, and is at least that.
+
+    Args:
+        dist: a policy on its support [*, K₀].
+        ids: the larger support [*, K]: all of `dist.ids`, in their order, then up to M others, then padding.
+        logp: log-probabilities of those others [*, M], in their order, beginning at each row's first; anything at padding.
+    Returns:
+        SparseDist on `ids`. `rest_max` stays: an upper bound.
+    """
+    logp = torch.nn.functional.pad(logp, (0, int(logp.shape[-1] == 0)), value=-torch.inf)  # one to gather, where there is none
+    members = (dist.ids >= 0).sum(-1, keepdim=True)
+    slot = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
+    new = (slot >= members) & (ids >= 0)
+    wide = torch.nn.functional.pad(at_least_float32(dist.logp), (0, ids.shape[-1] - dist.ids.shape[-1]), value=-torch.inf)
+    added = at_least_float32(logp).gather(-1, (slot - members).clamp(0, logp.shape[-1] - 1))
+    added = torch.where(new, added, -torch.inf)
+    share = (logsumexp(added) - dist.rest).exp()
+    left = torch.where(share > 0, dist.rest + (1 - share).clamp(min=LEAST_LEFT).log(), dist.rest)
+    return SparseDist(ids, torch.where(new, added, wide), left, dist.rest_max)
+
+
+@torch.no_grad()
+def tail_gap(new: Float[Tensor, "*b"] | None, old: Float[Tensor, "*b"] | None) -> Float[Tensor, "*b"] | None:
+    """log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 where there is no tail.
+
+    A lower bound on the largest log-ratio outside the support: some token there has become so many times likelier.
+    """
+    if new is None or old is None:
+        return None
+    return (at_least_float32(new) - at_least_float32(old)).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:
+    """Refuse what is no support [*, K] of a policy [*, V]."""
+    if ids.shape[:-1] != logp.shape[:-1]:
+        raise ValueError(
+            f"{where}: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
+        )
+    check_ids(where, "ids", ids, lowest=-1, vocabulary=logp.shape[-1])
+    check_unique(where, "ids", ids)
+
+
+def choose_support(
+    tokens: Int[Tensor, "*b"],
+    ranked: Int[Tensor, "*b k"],
+    logp: Float[Tensor, "*b k"],
+    mass: float,
+    given: Int[Tensor, "*b K"] | None = None,
+) -> Int[Tensor, "*b slots"]:
+    """Ids of a support: the sampled token, or all that are given, then those of the ranking that `mass` asks for."""
+    first = tokens.unsqueeze(-1) if given is None else given.long()
+    known = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
+    ids = torch.cat([first, torch.where(reached_before(logp, mass) | known, -1, ranked)], dim=-1)
+    return ids.gather(-1, torch.argsort((ids < 0).byte(), dim=-1, stable=True))
+
+
 def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
-    """The same for a support that is known to be one."""
+    """A policy on a support that is known to be one."""
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
     # Padding marks one column past the vocabulary. Clamped to 0 instead, it would take token 0 out of the rest.
     outside = torch.ones(*logp.shape[:-1], logp.shape[-1] + 1, dtype=torch.bool, device=logp.device)
     outside = outside.scatter(-1, torch.where(padding, logp.shape[-1], ids).long(), False)[..., :-1]
-    return SparseDist(ids, kept, logsumexp(torch.where(outside, logp, -torch.inf)))
+    tail = torch.where(outside, logp, -torch.inf)
+    return SparseDist(ids, kept, logsumexp(tail), tail.detach().amax(-1))
 
 
 def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:

@@ -1,5 +1,6 @@
 """The nouns: a distribution on a sparse support, a batch of tokens, what an objective returns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class SparseDist:
     """Log-probabilities of the full softmax; −inf at padding."""
     rest: Float[Tensor, "*b"]
     """Log mass of every token outside the support, a logsumexp over them; −inf only where nothing is left."""
+    rest_max: Float[Tensor, "*b"] | None = None
+    """Largest log-probability outside the support, a constant for autograd; None where nobody knows it."""
 
     def __post_init__(self) -> None:
         if self.ids.dtype not in (torch.int64, torch.int32):
@@ -30,6 +33,10 @@ class SparseDist:
         for name, x in (("logp", self.logp), ("rest", self.rest)):
             if not x.is_floating_point():
                 raise ValueError(f"SparseDist: `{name}` holds log-probabilities and must be floating point; got {x.dtype}.")
+        if self.rest_max is not None and self.rest_max.shape != self.rest.shape:
+            raise ValueError(
+                f"SparseDist: rest and rest_max are both [*]; got {list(self.rest.shape)} and {list(self.rest_max.shape)}."
+            )
         if self.ids.shape != self.logp.shape or self.rest.shape != self.ids.shape[:-1]:
             raise ValueError(
                 f"SparseDist: ids and logp are [*, K] and rest is [*]; got ids {list(self.ids.shape)}, "
@@ -40,6 +47,15 @@ class SparseDist:
         """Log-probabilities with the rest bucket as one more category: a whole distribution, [*, K + 1]."""
         return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "SparseDist":
+        """The same change made to every field: rows picked, moved or reshaped along the leading axes."""
+        rest_max = None if self.rest_max is None else change(self.rest_max)
+        return SparseDist(change(self.ids), change(self.logp), change(self.rest), rest_max)
+
+    def detach(self) -> "SparseDist":
+        """The same distribution as a constant for autograd."""
+        return self.map(Tensor.detach)
+
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
         """Jagged int32 + float32 storage without the padding, on the CPU unless told otherwise; detached."""
         kept = self.ids >= 0
@@ -49,12 +65,13 @@ class SparseDist:
             rest=self.rest.detach().to(device, torch.float32, copy=True),
             counts=kept.sum(-1).to(device, torch.int32),
             slots=self.ids.shape[-1],
+            rest_max=None if self.rest_max is None else self.rest_max.to(device, torch.float32, copy=True),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSparseDist:
-    """What a rollout buffer keeps of a :class:`SparseDist`: 8 bytes per kept token and 8 per position."""
+    """What a rollout buffer keeps of a :class:`SparseDist`: 8 bytes per kept token and 12 per position."""
 
     ids: Int[Tensor, " n"]
     logp: Float[Tensor, " n"]
@@ -63,11 +80,13 @@ class PackedSparseDist:
     """Tokens kept at each position; the rows of `ids` and `logp` follow one another in this order."""
     slots: int
     """K of the distribution that was packed, padding included."""
+    rest_max: Float[Tensor, "*b"] | None = None
 
     @property
     def bytes_per_token(self) -> float:
         """Storage per position of the batch."""
-        stored = sum(x.numel() * x.element_size() for x in (self.ids, self.logp, self.rest, self.counts))
+        fields = (self.ids, self.logp, self.rest, self.counts, self.rest_max)
+        stored = sum(x.numel() * x.element_size() for x in fields if x is not None)
         return stored / max(self.counts.numel(), 1)
 
     def unpack(self, device: torch.device | str | None = None) -> SparseDist:
@@ -78,7 +97,8 @@ class PackedSparseDist:
         logp = torch.full(kept.shape, -torch.inf, device=counts.device)
         ids[kept] = self.ids.to(counts.device, torch.int64)
         logp[kept] = self.logp.to(counts.device)
-        return SparseDist(ids, logp, self.rest.to(counts.device, copy=True))
+        rest_max = None if self.rest_max is None else self.rest_max.to(counts.device, copy=True)
+        return SparseDist(ids, logp, self.rest.to(counts.device, copy=True), rest_max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +127,18 @@ class ObjectiveOutput:
     """What an objective returns: a loss per token, unreduced and 0 where masked out, and what to log."""
 
     loss: Float[Tensor, "B T"]
+    """Policy term and regression together."""
     metrics: dict[str, Tensor]
     acted: Bool[Tensor, "B T"] | None = None
     """Where the region acted: on these tokens `tr/active_frac` counts. None where nobody says, as in a fused kernel."""
     kl_after: Float[Tensor, "B T"] | None = None
     """KL(projected‖old), for objectives that project."""
+    regression: Float[Tensor, "B T"] | None = None
+    """The part of the loss that pulls the network back to the region. Weights for the sampler, which are of the policy
+    gradient, leave it alone. None where there is none, or where a fused kernel has it in the loss only."""
+
+    def weigh(self, weights: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """The loss with its policy term multiplied by `weights`: a sampler correction, importance weights, an entropy mask."""
+        if self.regression is None:
+            return torch.where(weights == 0, 0.0, self.loss * weights)
+        return torch.where(weights == 0, 0.0, (self.loss - self.regression) * weights) + self.regression

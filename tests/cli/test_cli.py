@@ -18,7 +18,7 @@ import corral
 from corral.cli import doctor, main
 from corral.cli.explain import field_docs
 from corral.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve
-from corral.objective import OBJECTIVES
+from corral.objective import OBJECTIVES, make_objective
 from corral.objective.correction import CORRECTIONS
 from corral.objective.troll import TROLLConfig
 from corral.run.settings import nested, read_file
@@ -88,6 +88,21 @@ def test_another_objective_does_not_inherit_settings() -> None:
     assert resolve([troll, {"objective": "dppo", "objective_config": {"bound": 0.1}}]).objective_config == {"bound": 0.1}
 
 
+def test_a_recipe_s_reduction_holds_for_objectives_whose_own_it_is() -> None:
+    demo = read_recipe("demo")
+    assert demo["loss_type"] == "dr_grpo"
+    assert resolve([demo, {"objective": "ppo_clip"}]).trainer["loss_type"] == "dr_grpo"
+    for other in ({"objective": "gspo"}, {"objective": "gmpo"}, {"objective_config": {"level": "sequence"}}):
+        settings = resolve([demo, {"steps": 2}, other, {"seed": 1}])
+        assert "loss_type" not in settings.trainer
+        assert resolve([settings.flat()]) == settings
+        # Asked for beside the objective, or after it, it is what the user wants.
+        assert resolve([demo, {**other, "loss_type": "dapo"}]).trainer["loss_type"] == "dapo"
+        assert resolve([demo, other, {"loss_type": "dapo"}]).trainer["loss_type"] == "dapo"
+    broken = resolve([demo, {"objective": "gspo", "objective_config": {"clip": 1}}])
+    assert broken.trainer["loss_type"] == "dr_grpo", "what is wrong with the objective comes out where it is made"
+
+
 def test_an_adapter_is_a_table_of_settings(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[lora]\nr = 4\nlora_alpha = 8\n")
     given = settings_of("--config", str(tmp_path / "mine.toml"), "--lora.r", "16", "--set", "lora.target_modules=['q_proj']")
@@ -151,7 +166,16 @@ def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     assert "\x1b" not in printed, "no colours, no cursor moves"
     rows = printed.splitlines()
-    assert [row.split()[0] for row in rows[:7]] == ["corral", "objective", "anchor", "support", "step", "device", "run"]
+    assert [row.split()[0] for row in rows[:8]] == [
+        "corral",
+        "objective",
+        "reduction",
+        "anchor",
+        "support",
+        "step",
+        "device",
+        "run",
+    ]
     assert [row.split("  ")[0] for row in rows if row.startswith("step ") and "/" in row[:9]] == [
         "step 0/2",
         "step 1/2",
@@ -218,6 +242,7 @@ def test_explain_knows_every_objective_and_correction(name: str, capsys: pytest.
         assert "Ref:" in text
         assert "needs    advantages," in text
         assert "anchor   " in text
+        assert f"reduced  {make_objective(name).config.reductions[0]}\n" in text
 
 
 def test_explain_shows_defaults_and_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:

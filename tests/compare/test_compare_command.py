@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from corral.cli import main
-from corral.compare.check import Budget, check_plan, rate_grid, resolved
-from corral.compare.command import Training
+from corral.compare.check import Budget, check_plan, rate_grid, resolved, trainer_configs, with_common
+from corral.compare.command import Training, start_words
 from corral.compare.engine import Job
 from corral.compare.estimate import duration, seconds_per_step
 from corral.compare.plan import make_plan, planned
@@ -75,6 +75,13 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             ["--recipe", "via_point", "--algorithms", "tce,sb3-ppo", "--sweep", "learner.policy_rate=1e-3,1e-2"],
             "sb3-ppo learner.policy_rate=1e-3: there is no setting `policy_rate`",
         ),
+        (["--recipe", "via_point", "--algorithms", "tce,bbrl", "--common"], "--common is about objectives"),
+        (["--objectives", "troll,dppo", "--common", "--sweep", "loss_type=grpo,dapo"], "--common keeps `loss_type` the same"),
+        (
+            ["--objectives", "troll,gspo", "--common", "--set", "loss_type=dapo"],
+            "no reduction that was asked for is every objective's own. They are: troll token-mean, ",
+        ),
+        (["--objectives", "troll,gspo", "--common", "--set", "objective_config.clip=1"], "troll: there is no setting `clip`"),
         (["--resume", "nowhere"], "nowhere holds no comparison: it has no compare.json"),
     ],
 )
@@ -112,6 +119,33 @@ def test_a_dry_run_says_what_it_would_do_and_starts_nothing(
     assert "time       about 32 min (3.4 s a step, as demo took on one core elsewhere)" in printed
     assert printed.count("\n  troll learning_rate=") == 10
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_whether_reductions_are_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["compare", "--objectives", "gspo,troll", "--out", str(tmp_path / "out"), "--dry-run"]
+    assert main(argv) == 0
+    said = "reduction  grpo for gspo, dr_grpo for troll. Where they differ, no difference between objectives can be claimed"
+    assert said in capsys.readouterr().out
+    assert main([*argv, "--common"]) == 0
+    assert "reduction  grpo, for every run" in capsys.readouterr().out
+    assert main([*argv, "--set", "loss_type=dapo"]) == 0
+    printed = capsys.readouterr().out
+    assert "reduction  dapo, for every run" in printed
+    assert "note       loss_type='dapo' is token-mean, which gives gspo another gradient than its own." in printed
+
+
+def test_a_common_reduction_is_every_objective_s_own() -> None:
+    demo = Training(recipe="demo")
+    for contestants, common in (
+        (("gspo", "troll"), "grpo"),
+        (("troll", "gspo", "gmpo"), "grpo"),
+        (("dppo", "ppo_clip", "troll"), "dr_grpo"),  # the recipe's
+    ):
+        training = with_common("llm", contestants, demo, ())
+        assert (training.common, dict(training.settings)) == (True, {"loss_type": common})
+        assert {args.loss_type for args in trainer_configs(contestants, training).values()} == {common}
+        words = start_words("llm", training, planned("troll", {}, 0, "report"), Path("x"))
+        assert f"--loss-type={common}" in words
 
 
 def test_a_file_of_settings_is_kept_with_the_comparison(tmp_path: Path) -> None:
@@ -221,6 +255,7 @@ def test_a_finished_comparison_is_shown_again_and_runs_nothing(
         (["--resume", "{}", "--threads", "2"], "threads is 1 there and 2 here"),
         (["--resume", "{}", "--recipe", "gsm8k"], "recipe is demo there and gsm8k here"),
         (["--resume", "{}", "--unsafe-code-execution"], "unsafe_code_execution is False there and True here"),
+        (["--resume", "{}", "--common"], "common is False there and True here"),
         (["--resume", "{}", "--seed", "4"], "seed is 0 there and 4 here"),
         (["--resume", "{}", "--out", "elsewhere"], "--out and --config do not go with it"),
     ],

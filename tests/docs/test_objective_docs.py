@@ -116,6 +116,13 @@ def test_the_page_names_everything_the_objective_needs_of_a_batch(name: str) -> 
     assert f"Anchor: `{config.anchor}`" in needs
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_axes_have_the_default_reduction_first(name: str) -> None:
+    rows = [line for line in section(page("index"), "Axes").splitlines() if line.startswith("| `") and f"`{name}`" in line]
+    assert len(rows) == 1
+    assert re.findall(r"seq-mean-[\w-]+|token-mean", rows[0])[0] == corral.make_objective(name).config.reductions[0]
+
+
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
 def test_the_index_lists_every_correction_with_its_defaults(name: str) -> None:
     rows = [line for line in section(page("index"), "Sampler corrections").splitlines() if line.startswith(f"| `{name}` | ")]

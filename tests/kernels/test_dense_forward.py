@@ -16,7 +16,7 @@ from corral.kernels import row_factor, stream  # isort: skip
 from corral.kernels.dense_forward import Begun, begin, dense_forward  # isort: skip
 from corral.kernels.logits import LogitSpec  # isort: skip
 from corral.kernels.loss_rows import LOSS, OldRows  # isort: skip
-from corral.kernels.online import HeadRequest, HeadRows  # isort: skip
+from corral.kernels.head_rows import HeadRequest, HeadRows  # isort: skip
 from corral.kernels.row_gradient import RowGradient  # isort: skip
 from corral.kernels.rule import rule_of  # isort: skip
 from corral.kernels.select import HeadInput  # isort: skip
@@ -234,7 +234,7 @@ def scattered(
         torch.ones(count, 4, dtype=torch.bfloat16, device=DEVICE),
         torch.zeros(count, dtype=torch.bool, device=DEVICE),
     )
-    rows = HeadRows(zero, zero, ids, zero, rest, zero)
+    rows = HeadRows(zero, zero, ids, zero, rest, zero, rest)
     got = row_factor.put_singles(stored, reference, rows, gradient, LogitSpec(), left_out)
     # What was rounded away is known: with it, entries are exact.
     real = got.likely >= 0

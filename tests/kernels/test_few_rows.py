@@ -12,8 +12,8 @@ from interpreted import DEVICE, HALF, small_tiles
 from corral.kernels import dense_backward, sparse_backward, triton_head  # isort: skip  # after `interpreted`
 from corral.kernels.route import FEW  # isort: skip
 from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
+from corral.kernels.head_rows import HeadRequest
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
@@ -71,7 +71,7 @@ class Problem:
         report = torch.full((2,), math.nan, device=DEVICE)
         plan = Plan(self.spec, HeadRequest(entropy=self.entropy), 1e-3, report)
         bias = leaves[2] if len(leaves) > 2 else None
-        logp, nats, kept, rest, _ = TritonHead.apply(*leaves[:2], bias, self.tokens, self.ids, plan)
+        logp, nats, kept, rest, *_ = TritonHead.apply(*leaves[:2], bias, self.tokens, self.ids, plan)
         return torch.autograd.grad(self.total(logp, nats, kept, rest), [leaves[i] for i in needed]), report
 
     def reference(self, needed: list[int]) -> tuple[Tensor, ...]:

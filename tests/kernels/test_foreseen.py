@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import corral
-from corral.kernels import foreseen, head, head_backward, lm_head, logits
+from corral.kernels import foreseen, head, head_backward, head_rows, lm_head, logits
 from corral.kernels.foreseen import foresee
 from tolerance import assert_close
 
@@ -23,8 +23,8 @@ ROWS, VOCABULARY, WIDTH, SLOTS = 11, 33, 4, 3
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 7 vocabulary entries and 4 rows at a time, so that every test crosses their borders."""
     monkeypatch.setitem(logits.BLOCK, "cpu", (3, 7))
-    monkeypatch.setitem(foreseen.HELD, "cpu", 1)
-    monkeypatch.setattr(foreseen, "FEWEST", 4)
+    monkeypatch.setitem(head_rows.HELD, "cpu", 1)
+    monkeypatch.setattr(head_rows, "ROWS", 4)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_what_was_expected_is_formed_on_the_way(support, entropy, backward_rows)
 
 @given(st.integers(0, 1000), st.integers(1, 13), st.sampled_from(["other rows", "all", "nothing expected", "entropy"]))
 def test_a_wrong_guess_costs_time_and_nothing_else(seed, most, wrong):
-    foreseen.FEWEST = most
+    head_rows.ROWS = most
     problem = Problem(seed)
     real = torch.randn(ROWS, generator=problem.draw, dtype=F64)
     guess = {"all": torch.randn(ROWS, generator=problem.draw, dtype=F64), "nothing expected": torch.zeros(ROWS)}.get(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import corral
-from corral.kernels import HeadOutput, lm_head, logits
+from corral.kernels import HeadOutput, head_rows, lm_head, logits
 from tolerance import assert_close
 
 F64 = torch.float64
@@ -19,6 +19,9 @@ F64 = torch.float64
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 3 tokens × 7 vocabulary entries, so that every test crosses their borders."""
     monkeypatch.setitem(logits.BLOCK, "cpu", (3, 7))
+    monkeypatch.setitem(head_rows.HELD, "cpu", 1)
+    monkeypatch.setattr(head_rows, "ROWS", 3)
+    monkeypatch.setattr(head_rows, "COLUMNS", 7)
 
 
 def dense(hidden, weight, tokens, *, bias=None, scale=1.0, softcap=None, temperature=1.0, top_k=None, mass=1.0, ids=None):
@@ -29,7 +32,7 @@ def dense(hidden, weight, tokens, *, bias=None, scale=1.0, softcap=None, tempera
     logp = (z / temperature).log_softmax(-1)
     dist = None
     if top_k is not None:
-        dist = corral.top_k_support(logp, tokens, top_k, mass)
+        dist = corral.top_k_support(logp, tokens, top_k, mass, ids=ids)
     elif ids is not None:
         dist = corral.gather_support(logp, ids)
     return HeadOutput(logp.gather(-1, tokens[..., None]).squeeze(-1), -(logp.exp() * logp).sum(-1), dist)
@@ -64,7 +67,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("support", ["none", "top 4", "top 4 of 80 %", "all", "ids"])
+@pytest.mark.parametrize("support", ["none", "top 4", "top 4 of 80 %", "all", "ids", "union"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("vocabulary", [5, 21, 33])
 def test_values_and_gradients_are_the_dense_ones(vocabulary, options, support):
@@ -80,7 +83,8 @@ def test_values_and_gradients_are_the_dense_ones(vocabulary, options, support):
         options |= {"top_k": 4, "mass": 0.8}
     elif support == "all":
         options["top_k"] = vocabulary
-    elif support == "ids":
+    elif support in ("ids", "union"):
+        options |= {"top_k": 4, "mass": 0.8} if support == "union" else {}
         ids = torch.rand(2, 5, vocabulary).argsort(-1)[..., :3]
         ids[0, 0, 2] = ids[1, 1, 1] = -1
         options["ids"] = ids
@@ -91,6 +95,7 @@ def test_values_and_gradients_are_the_dense_ones(vocabulary, options, support):
         assert torch.equal(out.dist.ids, expected.dist.ids)
         assert_close(out.dist.logp, expected.dist.logp)
         assert_close(out.dist.rest, expected.dist.rest)
+        assert_close(out.dist.rest_max, expected.dist.rest_max)
     gradients, wanted = (torch.autograd.grad(scalar(x), inputs) for x in (out, expected))
     for got, want in zip(gradients, wanted, strict=True):
         assert_close(got, want)
@@ -101,13 +106,13 @@ def test_the_size_of_a_block_changes_nothing(vocabulary, rows, columns, seed):
     torch.manual_seed(seed)
     hidden, weight, tokens = problem(vocabulary)
     whole = dense(hidden, weight, tokens, top_k=min(3, vocabulary))
-    before = logits.BLOCK["cpu"]
-    logits.BLOCK["cpu"] = (rows, columns)
+    before = logits.BLOCK["cpu"], head_rows.ROWS, head_rows.COLUMNS
+    logits.BLOCK["cpu"], head_rows.ROWS, head_rows.COLUMNS = (rows, columns), rows, columns
     try:
         out = lm_head(hidden, weight, tokens, top_k=min(3, vocabulary), entropy=True)
         (gradient,) = torch.autograd.grad(scalar(out), hidden)
     finally:
-        logits.BLOCK["cpu"] = before
+        logits.BLOCK["cpu"], head_rows.ROWS, head_rows.COLUMNS = before
     assert torch.equal(out.dist.ids, whole.dist.ids)
     assert_close(out.dist.rest, whole.dist.rest)
     assert_close(gradient, torch.autograd.grad(scalar(whole), hidden)[0])
@@ -191,7 +196,6 @@ def test_entropy_of_a_masked_vocabulary_counts_only_what_is_possible():
 
 
 BAD = {
-    "`top_k` makes a support and `ids` gives one": {"top_k": 2, "ids": torch.zeros(2, 5, 3).long()},
     "`top_k` must lie in 1 … V = 20; got 21": {"top_k": 21},
     "`top_k` must lie in 1 … V = 20; got 2.5": {"top_k": 2.5},
     "`top_k` must lie in 1 … V = 20; got True": {"top_k": True},

@@ -8,9 +8,9 @@ from interpreted import DEVICE, small_tiles
 
 from corral.kernels import select  # isort: skip  # after `interpreted`
 from corral.kernels.ids_later import IdsLater  # isort: skip
+from corral.kernels.head_rows import HeadRequest
 from corral.kernels.later import Later
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 

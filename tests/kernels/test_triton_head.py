@@ -12,8 +12,8 @@ from tolerance import assert_close
 
 from corral.kernels import dense_backward, select  # isort: skip  # after `interpreted`
 from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
+from corral.kernels.head_rows import HeadRequest, HeadRows
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest, HeadRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
@@ -75,7 +75,9 @@ def test_the_own_support_is_top_k_support(spec, biased):
     expected = corral.top_k_support(logp.float(), tokens, 4, 0.97)
     assert torch.equal(rows.ids, expected.ids)
     assert_close(rows.kept, expected.logp, torch.float32, atol=LOGITS)
-    assert_close(rows.rest, corral.gather_support(logp, rows.ids).rest, torch.float32, atol=LOGITS)
+    exact = corral.gather_support(logp, rows.ids)
+    assert_close(rows.rest, exact.rest, torch.float32, atol=LOGITS)
+    assert_close(rows.rest_max, exact.rest_max, torch.float32, atol=LOGITS)
     assert_close(rows.logp, logp.gather(1, tokens[:, None])[:, 0], torch.float32, atol=LOGITS)
     assert_close(rows.entropy, -(logp.exp() * logp).sum(-1), torch.float32, atol=LOGITS)
 
@@ -106,6 +108,7 @@ def test_supports_of_awkward_rows(kind, vocabulary, monkeypatch):
         exact = corral.gather_support(z.log_softmax(-1), rows.ids)
         assert_close(rows.kept, exact.logp, torch.float32, atol=LOGITS)
         assert_close(rows.rest, exact.rest, torch.float32, atol=LOGITS)
+        assert_close(rows.rest_max, exact.rest_max, torch.float32, atol=LOGITS)
 
 
 @pytest.mark.parametrize("rows", [1, 19])
@@ -120,6 +123,7 @@ def test_a_given_support_is_gather_support(rows, at_once, slots, monkeypatch):
     assert torch.equal(found.ids, ids)
     assert_close(found.kept, expected.logp, torch.float32, atol=LOGITS)
     assert_close(found.rest, expected.rest, torch.float32, atol=LOGITS)
+    assert_close(found.rest_max, expected.rest_max, torch.float32, atol=LOGITS)
     assert_close(found.logp, logp.gather(1, tokens[:, None])[:, 0], torch.float32, atol=LOGITS)
 
 
@@ -145,7 +149,7 @@ def assert_gradients(slots=None, top_k=None, entropy=False, biased=False, spec=N
     leaves = [hidden / 2, weight] + ([torch.randn(50, device=DEVICE)] if biased else [])
     leaves = [x.requires_grad_() for x in leaves]
     bias = leaves[2] if biased else None
-    logp, nats, kept, rest, support = TritonHead.apply(
+    logp, nats, kept, rest, support, _ = TritonHead.apply(
         *leaves[:2], bias, tokens, ids, Plan(spec, HeadRequest(top_k, 1.0, entropy))
     )
     exact = [x.detach().to(F64).requires_grad_() for x in leaves]
@@ -178,7 +182,7 @@ def test_a_rest_too_small_for_float32_has_its_gradient(sampled):
     for dtype in (torch.float32, F64):
         h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
         if dtype == torch.float32:
-            logp, _, _, rest, _ = TritonHead.apply(h, w, None, tokens, ids, Plan(LogitSpec(), HeadRequest()))
+            logp, _, _, rest, *_ = TritonHead.apply(h, w, None, tokens, ids, Plan(LogitSpec(), HeadRequest()))
         else:
             full = dense(LogitSpec(), h, w, None)
             logp, rest = full.gather(1, tokens[:, None])[:, 0], corral.gather_support(full, ids).rest

@@ -10,7 +10,7 @@ from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
 from corral.kernels.loss_rows import ACTED, FLAWED, LOSS, OldRows, metrics_of  # isort: skip  # after `interpreted`
-from corral.kernels.online import HeadRows  # isort: skip
+from corral.kernels.head_rows import HeadRows  # isort: skip
 from corral.kernels.token_loss import TokenLoss  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
@@ -65,7 +65,7 @@ def test_loss_gradient_and_metrics_are_the_objective_s(name, settings, support):
 
     logp, (kept, rest) = rows(batch.logp_new), dist(batch.dist_new)
     kept, rest = (logp[:, None], logp) if kept is None else (kept, rest)
-    new = HeadRows(logp, logp, logp.long()[:, None], kept, rest, logp)
+    new = HeadRows(logp, logp, logp.long()[:, None], kept, rest, logp, rest)
     before = OldRows(rows(batch.logp_old), *dist(batch.dist_old), rows(batch.advantages), rows(batch.logp_rollout))
     found = rule(new, before)
     assert (found.fields[LOSS].cpu() - exact.loss.flatten()).abs().max() < 2e-6 * (1 + exact.loss.abs().max())
@@ -84,7 +84,7 @@ FIELDS = ("logp_old", "advantages", "mask", "dist_new", "dist_old", "logp_rollou
 def test_an_impossible_token_is_noticed():
     one = torch.ones(2, device=DEVICE)
     logp = torch.tensor([-1.0, -math.inf], device=DEVICE)
-    new = HeadRows(logp, logp, logp.isinf().long()[:, None], logp[:, None], logp, logp)
+    new = HeadRows(logp, logp, logp.isinf().long()[:, None], logp[:, None], logp, logp, logp)
     found = TokenLoss.of(corral.make_objective("cispo"))(new, OldRows(-one, None, None, one, None))
     assert found.fields[FLAWED].tolist() == [0.0, 1.0]
 

@@ -11,7 +11,7 @@ from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
 from corral.kernels.loss_rows import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, OldRows, metrics_of  # isort: skip  # after it
-from corral.kernels.online import HeadRows  # isort: skip
+from corral.kernels.head_rows import HeadRows  # isort: skip
 from corral.kernels.troll_loss import TrollLoss  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
@@ -46,7 +46,7 @@ def policies(far: float = 0.0) -> tuple[SparseDist, SparseDist, Tensor]:
 def as_rows(dist: SparseDist) -> HeadRows:
     """A policy [B T K] as the head reports it."""
     kept, rest = (x.flatten(0, 1).float().to(DEVICE) for x in (dist.logp, dist.rest))
-    return HeadRows(rest, kept[:, 0].contiguous(), dist.ids.flatten(0, 1).to(DEVICE), kept, rest, torch.zeros_like(rest))
+    return HeadRows(rest, kept[:, 0].contiguous(), dist.ids.flatten(0, 1).to(DEVICE), kept, rest, torch.zeros_like(rest), rest)
 
 
 @pytest.mark.parametrize("far", [0.0, 300.0, 7e3, 1e9])  # the last is a logit mask

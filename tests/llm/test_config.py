@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny_models import RIGHT_REDUCTIONS, FakeVLLM, Spy, fixed_rollout, make_trainer, rollouts, settings
+from tiny_models import RIGHT_REDUCTIONS, FakeVLLM, Spy, fixed_rollout, make_trainer, rollouts, settings, tiny_model
 from trl import GRPOConfig, TrlParser
 
 from corral.llm import TRL_RANGE, CorralConfig
@@ -99,6 +99,43 @@ def refused(given: dict[str, Any], why: str, feature: str) -> Any:
     return pytest.param(given, why, marks=pytest.mark.refuses(feature, door="TRL"))
 
 
+class TestReduction:
+    """`loss_type="auto"` is the objective's own, and TRL never sees anything else."""
+
+    OWN: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("gspo", "gmpo", "sapo"), "grpo"),
+        **dict.fromkeys(("reinforce", "ppo_clip", "clip_higher", "dual_clip", "cispo", "spo", "troll"), "dapo"),
+        "dppo": "dr_grpo",
+    }
+
+    @pytest.mark.parametrize(("objective", "own"), OWN.items())
+    def test_every_objective_has_its_own(self, monkeypatch: pytest.MonkeyPatch, objective: str, own: str) -> None:
+        seen, inner = [], GRPOConfig.__post_init__
+        monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: (seen.append(self.loss_type), inner(self))[1])
+        monkeypatch.setattr("trl.__version__", "1.16.0")  # older ones are refused dapo
+        args = config(objective=objective, loss_type="auto")
+        assert (seen, args.loss_type, args.to_dict()["loss_type"], args.other_reduction) == ([own], own, own, None)
+        assert config(objective=objective, loss_type=args.loss_type).loss_type == own
+
+    def test_none_is_forgotten(self) -> None:
+        assert self.OWN.keys() == OBJECTIVES.keys()
+
+    def test_settings_of_the_objective_decide_too(self) -> None:
+        args = config(loss_type="auto", objective_config='{"level": "sequence"}')  # JSON, as on a command line
+        assert (args.loss_type, args.objective_config) == ("grpo", {"level": "sequence"})
+
+    @pytest.mark.parametrize("how", RIGHT_REDUCTIONS)
+    def test_another_that_is_asked_for_is_kept_and_warned_of_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+    ) -> None:
+        for objective in ("gspo", "ppo_clip"):
+            trainer = make_trainer(tmp_path, objective, loss_type=how)
+            assert (trainer.args.loss_type, trainer.loss_type) == (how, how)
+        sentence = f"loss_type='{how}' is {REDUCTIONS[how]}, which gives gspo another gradient than its own."
+        assert [record.message[: len(sentence)] for record in caplog.records].count(sentence) == (how != "grpo")
+        assert "gives ppo_clip another" not in caplog.text
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "why"),
@@ -126,7 +163,7 @@ class TestRefusals:
             ({"correction": ""}, "no correction"),
             ({"correction_config": {"cap": 1.0}}, "there is no `correction` to set"),
             ({"anchor": "new"}, "`anchor` is auto, old or rollout"),
-            refused({"advantage": "gae"}, "needs a critic.*verl", "advantage: gae"),
+            refused({"advantage": "gae"}, "needs a critic.*corral.gae", "advantage: gae"),
             ({"advantage": "mean"}, "`advantage` is one of grpo, dr_grpo, rloo, reinforce"),
             refused(
                 {"advantage": "rloo", "scale_rewards": "batch"},
@@ -213,12 +250,50 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"`support_size` is a whole number ≥ 1 and `support_mass` in \(0, 1\]"):
             config(**given)
 
-    @pytest.mark.parametrize("given", [{"repetition_penalty": 1.2}, {"generation_kwargs": {"temperature": 0.5}}], ids=str)
-    def test_a_sampler_that_is_not_the_policy_is_no_rollout_anchor(self, given: dict[str, Any]) -> None:
-        config(objective="dppo", **given).check_sampler("transformers")  # "auto" is the recomputed policy there
-        config(objective="dppo", anchor="rollout", **given).check_sampler("rollout_func")  # which says what it drew with
-        with pytest.raises(ValueError, match=r"trainer's own policy at temperature 0.9 for the sampler.*anchor='old'"):
-            config(objective="dppo", anchor="rollout", **given).check_sampler("transformers")
+    SAMPLING: ClassVar[list[tuple[dict[str, Any], str]]] = [
+        ({"repetition_penalty": 1.2}, r"`repetition_penalty` is 1.2: completions must be drawn from .* Leave it at 1"),
+        ({"generation_kwargs": {"repetition_penalty": 1.2}}, "generation_kwargs has `repetition_penalty`, not known to leave"),
+        ({"generation_kwargs": {"temperature": 0.5}}, r"has temperature 0.5, and the trained policy 0.9: .* Use `temperature`"),
+        *(
+            ({"generation_kwargs": {"max_tokens": 3, **given}}, f"has `{next(iter(given))}`, not known .* Leave that out")
+            for given in (
+                {"logit_bias": {3: 1.0}}, {"frequency_penalty": 0.1}, {"presence_penalty": -0.1}, {"bad_words": ["w1"]},
+                {"min_tokens": 2}, {"min_new_tokens": 2}, {"allowed_token_ids": [3, 4]}, {"no_repeat_ngram_size": 2},
+                {"typical_p": 0.9}, {"do_sample": False}, {"num_beams": 2}, {"ignore_eos": True}, {"max_new_token": 3},
+            )
+        ),
+    ]  # fmt: skip
+
+    @pytest.mark.refuses("anchor: any, with penalties, biases or another temperature of the sampler", door="TRL")
+    @pytest.mark.parametrize(("given", "why"), SAMPLING, ids=[str(given) for given, _ in SAMPLING])
+    def test_samplers_that_draw_from_another_policy(self, given: dict[str, Any], why: str) -> None:
+        for more in ({}, VLLM, {"objective": "dppo"}, {"objective": "dppo", "anchor": "old"}, {"objective": "dppo", **VLLM}):
+            with pytest.raises(ValueError, match=why):
+                config(**more, **given)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"max_new_tokens": 3, "cache_implementation": "static", "stop_strings": ["w1"], "seed": 1},
+            {"temperature": 0.9, "repetition_penalty": 1.0, "presence_penalty": 0.0, "do_sample": True, "num_beams": 1},
+            {"top_p": 0.9, "top_k": 4, "min_p": 0.01},
+        ],
+        ids=str,
+    )
+    def test_samplers_that_do_not(self, given: dict[str, Any]) -> None:
+        config(generation_kwargs=given).check_sampler("transformers")
+        config(generation_kwargs=given, **VLLM)
+
+    @pytest.mark.refuses("anchor: any, with a model whose own generation_config changes probabilities", door="TRL")
+    def test_a_model_that_would_be_sampled_otherwise(self, tmp_path: Path) -> None:
+        model = tiny_model()
+        model.generation_config.repetition_penalty = 1.3  # TRL overrides it
+        model.generation_config.typical_p = 1.0
+        make_trainer(tmp_path, "ppo_clip", model=model)
+        model.generation_config.no_repeat_ngram_size = 2
+        with pytest.raises(ValueError, match=r"generation_config has no_repeat_ngram_size=2: .*generation_config.no_repeat"):
+            make_trainer(tmp_path, "ppo_clip", model=model)
+        config().check_sampler("vllm", model.generation_config)  # vLLM is told everything by TRL
 
     @pytest.mark.refuses("other: Unsloth", door="TRL")
     def test_unsloth_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.cli import main
+from corral.llm.config import REDUCTIONS
 from corral.llm.settings import RECIPES, read_recipe, resolve
 from corral.llm.smoke import TASK_CONFIG, build_byte_tokenizer, build_smoke, letters
 from corral.objective import make_objective
@@ -35,7 +36,9 @@ def test_a_recipe_runs_in_smoke_form(name: str, tmp_path: Path, capsys: pytest.C
     given_ = resolve([read_recipe(name)])
     assert config["model"]["name"] == "smoke"
     assert (config["settings"]["task"], config["settings"]["objective"]) == (given_.task, given_.objective)
-    assert config["trainer"]["loss_type"] == given_.trainer["loss_type"], "what is not about size stays"
+    own = {"code": "dr_grpo", "countdown": "dapo", "dapo-like": "dapo", "demo": "dr_grpo", "gsm8k": "dapo"}
+    assert config["trainer"]["loss_type"] == own[name], "what is not about size stays"
+    assert config["reduction"] == {"name": REDUCTIONS[own[name]], "own": True}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     if not given_.trainer.get("mask_truncated_completions"):
         assert any(line.get("grad_norm", 0) > 0 for line in lines), "there is a gradient"

@@ -105,7 +105,7 @@ def with_leaves(batch: TokenBatch) -> TokenBatch:
     return replace(
         batch,
         logp_new=_leaf(batch.logp_new),
-        dist_new=None if new is None else SparseDist(new.ids, _leaf(new.logp), _leaf(new.rest)),
+        dist_new=None if new is None else SparseDist(new.ids, _leaf(new.logp), _leaf(new.rest), new.rest_max),
     )
 
 
@@ -122,7 +122,7 @@ def poison_padding(batch: TokenBatch, garbage: float = torch.nan) -> TokenBatch:
     def poison_dist(dist: SparseDist | None, id_: int) -> SparseDist | None:
         if dist is None:
             return None
-        return SparseDist(poison(dist.ids, id_), poison(dist.logp, garbage), poison(dist.rest, garbage))
+        return dist.map(lambda x: poison(x, garbage if x.is_floating_point() else id_))
 
     return with_leaves(
         TokenBatch(

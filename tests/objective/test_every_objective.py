@@ -74,13 +74,7 @@ def rows(batch: TokenBatch, index: Tensor) -> TokenBatch:
     """Some of the sequences, or all in another order."""
 
     def pick(x: Tensor | SparseDist | None) -> Tensor | SparseDist | None:
-        return (
-            SparseDist(x.ids[index], x.logp[index], x.rest[index])
-            if isinstance(x, SparseDist)
-            else x
-            if x is None
-            else x[index]
-        )
+        return x.map(lambda field: field[index]) if isinstance(x, SparseDist) else x if x is None else x[index]
 
     return TokenBatch(**{field.name: pick(getattr(batch, field.name)) for field in fields(TokenBatch)})
 
@@ -98,7 +92,7 @@ def cast(batch: TokenBatch, dtype: torch.dtype) -> TokenBatch:
         to(batch.advantages),
         batch.mask,
         logp_rollout=to(batch.logp_rollout),
-        **{field: SparseDist(dist.ids, to(dist.logp), to(dist.rest)) for field, dist in dists.items()},
+        **{field: dist.map(lambda x: to(x) if x.is_floating_point() else x) for field, dist in dists.items()},
     )
 
 
@@ -206,7 +200,7 @@ def test_half_precision_is_computed_in_float32(case, dtype):
 def test_metrics_are_finite_numbers_without_gradient(case):
     batch, _ = batch_of(case)
     metrics = objective_of(case)(batch).metrics
-    everyones = {"active_frac", "ratio_max", "kl_before", "kl_max", "rest_mass", "mismatch"}
+    everyones = {"active_frac", "ratio_max", "kl_before", "kl_max", "rest_mass", "rest_max_ratio", "mismatch"}
     trolls = {"kl_after", "dual", "unconverged"} if case.startswith("troll") else set()
     assert set(metrics) == {f"tr/{name}" for name in everyones | trolls}
     for key, value in metrics.items():

@@ -109,6 +109,46 @@ def test_comparisons(small: Path) -> None:
     assert rows[1]["probability"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("dppo", "troll", "own", "why"),
+    [
+        ({"loss_type": "dapo"}, {"loss_type": "dapo"}, True, None),
+        ({"loss_type": "dr_grpo"}, {"loss_type": "dapo"}, True, "their reductions differ (troll dapo, dppo dr_grpo)"),
+        ({"advantage": None}, {"advantage": "rloo"}, True, "their advantages differ (troll rloo, dppo default)"),
+        ({"loss_type": "dapo"}, {"loss_type": "dapo"}, False, "dppo was averaged by dapo, which is not its own reduction."),
+    ],
+)
+def test_a_claim_between_objectives_needs_one_reduction_and_advantage(
+    small: Path, dppo: dict[str, str | None], troll: dict[str, str | None], own: bool, why: str | None
+) -> None:
+    for run in small.iterdir():
+        config = json.loads((run / "config.json").read_text())
+        mine = troll if config["objective"]["name"] == "troll" else dppo
+        config["settings"] |= mine
+        config["trainer"] |= mine
+        config["reduction"] = {"own": own or config["objective"]["name"] != "dppo"}
+        (run / "config.json").write_text(json.dumps(config))
+    runs = read_runs([small])
+    row = comparisons(group_runs(runs), main_metric(runs))[1]
+    assert (row["ours"], row["theirs"], row["claimed"]) == ("troll", "dppo", why is None)
+    if why is None:
+        assert row["sentence"].startswith("troll beats dppo on final success: +13.6 points")
+    else:
+        assert "No difference can be claimed between troll and dppo on final success: +13.6 points" in row["sentence"]
+        assert f"3 seeds; {why}" in row["sentence"]
+        assert "They also differ" not in row["sentence"], "it is said once"
+
+
+def test_settings_of_one_objective_may_differ_in_their_reduction(tmp_path: Path) -> None:
+    for seed in range(3):
+        for how, gain in (("dapo", 0.4), ("grpo", 0.1)):
+            folder = write_run(tmp_path / f"{how}{seed}", "troll", seed, gain=gain, loss_type=how)
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, "trainer": {"loss_type": how}}))
+    runs = read_runs([tmp_path])
+    assert comparisons(group_runs(runs), main_metric(runs))[0]["claimed"], "that is what was compared"
+
+
 def test_a_run_without_success_is_judged_by_its_reward(tmp_path: Path) -> None:
     path = tmp_path / "robot"
     path.mkdir()

@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="try these values; repeatable. learning_rate alone: half-decades around the recipe's rate",
     )
+    parser.add_argument(
+        "--common",
+        action="store_true",
+        help="one reduction and one advantage for all objectives: a difference between them is claimed of such runs alone",
+    )
     parser.add_argument("--choose-seeds", metavar="N", type=int, help="seeds of the sweep, before those reported on (2)")
     parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; by default as many as cores or GPUs allow")
     parser.add_argument("--threads", metavar="N", type=int, help="of each run (1 on a CPU)")
@@ -115,7 +120,7 @@ def compared(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def asked(arguments: argparse.Namespace, rest: list[str]) -> Any:
     """The comparison that the command line describes, not yet begun."""
-    from corral.compare.check import rate_grid
+    from corral.compare.check import rate_grid, with_common
     from corral.compare.plan import make_plan, parse_sweeps
     from corral.compare.record import Comparison
 
@@ -129,6 +134,8 @@ def asked(arguments: argparse.Namespace, rest: list[str]) -> Any:
         if values is not None and key in training.settings:
             raise RunError(f"`{key}` is both given and swept. Leave out one of the two.")
     ready(kind)
+    if arguments.common:
+        training = with_common(kind, contestants, training, given, arguments.config)
     # Only the learning rate can be without values.
     sweep = {key: values or rate_grid(kind, contestants, training, arguments.config) for key, values in given.items()}
     seeds, choosing = (3 if arguments.seeds is None else arguments.seeds), arguments.choose_seeds
@@ -205,7 +212,7 @@ def given_again(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any
     names = arguments.objectives or arguments.algorithms
     found = {key: getattr(arguments, key) for key in ("seeds", "choose_seeds", "recipe", "threads")}
     found |= {"contestants": tuple(name.strip() for name in names.split(",")) if names else None}
-    found |= {key: True if getattr(arguments, key) else None for key in ("smoke", "unsafe_code_execution")}
+    found |= {key: True if getattr(arguments, key) else None for key in ("smoke", "common", "unsafe_code_execution")}
     found |= {f"sweep {key}": values and tuple(values) for key, values in parse_sweeps(arguments.sweep).items()}
     return {key: value for key, value in found.items() if value is not None} | dict(flags(arguments, rest))
 

@@ -53,7 +53,7 @@ def explanation(name: str, function: Any, config_cls: type) -> str:
     parts.append(settings(config_cls))
     if issubclass(config_cls, ObjectiveConfig):
         config = config_cls()
-        parts.append(f"needs    {', '.join(sorted(config.needs))}\nanchor   {config.anchor}\n")
+        parts.append(f"needs    {', '.join(sorted(config.needs))}\nanchor   {config.anchor}\nreduced  {config.reductions[0]}\n")
         parts.append(f"use it   corral train --objective {name}\n         docs/objectives/{name}.md\n")
     else:
         parts.append(f"use it   CorralConfig(correction={name!r}), where the sampler reports log-probs\n")

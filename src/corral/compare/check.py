@@ -2,15 +2,19 @@
 
 import dataclasses
 import importlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.compare.command import Training, layer
-from corral.compare.plan import Kind, Plan, PlannedRun, half_decades, pairs, planned
+from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, pairs, planned
 from corral.objective.naming import check_keys
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes
+
+WEIGHTS = ("loss_type", "advantage", "scale_rewards", "multi_objective_aggregation")
+"""Settings that weigh tokens and rewards, whatever the objective: with others, one compares those too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +95,53 @@ def learner_config(settings: Any) -> Any:
 
 def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, config: Path | None = None) -> list[float]:
     """Half-decades around the learning rates that the contestants would have."""
+    if kind == "llm":
+        return half_decades([args.learning_rate for args in trainer_configs(contestants, training, config).values()])
     rates = []
     for contestant in contestants:
-        settings = resolved(kind, training, planned(contestant, {}, 0, "report"), config)
-        if kind == "llm":
-            from corral.llm.prepare import trainer_config
-
-            rates.append(trainer_config(settings, max_completion_length=1).learning_rate)
-        else:
-            learner = learner_config(settings)
-            rates.append(learner.rate if contestant.startswith("sb3-") else learner.policy_rate)
+        learner = learner_config(resolved(kind, training, planned(contestant, {}, 0, "report"), config))
+        rates.append(learner.rate if contestant.startswith("sb3-") else learner.policy_rate)
     return half_decades(rates)
+
+
+def trainer_configs(
+    contestants: Iterable[str], training: Training, config: Path | None = None, setting: Setting | None = None
+) -> dict[str, Any]:
+    """The CorralConfig that each objective would have with one setting of a sweep, or without any."""
+    from corral.llm.prepare import trainer_config
+
+    found = {}
+    for contestant in contestants:
+        try:
+            settings = resolved("llm", training, planned(contestant, setting or {}, 0, "report"), config)
+            found[contestant] = trainer_config(settings, max_completion_length=1)
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{contestant}: {str(error).removeprefix(f'{contestant}: ')}") from error
+    return found
+
+
+def with_common(
+    kind: Kind, contestants: tuple[str, ...], training: Training, sweep: Iterable[str], config: Path | None = None
+) -> Training:
+    """The same training with one reduction for all objectives: the first of theirs that gives each of them its own gradient.
+
+    Advantages are the same for all anyway, as long as none is swept.
+    """
+    if kind != "llm":
+        raise RunError("--common is about objectives: algorithms of robots have no reduction to share.")
+    for key in WEIGHTS:
+        if key in sweep:
+            raise RunError(f"--common keeps `{key}` the same for all, and --sweep {key} would not. Leave out one of the two.")
+    from corral.llm.config import REDUCTIONS
+
+    configs = trainer_configs(contestants, training, config)
+    own = [args.make_objective().config.reductions for args in configs.values()]
+    wanted = [args.loss_type for args in configs.values()]
+    for loss_type in wanted if "loss_type" in training.settings else [*wanted, *REDUCTIONS]:
+        if all(REDUCTIONS[loss_type] in named for named in own):
+            return replace(training, common=True, settings={**training.settings, "loss_type": loss_type})
+    named = "; ".join(f"{name} {', '.join(each)}" for name, each in zip(configs, own, strict=True))
+    raise RunError(f"--common: no reduction that was asked for is every objective's own. They are: {named}.")
 
 
 def spelt(budget: Budget) -> str:

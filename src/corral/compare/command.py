@@ -19,6 +19,8 @@ class Training:
     config: str | None = None
     """Name of the file of settings; the comparison's folder keeps a copy."""
     smoke: bool = False
+    common: bool = False
+    """Whether all objectives were given one reduction and one advantage; it is in `settings`."""
     unsafe_code_execution: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     """Flags by the name of their setting."""

@@ -1,11 +1,11 @@
 """The job: a plan → runs side by side → a table, sentences and a page."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from corral.compare.check import Budget, check_plan, resolved, spelt
+from corral.compare.check import WEIGHTS, Budget, check_plan, resolved, spelt, trainer_configs
 from corral.compare.command import Training
 from corral.compare.engine import Engine
 from corral.compare.estimate import duration, seconds_per_step
@@ -50,6 +50,10 @@ class Stage:
     engine: Engine
     pace: tuple[float, str] | None
     """Seconds per step, and where that is known from."""
+    reductions: Mapping[str, str] = field(default_factory=dict)
+    """TRL's loss type of each objective; empty where there are no objectives, or a sweep sets it."""
+    warnings: Sequence[str] = ()
+    """Of reductions that are not an objective's own."""
 
 
 def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
@@ -65,7 +69,11 @@ def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
     comparison.training = with_threads(plan.kind, training, engine.threads)
     # A smoke run takes as long as its imports.
     pace = None if training.smoke else seconds_per_step(plan.kind, settings, training.recipe, [Path("runs")])
-    return Stage(budget=budget, engine=engine, pace=pace)
+    fixed = plan.kind == "llm" and not any(key in plan.sweep for key in WEIGHTS)
+    configs = trainer_configs(plan.contestants, training, config, plan.settings[0]) if fixed else {}
+    reductions = {contestant: args.loss_type for contestant, args in configs.items()}
+    warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
+    return Stage(budget=budget, engine=engine, pace=pace, reductions=reductions, warnings=warnings)
 
 
 def with_threads(kind: Kind, training: Training, threads: int | None) -> Training:
@@ -100,6 +108,8 @@ def described(comparison: Comparison, stage: Stage) -> list[tuple[str, str]]:
     lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
     for key, values in plan.sweep.items():
         lines.append(("sweep", f"{key} {', '.join(map(value_text, values))}"))
+    if stage.reductions:
+        lines.append(("reduction", reduction_text(stage.reductions)))
     lines += [
         ("seeds", seeds_text(plan)),
         ("budget", f"{spelt(budget)}, for every run"),
@@ -108,11 +118,20 @@ def described(comparison: Comparison, stage: Stage) -> list[tuple[str, str]]:
         ("time", "unknown: no such run is here to judge by" if stage.pace is None else time_text(plan.count - done, stage)),
         ("folder", str(comparison.path)),
     ]
+    lines += [("note", sentence) for sentence in stage.warnings]
     if done:
         lines.append(("done", f"{count(done, 'run')} already"))
     if len(plan.report_seeds) < ENOUGH:
         lines.append(("note", f"with fewer than {ENOUGH} seeds, differences are shown and none can be claimed"))
     return lines
+
+
+def reduction_text(reductions: Mapping[str, str]) -> str:
+    """`grpo, for every run`, or that nothing can be claimed."""
+    if len(set(reductions.values())) == 1:
+        return f"{next(iter(reductions.values()))}, for every run"
+    each = ", ".join(f"{loss_type} for {contestant}" for contestant, loss_type in reductions.items())
+    return f"{each}. Where they differ, no difference between objectives can be claimed: --common gives all the same"
 
 
 def seeds_text(plan: Plan) -> str:

@@ -4,7 +4,7 @@ Hidden states → loss → gradient, file by file. `head` (log-probs, support) a
 `dispatch` chooses the path, `batch_loss` takes an objective's loss of a head's rows; `live` picks rows out of a batch.
 
 torch, any device   `logits`          one block of products, in either direction
-                    `online`          blocks folded into normaliser, entropy, support and rest; `candidates`: the k largest
+                    `head_rows`       logits of some rows → normaliser, entropy, support and rest
                     `head_backward`   blocks again, turned into their gradient
                     `foreseen`        or the gradient formed on the way, of a loss that is known beforehand
                     `parallel`        a vocabulary split over processes

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corral.kernels.dispatch import MAX_GIVEN, has_triton
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.later import Later
 from corral.kernels.live import Live, advantages_of, fits
-from corral.kernels.online import HeadRows
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
 
@@ -33,21 +33,20 @@ class NewRows:
     def of(cls, batch: TokenBatch) -> "NewRows":
         """Those of a batch that has its new policy in it."""
         live, new = Live(batch.mask), batch.dist_new
-        picked = None if new is None else SparseDist(*(live.pick(x) for x in (new.ids, new.logp, new.rest)))
-        return cls(live.pick(batch.logp_new), picked, live)
+        return cls(live.pick(batch.logp_new), None if new is None else new.map(live.pick), live)
 
     def only(self, kept: Int[Tensor, " M"], mask: Bool[Tensor, "B T"]) -> "NewRows":
         """Some of the rows: those where `mask` is True."""
         places = kept if self.live.rows is None else self.live.rows[kept]
-        dist = None if self.dist is None else SparseDist(*(x[kept] for x in (self.dist.ids, self.dist.logp, self.dist.rest)))
+        dist = None if self.dist is None else self.dist.map(lambda x: x[kept])
         return NewRows(self.logp[kept], dist, Live(mask, len(kept), places))
 
     def within(self, batch: TokenBatch) -> TokenBatch:
         """The batch with this new policy in it, on the old one's support if there is one; anything where nothing is live."""
         new, old = self.dist, batch.dist_old
         if new is not None:
-            ids = self.live.spread(new.ids) if old is None else old.ids
-            new = SparseDist(ids, self.live.spread(new.logp), self.live.spread(new.rest))
+            new = new.map(self.live.spread)
+            new = new if old is None else dataclasses.replace(new, ids=old.ids)
         return dataclasses.replace(batch, logp_new=self.live.spread(self.logp), dist_new=new)
 
 
@@ -100,18 +99,24 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
         rest=rows(old.rest) if supported and old is not None else None,
         advantages=rows(advantages_of(batch)),
         rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout),
+        rest_max=rows(old.rest_max) if _tails_known(new.dist, old) else None,
     )
     found: dict[str, Any] = {}
     support: tuple[Tensor | None, Tensor | None] = (None, None)
     if supported and new.dist is not None:
         kept = new.dist.logp.float()  # rows may lie apart, as a head's do; their slots may not
         support = (kept if kept.stride(-1) == 1 else kept.contiguous()), new.dist.rest.float().contiguous()
+    found["rest_max"] = None if new.dist is None else new.dist.rest_max
     loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, found)
     metrics, flawed = metrics_of(found["loss"], found["rows"], anchor, projects=rule.projects)
     found["check"] = _Check(objective, batch, new, Later(flawed))
     if not loss.requires_grad:
         found["check"]()
     return ObjectiveOutput(live.spread(loss), metrics)
+
+
+def _tails_known(new: SparseDist | None, old: SparseDist | None) -> bool:
+    return new is not None and old is not None and new.rest_max is not None and old.rest_max is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +147,8 @@ class _RuleLoss(torch.autograd.Function):
         from corral.kernels.loss_rows import LOSS
 
         none = logp[:, None] if kept is None else kept
-        rows = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp)
+        rest_max = logp if found["rest_max"] is None else found["rest_max"]
+        rows = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp, rest_max)
         out = rule(rows, old)
         found |= {"loss": out, "rows": rows}
         ctx.grads, ctx.found = (out.own, out.kept, out.rest), found

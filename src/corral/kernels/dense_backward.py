@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.logits import slices
-from corral.kernels.online import HeadRows
 from corral.kernels.row_gradient import RowGradient
 from corral.kernels.select import HeadInput
 from corral.kernels.stream import logits_of_products, spec_arguments

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corral.kernels.head_rows import HeadRows, join
 from corral.kernels.logits import LogitSpec, slices
 from corral.kernels.loss_rows import LossRows, OldRows
-from corral.kernels.online import HeadRows, join
 from corral.kernels.row_factor import FactoredGradient, put_singles, reaches, sampled_logits
 from corral.kernels.row_gradient import RowGradient, Upstream, row_gradient
 from corral.kernels.select import HeadInput, given_rows

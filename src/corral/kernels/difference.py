@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.foreseen import ROUNDING
-from corral.kernels.online import HeadRows
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.row_gradient import Upstream
 
 EPS = torch.finfo(torch.float32).eps

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.online import HeadRows
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.stream import TileStatistics, rank_bits, rank_key
 
 WARPS = 4

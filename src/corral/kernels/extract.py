@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from corral.kernels.doubt import NOTHING, Doubt
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRows
 from corral.kernels.stream import TileStatistics, logits_of_products, rank_bits, rank_key, spec_arguments, tile_of
 
 

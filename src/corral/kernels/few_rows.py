@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.online import HeadRows
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.route import FEW, Routes
 from corral.kernels.row_gradient import RowGradient
 from corral.kernels.select import HeadInput

@@ -4,7 +4,6 @@ That needs the loss that will follow. A caller who knows it says so; what the ba
 with it, and the difference, if there is any, takes the usual way. A wrong guess costs time and nothing else.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +12,12 @@ import torch
 from torch import Tensor
 
 from corral.kernels.head_backward import HeadGradients, HeadState, LogitGradient, head_backward
+from corral.kernels.head_rows import HeadRequest, HeadRows, Outside, join, scan_rows
 from corral.kernels.live import advantages_of, fits
 from corral.kernels.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
-from corral.kernels.online import HeadRequest, HeadRows, OnlineHead, join
 from corral.kernels.parallel import Shard
 from corral.types import SparseDist, TokenBatch
 
-HELD = {"cpu": 2**24, "cuda": 2**28}
-"""Logits that are held at once: 64 MiB on a CPU, 1 GiB on a GPU."""
-FEWEST = 64
-"""Rows whose logits are held at once, at least: products with fewer are slow."""
 ROUNDING = 64
 """Units in the last place by which two computations of a row's gradient may differ."""
 
@@ -51,7 +46,7 @@ class ExpectedLoss:
         rollout, factor = (None if x is None else x[:, rows] for x in (b.logp_rollout, self.weights))
         anchor = None
         if new is not None and old is not None:
-            new = SparseDist(new.ids[None], new.logp[None], new.rest[None])
+            new = new.map(lambda x: x[None])
             anchor = SparseDist(new.ids, old.logp[:, rows], old.rest[:, rows])
         logp_old = logp[None].detach() if self.at_rest else b.logp_old[:, rows]
         given = TokenBatch(logp[None], logp_old, b.advantages[:, rows], mask, new, anchor, rollout)
@@ -90,7 +85,7 @@ def foresee(
     def rows(x: Tensor | None) -> Any:
         return None if x is None else pick(x)[None]
 
-    anchor = None if old is None else SparseDist(*(rows(x) for x in (old.ids, old.logp, old.rest)))
+    anchor = None if old is None else old.map(rows)
     logp_old = rows(batch.logp_old)
     picked = TokenBatch(logp_old, logp_old, rows(advantages), rows(batch.mask), None, anchor, rows(batch.logp_rollout))
     return ExpectedLoss(objective, picked, rows(weights), at_rest)
@@ -165,43 +160,16 @@ def head_foreseen(
     needed: Sequence[bool],
 ) -> tuple[HeadRows, Foreseen]:
     """What `head_forward` finds, and the gradients that are needed; some rows at a time, over the whole vocabulary."""
-    dtype, device = working_dtype(hidden, weight), hidden.device
-    blocks = list(slices(len(weight), block_size(device, len(hidden))[1]))
-    most = max(FEWEST, HELD.get(device.type, HELD["cpu"]) // len(weight))
-    even = math.ceil(len(hidden) / math.ceil(len(hidden) / most)) if len(hidden) else 1
-    into = GradientSum(hidden, weight, bias, needed, dtype)
-    scratch = Scratch(device)
+    into = GradientSum(hidden, weight, bias, needed, working_dtype(hidden, weight))
     found: list[HeadRows] = []
     asked: list[HeadGradients] = []
-    for part in slices(len(hidden), even) if len(hidden) else [slice(0)]:
-        h, t, i = operand(hidden[part], dtype), tokens[part], None if ids is None else ids[part]
-        online = OnlineHead(t, i, request, blocks, dtype)
-        held = [_hold(spec, h, weight[block], bias, online, j, block, scratch) for j, block in enumerate(blocks)]
-        rows = online.finish()
-        grads = _expected(rows, t, ids is not None, expect, part)
+    for part, rows, outside in scan_rows(hidden, weight, bias, tokens, ids, spec, request, Shard(), outside=True):
+        assert outside is not None
+        grads = _expected(rows, tokens[part], ids is not None, expect, part)
         found.append(rows)
         asked.append(grads)
-        into.add(part.start or 0, h, t, rows, grads.scaled(spec.slope), blocks, held, scratch)
+        into.add(part, hidden[part], tokens[part], rows, grads.scaled(spec.slope), outside)
     return join(found), Foreseen(*into.all(), join(asked))
-
-
-def _hold(
-    spec: LogitSpec,
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    online: OnlineHead,
-    index: int,
-    block: slice,
-    scratch: Scratch,
-) -> tuple[Tensor, Tensor]:
-    """e^(z − m) of one block, 0 on the support, and the m [n] that it was measured from."""
-    dtype, shape = online.marked.dtype, (len(h), len(weight))
-    w = operand(weight, dtype, scratch)
-    own = scratch(f"held {index}", shape, dtype)
-    out = scratch("z", shape, dtype) if online.request.entropy else own
-    z = spec.block(h, w, None if bias is None else bias[block], out=out)
-    return online.fold(z, index, own if online.request.entropy else None), online.rest.peak
 
 
 def _expected(rows: HeadRows, tokens: Tensor, given: bool, expect: Expect, part: slice) -> HeadGradients:
@@ -224,34 +192,31 @@ class GradientSum:
         self.weight = torch.empty_like(weight, dtype=dtype) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
         self.fresh = True
+        self.scratch = Scratch(hidden.device)
 
-    def add(
-        self, start: int, h: Tensor, tokens: Tensor, rows: HeadRows, grads: HeadGradients, blocks: Sequence[slice],
-        held: Sequence[tuple[Tensor, Tensor]], scratch: Scratch,
-    ) -> None:  # fmt: skip
-        """Those of the rows from `start` on; what is held of them is used up."""
+    def add(self, part: slice, hidden: Tensor, tokens: Tensor, rows: HeadRows, grads: HeadGradients, outside: Outside) -> None:
+        """Those of some rows; what is outside their support is used up."""
         picked = grads.live()
         if not len(picked):
             return
-        state = HeadState(h, self.weights, None, tokens, rows.ids, rows.lse, rows.rest, nats=None, shard=Shard())
+        blocks = list(slices(len(self.weights), block_size(hidden.device, len(picked))[1]))
+        state = HeadState(hidden, self.weights, None, tokens, rows.ids, rows.lse, rows.rest, nats=None, shard=Shard())
         gradient = LogitGradient(state, grads, picked, blocks)
         singles = gradient.singles(torch.cat([rows.kept, rows.logp[:, None]], -1)[picked])
-        every = len(picked) == len(h)
-        h = h if every else h[picked]
+        h = operand(hidden[picked], self.dtype)
         d_hidden = None if self.hidden is None else torch.zeros_like(h, dtype=self.dtype)
-        for i, (block, (mass, peak)) in enumerate(zip(blocks, held, strict=True)):
-            mass = (
-                mass if every else torch.index_select(mass, 0, picked, out=scratch("live", (len(h), len(mass.T)), mass.dtype))
-            )
-            dz = gradient.of_mass(mass, peak[picked, None], i, singles)
+        for i, block in enumerate(blocks):
+            shape = (len(picked), block.stop - block.start)
+            mass = torch.index_select(outside.mass[:, block], 0, picked, out=self.scratch("mass", shape, self.dtype))
+            dz = gradient.of_mass(mass, outside.peak[picked, None], i, singles)
             if d_hidden is not None:
-                accumulate(d_hidden, dz, operand(self.weights[block], self.dtype, scratch))
+                accumulate(d_hidden, dz, operand(self.weights[block], self.dtype, self.scratch))
             if self.weight is not None:
                 accumulate(self.weight[block], dz.T, h, fresh=self.fresh)
             if self.bias is not None:
                 self.bias[block] += dz.sum(0)
         if self.hidden is not None and d_hidden is not None:
-            self.hidden[start + picked] = d_hidden
+            self.hidden[part.start + picked] = d_hidden
         self.fresh = False
 
     def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

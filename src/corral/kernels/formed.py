@@ -18,10 +18,10 @@ from corral.kernels.dense_backward import dense_rows
 from corral.kernels.dense_forward import Begun, Rule, begin, dense_forward, scale
 from corral.kernels.difference import difference
 from corral.kernels.few_rows import few_rows
+from corral.kernels.head_rows import HeadRows, join
 from corral.kernels.inspect_batch import Inspection, compact
 from corral.kernels.later import Later
 from corral.kernels.loss_rows import LossRows, OldRows
-from corral.kernels.online import HeadRows, join
 from corral.kernels.route import FEW, Routes, route_rows
 from corral.kernels.row_gradient import DENSE, Upstream, row_gradient
 from corral.kernels.select import ROWS_AT_ONCE, HeadInput, given_rows, stream_head

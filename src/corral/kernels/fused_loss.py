@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corral.kernels.formed import Early, Expected, Formed, head_in_parts
+from corral.kernels.head_rows import HeadRequest, HeadRows
 from corral.kernels.later import Later
 from corral.kernels.live import Live
 from corral.kernels.logits import LogitSpec
 from corral.kernels.loss_rows import ACTED, KL_AFTER, LOSS, LossRows, OldRows, metrics_of
-from corral.kernels.online import HeadRequest, HeadRows
 from corral.kernels.row_gradient import Upstream
 from corral.kernels.rule import LossRule
 from corral.kernels.select import HeadInput

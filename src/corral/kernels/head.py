@@ -10,19 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corral.kernels.candidates import GROUP
 from corral.kernels.dispatch import choose, own_top_k
 from corral.kernels.foreseen import Expect, ExpectedLoss, can_foresee, head_foreseen
 from corral.kernels.head_backward import HeadGradients, HeadState, head_backward
-from corral.kernels.logits import LogitSpec, Scratch, block_size, operand, slices, working_dtype
-from corral.kernels.online import HeadRequest, HeadRows, OnlineHead, join
-from corral.kernels.parallel import Shard, merge
+from corral.kernels.head_rows import HeadRequest, HeadRows, join, scan_rows
+from corral.kernels.logits import LogitSpec
+from corral.kernels.parallel import Shard
 from corral.numerics import number_in
 from corral.support import check_id_dtype, check_ids, check_unique
 from corral.types import SparseDist
-
-FIRST = 8
-"""Where the k largest are wanted, the first block has this many times k: enough to know a candidate by, too few to cost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +57,10 @@ def lm_head(
 
         z = softcap(scale · (h Wᵀ + b)) / temperature          log p = z − logsumexp z
 
-    Blocks of logits are made, folded into running sums and dropped; the backward pass makes them again. With `top_k` the
-    support is this policy's own, as `top_k_support` has it; with `ids` it is another's, as `gather_support` has it.
+    The logits of some rows at a time are made, read and dropped; the backward pass makes them again. With `top_k` the support
+    is this policy's own, as `top_k_support` has it; with `ids` it is another's, as `gather_support` has it; with both it is
+    their union: what either policy thinks likely. A token's log-prob does not depend on which: on a CPU, and with Triton's
+    kernels, it is the same to the last bit, and the same whatever other rows are in the call.
 
     Args:
         hidden: last hidden states [*, H].
@@ -70,7 +68,7 @@ def lm_head(
         tokens: sampled tokens [*].
         scale, softcap, temperature: how the model and the sampler turn products into logits.
         top_k, mass: keep at most k of the most likely tokens, until they hold `mass`; slot 0 is the sampled token.
-        ids: a support to evaluate on [*, K], −1 at padding, no token twice. Excludes `top_k`.
+        ids: a support to evaluate on [*, K], −1 at padding, no token twice. With `top_k`, K + k slots: these, then the others.
         entropy: compute it too.
         impl: "torch" (any device), "triton" (a GPU), or "auto" for the best there is.
         group: processes that each hold some rows of `weight` and `bias`, in the order of their ranks, and all the same of
@@ -95,13 +93,13 @@ def lm_head(
     head, report = _head_function(impl, hidden, weight, request, way, 0 if ids is None else ids.shape[-1])
     shape, count = tokens.shape, tokens.numel()
     flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
-    logp, nats, kept, rest, support = head(
+    logp, nats, kept, rest, support, rest_max = head(
         hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec, request
     )
     dist = None
     if ids is not None or top_k is not None:
-        support = ids if ids is not None else support.reshape(*shape, support.shape[-1])
-        dist = SparseDist(support, kept.reshape(support.shape), rest.reshape(shape))
+        support = ids if ids is not None and top_k is None else support.reshape(*shape, support.shape[-1])
+        dist = SparseDist(support, kept.reshape(support.shape), rest.reshape(shape), rest_max.reshape(shape))
     return HeadOutput(logp.reshape(shape), nats.reshape(shape) if entropy else None, dist, report)
 
 
@@ -117,7 +115,7 @@ class _Way:
 def _head_function(
     impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, way: _Way, given: int
 ) -> tuple[Callable[..., Any], Tensor | None]:
-    """The implementation that runs: (hidden, weight, bias, tokens, ids, spec, request) → logp, nats, kept, rest, ids.
+    """The implementation that runs: (hidden, weight, bias, tokens, ids, spec, request) → logp, nats, kept, rest, ids, rest_max.
 
     And where it will report on its backward pass, if that may be sparse.
     """
@@ -158,13 +156,13 @@ class _Head(torch.autograd.Function):
             rows, ctx.foreseen = head_foreseen(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, expect, needed)
         else:
             rows = head_forward(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, ctx.shard)
-        ctx.mark_non_differentiable(rows.ids)
+        ctx.mark_non_differentiable(rows.ids, rows.rest_max)
         ctx.save_for_backward(hidden, weight, bias, tokens, rows.ids, rows.lse, rows.rest, rows.entropy)
-        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids
+        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_logp: Tensor, g_nats: Tensor, g_kept: Tensor, g_rest: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, g_logp: Tensor, g_nats: Tensor, g_kept: Tensor, g_rest: Tensor, *_: Any) -> tuple[Any, ...]:
         hidden, weight, bias, tokens, ids, lse, rest, nats = ctx.saved_tensors
         state = HeadState(
             hidden, weight, bias, tokens, ids, lse, rest, nats=nats if ctx.request.entropy else None, shard=ctx.shard
@@ -189,22 +187,8 @@ def head_forward(
     request: HeadRequest,
     shard: Shard,
 ) -> HeadRows:
-    """Some tokens at a time, over the whole vocabulary in blocks."""
-    dtype = working_dtype(hidden, weight)
-    rows, columns = block_size(hidden.device, len(hidden))
-    ranked = request.top_k is not None and len(weight) > columns
-    blocks = list(slices(len(weight), columns, FIRST * max(request.top_k or 0, GROUP) if ranked else None))
-    scratch = Scratch(hidden.device)
-    parts: list[HeadRows] = []
-    for row in slices(len(hidden), rows) if len(hidden) else [slice(0)]:
-        h = operand(hidden[row], dtype)
-        online = OnlineHead(tokens[row], None if ids is None else ids[row], request, blocks, dtype, shard.start)
-        for i, block in enumerate(blocks):
-            w = operand(weight[block], dtype, scratch)
-            z = spec.block(h, w, None if bias is None else bias[block], out=scratch("z", (len(h), len(w)), dtype))
-            online.fold(z, i)
-        parts.append(merge(online, shard))
-    return join(parts)
+    """Some tokens at a time, over the whole vocabulary."""
+    return join([rows for _, rows, _ in scan_rows(hidden, weight, bias, tokens, ids, spec, request, shard)])
 
 
 def _check(
@@ -216,8 +200,6 @@ def _check(
     ids: Tensor | None,
     vocabulary: int,
 ) -> None:
-    if request.top_k is not None and ids is not None:
-        raise ValueError("lm_head: `top_k` makes a support and `ids` gives one. Pass one of them.")
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
         raise ValueError(
             f"lm_head: hidden is [*, H], weight [V, H], tokens [*]; got {list(hidden.shape)}, {list(weight.shape)}, "

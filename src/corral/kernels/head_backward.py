@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from corral.kernels.head_rows import IMPOSSIBLE
 from corral.kernels.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices
-from corral.kernels.online import IMPOSSIBLE, Marks
 from corral.kernels.parallel import Shard
 
 
@@ -37,6 +37,24 @@ class HeadGradients:
         logp = self.logp + torch.where(own, self.kept, 0.0).sum(-1)
         kept, outside = torch.where(own | (ids < 0), 0.0, self.kept), torch.where(rest == -torch.inf, 0.0, self.rest)
         return HeadGradients(logp, kept, outside, self.entropy)
+
+
+class Marks:
+    """Token ids [n, M] wanted row by row, sorted by block once, so that each block looks at its own alone."""
+
+    def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
+        """The blocks cut up the vocabulary from token `first` on; ids elsewhere, and −1, are in none."""
+        self.wanted, self.slot = ids.flatten().sort()
+        self.row = self.slot // max(ids.shape[-1], 1)
+        self.starts = [first + block.start for block in blocks]
+        end = first + blocks[-1].stop if blocks else first  # a process may hold no part of the vocabulary
+        edges = torch.tensor([*self.starts, end], device=ids.device)
+        self.edges = torch.searchsorted(self.wanted, edges).tolist()
+
+    def __getitem__(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slot in the flattened ids, row, and column of the block, of each one that lies in it."""
+        here = slice(self.edges[block], self.edges[block + 1])
+        return self.slot[here], self.row[here], self.wanted[here] - self.starts[block]
 
 
 class LogitGradient:

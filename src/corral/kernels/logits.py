@@ -33,8 +33,10 @@ class LogitSpec:
     def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
         """Logits of some tokens over some of the vocabulary, in float32 or better; both operands as `operand` makes them."""
         z = _product(hidden, weight, out)
-        if bias is not None:
-            z.add_(bias)
+        return self.finish_(z if bias is None else z.add_(bias))
+
+    def finish_(self, z: Tensor) -> Tensor:
+        """Products h Wᵀ + b → logits, in place."""
         if self.softcap is not None:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return z.mul_(self.slope) if self.slope != 1.0 else z

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corral.kernels.online import HeadRows
-from corral.support import ANCHOR_TOLERANCE
+from corral.kernels.head_rows import HeadRows
+from corral.support import ANCHOR_TOLERANCE, tail_gap
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
 """Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
@@ -30,11 +30,14 @@ class OldRows:
     advantages: Tensor
     rollout: Tensor | None
     """What the sampler reported [N]."""
+    rest_max: Tensor | None = None
+    """Largest log-probability outside the support [N], where it is known."""
 
     def each(self, pick: Callable[[Tensor], Tensor]) -> "OldRows":
         """Something done to every field."""
-        kept, rest, rollout = (None if x is None else pick(x) for x in (self.kept, self.rest, self.rollout))
-        return OldRows(pick(self.logp), kept, rest, pick(self.advantages), rollout)
+        optional = (self.kept, self.rest, self.rollout, self.rest_max)
+        kept, rest, rollout, rest_max = (None if x is None else pick(x) for x in optional)
+        return OldRows(pick(self.logp), kept, rest, pick(self.advantages), rollout, rest_max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,10 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
         names |= {"tr/kl_after": KL_AFTER, "tr/dual": DUAL, "tr/unconverged": CONVERGED}
     if old.rollout is not None:
         names["tr/mismatch"] = MISMATCH
-    return {name: out[place] for name, place in names.items()}, out[FLAWED]
+    metrics = {name: out[place] for name, place in names.items()}
+    if (gap := tail_gap(rows.rest_max, old.rest_max)) is not None:
+        metrics["tr/rest_max_ratio"] = gap.amax().clamp(max=20.0).exp()
+    return metrics, out[FLAWED]
 
 
 @triton.jit

@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from corral.kernels.online import HeadRows, OnlineHead, settle
+from corral.support import rank_top_k
 
 
 @dataclass(frozen=True)
 class Shard:
     """This process's part of the vocabulary: ids `start` … `start` + its own rows − 1, of `vocabulary` in all.
 
-    The parts follow one another in the order of the ranks, and need not be of one size.
+    The parts follow one another in the order of the ranks, and need not be of one size. A logit is known to one process alone
+    and −inf to the others, so a maximum collects them.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False)
@@ -31,46 +33,51 @@ class Shard:
         return cls(group, sum(sizes[: dist.get_rank(group)]), sum(sizes))
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Add up a gradient over the processes, in place."""
+        """Add up over the processes, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def largest(self, z: Tensor) -> Tensor:
+        """Of logits [n, v] the largest of each row; −inf where nothing is possible."""
+        return self._maximum(z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf))
 
-def merge(online: OnlineHead, shard: Shard) -> HeadRows:
-    """What the processes found in their parts of the vocabulary, put together: the same on each of them.
+    def pick(self, z: Tensor, ids: Tensor) -> Tensor:
+        """Logits [n, K] of some tokens, −inf where the id is −1."""
+        place, here = self._places(z, ids)
+        if not z.shape[-1]:
+            return self._maximum(z.new_full(ids.shape, -torch.inf))
+        return self._maximum(torch.where(here, z.gather(-1, torch.where(here, place, 0)), -torch.inf))
 
-    A logit is known to one process alone and −inf to the others, so a maximum collects them. The mass of the others is summed
-    relative to the largest of all. Of each part's k largest the k largest are kept; the losers join that mass.
-    """
-    if shard.group is None:
-        return online.finish()
-    ids, kept = online.candidates()
-    rest, slots = online.rest, online.marked.shape[-1]
-    known = torch.cat([online.marked, rest.peak[:, None]], -1)
-    dist.all_reduce(known, op=dist.ReduceOp.MAX, group=shard.group)
-    rest.move_to(known[:, -1])
-    rest.total = shard.sum_(rest.total.clone())
-    if rest.weighted is not None:
-        rest.weighted = shard.sum_(rest.weighted.clone())
-    if online.best is not None:
-        ids, kept = _merge_top_k(ids, kept, online.best.k, shard.group)
-        rest.fold(kept[:, online.best.k :].clone())
-        ids, kept = ids[:, : online.best.k], kept[:, : online.best.k]
-    else:
-        kept = known[:, 1:slots]
-    return settle(online.tokens, known[:, 0], ids, kept, rest, online.request, online.fixed is not None)
+    def drop_(self, z: Tensor, ids: Tensor) -> None:
+        """Make some tokens impossible, in place."""
+        place, here = self._places(z, ids)
+        row, slot = here.nonzero(as_tuple=True)
+        z[row, place[row, slot]] = -torch.inf
 
+    def rank(self, z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Ids and logits of the k largest of each row, largest first, ties by lower id."""
+        ids = rank_top_k(z, min(k, z.shape[-1])) if z.shape[-1] else z.new_empty((len(z), 0), dtype=torch.int64)
+        values, ids = z.gather(-1, ids), ids + self.start
+        if self.group is None:
+            return ids, values
+        missing = k - ids.shape[-1]
+        ids = pad(ids, (0, missing), value=torch.iinfo(ids.dtype).max)
+        values = pad(values, (0, missing), value=-torch.inf)
+        ids, values = torch.cat(_gather(ids, self.group), -1), torch.cat(_gather(values, self.group), -1)
+        by_id = ids.argsort(dim=-1, stable=True)
+        order = by_id.gather(-1, values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices)[:, :k]
+        return ids.gather(-1, order), values.gather(-1, order)
 
-def _merge_top_k(ids: Tensor, kept: Tensor, k: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Every process's k largest, in order, ties by lower id; the padding of parts with fewer than k comes last."""
-    missing = k - ids.shape[-1]
-    ids = torch.nn.functional.pad(ids, (0, missing), value=torch.iinfo(ids.dtype).max)
-    kept = torch.nn.functional.pad(kept, (0, missing), value=-torch.inf)
-    ids, kept = torch.cat(_gather(ids, group), -1), torch.cat(_gather(kept, group), -1)
-    by_id = ids.argsort(dim=-1, stable=True)
-    order = by_id.gather(-1, kept.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices)
-    return ids.gather(-1, order), kept.gather(-1, order)
+    def _places(self, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of some tokens in this part, and whether they are in it."""
+        place = ids - self.start
+        return place, (ids >= 0) & (place >= 0) & (place < z.shape[-1])
+
+    def _maximum(self, x: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -11,9 +11,9 @@ from corral.kernels.batch_loss import NewRows
 from corral.kernels.dispatch import choose, own_top_k
 from corral.kernels.foreseen import foresee
 from corral.kernels.head import lm_head
+from corral.kernels.head_rows import HeadRequest
 from corral.kernels.live import Live, advantages_of, fits
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest
 from corral.types import ObjectiveOutput, TokenBatch
 
 TOLERANCE = 1e-3
@@ -137,8 +137,8 @@ def _fused(
     early = start_formed(source, inspection, early, part)
     in_order = part in (slice(0, 0), slice(0, count))
     live = Live(mask, count, None if early is None else early.index[:count], in_order=in_order)
-    kept, rest = (None, None) if old is None else (old.logp, old.rest)
-    given = OldRows(batch.logp_old, kept, rest, advantages_of(batch), batch.logp_rollout)
+    kept, rest, rest_max = (None, None, None) if old is None else (old.logp, old.rest, old.rest_max)
+    given = OldRows(batch.logp_old, kept, rest, advantages_of(batch), batch.logp_rollout, rest_max)
     job = Job(
         name=getattr(objective, "name", "the objective"), live=live, tokens=live.pick(tokens).long().contiguous(),
         ids=None if ids is None else ids if live.rows is None else ids[live.rows],

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.dense_backward import multiply
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRows
 from corral.kernels.row_gradient import RowGradient
 
 REACH: tl.constexpr = tl.constexpr(50.0)

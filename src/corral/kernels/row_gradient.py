@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRows
 
 DEAD, SPARSE, DENSE = 0, 1, 2
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from corral.kernels.doubt import given_doubts, own_doubts
 from corral.kernels.extract import extract
+from corral.kernels.head_rows import HeadRequest, HeadRows, join
 from corral.kernels.later import Later
 from corral.kernels.logits import LogitSpec
-from corral.kernels.online import HeadRequest, HeadRows, join
 from corral.kernels.settle import best_of, settle_given, settle_own
 from corral.kernels.stream import TileStatistics, stream, tile_of
 
@@ -51,7 +51,7 @@ class HeadInput:
 
 
 def stream_head(whole: HeadInput, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None) -> HeadRows:
-    """What `OnlineHead` knows of n tokens, from one product and the recomputation of a few of its tiles.
+    """What the torch head knows of n tokens, from one product and the recomputation of a few of its tiles.
 
     Without `ids` and `top_k` the support is the sampled token. `early` are statistics of all of them, made beforehand. `queued`
     is called when all is queued that there is to do, before the host waits for any of it.
@@ -138,10 +138,10 @@ def _redo(whole: HeadInput, rows: HeadRows, which: Tensor, room: int) -> None:
 def _blank(part: HeadInput, slots: int) -> HeadRows:
     """Rows to be filled in; without entropy zeros stand for it."""
     count, device = len(part.tokens), part.tokens.device
-    lse, logp, rest = (torch.empty(count, device=device) for _ in range(3))
+    lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
     nats = (torch.empty if part.request.entropy else torch.zeros)(count, device=device)
     ids = torch.empty(count, slots if part.request.top_k is not None else 0, dtype=torch.int64, device=device)
-    return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, nats)
+    return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, nats, rest_max)
 
 
 def _parts(whole: HeadInput) -> Iterator[HeadInput]:

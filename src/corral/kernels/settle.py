@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.doubt import LOWEST, WARPS, Doubt, log_sum, whole_tiles
-from corral.kernels.online import HeadRequest, HeadRows
+from corral.kernels.head_rows import HeadRequest, HeadRows
 from corral.kernels.stream import TileStatistics
 
 
@@ -24,7 +24,7 @@ def settle_given(
     """
     rows, tiles = stats.peak.shape
     _given_kernel[(rows,)](
-        stats.peak, stats.second, stats.others, doubt.state, marks, out.lse, out.rest, out.kept, counter, tiles,
+        stats.peak, stats.second, stats.others, doubt.state, marks, out.lse, out.rest, out.rest_max, out.kept, counter, tiles,
         marks.shape[1], GIVEN=given, COUNTER=counter is not None, TILES=triton.next_power_of_2(tiles),
         SLOTS=max(2, triton.next_power_of_2(marks.shape[1])), num_warps=WARPS,
     )  # fmt: skip
@@ -36,7 +36,7 @@ def settle_own(stats: TileStatistics, doubt: Doubt, marks: Tensor, request: Head
     rows, tiles = stats.peak.shape
     _own_kernel[(rows,)](
         stats.peak, stats.second, stats.others, doubt.state, doubt.listed, doubt.filled, marks, out.lse, out.logp, out.rest,
-        out.ids, out.kept, tiles, request.mass, request.top_k, THRESHOLD=request.mass < 1.0,
+        out.rest_max, out.ids, out.kept, tiles, request.mass, request.top_k, THRESHOLD=request.mass < 1.0,
         TILES=triton.next_power_of_2(tiles), BEST=best_of(request.top_k), ROOM=doubt.listed.shape[1],
         num_warps=1 if doubt.listed.shape[1] <= 512 else WARPS,  # a sort within a warp waits for no other
     )  # fmt: skip
@@ -50,7 +50,7 @@ def best_of(top_k: int) -> int:
 @triton.jit
 @no_type_check
 def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr):
-    """log Σ e^z over what was taken out of no tile."""
+    """log Σ e^z over what was taken out of no tile, and the largest of these logits."""
     tile = tl.arange(0, TILES)
     live = tile < tiles
     here = row * tiles + tile
@@ -59,20 +59,24 @@ def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr)
     without = tl.load(others + here, mask=live, other=0.0)
     whole, _down = whole_tiles(top, runner_up, without)
     untouched = tl.load(state + here, mask=live, other=2) == 0
-    return log_sum(tl.where(untouched, top, runner_up), tl.where(untouched, whole, without))
+    largest = tl.where(untouched, top, runner_up)
+    return log_sum(largest, tl.where(untouched, whole, without)), tl.max(largest, 0)
 
 
 @triton.jit
 @no_type_check
 def _given_kernel(
-    peak, second, others, state, marks, lse, rest, values, counter, tiles, slots,
+    peak, second, others, state, marks, lse, rest, rest_max, values, counter, tiles, slots,
     GIVEN: tl.constexpr, COUNTER: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if COUNTER:  # noqa: SIM102 (decided when compiling, and the other when running)
         if row >= tl.load(counter):
             return
-    tl.store(rest + row, _left_in_tiles(peak, second, others, state, row, tiles, TILES) - tl.load(lse + row))
+    total = tl.load(lse + row)
+    outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
+    tl.store(rest + row, outside - total)
+    tl.store(rest_max + row, largest - total)
     if GIVEN:
         slot = tl.arange(0, SLOTS)
         mark = tl.load(marks + row * slots + slot, mask=slot < slots, other=-1)
@@ -85,7 +89,7 @@ def _given_kernel(
 @triton.jit
 @no_type_check
 def _own_kernel(
-    peak, second, others, state, listed, filled, marks, lse, logp, rest, ids, kept, tiles, mass, top_k,
+    peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -123,9 +127,11 @@ def _own_kernel(
     tl.store(kept + base + slot, tl.where(stays, value, -float("inf")), mask=rank < top_k)
 
     # The rest: what no tile has lost, and those of the list that were not chosen.
-    outside = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
+    outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
     free = (keys < bar) & (0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32) != sampled) & (keys > LOWEST)
-    more = log_sum(tl.where(free, _value_of(keys), -float("inf")), tl.full((ROOM,), 1.0, tl.float32))
+    others_listed = tl.where(free, _value_of(keys), -float("inf"))
+    more = log_sum(others_listed, tl.full((ROOM,), 1.0, tl.float32))
+    tl.store(rest_max + row, tl.maximum(largest, tl.max(others_listed, 0)) - total)
     high = tl.maximum(outside, more)
     high = tl.where(high == -float("inf"), 0.0, high)
     tl.store(rest + row, high + tl.log(tl.exp(outside - high) + tl.exp(more - high)) - total)

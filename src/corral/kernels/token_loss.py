@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
-from corral.kernels.online import HeadRows
 from corral.kernels.project_row import abs_difference, binary_kl, expm1, kl_elements, kl_term
 
 CLIP, MASK, WEIGHT, GATE, PENALTY = range(5)

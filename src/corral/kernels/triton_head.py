@@ -13,12 +13,12 @@ from corral.kernels.dense_backward import dense_rows
 from corral.kernels.few_rows import few_rows
 from corral.kernels.foreseen import Expect, ExpectedLoss
 from corral.kernels.formed import Expected, Formed, Gradients, head_in_parts, start_early, start_formed
+from corral.kernels.head_rows import HeadRequest, HeadRows
 from corral.kernels.ids_later import IdsLater
 from corral.kernels.inspect_batch import inspect_batch
 from corral.kernels.later import Later
 from corral.kernels.logits import LogitSpec
 from corral.kernels.loss_rows import OldRows
-from corral.kernels.online import HeadRequest, HeadRows
 from corral.kernels.route import FEW, Routes, route_rows
 from corral.kernels.row_gradient import DENSE, Upstream, row_gradient
 from corral.kernels.rule import LossRule, rule_of
@@ -56,15 +56,13 @@ class TritonHead(torch.autograd.Function):
         rows, ctx.formed = _forward(source, plan.expect, plan.tolerance, ctx.needs_input_grad[:3], check.answer)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(rows.ids)
-        ctx.save_for_backward(
-            hidden, weight, bias, tokens, rows.lse, rows.logp, rows.ids, rows.kept, rows.rest, rows.entropy
-        )  # fmt: skip
-        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids
+        ctx.mark_non_differentiable(rows.ids, rows.rest_max)
+        ctx.save_for_backward(hidden, weight, bias, tokens, *vars(rows).values())
+        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_logp: Any, g_nats: Any, g_kept: Any, g_rest: Any, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, g_logp: Any, g_nats: Any, g_kept: Any, g_rest: Any, *_: Any) -> tuple[Any, ...]:
         hidden, weight, bias, tokens, *fields = ctx.saved_tensors
         plan, rows = ctx.plan, HeadRows(*fields)
         source = HeadInput(hidden, weight, bias, tokens, None, plan.spec, plan.request)

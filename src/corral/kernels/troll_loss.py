@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from corral.kernels.head_rows import HeadRows
 from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
-from corral.kernels.online import HeadRows
 from corral.kernels.project_row import RULED_OUT, abs_difference, kl_elements, log_softmax, project
 
 EXACT, CONSTANT_DUAL, UNPROJECTED = 0, 1, 2
@@ -77,9 +77,9 @@ def _troll_kernel(
     anchor = tl.load(logp_old + row).to(tl.float32)
     flawed = flawed | disagree(tl.sum(tl.where(first, old, 0.0), 0), anchor)
 
+    plain = tl.sum(tl.where(first, new, 0.0), 0) - tl.sum(tl.where(first, old, 0.0), 0)
     new, old = log_softmax(new), log_softmax(old)
     own_old = tl.sum(tl.where(first, old, 0.0), 0)
-    own_new = tl.sum(tl.where(first, new, 0.0), 0)
     p = tl.exp(new)
     kl_before = tl.sum(kl_elements(new, old), 0)
     active = kl_before > bound
@@ -89,7 +89,8 @@ def _troll_kernel(
         log_r, t, binding, kl_after, converged = project(new, old, bound)
 
     own_r = tl.sum(tl.where(first, log_r, 0.0), 0)
-    log_rho = (own_new if GRADIENT == 2 else own_r) - own_old
+    # Inside the region the log-probs' own difference: equal policies have a ratio of exactly 1.
+    log_rho = plain if GRADIENT == 2 else tl.where(active, own_r - own_old, plain)
     ratio = tl.exp(tl.minimum(log_rho, 20.0))
     if CAPPED:
         ratio = tl.minimum(ratio, cap)

@@ -9,6 +9,7 @@ import transformers
 import trl
 
 import corral
+from corral.llm.config import REDUCTIONS
 from corral.llm.session import RunTrainer
 from corral.llm.settings import Settings
 from corral.llm.trainer import FUSED
@@ -30,6 +31,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
         ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
+        ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
         ("anchor", anchor(trainer)),
         ("support", support(trainer)),
         ("step", f"{count(prompts, 'prompt')} × {args.num_generations} completions, then {updates}"),
@@ -37,7 +39,8 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
         ("run", str(where)),
     ]
     why = why_inactive(trainer)
-    return [*lines, ("note", f"tr/active_frac will be 0: {why}")] if why else lines
+    notes = [args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
+    return [*lines, *(("note", sentence) for sentence in notes if sentence)]
 
 
 def anchor(trainer: RunTrainer) -> str:

@@ -1,24 +1,35 @@
 """Settings of the TRL door: GRPO's own, the axes that corral adds, and what is refused."""
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 import trl
 from packaging.version import Version
+from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from corral.advantage import Advantage
 from corral.llm import TRL_RANGE
+from corral.llm.sampling import TRUNCATIONS, model_refusals, sampling_refusals
 from corral.numerics import number_in
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
 from corral.objective.naming import nearest
+from corral.objective.reduction import Reduction
 
-REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""TRL's loss types that differ from PPO's clip in nothing but how they average."""
+REDUCTIONS: dict[str, Reduction] = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",  # of a micro-batch
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "luspo": "seq-mean-token-sum",
+}
+"""TRL's loss types that differ from PPO's clip in nothing but how they average. "auto" takes the first of its kind."""
 
 WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
 """Reductions that TRL averaged over the wrong count, and the first release that has them right."""
@@ -42,7 +53,10 @@ check_trl(trl.__version__)
 
 @dataclass
 class CorralConfig(GRPOConfig):
-    """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it."""
+    """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it.
+
+    Once made, `loss_type` is one of TRL's: "auto" has become the objective's own.
+    """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]
 
@@ -51,6 +65,10 @@ class CorralConfig(GRPOConfig):
     )
     objective_config: dict[str, Any] | str | None = field(
         default=None, metadata={"help": 'Settings of the objective, such as {"bound": 0.05}; its own defaults otherwise.'}
+    )
+    loss_type: str = field(
+        default="auto",
+        metadata={"help": "How the loss is averaged: grpo, dapo, bnpo, dr_grpo, luspo, or `auto` (what suits the objective)."},
     )
     anchor: str = field(
         default="auto",
@@ -76,6 +94,17 @@ class CorralConfig(GRPOConfig):
     support_mass: float = field(
         default=1 - 1e-5, metadata={"help": "Probability after which a support keeps no further token."}
     )
+    support: str = field(
+        default="old",
+        metadata={
+            "help": "Tokens that a region is measured on: `old` (the old policy's likeliest) or `union` (the new policy's "
+            "too). The tail is one more category either way."
+        },
+    )
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},
+    )
     use_cache: bool | None = field(
         default=None,
         metadata={"help": "What a saved model's configuration says of its cache; None leaves that as it is."},
@@ -91,6 +120,9 @@ class CorralConfig(GRPOConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        if self.loss_type == "auto":  # before TRL reads it
+            first = self.make_objective().config.reductions[0]
+            self.loss_type = next(name for name, how in REDUCTIONS.items() if how == first)
         super().__post_init__()
         self.make_objective()
         self.make_correction()
@@ -98,8 +130,8 @@ class CorralConfig(GRPOConfig):
             raise ValueError(f"CorralConfig: `anchor` is auto, old or rollout; got {self.anchor!r}.")
         if self.advantage == "gae":
             raise ValueError(
-                "CorralConfig: advantage='gae' needs a critic, which TRL's GRPO does not train. Use verl, which does: "
-                "algorithm.adv_estimator=gae."
+                "CorralConfig: advantage='gae' needs a critic, which TRL's GRPO does not train. Use grpo, dr_grpo, rloo or "
+                "reinforce++; in a loop of your own with a critic, corral.gae."
             )
         if self.advantage is not None and self.advantage not in get_args(Advantage):
             raise ValueError(f"CorralConfig: `advantage` is one of {', '.join(get_args(Advantage))}; got {self.advantage!r}.")
@@ -109,7 +141,9 @@ class CorralConfig(GRPOConfig):
                 f"CorralConfig: `support_size` is a whole number ≥ 1 and `support_mass` in (0, 1]; got {self.support_size!r} "
                 f"and {self.support_mass!r}."
             )
-        _raise_first(self._trl_refusals())
+        if self.support not in ("old", "union"):
+            raise ValueError(f"CorralConfig: `support` is old or union; got {self.support!r}.")
+        _raise_first([*self._trl_refusals(), *sampling_refusals(self)])
         if self.use_vllm:
             self.check_sampler("vllm")
 
@@ -125,6 +159,17 @@ class CorralConfig(GRPOConfig):
         return None if self.correction is None else make_correction(self.correction, **settings)
 
     @property
+    def other_reduction(self) -> str | None:
+        """A sentence where the reduction that was asked for is none of the objective's own; None where it is."""
+        own = self.make_objective().config.reductions
+        if REDUCTIONS[self.loss_type] in own:
+            return None
+        return (
+            f"loss_type={self.loss_type!r} is {REDUCTIONS[self.loss_type]}, which gives {self.objective} another gradient than "
+            f"its own. Leave `loss_type` out, or use {' or '.join(name for name, how in REDUCTIONS.items() if how in own)}."
+        )
+
+    @property
     def needs_support(self) -> bool:
         """Whether the objective looks at more than the sampled token."""
         return bool(self.make_objective().needs & NEEDS_SUPPORT)
@@ -135,29 +180,26 @@ class CorralConfig(GRPOConfig):
             return self.anchor
         return "old" if self.needs_support else self.make_objective().config.anchor
 
-    def check_sampler(self, sampler: Sampler) -> None:
-        """Refuse an anchor or a correction that this sampler cannot supply; docs/trl.md has the table."""
+    def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
+        """Refuse an anchor or a correction that this sampler cannot supply; docs/trl.md has the table.
+
+        Args:
+            generation_config: the model's own, which transformers' generation follows where TRL sets nothing.
+        """
         rollout = self.resolve_anchor() == "rollout"
         reports = sampler != "transformers"
         generation = self.generation_kwargs or {}
-        top_p, top_k, min_p, temperature, penalty = (
-            generation.get(key, getattr(self, key)) for key in ("top_p", "top_k", "min_p", "temperature", "repetition_penalty")
-        )
+        top_p, top_k, min_p = (generation.get(key, getattr(self, key)) for key in TRUNCATIONS)
         regex = sampler == "vllm" and getattr(self, "vllm_structured_outputs_regex", None)  # not every release has it
         truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p or regex)
         _raise_first(
             [
+                *([] if reports else model_refusals(generation_config)),
                 (
                     # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
                     rollout and truncated and (reports or self.anchor == "rollout"),
                     "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex "
                     "renormalise them. Switch those off, or use anchor='old'.",
-                ),
-                (
-                    self.anchor == "rollout" and not reports and (temperature != self.temperature or penalty != 1),
-                    f"anchor='rollout' takes the trainer's own policy at temperature {self.temperature} for the sampler, which "
-                    f"draws at {temperature} with repetition_penalty={penalty}. Use `temperature` and no penalty, or "
-                    f"anchor='old'.",
                 ),
                 (
                     rollout and reports and self.needs_support,
@@ -208,7 +250,7 @@ class CorralConfig(GRPOConfig):
         return [
             (
                 self.loss_type not in REDUCTIONS,
-                f"`loss_type` chooses the reduction here, one of {', '.join(REDUCTIONS)}; got {self.loss_type!r}.{same_name}",
+                f"`loss_type` chooses the reduction here: auto, {', '.join(REDUCTIONS)}; got {self.loss_type!r}.{same_name}",
             ),
             (
                 Version(trl.__version__) < Version(WRONG_BEFORE.get(self.loss_type, trl.__version__)),
@@ -280,6 +322,9 @@ def _raise_first(refusals: list[tuple[bool, str]]) -> None:
 def _settings(name: str, config: dict[str, Any] | str | None) -> dict[str, Any]:
     if config is None:
         return {}
+    if isinstance(config, str):  # from a command line, and transformers has not read it yet
+        with suppress(ValueError):
+            config = json.loads(config)
     if not isinstance(config, dict):
         raise ValueError(f"CorralConfig: `{name}` is a dictionary, or JSON on the command line; got {config!r}.")
     return config

@@ -57,7 +57,7 @@ class Ledger:
 
 
 def _over_all(name: str, found: list[tuple[int, float]]) -> float:
-    if name.endswith("_max"):
+    if "_max" in name:
         return max(value for _, value in found)
     if name == "tr/unconverged":
         return sum(value for _, value in found)

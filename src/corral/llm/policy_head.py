@@ -6,7 +6,7 @@ product, the loss in one kernel where there is one, and a backward pass that is 
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from corral.kernels import lm_head
 from corral.kernels.batch_loss import NewRows
+from corral.kernels.dispatch import choose
 from corral.kernels.foreseen import Expect
 from corral.kernels.head import HeadOutput
 from corral.kernels.live import Live
+from corral.kernels.logits import LogitSpec
 from corral.support import gather_support, top_k_support
 from corral.types import SparseDist
 
@@ -28,11 +30,18 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SupportRequest:
-    """Which support a pass shall report, the policy's own top-k or given ids [B T K] or none, and what will become of it."""
+    """Which support a pass shall report, and what will become of it.
+
+    The policy's own top-k, given ids [B T K], the union of both, or none.
+    """
 
     top_k: int | None = None
     mass: float = 1.0
     ids: Tensor | None = None
+    union: bool = False
+    """Whether updates ask for the union of this support and their own."""
+    keep: bool = False
+    """Whether the pass shall report its hidden states and its head too."""
     tolerance: float = 0.0
     """Share of a token's gradient that a sparse backward pass may leave out."""
     foresee: Callable[[Live], Expect | None] | None = None
@@ -49,6 +58,21 @@ class SupportRequest:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadInputs:
+    """A head as one pass had it: what turns a hidden state into logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    spec: LogitSpec
+
+    def freeze(self) -> "HeadInputs":
+        """The same after the next update: parameters that are trained are copied."""
+        weight, bias = (x.detach().clone() if x is not None and x.requires_grad else x for x in (self.weight, self.bias))
+        assert weight is not None
+        return HeadInputs(weight, bias, self.spec)
+
+
+@dataclass(frozen=True, eq=False)
 class Report:
     """What one pass said of the completion [B T]: its own head row by row, or all of TRL's logits place by place."""
 
@@ -56,6 +80,9 @@ class Report:
     live: Live | None
     """Where the scored rows stand."""
     dist: SparseDist | None = None
+    hidden: Tensor | None = None
+    """Hidden states of the scored rows [N H], and what they were multiplied with, where they were to be kept."""
+    inputs: HeadInputs | None = None
 
     def support(self) -> SparseDist | None:
         """The support of every token [B T K], empty where nothing was scored."""
@@ -77,7 +104,24 @@ class Scored(NamedTuple):
         pieces = [dist for report in self.reports if (dist := report.support()) is not None]
         if len(pieces) < 2:
             return pieces[0] if pieces else None
-        return SparseDist(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "rest")))
+        return SparseDist(
+            *(torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "rest", "rest_max"))
+        )
+
+    def inputs(self) -> tuple[Tensor, Tensor, HeadInputs] | None:
+        """Hidden states [N H], where they stand in the flattened [B T], and the head: where a pass was to keep them."""
+        kept = [report for report in self.reports if report.hidden is not None]
+        if not kept:
+            return None
+        places, start = [], 0
+        for report in kept:
+            assert report.live is not None
+            count = report.live.shape.numel()
+            rows = torch.arange(count, device=self.logp.device) if report.live.rows is None else report.live.rows
+            places.append(rows + start)
+            start += count
+        assert kept[0].inputs is not None
+        return torch.cat([report.hidden for report in kept if report.hidden is not None]), torch.cat(places), kept[0].inputs
 
     def rows(self) -> tuple[NewRows | None, Tensor | None]:
         """Scored tokens one behind the other, and their entropy; None where they come from more than one pass of our head."""
@@ -86,23 +130,29 @@ class Scored(NamedTuple):
 
 
 class PolicyHead:
-    """Wraps a model's forward, which TRL has patched already, so that its head also reports a sparse support.
+    """Wraps the forward of the policy and its reference, which TRL has patched already, so that one head scores every pass.
 
     TRL's fused head finds the hidden states, the weight and everything that model families do to logits (soft caps, scales,
-    sharded weights) and hands them to one function. For as long as a support is wanted, that function is ours. TRL before
-    1.15 computes all logits, and the support is taken from those.
+    sharded weights) and hands them to one function. In scoring passes, that function is `corral.lm_head`: old, new and
+    reference log-probs then come from one head in one precision, and a support with them. TRL before 1.15 computes all
+    logits, in every pass alike, and the support is taken from those.
 
     A support is not among what the forward returns: the wrappers of distributed training rebuild that, field by field. Their
     hooks sit on the log-probs, which come from the same head and which the trainer's loss reads wherever there are such hooks.
     """
 
-    def __init__(self, model: nn.Module, temperature: float) -> None:
-        self.temperature = temperature
+    def __init__(self, models: Iterable[nn.Module], temperature: float, own: SupportRequest) -> None:
+        """`own` is the support that old passes report, and that decides which implementation scores all of them."""
+        self.temperature, self.own = temperature, own
         self.request: SupportRequest | None = None
         self.tokens = 0
         self.passes: list[Report] = []
         self.backward_reports: list[Tensor] = []
         """What backward passes have said, and will say, of dense rows and of what they left out; [2] each."""
+        for model in models:
+            self._wrap(model)
+
+    def _wrap(self, model: nn.Module) -> None:
         inner = model.forward
 
         @functools.wraps(type(model).forward)  # `generate` reads the model's own signature through it
@@ -127,7 +177,7 @@ class PolicyHead:
 
     def _score_hidden(self, request: SupportRequest, inner: Forward, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
         """A fused pass with our head in the place of TRL's."""
-        head = _HeadFunction(request, labels[:, 1:] != -100, self.tokens)
+        head = _HeadFunction(request, labels[:, 1:] != -100, self.tokens, self.own)
         original, trl_utils._ChunkedLogProbFunction = trl_utils._ChunkedLogProbFunction, head
         try:
             output = inner(*args, labels=labels, **kwargs)
@@ -149,11 +199,12 @@ class PolicyHead:
         output = inner(input_ids=input_ids, **kwargs)
         logits = output.logits[:, :-1][:, -self.tokens :]
         logp = (logits.float() / self.temperature).log_softmax(-1)
-        if request.ids is not None:
+        if request.top_k is None:
+            assert request.ids is not None
             dist = gather_support(logp, request.ids)
         else:
-            assert request.top_k is not None
-            dist = top_k_support(logp, input_ids[:, -self.tokens :], k=min(request.top_k, logp.shape[-1]), mass=request.mass)
+            k = min(request.top_k, logp.shape[-1])
+            dist = top_k_support(logp, input_ids[:, -self.tokens :], k, request.mass, ids=request.ids)
         self.passes.append(Report(None, None, dist))
         return output
 
@@ -161,8 +212,8 @@ class PolicyHead:
 class _HeadFunction:
     """Stands in for TRL's chunked log-prob function for one pass: same call, `corral.lm_head` inside."""
 
-    def __init__(self, request: SupportRequest, scored: Tensor, tokens: int) -> None:
-        self.request, self.scored, self.completion = request, scored, scored[:, -tokens:]
+    def __init__(self, request: SupportRequest, scored: Tensor, tokens: int, own: SupportRequest) -> None:
+        self.request, self.scored, self.completion, self.own = request, scored, scored[:, -tokens:], own
         self.said: Report | None = None
 
     def apply(
@@ -194,14 +245,26 @@ class _HeadFunction:
                 bias=bias, scale=scale, softcap=softcap, temperature=temperature,
                 top_k=None if self.request.top_k is None else min(self.request.top_k, len(weight)),
                 mass=self.request.mass, ids=ids, entropy="entropy" in outputs,
-                expect=expect, tolerance=tolerance,
+                expect=expect, tolerance=tolerance, **self._one_implementation(hidden, weight),
             )  # fmt: skip
         head = _without_rows(head) if empty else head
-        self.said = Report(head, live)
+        kept = (None, None)
+        if self.request.keep:
+            spec = LogitSpec(scale, softcap, temperature)
+            kept = hidden[: len(head.logp)].detach(), HeadInputs(weight, bias, spec)
+        self.said = Report(head, live, None, *kept)
         results = [head.logp, head.entropy]
         if every is not None:
             results = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, every, x) for x in results]
         return (*results, None, None, None)
+
+    def _one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, str]:
+        """On a GPU the torch path for every pass where one of them has no kernel: two heads would round differently."""
+        if not hidden.is_cuda:
+            return {}
+        top_k = None if self.own.top_k is None else min(self.own.top_k, len(weight))
+        chosen = choose("CorralTrainer", "auto", hidden, weight, top_k, given=1 if self.own.union else 0)
+        return {"impl": "torch"} if chosen == "torch" else {}
 
 
 def scored_rows(scored: Tensor, count: int) -> Live:
@@ -214,14 +277,15 @@ def scored_rows(scored: Tensor, count: int) -> Live:
 def _spread(dist: SparseDist, live: Live) -> SparseDist:
     """Rows [N K] → their places [B T K]; nowhere else is there a token in the support."""
     if live.rows is None:
-        return SparseDist(*(live.spread(x) for x in (dist.ids, dist.logp, dist.rest)))
+        return dist.map(live.spread)
     shape = (live.shape.numel(), dist.ids.shape[-1])
     ids = dist.ids.new_full(shape, -1).index_copy(0, live.rows, dist.ids)
     logp = dist.logp.new_full(shape, -torch.inf).index_copy(0, live.rows, dist.logp)
-    return SparseDist(ids.view(*live.shape, -1), logp.view(*live.shape, -1), live.spread(dist.rest))
+    rest_max = None if dist.rest_max is None else live.spread(dist.rest_max)
+    return SparseDist(ids.view(*live.shape, -1), logp.view(*live.shape, -1), live.spread(dist.rest), rest_max)
 
 
 def _without_rows(head: HeadOutput) -> HeadOutput:
     """Nothing, still connected to where it came from."""
-    dist = None if head.dist is None else SparseDist(head.dist.ids[:0], head.dist.logp[:0], head.dist.rest[:0])
+    dist = None if head.dist is None else head.dist.map(lambda x: x[:0])
     return HeadOutput(head.logp[:0], None if head.entropy is None else head.entropy[:0], dist)

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from corral.llm.config import CorralConfig
+from corral.llm.config import REDUCTIONS, CorralConfig
 from corral.llm.models import load_model
 from corral.llm.problems import Problems
 from corral.llm.settings import Settings
@@ -97,6 +97,7 @@ def described(settings: Settings, parts: Parts) -> dict[str, Any]:
     return {
         "settings": settings.flat(),
         "objective": {"name": settings.objective, **vars(parts.config.make_objective().config)},
+        "reduction": {"name": REDUCTIONS[parts.config.loss_type], "own": parts.config.other_reduction is None},
         "task": {"name": task.name, **vars(task)},
         "model": {"name": settings.model, "parameters": sum(p.numel() for p in parts.model.parameters())},
         "trainer": plain(parts.config.to_dict()),

@@ -3,12 +3,13 @@
 import dataclasses
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from corral.llm.config import CorralConfig, suggest
-from corral.objective import OBJECTIVES
+from corral.llm.config import REDUCTIONS, CorralConfig, suggest
+from corral.objective import OBJECTIVES, make_objective
 from corral.objective.naming import nearest
 from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
@@ -104,9 +105,14 @@ class Settings:
 
 
 def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
-    """Later layers win, key by key. A layer that changes the objective or the task drops its earlier settings."""
+    """Later layers win, key by key. A layer that changes the objective or the task drops its earlier settings.
+
+    A reduction that came before the objective holds only if it is one of that objective's own.
+    """
     merged: dict[str, Any] = {}
+    inherited = False
     for layer in layers:
+        inherited = "loss_type" not in layer and (inherited or not layer.keys().isdisjoint(("objective", "objective_config")))
         for name in ("objective", "task"):
             if name in layer and layer[name] != merged.get(name, layer[name]):
                 merged.pop(f"{name}_config", None)
@@ -123,7 +129,19 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
             checked[key] = coerce(key, value, own[key])
         else:
             checked["trainer"][key] = coerce(key, value, trainer[key])
-    return Settings(**checked)
+    settings = Settings(**checked)
+    if inherited and not _own_reduction(settings):
+        del settings.trainer["loss_type"]
+    return settings
+
+
+def _own_reduction(settings: Settings) -> bool:
+    """Whether the objective names the reduction that was asked for; what is wrong with either comes out later."""
+    asked = settings.trainer.get("loss_type")
+    with suppress(ValueError):
+        own = make_objective(settings.objective, **settings.objective_config).config.reductions
+        return asked not in REDUCTIONS or REDUCTIONS[asked] in own
+    return True
 
 
 def read_recipe(name: str) -> dict[str, Any]:

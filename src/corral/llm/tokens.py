@@ -38,7 +38,7 @@ class Few:
 
         def first(x: Any) -> Any:
             if isinstance(x, SparseDist):
-                return SparseDist(first(x.ids), first(x.logp), first(x.rest))
+                return x.map(first)
             return x if x is None else x[:count].detach().clone()
 
         fields = {name: first(value) for name, value in vars(batch).items()}

@@ -1,9 +1,9 @@
 """GRPOTrainer with a trust region: TRL samples, scores, accumulates and saves; corral computes the policy loss."""
 
+import functools
 import logging
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +18,9 @@ from corral.kernels.batch_loss import NewRows, batch_loss
 from corral.kernels.foreseen import Expect, foresee
 from corral.kernels.live import Live
 from corral.kernels.policy_loss import TOLERANCE
-from corral.llm.config import CorralConfig
+from corral.llm.config import CorralConfig, Sampler
 from corral.llm.ledger import Ledger
+from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
@@ -27,9 +28,6 @@ from corral.objective.troll import troll
 from corral.types import SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
-
-SUPPORT_KEYS = ("corral_ids", "corral_logp", "corral_rest")
-"""How a support rides along in TRL's buffer of rollouts, which shuffles and slices any tensor by its first axis."""
 
 FUSED = Version(trl.__version__) >= Version("1.15")
 """Whether TRL's loss is known to begin with its fused scoring pass."""
@@ -66,11 +64,15 @@ class CorralTrainer(GRPOTrainer):
         _check_surroundings(args)
         super().__init__(model, reward_funcs, args, *more, **kwargs)
         self.reports_logps = self.use_vllm or self.rollout_func is not None
-        args.check_sampler("vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers")
+        sampler: Sampler = "vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers"
+        args.check_sampler(sampler, getattr(self.model, "generation_config", None))  # a model may be without one
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        self.policy_head = PolicyHead(base, self.temperature)
+        own = replace(self.own_support(), union=self.union) if self.needs_support else SupportRequest()
+        models = [base] if self.ref_model is None else [base, self.ref_model]
+        self.policy_head = PolicyHead(models, self.temperature, own)
+        self.old_policy = OldPolicy(args.support_mass, fill=getattr(self.objective.config, "tail", None) == "fill")
         self._request: SupportRequest | None = None
         self._scored: Scored | None = None
         self._rewards: Tensor | None = None
@@ -100,6 +102,8 @@ class CorralTrainer(GRPOTrainer):
         return FUSED and not self._other_terms and not self.aux_loss_enabled
 
     def _announce(self) -> None:
+        if self.args.other_reduction:
+            logger.warning(self.args.other_reduction)
         if self.at_rest:
             logger.warning(
                 "One update per batch of rollouts: the new policy is the old one, no trust region acts, and tr/active_frac "
@@ -125,25 +129,28 @@ class CorralTrainer(GRPOTrainer):
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
                 f"likelihood, and TRL takes the first for the sampled one. Leave it at 0."
             )
-        self._ask(self.own_support() if self.needs_support and self.off_policy else None)
+        keep = self.union and not self.old_policy.fill
+        self._ask(replace(self.own_support(), keep=keep) if self.needs_support and self.off_policy else SupportRequest())
         output = super()._generate_and_score_completions(inputs)
         scored, self._scored = self._scored, None
         if self.needs_support and self.off_policy:
-            dist = None if scored is None else scored.support()
-            if dist is None or "old_per_token_logps" not in output:
+            if scored is None or scored.support() is None or "old_per_token_logps" not in output:
                 raise RuntimeError(
                     "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."
                 )
-            slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
-            support = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest
-            output.update(zip(SUPPORT_KEYS, support, strict=True))
+            self.old_policy.store(output, scored)
         if self.args.advantage is not None:
             output["advantages"] = self._own_advantages(len(output["completion_ids"]))
         return output
 
-    def _ask(self, request: SupportRequest | None) -> None:
+    def _ask(self, request: SupportRequest) -> None:
         """Keep the next scoring pass, with this support: the first alone, since a reference's may come after the policy's."""
         self._request, self._scored = request, None
+
+    @property
+    def union(self) -> bool:
+        """Whether the new policy's likeliest tokens join the old policy's support in an update."""
+        return self.args.support == "union" and self.needs_support and self.off_policy
 
     def own_support(self) -> SupportRequest:
         """How much of its own policy an old pass keeps."""
@@ -175,17 +182,14 @@ class CorralTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL's scoring pass, with a support where one was asked for."""
+        """TRL's scoring pass, of the old, the new or the reference policy, through one head; with a support if asked for."""
         passing = (model, input_ids, attention_mask, logits_to_keep, *args)
-        request, self._request = self._request, None
-        if request is None:
-            result, reports = super()._get_per_token_logps_and_entropies(*passing, **kwargs), []
-        else:
-            with self.policy_head.reporting(request, logits_to_keep) as reports:
-                result = super()._get_per_token_logps_and_entropies(*passing, **kwargs)
+        request, self._request = self._request or SupportRequest(), None
+        with self.policy_head.reporting(request, logits_to_keep) as reports:
+            result = super()._get_per_token_logps_and_entropies(*passing, **kwargs)
         if self._scored is None:
             self._scored = Scored(result[0], result[1], reports)
-        if request is not None and request.alone:
+        if request.alone:
             raise _Enough
         return result
 
@@ -197,11 +201,9 @@ class CorralTrainer(GRPOTrainer):
             mask = mask & inputs["tool_mask"].bool()
         backward = self.policy_head.take_backward_reports()
         weights = self._weights(inputs, mask, mode)
-        foresee = partial(self._foresee, inputs, mask, weights)
+        foresee = functools.partial(self._foresee, inputs, mask, weights)
         request = replace(self._support_of(inputs), tolerance=TOLERANCE, foresee=foresee, flat=self._logged_entropy() >= FLAT)
-        # Which tokens are the most uncertain hangs on the last digit; without a support those of TRL's own head are at hand.
-        own = request.supported or self.top_entropy_quantile == 1.0
-        self._ask(replace(request, alone=self._leaves) if own else None)
+        self._ask(replace(request, alone=self._leaves))
         try:
             loss = super()._compute_loss(model, self._without_policy(inputs))
         except _Enough:
@@ -233,16 +235,18 @@ class CorralTrainer(GRPOTrainer):
     def _support_of(self, inputs: dict[str, Any]) -> SupportRequest:
         """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
         if "corral_ids" in inputs:
-            return SupportRequest(ids=inputs["corral_ids"])
+            return replace(self.own_support() if self.union else SupportRequest(), ids=inputs["corral_ids"])
         return self.own_support() if self.needs_support and not _plain_at_rest(self.objective) else SupportRequest()
 
     def _foresee(self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, live: Live) -> Expect | None:
         """What `_policy_loss` will be, as far as the head's results go; None where other terms read them too."""
-        if self._other_terms or self.correction is not None or not live.count:
+        ratio = self._sampler_ratio(inputs)
+        apart = ratio is not None and self.objective.config.regresses
+        if self._other_terms or self.correction is not None or self.union or apart or not live.count:
             return None
         batch = self._token_batch(inputs, mask.new_zeros(mask.shape, dtype=torch.float32), None, mask)
         at_rest = "old_per_token_logps" not in inputs and batch.logp_rollout is not batch.logp_old
-        of_each = torch.where(mask, weights, 0.0)
+        of_each = torch.where(mask, weights if ratio is None else weights * ratio, 0.0)
         return foresee(self._objective_for(batch.dist_old), batch, live.pick, of_each, at_rest=at_rest)
 
     def _objective_for(self, dist: SparseDist | None) -> Objective:
@@ -258,45 +262,62 @@ class CorralTrainer(GRPOTrainer):
             kept = new.live.pick(mask).nonzero().squeeze(-1)
             new, entropy = new.only(kept, mask), None if entropy is None else entropy[kept]
         tokens = int(mask.sum()) if new is None else new.live.count
-        if new is not None and new.dist is not None and "corral_ids" not in inputs:
-            new = None  # its own anchor, on its own support
+        if new is not None and new.dist is not None and (self.union or "corral_ids" not in inputs):
+            new = None  # its own anchor, or on a support that the old policy has to follow
+        # This talks to the other processes, which may have live tokens where this one has none.
+        chosen = None
+        if self.top_entropy_quantile < 1.0:
+            chosen = self.get_high_entropy_mask(scored.entropy, mask.int(), 1 - self.top_entropy_quantile)
         if not tokens:  # every completion of this micro-batch is masked out
             loss, metrics = scored.logp * 0.0, {}
         else:
-            loss, metrics = self._token_loss(inputs, scored, mask, new)
+            loss, metrics = self._token_loss(inputs, scored, mask, new, chosen)
             if self._leaves and entropy is not None:
                 metrics["entropy"] = entropy.detach().mean()  # TRL's, which would have been next
-        # This talks to the other processes, which may have live tokens where this one has none.
-        if self.top_entropy_quantile < 1.0:
-            chosen = self.get_high_entropy_mask(scored.entropy, mask.int(), 1 - self.top_entropy_quantile)
-            loss = torch.where(chosen, loss, 0.0)
         alike = not isinstance(weights, Tensor) or weights.ndim == 0
         average = loss.sum() * weights if alike else torch.where(mask, loss * weights, 0.0).sum()
         return average, tokens, metrics
 
     def _token_loss(
-        self, inputs: dict[str, Any], scored: Scored, mask: Tensor, new: NewRows | None
+        self, inputs: dict[str, Any], scored: Scored, mask: Tensor, new: NewRows | None, chosen: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss of every token, 0 where masked out, corrected for the sampler if asked to; metrics."""
+        """The objective's loss of every token, 0 where masked out, its policy term weighted if asked to; metrics."""
         batch = self._token_batch(inputs, scored.logp, scored.support() if new is None else None, mask)
         objective = self._objective_for(batch.dist_old)
-        out = batch_loss(objective, batch, new)
+        weights = self._policy_weights(inputs, batch, chosen)
+        # A kernel knows the sum of the policy term and the regression alone.
+        apart = weights is not None and objective.config.regresses
+        out = batch_loss(objective, batch, new, kernels=False if apart else None)
         if type(self)._look is not CorralTrainer._look:
             self._look(inputs, batch if new is None else new.within(batch), objective)
-        loss = out.loss if self.correction is None else torch.where(mask, out.loss * self.correction(batch), 0.0)
-        return loss, dict(out.metrics)
+        return out.loss if weights is None else out.weigh(weights), dict(out.metrics)
+
+    def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None) -> Tensor | None:
+        """What the policy term of each token [B T] is multiplied with, 0 where masked out; None for 1 everywhere.
+
+        A sampler correction, TRL's importance ratio, and whether a token is among the most uncertain. A regression is no
+        expectation over the sampler, and pulls every token back.
+        """
+        correction = None if self.correction is None else self.correction(batch)
+        factors = [x for x in (correction, self._sampler_ratio(inputs), chosen) if x is not None]
+        if not factors:
+            return None
+        return torch.where(batch.mask, functools.reduce(torch.mul, factors).float(), 0.0)
+
+    def _sampler_ratio(self, inputs: dict[str, Any]) -> Tensor | None:
+        """TRL's importance ratio of the old policy to vLLM's, [B T] or [B 1], where it corrects for that."""
+        return inputs["importance_sampling_ratio"] if self.use_vllm and self.vllm_importance_sampling_correction else None
 
     def _look(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
         """What an objective is given, for subclasses that want to look at single tokens. Here it is not even put together."""
 
     def _token_batch(self, inputs: dict[str, Any], logp_new: Tensor, new: SparseDist | None, mask: Tensor) -> TokenBatch:
         """What the objective reads; without the new policy on a support where that is known as rows."""
-        logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), None
-        if "corral_ids" in inputs:
-            ids, logp, rest = (inputs[key] for key in SUPPORT_KEYS)
-            old = SparseDist(ids if new is None else new.ids, logp, rest)
-        elif new is not None:
-            old = SparseDist(new.ids, new.logp.detach(), new.rest.detach())
+        logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), self.old_policy.support(inputs)
+        if new is not None and old is None:
+            old = new.detach()
+        elif new is not None and old is not None:
+            new, old = self.old_policy.union(inputs, new, mask) if self.union else (new, replace(old, ids=new.ids))
         # What is compared with one another comes from one head, in one precision.
         logp_old = logp_old if old is None else old.logp[..., 0]
         logp_new = logp_new if new is None else new.logp[..., 0]
@@ -329,8 +350,6 @@ class CorralTrainer(GRPOTrainer):
             weights = 1 / (len(mask) * self.max_completion_length * accumulation)
         else:  # luspo
             weights = 1 / (len(mask) * accumulation)
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            weights = weights * inputs["importance_sampling_ratio"]
         return weights
 
     def _accumulation(self, mode: str) -> float:

@@ -1,7 +1,9 @@
-"""What every objective's settings share: what the objective needs of a batch, and which policy anchors it."""
+"""What every objective's settings share: what it needs of a batch, which policy anchors it, how its loss is reduced."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
+
+from corral.objective.reduction import Reduction
 
 Anchor = Literal["old", "rollout"]
 Action = Literal["projected", "masked", "clipped"]
@@ -29,9 +31,23 @@ class ObjectiveConfig:
         return True
 
     @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """Reductions that give the objective's own gradient; the first is the default.
+
+        A token's own loss may be averaged in any way: that weighs lengths, and is a choice apart. A sequence's value that
+        stands on each of its tokens is one sequence's share only where every sequence counts the same.
+        """
+        return get_args(Reduction) if self.tokenwise else ("seq-mean-token-mean",)
+
+    @property
     def bounds(self) -> tuple[float, float] | None:
         """How far a token may go where Â < 0 and where Â > 0, in the objective's own measure; None where nothing is fixed."""
         return None
+
+    @property
+    def regresses(self) -> bool:
+        """Whether the loss has a part beside the policy gradient, `ObjectiveOutput.regression`."""
+        return False
 
     @property
     def needs(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ from corral.numerics import number_in
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio, sampled_kl
+from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 
 Divergence = Literal["tv", "kl", "ratio"]
@@ -53,6 +54,11 @@ class DPPOConfig(ObjectiveConfig):
                 raise ValueError(f"dppo: `{key}` is a divergence and must be ≥ 0 (inf switches it off); got {value!r}.")
         if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
             raise ValueError(f"dppo: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        # The paper sums over a sequence; over a fixed length that is the same gradient, at the size of a mean's.
+        return "seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from corral.divergence import binary_tv, categorical_kl
 from corral.numerics import expm1_minus
 from corral.objective.ratio import bounded, live, sampled_kl
+from corral.support import tail_gap
 from corral.types import TokenBatch
 
 
@@ -52,6 +53,8 @@ def region_metrics(
     metrics = {"tr/active_frac": fraction(acted, mask), "tr/ratio_max": live_max(bounded(log_rho), mask).exp()}
     if batch.dist_new is not None and batch.dist_old is not None:
         metrics["tr/rest_mass"] = live_mean(live(batch.dist_old.rest, mask).exp(), mask)
+        if (gap := tail_gap(batch.dist_new.rest_max, batch.dist_old.rest_max)) is not None:
+            metrics["tr/rest_max_ratio"] = live_max(bounded(gap), mask).exp()
         kl = token_kl(batch) if kl is None else kl
     if kl is not None:
         metrics |= {"tr/kl_before": live_mean(kl, mask), "tr/kl_max": live_max(kl, mask)}

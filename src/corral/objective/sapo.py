@@ -8,6 +8,7 @@ from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, log_ratio
+from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 
 
@@ -23,6 +24,10 @@ class SAPOConfig(ObjectiveConfig):
             value = getattr(self, key)
             if not (number_in(value, 0) and 0 < value < torch.inf):
                 raise ValueError(f"sapo: `{key}` is a temperature and must be > 0 and finite; got {value!r}.")
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        return "seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 
 
 def sapo(batch: TokenBatch, config: SAPOConfig) -> ObjectiveOutput:

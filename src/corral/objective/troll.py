@@ -63,6 +63,10 @@ class TROLLConfig(ObjectiveConfig):
         return self.level == "token"
 
     @property
+    def regresses(self) -> bool:
+        return self.regression > 0
+
+    @property
     def bounds(self) -> tuple[float, float]:
         return self.bound, self.bound
 
@@ -84,27 +88,34 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
         batch: advantages and mask [B T], both policies on one support [B T K].
         config: bound, regression weight, tail, ratio level, gradient.
     Returns:
-        Unreduced loss [B T] and metrics.
+        Unreduced loss [B T], the regression's part of it, and metrics.
     Ref:
         Becker et al. 2025, arXiv:2510.03817. Invariant: TROLL = REINFORCE as ε → ∞, and at π = π_old.
     """
     assert batch.dist_new is not None
     assert batch.dist_old is not None
-    new = live(_whole(batch.dist_new, batch.mask, config), batch.mask).log_softmax(-1)
-    old = live(_whole(batch.dist_old, batch.mask, config), batch.mask).detach().log_softmax(-1)
+    new, old = (live(_whole(dist, batch.mask, config), batch.mask) for dist in (batch.dist_new, batch.dist_old))
+    # Both are normalised once, here and within the projection: twice would move the ratio of equal policies by a digit.
     projection = project_categorical_kl(
         new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
     )
+    plain = (new[..., 0] - old[..., 0]).detach()
+    new, old = new.log_softmax(-1), old.detach().log_softmax(-1)
     used = new if config.gradient == "unprojected" else projection.logp
     log_rho = used[..., 0] - old[..., 0]
+    if config.tail == "bucket":  # inside the region, the log-probs' own difference: equal policies have a ratio of exactly 1
+        moved = projection.active & (config.gradient != "unprojected")
+        log_rho = log_rho + torch.where(moved, 0.0, plain - log_rho.detach())
     if config.level == "sequence":
         log_rho = sequence_log_ratio(log_rho, batch.mask)
-    loss = -capped_ratio(log_rho, config.ratio_cap) * credit(batch)
-    if config.regression > 0:
-        loss = loss + config.regression * _pull(new, projection, batch.mask)
+    policy = torch.where(batch.mask, -capped_ratio(log_rho, config.ratio_cap) * credit(batch), 0.0)
+    pull = None
+    if config.regresses:
+        pull = torch.where(batch.mask, config.regression * _pull(new, projection, batch.mask), 0.0)
     metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
     metrics |= _projection_metrics(projection, batch.mask)
-    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), metrics, projection.active & batch.mask, projection.kl_after)
+    acted, loss = projection.active & batch.mask, policy if pull is None else policy + pull
+    return ObjectiveOutput(loss, metrics, acted, projection.kl_after, pull)
 
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:

@@ -9,12 +9,13 @@ from corral.report.statistics import ENOUGH, plain, signed
 
 JUDGED = """
 Final is the last measured {name}; area is its mean over the run by steps (trapezia), where a run that was stopped early keeps
-its last value to the end of its budget. Both are interquartile means over seeds, with 95 % stratified bootstrap intervals
-(rliable); those of the probability of improvement are bootstrapped too. With fewer than ten seeds such intervals are too
-narrow: they show where the runs lie, and decide nothing.
+its last value to the end of its budget. Both are interquartile means over seeds, which of fewer than four seeds are plain
+means, with 95 % stratified bootstrap intervals (rliable); those of the probability of improvement are bootstrapped too. With
+fewer than ten seeds such intervals are too narrow: they show where the runs lie, and decide nothing.
 
 A claim rests on the differences of runs with equal seeds, which saw the same problems: their mean, Student's 95 % interval, and
-Holm's correction over all pairs that are shown for the same measure. It needs three seeds.
+Holm's correction over all pairs that are shown for the same measure. It needs three seeds, and between two objectives one
+reduction and one advantage.
 
 Steps to threshold is the median over seeds of the first measurement at {threshold} or above. A run collapsed if it ended below
 half of its best {name} and at least .1 lower, or if the guard stopped it; one that began below zero must also have lost half

@@ -122,7 +122,9 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[Row]:
         for (ours, theirs, difference, a, b), held in zip(found, holds, strict=True):
             names = shortened(visible(ours.label), 80), shortened(visible(theirs.label), 80)
             of = f"{what} in {shortened(visible(ours.problem), 80)}" if several else what
-            words = statistics.sentence(*names, of, difference, holds=held, among=len(found), unit=by.unit)
+            uneven = weighed_unlike(ours, theirs)
+            held = held and not uneven
+            words = statistics.sentence(*names, of, difference, holds=held, among=len(found), unit=by.unit, uneven=uneven)
             other = differing(ours, theirs)
             chance = statistics.probability_of_improvement(np.array([*a.values()]), np.array([*b.values()]))
             rows.append(
@@ -138,10 +140,29 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[Row]:
     return rows
 
 
+def weighed_unlike(ours: Group, theirs: Group) -> str:
+    """Why a difference is not one between two objectives: their tokens or rewards were weighed otherwise. Empty if it is."""
+    first, second = ours.runs[0], theirs.runs[0]
+    if first.objective == second.objective:
+        return ""
+    names = {"loss_type": "reductions", "advantage": "advantages", "scale_rewards": "scales of rewards"}
+    names["multi_objective_aggregation"] = "sums of rewards"
+    for key, name in names.items():
+        a, b = (run.trainer.get(key) for run in (first, second))
+        if a != b:
+            each = f"{first.objective} {a or 'default'}, {second.objective} {b or 'default'}"
+            return f"their {name} differ ({each}), and corral compare --common makes them the same"
+    for run in (first, second):
+        if run.own_reduction is False:
+            return f"{run.objective} was averaged by {run.trainer.get('loss_type')}, which is not its own reduction"
+    return ""
+
+
 def differing(ours: Group, theirs: Group) -> str:
     """Settings in which two groups differ though neither was varied in them: a comparison that may not be fair."""
     aside = {"seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers"}
     aside |= {"objective_config", "algorithm", "learner", "prodmp"}  # each has its own
+    aside |= {"loss_type", "advantage", "scale_rewards"} if weighed_unlike(ours, theirs) else set()  # said already
     a, b = (
         {key: value for key, value in flat(side.runs[0].settings).items() if key.split(".")[0] not in aside}
         for side in (ours, theirs)

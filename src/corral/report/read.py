@@ -48,6 +48,17 @@ class Run:
         return _mapping(self.config.get("settings"))
 
     @property
+    def trainer(self) -> Mapping[str, Any]:
+        """What TRL was told, resolved; robots have none."""
+        return _mapping(self.config.get("trainer"))
+
+    @property
+    def own_reduction(self) -> bool | None:
+        """Whether the loss was averaged in one of the objective's own ways; None where nothing says so."""
+        said = _mapping(self.config.get("reduction")).get("own")
+        return said if isinstance(said, bool) else None
+
+    @property
     def objective(self) -> str:
         """Its name."""
         return self._said("objective")

@@ -20,8 +20,8 @@ FILTERED = ("curves", "region", "motion", "tokens")
 
 DARK = """
 A few completions of every step, as its last update saw them. The darker a token, the further it wanted to go: the KL between
-the new and the old policy before the region acted, of the whole distribution where the objective keeps one, else of the sampled
-token against all others, which is a lower bound.
+the new and the old policy before the region acted, on the support and its tail where the objective has one, else of the sampled
+token against all others. Both are lower bounds of the KL over all tokens.
 """
 
 NO_TOKENS = """
@@ -111,7 +111,7 @@ def axes(report: Report) -> dict[str, str]:
 
 def region() -> Safe:
     """Small figures, one per metric."""
-    text = "Lines are interquartile means over seeds; bands reach from the smallest to the largest seed."
+    text = "Lines are interquartile means over seeds (means of fewer than four); bands reach from the smallest to the largest."
     return join(tag("p", text, class_="count"), tag("div", id="trust", class_="figures"))
 
 

@@ -141,13 +141,22 @@ def holm(ps: Sequence[float | None]) -> list[bool]:
 
 
 def sentence(
-    ours: str, theirs: str, measure: str, found: Difference, *, holds: bool, among: int = 1, unit: str = "points"
+    ours: str,
+    theirs: str,
+    measure: str,
+    found: Difference,
+    *,
+    holds: bool,
+    among: int = 1,
+    unit: str = "points",
+    uneven: str = "",
 ) -> str:
     """What may be said of a pair, plainly.
 
     Args:
         found: the difference, in `unit`.
         holds: whether it also holds `among` all comparisons that are made.
+        uneven: why it is none between `ours` and `theirs` alone, in words.
     """
     mean = found.mean
     if mean.value < 0:
@@ -159,13 +168,15 @@ def sentence(
     if claimed(found, holds):
         return f"{ours} beats {theirs} on {measure}: {numbers}."
     why = ""
-    if mean.count < ENOUGH:
-        why = "; that is too few"
+    if uneven:
+        why = uneven
+    elif mean.count < ENOUGH:
+        why = "that is too few"
     elif mean.low is None and mean.value:
-        why = "; all seeds differ by the same amount, so chance cannot be judged"
+        why = "all seeds differ by the same amount, so chance cannot be judged"
     elif found.p is not None and found.p <= 1 - LEVEL:
-        why = f"; among {among} comparisons one may stray as far"
-    return f"No difference can be claimed between {ours} and {theirs} on {measure}: {numbers}{why}."
+        why = f"among {among} comparisons one may stray as far"
+    return f"No difference can be claimed between {ours} and {theirs} on {measure}: {'; '.join(filter(None, (numbers, why)))}."
 
 
 def turned(estimate: Estimate) -> Estimate:

@@ -171,7 +171,7 @@ function drawFinals(state) {
   const host = document.getElementById("finals"), rows = data.finals.filter(row => visibleGroups(state).some(group => group.key === row.group));
   if (!host.firstChild) host.append(frame(`Final ${data.measure.name}`));
   const figure = host.firstChild, body = figure.querySelector(".body");
-  figure.querySelector("figcaption").textContent = `${problems.length > 1 ? `${problems[state.problem]} · ` : ""}circles: seeds · line and diamond: interquartile mean of all seeds with its 95 % bootstrap interval`;
+  figure.querySelector("figcaption").textContent = `${problems.length > 1 ? `${problems[state.problem]} · ` : ""}circles: seeds · line and diamond: interquartile mean of all seeds (of fewer than four, their mean) with its 95 % bootstrap interval`;
   body.replaceChildren();
   figure.table = () => ({ head: ["objective", "seed", "final", "interquartile_mean", "low", "high"], rows: rows.flatMap(row => Object.entries(row.seeds).map(([seed, value]) => [data.groups[row.group].label, seed, value, row.value, row.low, row.high])) });
   if (!rows.length) { body.append(make("p", { class: "empty" }, "No run that counts has ended.")); return; }

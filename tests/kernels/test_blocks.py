@@ -1,50 +1,14 @@
-"""Running sums and marks on their own: what the head is made of."""
-
-import math
+"""Marks, slices and scratch memory on their own: what the head is made of."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.kernels.head_backward import Marks
 from corral.kernels.logits import Scratch, slices
-from corral.kernels.online import LogMass, Marks
-from tolerance import assert_close
 
 F64 = torch.float64
-
-
-def test_entropy_survives_a_rising_maximum():
-    # Four logits, one block each, each larger by 800: the first would overflow or vanish against the last.
-    mass = LogMass(torch.zeros(1, dtype=F64), entropy=True)
-    for z in (0.0, 800.0, 1600.0, 1600.0):
-        mass.fold(torch.tensor([[z]], dtype=F64))
-    assert_close(mass.log(), torch.tensor([1600 + math.log(2)], dtype=F64))
-    assert_close(mass.surprise(mass.log()), torch.tensor([math.log(2)], dtype=F64))
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 1000))
-def test_mass_and_entropy_are_those_of_all_logits_at_once(sizes, seed):
-    torch.manual_seed(seed)
-    z = 50 * torch.randn(4, sum(sizes), dtype=F64)
-    z[z < -60] = -torch.inf
-    mass = LogMass(torch.zeros(4, dtype=F64), entropy=True)
-    for block in z.split(sizes, -1):
-        mass.fold(block.clone())
-    possible = (z > -torch.inf).any(-1)
-    lse = z.logsumexp(-1)
-    p = (z - lse[:, None]).exp()
-    expected = -torch.where(p > 0, p * (z - lse[:, None]), 0.0).sum(-1)
-    assert_close(mass.log()[possible], lse[possible])
-    assert_close(mass.surprise(mass.log())[possible], expected[possible])
-    assert (mass.log()[~possible] == -torch.inf).all()
-
-
-def test_nothing_folded_in_has_no_mass_and_no_entropy():
-    mass = LogMass(torch.zeros(2), entropy=True)
-    mass.fold(torch.full((2, 3), -torch.inf))
-    assert mass.log().tolist() == [-torch.inf] * 2
-    assert mass.surprise(torch.zeros(2)).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("first", [0, 10])

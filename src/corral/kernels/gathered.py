@@ -1,0 +1,40 @@
+"""Log-probs of a few more tokens of a policy whose hidden states are at hand: gathered dot products, no GEMM."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from corral.kernels.logits import LogitSpec, slices, working_dtype
+
+AT_ONCE = 2**24
+"""Elements of the gathered weights held at once."""
+
+
+@torch.no_grad()
+def gather_logp(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    spec: LogitSpec,
+    tokens: Int[Tensor, " N"],
+    logp: Float[Tensor, " N"],
+    ids: Int[Tensor, "N M"],
+) -> Float[Tensor, "N M"]:
+    """Log-probabilities of `ids`, given those of one token of each row; −inf at padding (−1).
+
+        log p(v) = log p(a) + z_v − z_a
+
+    The normaliser is in log p(a) already, so nothing is summed over the vocabulary.
+    """
+    out = []
+    wanted = torch.cat([tokens.long()[:, None], ids.long()], -1)
+    dtype = working_dtype(hidden, weight)
+    for part in slices(len(hidden), max(1, AT_ONCE // max(wanted.shape[-1] * weight.shape[-1], 1))):
+        some = wanted[part].clamp(min=0)
+        z = torch.einsum("nh,nmh->nm", hidden[part].to(dtype), weight[some].to(dtype))
+        if bias is not None:
+            z += bias[some]
+        z = spec.finish_(z)
+        out.append(logp[part, None] + (z[:, 1:] - z[:, :1]))
+    found = torch.cat(out) if out else logp.new_empty(ids.shape)
+    return torch.where(ids < 0, -torch.inf, found)

@@ -1,0 +1,181 @@
+"""What the head knows of some tokens, read off their logits over the whole vocabulary.
+
+A token's log-prob is the same to the last bit whatever else is asked for and whatever other rows are in the call: every GEMM
+has a multiple of `ROWS` rows, and the normaliser is summed over all logits in one fixed order, with a support and without.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from corral.kernels.logits import LogitSpec, Scratch, operand, slices, working_dtype
+from corral.kernels.parallel import Shard
+from corral.support import choose_support
+
+Rows = TypeVar("Rows", bound=Any)
+"""A dataclass of tensors [n …]."""
+
+ROWS = 32
+"""Rows of a GEMM are padded to a multiple of this: below about 16 BLAS takes other kernels, which round differently."""
+MOST_ROWS = 2048
+"""Rows at once where the vocabulary is small."""
+HELD = {"cpu": 2**24, "cuda": 2**27}
+"""Logits that are held at once: 64 MiB on a CPU, 512 MiB on a GPU."""
+COLUMNS = 4096
+"""Logits of a row that are exponentiated at once, in memory that stays in the cache."""
+IMPOSSIBLE = -1e4
+"""A gap to the largest logit at which eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0: it stands for −inf."""
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """What to find out about each token's distribution."""
+
+    top_k: int | None = None
+    mass: float = 1.0
+    entropy: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """What the head knows of n tokens."""
+
+    lse: Tensor
+    """Log of the normaliser [n]."""
+    logp: Tensor
+    """Log-probability of the sampled token [n]."""
+    ids: Tensor
+    kept: Tensor
+    """The support and its log-probabilities [n, K]."""
+    rest: Tensor
+    """Log mass of everything outside the support [n]."""
+    entropy: Tensor
+    """In nats [n]; zeros unless asked for."""
+    rest_max: Tensor
+    """Largest log-probability outside the support [n]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """The logits outside the support, exponentiated; memory that the next rows overwrite."""
+
+    mass: Tensor
+    """e^(z − m) [n, V]; 0 on the support."""
+    peak: Tensor
+    """m [n]."""
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """Rows one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    fields = dataclasses.fields(parts[0])
+    return type(parts[0])(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields))
+
+
+def scan_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    ids: Tensor | None,
+    spec: LogitSpec,
+    request: HeadRequest,
+    shard: Shard,
+    *,
+    outside: bool = False,
+) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
+    """Some rows at a time, with the logits outside their support if those are wanted.
+
+    The support is the policy's own with `request.top_k`, the one given with `ids`, and with both their union.
+    """
+    dtype, scratch, count = working_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
+    at_once = HELD.get(hidden.device.type, HELD["cpu"]) // max(len(weight), 1) // ROWS * ROWS
+    at_once = max(ROWS, min(at_once, MOST_ROWS))
+    for part in slices(count, at_once) if count else [slice(0, 0)]:
+        real = part.stop - part.start
+        missing = max(real, 1) + -max(real, 1) % ROWS - real
+        h, t = pad(operand(hidden[part], dtype), (0, 0, 0, missing)), pad(tokens[part], (0, missing))
+        given = None if ids is None else pad(ids[part], (0, 0, 0, missing), value=-1)
+        z = _logits(h, weight, bias, spec, dtype, scratch)
+        rows, rest = _read(z, t, given, request, shard, scratch, outside)
+        if missing:
+            rows = HeadRows(*(x[:real] for x in vars(rows).values()))
+            rest = None if rest is None else Outside(rest.mass[:real], rest.peak[:real])
+        yield part, rows, rest
+
+
+def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """[n, V], in memory that the next rows overwrite; a weight in another precision is converted a piece at a time."""
+    z = scratch("z", (len(h), len(weight)), dtype)
+    whole = operand(weight[:0], dtype).dtype == weight.dtype
+    for block in slices(len(weight), len(weight) if whole else COLUMNS):
+        w = weight if whole else operand(weight[block], dtype, scratch)
+        spec.block(h, w, None if bias is None else bias[block], out=z[:, block])
+    return z
+
+
+def _read(
+    z: Tensor, tokens: Tensor, given: Tensor | None, request: HeadRequest, shard: Shard, scratch: Scratch, outside: bool
+) -> tuple[HeadRows, Outside | None]:
+    """What logits [n, V] say of n tokens; they are used up."""
+    whole = _Normaliser(z, request.entropy, shard, scratch)
+    sampled = whole.logp(shard.pick(z, tokens[:, None]))
+    if given is None and request.top_k is None:
+        nothing, everything = tokens.new_empty((len(tokens), 0)), torch.zeros_like(whole.lse)
+        rows = HeadRows(whole.lse, sampled[:, 0], nothing, sampled[:, :0], everything, whole.entropy, -whole.log_total)
+        return rows, Outside(_exponentiate(z, whole.peak), whole.peak) if outside else None
+    support = given
+    if request.top_k is not None:
+        ranked, values = shard.rank(z, request.top_k)
+        support = choose_support(tokens, ranked, whole.logp(values), request.mass, given)
+    assert support is not None
+    kept = whole.logp(shard.pick(z, support))
+    shard.drop_(z, support)
+    peak = shard.largest(z)
+    mass = _exponentiate(z, peak)
+    rest_max = whole.logp(peak[:, None])[:, 0]
+    rest = rest_max + shard.sum_(mass.sum(-1)).log()
+    return HeadRows(whole.lse, sampled[:, 0], support, kept, rest, whole.entropy, rest_max), Outside(mass, peak)
+
+
+class _Normaliser:
+    """log Σ eᶻ of all logits [n, V] and, if asked for, their entropy, in one fixed order of summation.
+
+        T = Σ e^(z − m)          W = Σ e^(z − m) (z − m)          lse = m + log T          H = log T − W / T
+
+    m is the largest logit. Both terms of the entropy have one sign, so that nothing cancels.
+    """
+
+    def __init__(self, z: Tensor, entropy: bool, shard: Shard, scratch: Scratch) -> None:
+        self.peak = shard.largest(z)
+        base = torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None]
+        total = torch.zeros_like(self.peak)
+        weighted = torch.zeros_like(self.peak) if entropy else None
+        for block in slices(z.shape[-1], COLUMNS):
+            shape = (len(z), block.stop - block.start)
+            gap = torch.sub(z[:, block], base, out=scratch("gap", shape, z.dtype))
+            if weighted is None:
+                total += gap.exp_().sum(-1)
+            else:
+                e = torch.exp(gap.clamp_(min=IMPOSSIBLE), out=scratch("e", shape, z.dtype))
+                total += e.sum(-1)
+                weighted += gap.mul_(e).sum(-1)
+        total = shard.sum_(total)
+        self.log_total = total.log()
+        self.entropy = torch.zeros_like(total) if weighted is None else self.log_total - shard.sum_(weighted) / total
+        self.lse = self.peak + self.log_total
+
+    def logp(self, z: Tensor) -> Tensor:
+        """Log-probabilities of logits [n, m]: relative to the largest first, since a normaliser is as large as they are."""
+        return (z - self.peak[:, None]) - self.log_total[:, None]
+
+
+def _exponentiate(z: Tensor, peak: Tensor) -> Tensor:
+    """e^(z − peak), in place; 0 where nothing is possible."""
+    return z.sub_(torch.where(peak > -torch.inf, peak, 0.0)[:, None]).exp_()
