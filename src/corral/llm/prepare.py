@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from accelerate.utils import is_peft_model
+from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from corral.llm.config import CorralConfig
@@ -24,7 +25,7 @@ from corral.task import make_task
 class Parts:
     """Everything that settings stand for, checked, before anything is written."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | PeftModel
     problems: Problems
     dataset: Dataset
     held_out: list[str]
@@ -41,13 +42,20 @@ def prepare(settings: Settings) -> Parts:
         model, tokenizer = load_model(settings.model)
     except ValueError as error:
         raise RunError(str(error)) from error
+    adapter = lora_config(settings.lora)
+    if adapter is not None and is_peft_model(model):
+        raise RunError(
+            f"{settings.model} is an adapter, which would go on training as it is, and lora.{next(iter(settings.lora))} asks for a "
+            f"new one. Leave lora out to go on with it; for a new one on top, merge it first: load it with peft, then "
+            f"merge_and_unload() and save_pretrained(…), and give that folder as the model."
+        )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
     dataset = problems.dataset(problems_needed(settings, config), settings.seed)
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
     problems.check_length([*dataset["problem"], *held_out], model.config, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config, lora_config(settings.lora))
+    return Parts(model, problems, dataset, held_out, config, adapter)
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:

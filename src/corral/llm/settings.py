@@ -48,7 +48,8 @@ class Settings:
     """One run. Whatever is not named here is in `trainer`: any setting of CorralConfig, and so of TRL's GRPOConfig."""
 
     model: str = "tiny"
-    """`tiny` (embedded), `smollm2` (after `make smollm2`), or a folder or hub id that transformers can load."""
+    """`tiny` (embedded), `smollm2` (after `make smollm2`), or a folder or hub id that transformers can load. An adapter goes on
+    training."""
     task: str = "countdown"
     """What to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +59,8 @@ class Settings:
     objective_config: dict[str, Any] = field(default_factory=dict)
     """The objective's own settings."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Settings of peft's LoraConfig, such as r and lora_alpha: an adapter is trained. Empty: every weight is."""
+    """Settings of peft's LoraConfig, such as r and lora_alpha: a new adapter is trained. Empty: every weight is, or
+    the adapter that `model` is."""
     seed: int = 0
     """Decides prompts, samples and everything else that is drawn."""
     steps: int = 100

@@ -93,6 +93,7 @@ def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
+    model.name_or_path = "smoke"  # what an adapter's checkpoint names as its base
     return model.eval(), tokenizer
 
 

@@ -125,6 +125,10 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     finally:
         log.setLevel(level)
     trainer.session = session
+    check, guard = trainer.self_check, session.guard
+    check.say = guard.tell
+    said = (text for line in session.lines for text in line.get("warnings", ()))
+    check.drift_said = guard.mode == "off" or any("before any update" in text for text in said)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(session.guard)
     trainer.add_callback(RunCallback(trainer))

@@ -19,7 +19,8 @@ from corral.kernels.foreseen import Expect, foresee
 from corral.kernels.live import Live
 from corral.kernels.policy_loss import TOLERANCE
 from corral.llm.config import CorralConfig
-from corral.llm.ledger import Ledger
+from corral.llm.guard import SelfCheck
+from corral.llm.ledger import Ledger, ratio_sums
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
@@ -75,6 +76,8 @@ class CorralTrainer(GRPOTrainer):
         self._scored: Scored | None = None
         self._rewards: Tensor | None = None
         self._ledger = Ledger()
+        self.self_check = SelfCheck(self)
+        self.add_callback(self.self_check)
         if self.accelerator.is_main_process:
             self._announce()
 
@@ -284,7 +287,7 @@ class CorralTrainer(GRPOTrainer):
         if type(self)._look is not CorralTrainer._look:
             self._look(inputs, batch if new is None else new.within(batch), objective)
         loss = out.loss if self.correction is None else torch.where(mask, out.loss * self.correction(batch), 0.0)
-        return loss, dict(out.metrics)
+        return loss, {**out.metrics, **ratio_sums(batch)}
 
     def _look(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
         """What an objective is given, for subclasses that want to look at single tokens. Here it is not even put together."""
