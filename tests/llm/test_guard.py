@@ -134,7 +134,9 @@ def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since: int, **sett
 def test_any_trainer_says_once_that_the_region_acts_before_any_update(
     logging_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = drifting(tmp_path, monkeypatch, 4, max_steps=9, logging_steps=logging_steps)  # from the second batch of rollouts on
+    trainer = drifting(
+        tmp_path, monkeypatch, 4, max_steps=9, logging_steps=logging_steps
+    )  # from the second batch of rollouts on
     with caplog.at_level("WARNING", "corral.llm.guard"):
         trainer.train()
     (message,) = caplog.messages
@@ -147,7 +149,9 @@ def test_any_trainer_says_once_that_the_region_acts_before_any_update(
 def test_acting_later_is_what_a_region_is_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = drifting(tmp_path, monkeypatch, 1, max_steps=4)  # the first update of the only batch is clean, the three after it are not
+    trainer = drifting(
+        tmp_path, monkeypatch, 1, max_steps=4
+    )  # the first update of the only batch is clean, the three after it are not
     with caplog.at_level("WARNING", "corral.llm.guard"):
         trainer.train()
     assert caplog.messages == []

@@ -91,8 +91,8 @@ class SelfCheck(TrainerCallback):
         """Refuse to train nothing."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
-                "CorralTrainer: no parameter of the model requires a gradient, so nothing would be learned. Load an adapter with "
-                "PeftModel.from_pretrained(model, folder, is_trainable=True), or call model.requires_grad_()."
+                "CorralTrainer: no parameter of the model requires a gradient, so nothing would be learned. Load an adapter "
+                "with PeftModel.from_pretrained(model, folder, is_trainable=True), or call model.requires_grad_()."
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -14,15 +14,22 @@ from corral.run.files import RunError
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-Loaded = tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """A causal LM and its tokenizer: `tiny`, `smollm2`, `smoke` (random), or what transformers finds under this name.
 
-    Weights of a folder or the hub come in `dtype`, and the three others in float32. An adapter comes on its base model, as a
-    PeftModel whose adapter, and nothing else, goes on training: transformers alone would freeze it.
+    Weights of a folder or the hub come in `dtype`, and the three others in float32. An adapter comes inside its base model.
     """
+    model, tokenizer = load_trainable(name, dtype)
+    return model.get_base_model() if isinstance(model, PeftModel) else model, tokenizer
+
+
+def load_trainable(
+    name: str, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
+    """The same to train: an adapter, which transformers alone would freeze, is a PeftModel that goes on learning."""
     if name == "smoke":
         return build_smoke()
     if name == "tiny":

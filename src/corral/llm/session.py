@@ -14,7 +14,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.guard import GuardCallback, on_any_process
-from corral.llm.problems import Problems, Reward, RewardError, answer, text_of
+from corral.llm.problems import Problems, answer
+from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
 from corral.llm.tokens import Few, thinned, token_rows
 from corral.llm.trainer import CorralTrainer
@@ -23,6 +24,7 @@ from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
 from corral.run.view import View
+from corral.task import text_of
 from corral.types import TokenBatch
 
 NOT_MEASURED = {"success": None, "greedy": None, "reward": None}

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from corral.llm.config import CorralConfig, suggest
+from corral.llm.rewards import Reward, as_rewards, path_of
 from corral.objective import OBJECTIVES
 from corral.objective.naming import nearest
 from corral.run.files import RunError
-from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
+from corral.run.settings import GuardMode, add_layer, check_least, coerce, guess, read_named, recipes
 from corral.task import TASKS
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -85,8 +86,9 @@ class Settings:
     """`auto` is the GPU if there is one."""
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
-    reward: str | None = None
-    """`module:function` with TRL's signature, to use instead of the task's own verifier."""
+    reward: tuple[str | Reward, ...] = ()
+    """What is paid for instead of the task's own verdict: functions with TRL's signature, as `module:function`,
+    `file.py:function=0.5` with a weight, or themselves. `verifier` is the task's own among them."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of CorralConfig, checked but not yet applied."""
 
@@ -101,7 +103,7 @@ class Settings:
 
     def flat(self) -> dict[str, Any]:
         """As in a file: the run's keys and the trainer's side by side."""
-        own = dataclasses.asdict(self)
+        own = dataclasses.asdict(dataclasses.replace(self, reward=tuple(map(path_of, self.reward))))
         return own | own.pop("trainer")
 
 
@@ -121,7 +123,9 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
         if key == "trainer" or (key not in own and key not in trainer):
             where = "`corral train --help` says where to find them all."
             raise RunError(f"there is no setting `{key}`.{suggest(key, [*own, *trainer])} {where}")
-        if key in own:
+        if key == "reward":
+            checked[key] = as_rewards(guess(value))
+        elif key in own:
             checked[key] = coerce(key, value, own[key])
         else:
             checked["trainer"][key] = coerce(key, value, trainer[key])

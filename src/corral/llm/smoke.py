@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from corral.llm.problems import text_of
+from corral.task import text_of
 
 PAD, START, END = SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
