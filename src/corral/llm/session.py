@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,8 @@ class RunTrainer(CorralTrainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if folder is not None:
+                # TRL's copy of an adapter, its reference, is made anew on resume; transformers would load nothing but that.
+                shutil.rmtree(Path(self._get_output_dir(trial), f"checkpoint-{update}", "ref"), ignore_errors=True)
                 folder.write_completions()
                 step = update // self.updates_per_step
                 folder.publish(f"checkpoint-{update}", step, self.session.settings.keep_checkpoints)
