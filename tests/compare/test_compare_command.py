@@ -9,7 +9,7 @@ import pytest
 
 from corral.cli import main
 from corral.compare.check import Budget, check_plan, rate_grid, resolved
-from corral.compare.command import Training
+from corral.compare.command import Training, start_words
 from corral.compare.engine import Job
 from corral.compare.estimate import duration, seconds_per_step
 from corral.compare.plan import make_plan, planned
@@ -112,6 +112,14 @@ def test_a_dry_run_says_what_it_would_do_and_starts_nothing(
     assert "time       about 32 min (3.4 s a step, as demo took on one core elsewhere)" in printed
     assert printed.count("\n  troll learning_rate=") == 10
     assert not (tmp_path / "out").exists()
+
+
+def test_every_reward_reaches_every_run() -> None:
+    rewards = ["verifier", "corral.llm.smoke:letters=0.5"]
+    training, run = Training(recipe="demo", settings={"reward": rewards}), planned("troll", {}, 0, "report")
+    words = start_words("llm", training, run, Path("out"))
+    assert [word for word in words if word.startswith("--reward")] == [f"--reward={reward}" for reward in rewards]
+    assert resolved("llm", training, run).reward == tuple(rewards)
 
 
 def test_a_file_of_settings_is_kept_with_the_comparison(tmp_path: Path) -> None:

@@ -116,13 +116,13 @@ def test_one_process_speaks_for_itself() -> None:
     assert not on_any_process(False)
 
 
-def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since: int, **settings: Any) -> CorralTrainer:
-    """Weights that never move and an old policy that is another one from some update on; four updates per batch of rollouts."""
+def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: range, **settings: Any) -> CorralTrainer:
+    """Weights that never move, and an old policy that is another one at these updates; four updates per batch of rollouts."""
     token_batch = CorralTrainer._token_batch
 
     def stale(self: CorralTrainer, *args: Any, **kwargs: Any) -> TokenBatch:
         batch = token_batch(self, *args, **kwargs)
-        old = batch.logp_old - (1.0 if self.state.global_step >= since else 0.0)
+        old = batch.logp_old - (1.0 if self.state.global_step in updates else 0.0)
         return TokenBatch(batch.logp_new, old, batch.advantages, batch.mask)
 
     monkeypatch.setattr(CorralTrainer, "_token_batch", stale)
@@ -134,9 +134,8 @@ def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since: int, **sett
 def test_any_trainer_says_once_that_the_region_acts_before_any_update(
     logging_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = drifting(
-        tmp_path, monkeypatch, 4, max_steps=9, logging_steps=logging_steps
-    )  # from the second batch of rollouts on
+    second_batch_on = range(4, 9)
+    trainer = drifting(tmp_path, monkeypatch, second_batch_on, max_steps=9, logging_steps=logging_steps)
     with caplog.at_level("WARNING", "corral.llm.guard"):
         trainer.train()
     (message,) = caplog.messages
@@ -149,13 +148,12 @@ def test_any_trainer_says_once_that_the_region_acts_before_any_update(
 def test_acting_later_is_what_a_region_is_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = drifting(
-        tmp_path, monkeypatch, 1, max_steps=4
-    )  # the first update of the only batch is clean, the three after it are not
+    # The first updates of both batches are clean; the three in between are not, and are in the log by the second.
+    trainer = drifting(tmp_path, monkeypatch, range(1, 4), max_steps=5, logging_steps=100)
     with caplog.at_level("WARNING", "corral.llm.guard"):
         trainer.train()
     assert caplog.messages == []
-    assert max(entry.get("tr/active_frac", 0.0) for entry in trainer.state.log_history) > 0
+    assert trainer.state.log_history[-1]["tr/active_frac"] > 0
 
 
 @pytest.mark.refuses("model: nothing that requires a gradient", door="TRL")

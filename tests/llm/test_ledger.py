@@ -83,10 +83,11 @@ def test_golden_effective_sample_size_of_an_update(monkeypatch: pytest.MonkeyPat
     assert book.settle() == [("train", "tr/ess", pytest.approx(64 / 88)), ("eval", "tr/ess", pytest.approx(1.0))]
 
 
-def test_a_ratio_that_is_no_number_is_not_full_size() -> None:
+@pytest.mark.parametrize(("logp_new", "size"), [(math.nan, math.nan), (-500.0, 0.0)])
+def test_ratios_that_are_no_numbers_or_all_0_are_not_full_size(logp_new: float, size: float) -> None:
     book = Ledger()
-    book.add("train", 1, ratio_sums(token_batch([math.nan], [True])), None)
-    assert math.isnan(book.settle()[0][2])
+    book.add("train", 2, ratio_sums(token_batch([logp_new] * 2, [True, True])), None)
+    assert book.settle() == [("train", "tr/ess", pytest.approx(size, nan_ok=True))]
 
 
 @pytest.mark.parametrize("objective", ["troll", "ppo_clip"])

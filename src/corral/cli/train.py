@@ -108,8 +108,8 @@ def resumed(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
     return job.resume(arguments.resume, quiet=arguments.quiet, **changes).summary
 
 
-def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str]]:
-    """Every setting that was given on the command line, in order: named flags, --set, then any other flag."""
+def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
+    """Every setting that was given on the command line, in order: named flags, --set, any other flag, then all rewards."""
     named = [(name.replace("-", "_"), getattr(arguments, name.replace("-", "_"))) for name in FLAGS]
     pairs = [(key, value) for key, value in named if value is not None]
     for text in arguments.set:
@@ -126,7 +126,9 @@ def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         pairs.append((key.replace("-", "_"), value))
-    return [*pairs, ("reward", arguments.reward)] if arguments.reward else pairs
+    # All rewards count, however they were given: of any other setting the last one does.
+    rewards = [*(arguments.reward or []), *(value for key, value in pairs if key == "reward")]
+    return [*pairs, ("reward", rewards)] if rewards else pairs
 
 
 def hush() -> None:

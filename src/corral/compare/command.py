@@ -20,8 +20,8 @@ class Training:
     """Name of the file of settings; the comparison's folder keeps a copy."""
     smoke: bool = False
     unsafe_code_execution: bool = False
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Flags by the name of their setting."""
+    settings: Mapping[str, str | list[str]] = field(default_factory=dict)
+    """Flags by the name of their setting; a list where a flag was given several times."""
     threads: int | None = None
     """Of each process; None leaves that to the process."""
 
@@ -33,7 +33,8 @@ def start_words(kind: Kind, training: Training, run: PlannedRun, where: Path) ->
     words += [f"--config={where / training.config}"] if training.config else []
     words += ["--smoke"] if training.smoke else []
     words += ["--unsafe-code-execution"] if training.unsafe_code_execution else []
-    pairs = [(key, str(value)) for key, value in layer(kind, training, run).items()]
+    shared = layer(kind, training, run).items()
+    pairs = [(key, str(one)) for key, value in shared for one in (value if isinstance(value, list) else [value])]
     # `=` keeps a value that begins with a dash with its flag.
     return [*words, *(f"--{key.replace('_', '-')}={value}" for key, value in pairs), f"--out={where / run.folder}"]
 

@@ -77,7 +77,8 @@ def _effective_sizes(lines: list[Line]) -> list[tuple[str, str, float]]:
         parts = [(tokens, *map(found.get, RATIO_SUMS)) for of, tokens, found in lines if of == mode and RATIO_SUMS[0] in found]
         if parts:
             count, first, second = (sum(part) for part in zip(*parts, strict=True))
-            sizes.append((mode, "tr/ess", min(first**2 / (count * second), 1.0)))  # in this order NaN stays NaN
+            size = first**2 / (count * second) if second else 0.0  # where every ratio has underflown
+            sizes.append((mode, "tr/ess", min(size, 1.0)))  # in this order NaN stays NaN
     return sizes
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from corral.run.files import RunError
+from corral.run.settings import guess
 from corral.task import Task, columns_of, text_of, verify_all
 from corral.task.imports import by_path
 
@@ -28,11 +29,13 @@ class RewardError(RunError):
 
 def as_rewards(given: Any) -> tuple[str | Reward, ...]:
     """Rewards as settings hold them, from one or from a list; none of them means the task's verifier."""
-    several = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    for one in several:
+    found: list[Any] = []
+    for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
+        found += [] if one is None else one if isinstance(one, list) else [one]
+    for one in found:
         if not isinstance(one, str) and not callable(one):
             raise RunError(f"{HOW}, a Python function, or a list of these; got {one!r}.")
-    return tuple(several)
+    return tuple(found)
 
 
 def path_of(reward: str | Reward) -> str:

@@ -12,7 +12,7 @@ from corral.llm.rewards import Reward, as_rewards, path_of
 from corral.objective import OBJECTIVES
 from corral.objective.naming import nearest
 from corral.run.files import RunError
-from corral.run.settings import GuardMode, add_layer, check_least, coerce, guess, read_named, recipes
+from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
 from corral.task import TASKS
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -124,7 +124,7 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
             where = "`corral train --help` says where to find them all."
             raise RunError(f"there is no setting `{key}`.{suggest(key, [*own, *trainer])} {where}")
         if key == "reward":
-            checked[key] = as_rewards(guess(value))
+            checked[key] = as_rewards(value)
         elif key in own:
             checked[key] = coerce(key, value, own[key])
         else:
