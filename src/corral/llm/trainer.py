@@ -19,7 +19,8 @@ from corral.kernels.foreseen import Expect, foresee
 from corral.kernels.live import Live
 from corral.kernels.policy_loss import TOLERANCE
 from corral.llm.config import CorralConfig, Sampler
-from corral.llm.ledger import Ledger
+from corral.llm.guard import SelfCheck
+from corral.llm.ledger import Ledger, ratio_sums
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
@@ -77,6 +78,8 @@ class CorralTrainer(GRPOTrainer):
         self._scored: Scored | None = None
         self._rewards: Tensor | None = None
         self._ledger = Ledger()
+        self.self_check = SelfCheck(self)
+        self.add_callback(self.self_check)
         if self.accelerator.is_main_process:
             self._announce()
 
@@ -290,7 +293,7 @@ class CorralTrainer(GRPOTrainer):
         out = batch_loss(objective, batch, new, kernels=False if apart else None)
         if type(self)._look is not CorralTrainer._look:
             self._look(inputs, batch if new is None else new.within(batch), objective)
-        return out.loss if weights is None else out.weigh(weights), dict(out.metrics)
+        return out.loss if weights is None else out.weigh(weights), {**out.metrics, **ratio_sums(batch)}
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None) -> Tensor | None:
         """What the policy term of each token [B T] is multiplied with, 0 where masked out; None for 1 everywhere.
