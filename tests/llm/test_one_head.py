@@ -49,6 +49,8 @@ def test_at_unchanged_weights_every_ratio_is_one(tmp_path: Path, given: dict[str
     assert len(lines) == 4
     assert [line["tr/ratio_max"] for line in lines] == [1.0] * 4
     assert [line["tr/active_frac"] for line in lines] == [0.0] * 4
+    assert lines[0]["tr/drift_max"] == 0.0
+    assert "tr/drift_max" not in lines[1], "it is of the first update alone"
 
 
 @pytest.mark.gpu
@@ -110,7 +112,7 @@ def test_unequal_micro_batches_move_ratios_by_rounding_and_nothing_acts(tmp_path
     for inputs in rollouts(trainer):
         trainer.compute_loss(trainer.model, inputs)
     found = measured(trainer)
-    assert max(found["tr/ratio_max"]) < 1 + 1e-2
+    assert max(found["tr/drift_max"]) < 1e-2
     assert max(found["tr/active_frac"]) == 0.0
 
 

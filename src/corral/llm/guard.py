@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TAIL_RATIO = 10.0
+"""How many times likelier the likeliest token of the tail may become before it is worth a sentence."""
+
 
 def on_any_process(flag: bool) -> bool:
     """Whether it is so on any process; all of them must ask, and all get the same answer."""
@@ -83,6 +86,8 @@ class SelfCheck(TrainerCallback):
         self.say: Callable[[str], object] = logger.warning
         self.drift_said = False
         """Whether the drift was reported, which is done once."""
+        self.tail_said = False
+        """The same for the tail."""
         self._before: int | None = None
 
     def on_train_begin(
@@ -113,6 +118,20 @@ class SelfCheck(TrainerCallback):
             self.say(
                 f"the trust region acted on {share:.2%} of the tokens before any update, when the new policy should equal its "
                 f"anchor: the sampler, or dropout, differs from the trainer. Use anchor='old', a correction, or no dropout."
+            )
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """A tail that moved behind the support's back; the union of both supports would have seen it."""
+        ratio = logs.get("tr/rest_max_ratio", 1.0)
+        if self.tail_said or not ratio > TAIL_RATIO or self.trainer.union:
+            return
+        self.tail_said = True
+        if state.is_world_process_zero:
+            self.say(
+                f"tr/rest_max_ratio is {ratio:.3g}: outside the support a token became at least that many times likelier, and "
+                f"the region sees no more of it than the tail's whole mass. Use support='union', or a larger support_size."
             )
 
     def _active(self) -> list[float]:

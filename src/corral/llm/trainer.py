@@ -25,6 +25,7 @@ from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
+from corral.objective.metrics import live_max
 from corral.objective.troll import troll
 from corral.types import SparseDist, TokenBatch
 
@@ -92,6 +93,13 @@ class CorralTrainer(GRPOTrainer):
     def at_rest(self) -> bool:
         """Whether the new policy always is its anchor: one update per batch, and no other sampler for an anchor."""
         return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps)
+
+    @property
+    def _not_yet_updated(self) -> bool:
+        """Whether no update has followed on the rollouts yet, so that every ratio to the old policy should be 1."""
+        done, every = self._step, self.args.gradient_accumulation_steps
+        started = done - done % (self.args.steps_per_generation * self.num_iterations)
+        return self.off_policy and done // every == started // every
 
     @property
     def _other_terms(self) -> bool:
@@ -293,7 +301,10 @@ class CorralTrainer(GRPOTrainer):
         out = batch_loss(objective, batch, new, kernels=False if apart else None)
         if type(self)._look is not CorralTrainer._look:
             self._look(inputs, batch if new is None else new.within(batch), objective)
-        return out.loss if weights is None else out.weigh(weights), {**out.metrics, **ratio_sums(batch)}
+        metrics = {**out.metrics, **ratio_sums(batch)}
+        if self._not_yet_updated:
+            metrics["tr/drift_max"] = live_max((batch.logp_new - batch.logp_old).abs(), mask)
+        return out.loss if weights is None else out.weigh(weights), metrics
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None) -> Tensor | None:
         """What the policy term of each token [B T] is multiplied with, 0 where masked out; None for 1 everywhere.
