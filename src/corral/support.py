@@ -1,5 +1,7 @@
 """The few tokens worth keeping, and the exact mass of all the others."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,6 +11,10 @@ from corral.types import SparseDist
 
 ANCHOR_TOLERANCE = 1e-3
 """How far an old policy's support and its log-probs may disagree, in nats, on the token that both describe."""
+LOGP_MAX = 1e-3
+"""The largest log-probability that rounding explains."""
+MASS_TOLERANCE, MASS_TOLERANCE_HALF = 1e-3, 5e-2
+"""How far from 1 the mass of a distribution may be, and where half precision has rounded its log-probabilities."""
 LEAST_LEFT = 1e-6
 """Share of a tail's mass that is left at least once some of its tokens have been taken out of it."""
 
@@ -20,6 +26,7 @@ def top_k_support(
     mass: float = 1.0,
     *,
     ids: Int[Tensor, "*b K"] | None = None,
+    check: bool = True,
 ) -> SparseDist:
     """The fewest most likely tokens that reach `mass`, at most k, and always the sampled one.
 
@@ -34,6 +41,7 @@ def top_k_support(
         k: how many of the most likely tokens to keep at most, 1 … V.
         mass: probability after which further tokens are dropped, in (0, 1].
         ids: another policy's support [*, K], the sampled token in slot 0, −1 at padding.
+        check: refuse rows whose mass is not 1, as of logits or probabilities; False takes them as they are.
     Returns:
         SparseDist with k + 1 slots, the sampled token in slot 0, padding (−1) last; differentiable in `logp`. With `ids` it
         has K + k slots: `ids`, then the other members.
@@ -55,19 +63,23 @@ def top_k_support(
 
     if ids is not None:
         _check_given("top_k_support", logp, ids)
-    logp = at_least_float32(logp)
+    limits, logp = Limits.of(logp), at_least_float32(logp)
     with torch.no_grad():
         ranked = rank_top_k(logp, k)
         support = choose_support(tokens.long(), ranked, logp.gather(-1, ranked), mass, ids)
-    return _gather(logp, support)
+    dist = _gather(logp, support)
+    if check:
+        check_mass("top_k_support", dist, limits)
+    return dist
 
 
-def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> SparseDist:
+def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, check: bool = True) -> SparseDist:
     """Another policy on a given support: its log-probabilities there and its own mass everywhere else.
 
     Args:
         logp: log-probabilities of the full softmax [*, V].
         ids: the support [*, K], −1 at padding.
+        check: refuse rows whose mass is not 1, as of logits or probabilities; False takes them as they are.
     Returns:
         SparseDist on the same `ids`, differentiable in `logp`, through the rest too.
     Ref:
@@ -75,7 +87,10 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"]) -> Spa
     """
     check_logp("gather_support", logp)
     _check_given("gather_support", logp, ids)
-    return _gather(logp, ids)
+    dist = _gather(logp, ids)
+    if check:
+        check_mass("gather_support", dist, Limits.of(logp))
+    return dist
 
 
 def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b M"]) -> SparseDist:
@@ -181,6 +196,39 @@ def check_logp(where: str, logp: Tensor) -> None:
     """Refuse what can be no log-probabilities: integers, or a single number."""
     if not logp.is_floating_point() or not logp.ndim:
         raise ValueError(f"{where}: `logp` holds log-probabilities [*, V]; got {logp.dtype} {list(logp.shape)}.")
+
+
+class Limits(NamedTuple):
+    """What still counts as log-probabilities: the largest of them, and how far their mass may be from 1."""
+
+    logp: float = torch.inf
+    mass: float = torch.inf
+
+    @classmethod
+    def of(cls, *policies: Tensor | SparseDist | None) -> "Limits":
+        """Those of numbers in these precisions: the least one decides."""
+        half = any(
+            x.dtype in (torch.float16, torch.bfloat16)
+            for policy in policies
+            if policy is not None
+            for x in ((policy.logp, policy.rest) if isinstance(policy, SparseDist) else (policy,))
+        )
+        return cls(LOGP_MAX, MASS_TOLERANCE_HALF if half else MASS_TOLERANCE)
+
+
+def check_mass(where: str, dist: SparseDist, limits: Limits) -> None:
+    """Refuse rows whose support and tail together do not hold 1. NaN passes: padding may be that, and only objectives know."""
+    if torch.compiler.is_compiling():
+        return
+    with torch.no_grad():
+        mass = dist.with_rest().exp().sum(-1)
+        off = (mass - 1).abs() > limits.mass
+    if bool(off.any()):
+        raise ValueError(
+            f"{where}: `logp` holds no log-probabilities: a row sums to {mass[off][0]:.6g}, not 1 ± {limits.mass:g}, at "
+            f"{int(off.sum())} of {off.numel()} rows. Take log_softmax over the last axis, of logits in float32; check=False "
+            f"takes them as they are."
+        )
 
 
 def check_ids(where: str, what: str, ids: Tensor, *, lowest: int, vocabulary: int) -> None:

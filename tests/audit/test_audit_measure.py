@@ -135,3 +135,8 @@ def test_a_policy_that_is_not_finite_is_refused() -> None:
     bad[2] = math.nan
     with pytest.raises(ValueError, match=r"not finite|NaN"):
         measure(TOKENS, OLD, bad, ADVANTAGES, RULES)
+
+
+def test_the_support_is_the_published_one():
+    # Becker et al. 2025: 64 tokens, and none after 1 − 1e-5 of the mass.
+    assert (Rules().support_size, Rules().support_mass) == (64, 1 - 1e-5)

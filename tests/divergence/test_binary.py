@@ -103,6 +103,13 @@ def test_a_token_next_to_certain_keeps_its_digits(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_policies_next_to_each_other_and_to_certainty_keep_their_digits(dtype):
+    # 1 − p and 1 − q are about 1e-4 or 1e-2 and 0.1 % apart: their logarithms would cancel to four of float32's seven digits.
+    p = torch.tensor([-1e-4, -1e-2], dtype=dtype)
+    assert_close(binary_kl(p, 1.001 * p), exact_kl(p, 1.001 * p), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_next_to_impossible_keeps_its_digits(dtype):
     p = torch.tensor([-80.0, -80.0, -3.0, -40.0], dtype=dtype)
     q = torch.tensor([-70.0, -1.0, -75.0, -41.0], dtype=dtype)

@@ -34,7 +34,7 @@ from corral.kernels import (
 TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
     "stride_kept stride_logp stride_scale",
-    "fp32": "mass bound regression cap before after slope curve tolerance small low high",
+    "fp32": "mass bound regression cap before after slope curve tolerance small low high highest slack",
     "*i32": "counter marks queue key keys route counts starts out_ids out_key filled floors overflow few need out_need",
     "*i64": "listed order picked tokens", "*u8": "place mask state", "*bf16": "dz d_weight stored",
 }  # fmt: skip
@@ -85,7 +85,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (difference._median_kernel, FORMED, {"BLOCK": 1024}, 4),
     (loss_rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
     (troll_loss._troll_kernel, {}, {"GRADIENT": 0}, 1),
-    *((token_loss._token_kernel, {}, {"RULE": rule, "MEASURE": 4}, 1) for rule in range(5)),
+    *((token_loss._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(5)),
     (row_factor._sampled_kernel, HEAD | {"index": "*i64"}, {"INDEX": True, "COUNTER": True, "BLOCK": 1024}, 2),
     (row_factor._singles_kernel, {"ids": "*i32", "likely": "*i32", "left_out": "*u8", "stored": "*bf16"}, {"LIKELY": 4}, 1),
     (row_factor._rows_kernel, {"out": "*bf16", "likely": "*i32", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),

@@ -125,6 +125,37 @@ def test_two_old_policies_that_disagree_are_refused(case):
         batch_loss(objective, batch, kernels=True)
 
 
+@pytest.mark.parametrize("case", ["ppo_clip", "dppo on a support", "troll"])
+@pytest.mark.parametrize("field", ["logp_old", "logp_rollout", "dist_new", "dist_old"])
+def test_log_probs_that_are_none_are_refused_unless_told_otherwise(case, field):
+    """In the same words by kernel and reference; with check=False both take them as they are."""
+    (name, config), (batch, _) = CASES[case], make_batch()
+    batch, old = dataclasses.replace(batch, logp_rollout=batch.logp_old.clone()), batch.dist_old
+    if field == "logp_rollout":
+        batch.logp_rollout[0, 1] = 0.002
+    elif field == "logp_old":
+        old.logp[0, 1], old.rest[0, 1] = -20.0, -20.0  # nothing else has any mass
+        old.logp[0, 1, 0] = batch.logp_old[0, 1] = 0.002
+    else:
+        getattr(batch, field).rest.data[0, 1] = 0.2
+    sampled = field.startswith("logp")
+    says = rf"{field} is above 0 at an unmasked token.*Got 0.002 at" if sampled else rf"{field} is no distribution.* = \[0, 1\]"
+    objective, unchecked = (corral.make_objective(name, check=check, **config) for check in (True, False))
+    for loss in (objective, lambda given: batch_loss(objective, given, kernels=True)):
+        with torch.no_grad(), pytest.raises(ValueError, match=says):
+            loss(batch)
+    with torch.no_grad():
+        assert_close(batch_loss(unchecked, batch, kernels=True).loss, unchecked(batch).loss, atol=2e-6)
+
+
+@pytest.mark.parametrize("support", [True, False])
+def test_a_new_policy_above_0_is_refused(support):
+    batch, leaves = make_batch(support)
+    leaves[0].data[0, 1] = 0.002
+    with torch.no_grad(), pytest.raises(ValueError, match="ppo_clip: logp_new is above 0"):
+        batch_loss(corral.make_objective("ppo_clip"), batch, kernels=True)
+
+
 @pytest.mark.parametrize(("case", "support"), BOTH)
 @pytest.mark.parametrize("live", ["some", "all"])
 def test_a_new_policy_given_as_rows_is_the_one_in_the_batch(case, support, live):

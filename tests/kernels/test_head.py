@@ -232,3 +232,12 @@ def test_tokens_outside_the_vocabulary_are_refused():
     hidden, weight, tokens = problem(20)
     with pytest.raises(ValueError, match=r"lm_head: `tokens` must lie in 0 … 19 .* got 20"):
         lm_head(hidden, weight, tokens.fill_(20))
+
+
+def test_logits_of_any_size_have_the_same_log_probs():
+    """A normaliser as large as the logits would round them; numbers of a few bits come through the bias unrounded."""
+    hidden, weight, tokens = problem(20, dtype=torch.float32)
+    hidden = (hidden.detach() * 4).round() / 4
+    small, large = (lm_head(hidden, weight.detach(), tokens, bias=torch.full((20,), b), top_k=4) for b in (0.0, 4096.0))
+    assert torch.equal(small.logp, large.logp)
+    assert torch.equal(small.dist.logp, large.dist.logp)

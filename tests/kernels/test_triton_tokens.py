@@ -60,13 +60,14 @@ def test_loss_gradient_and_metrics_are_the_objective_s(name, settings, support):
     def rows(x: torch.Tensor) -> torch.Tensor:
         return x.flatten(0, 1).float().to(DEVICE)
 
-    def dist(x: SparseDist | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return (None, None) if x is None else (rows(x.logp), rows(x.rest))
+    def dist(x: SparseDist | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, None) if x is None else (rows(x.logp), rows(x.rest), rows(x.rest_max))
 
-    logp, (kept, rest) = rows(batch.logp_new), dist(batch.dist_new)
-    kept, rest = (logp[:, None], logp) if kept is None else (kept, rest)
-    new = HeadRows(logp, logp, logp.long()[:, None], kept, rest, logp, rest)
-    before = OldRows(rows(batch.logp_old), *dist(batch.dist_old), rows(batch.advantages), rows(batch.logp_rollout))
+    logp, (kept, rest, rest_max) = rows(batch.logp_new), dist(batch.dist_new)
+    kept, rest, rest_max = (logp[:, None], logp, logp) if kept is None else (kept, rest, rest_max)
+    new = HeadRows(logp, logp, logp.long()[:, None], kept, rest, logp, rest_max)
+    *old, old_max = dist(batch.dist_old)
+    before = OldRows(rows(batch.logp_old), *old, rows(batch.advantages), rows(batch.logp_rollout), old_max)
     found = rule(new, before)
     assert (found.fields[LOSS].cpu() - exact.loss.flatten()).abs().max() < 2e-6 * (1 + exact.loss.abs().max())
     assert (found.own.cpu() - wanted.flatten()).abs().max() < 2e-6 * (1 + wanted.abs().max())

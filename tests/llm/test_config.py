@@ -434,3 +434,9 @@ def test_the_example_is_stock_but_for_three_lines(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         start, end = (float(x) for x in re.findall(r"reward: ([\d.]+) → ([\d.]+)", done.stdout)[0])
         assert end > start + 0.1, done.stdout
+
+
+def test_the_support_is_the_published_one():
+    # Becker et al. 2025: 64 tokens, and none after 1 − 1e-5 of the mass.
+    defaults = {name: field.default for name, field in CorralConfig.__dataclass_fields__.items()}
+    assert (defaults["support_size"], defaults["support_mass"]) == (64, 1 - 1e-5)

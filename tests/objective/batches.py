@@ -87,7 +87,7 @@ def random_batch(
         advantages=normal(B, T) if per_token else normal(B),
         mask=mask,
         dist_old=dist_old,
-        logp_rollout=dist_old.logp[..., 0] + 0.05 * normal(B, T),
+        logp_rollout=(dist_old.logp[..., 0] + 0.05 * normal(B, T)).clamp(max=0),
     )
     return as_batch(logits, like), logits
 

@@ -63,6 +63,13 @@ def at_first(x: Tensor, value: float) -> Tensor:
     return x
 
 
+def without_rest(dist: SparseDist) -> SparseDist:
+    """The same policy at the first token with its rest's mass in slot 1."""
+    logp = dist.logp.detach().clone()
+    logp[0, 0, 1] = torch.logaddexp(logp[0, 0, 1], dist.rest[0, 0])
+    return replace(dist, logp=logp, rest=at_first(dist.rest, -INF))
+
+
 # ------------------------------------------------------------------------------------------------------------- batches
 
 FIRST = "Got it at 1 of 6 tokens, first at [b t] = [0, 0]."
@@ -124,14 +131,31 @@ def bad_values() -> Iterator[Refused]:
             for value in (NAN, INF):
                 poisoned = replace(dist, **{part: at_first(getattr(dist, part), value)})
                 yield batch("troll", f"{field} holds NaN or +inf at a live token", "model's logits", FIRST, **{field: poisoned})
+    for owner in ("ppo_clip", "troll", "tis"):
+        for field in ("logp_new", "logp_old", "logp_rollout"):
+            says = (
+                f"{field} is above 0 at an unmasked token, and log-probabilities are not. Take log_softmax over the last axis"
+            )
+            changed = at_first(getattr(GOOD, field), 0.0011)
+            yield batch(owner, says, "check=False", "Got 0.0011 at 1 of 6 tokens", "[b t] = [0, 0]", **{field: changed})
+    for field in ("dist_new", "dist_old"):
+        dist = getattr(GOOD, field)
+        mass = dist.with_rest().exp().sum(-1)[0, 0].item() + 0.0011
+        fuller = replace(dist, rest=at_first(dist.rest, math.log(dist.rest[0, 0].exp().item() + 0.0011)))
+        says = (
+            f"{field} is no distribution: at an unmasked token its support and tail do not sum to 1 ± 0.001. Take log_softmax"
+        )
+        yield batch("ppo_clip", says, "check=False", f"Got {mass:.6g} at 1 of 6 tokens", **{field: fuller})
+        half = replace(fuller, logp=fuller.logp.bfloat16(), rest=(dist.rest.exp() + 0.08).log())
+        yield batch("ppo_clip", f"{field} is no distribution", "do not sum to 1 ± 0.05.", **{field: half})
     ids = GOOD.dist_old.ids
     moved = replace(GOOD.dist_new, ids=at_first(ids, 5 - int(ids[0, 0, 0])))
     says = "dist_new and dist_old stand on different token ids. Both must stand on one support: gather the new policy at"
     yield batch("troll", says, FIRST, dist_new=moved)
-    for gap in (2e-3, -2e-3, 5.0):
+    for gap in (2e-3, -2e-3, -5.0):
         says = "dist_old.logp[..., 0] and logp_old differ by more than 0.001 nats. Slot 0 must be the sampled token"
         yield batch("troll", says, "at the same position", "same temperature", logp_old=GOOD.logp_old + gap)
-    impossible = replace(GOOD.dist_old, rest=at_first(GOOD.dist_old.rest, -INF))
+    impossible = without_rest(GOOD.dist_old)
     says = "the old policy rules out tokens that the new one allows, at 1 live positions"
     yield batch("troll", says, "Use the same logit masks for both", dist_old=impossible)
     says = "`vocab_size` counts every token, and a support has"
@@ -248,6 +272,20 @@ def bad_supports() -> Iterator[Refused]:
     for repeated in ([0, 1, 0], [5, 5, -1]):
         says = "`ids` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."
         yield call(gather_support, says, args=(logp, torch.tensor(repeated).expand(2, 3, 3)))
+    logits = torch.arange(36.0).view(2, 3, 6)
+    for name, given, mass in (
+        ("probabilities", logp.exp(), 6 * math.exp(1 / 6)),
+        ("raw logits", logits, sum(math.exp(x) for x in range(6))),
+        ("log_softmax over the wrong axis", torch.zeros(2, 3, 6).log_softmax(1), 2.0),
+        ("too little by 0.0011", logp + math.log(0.9989), 0.9989),
+        ("half precision", logp.bfloat16() + math.log(1.06), 1.06),
+    ):
+        says = f"`logp` holds no log-probabilities: a row sums to {mass:.3g}"
+        tolerance = (
+            f"not 1 ± {0.05 if name == 'half precision' else 0.001:g}, at 6 of 6 rows. Take log_softmax over the last axis"
+        )
+        yield call(top_k_support, says[:-1], tolerance, "check=False", args=(given, tokens, 2))
+        yield call(gather_support, says[:-1], tolerance, "check=False", args=(given, torch.tensor([0, 1]).expand(2, 3, 2)))
     yield call(
         top_k_support, "`tokens` must lie in 0 … 5", "got -1", "At padding put any token", args=(logp, at_first(tokens, -1), 2)
     )  # −1 is for ids
@@ -358,9 +396,39 @@ def test_an_anchor_that_differs_by_rounding_is_accepted(gap):
 
 @pytest.mark.parametrize(("name", "settings"), [("troll", {}), ("dppo", {"estimator": "topk"})])
 def test_a_category_that_neither_policy_allows_is_accepted(name, settings):
-    nothing = torch.full_like(GOOD.mask, -INF, dtype=torch.float64)
-    batch = replace(GOOD, dist_new=replace(GOOD.dist_new, rest=nothing), dist_old=replace(GOOD.dist_old, rest=nothing))
+    batch = replace(GOOD, dist_new=without_rest(GOOD.dist_new), dist_old=without_rest(GOOD.dist_old))
     assert make_objective(name, **settings)(batch).loss.isfinite().all()
+
+
+def test_log_probs_that_rounding_explains_are_accepted():
+    logp, tokens = torch.zeros(3, 6).log_softmax(-1), torch.zeros(3).long()
+    for given in (logp + math.log(1.0009), logp.bfloat16() + 0.04, at_first(logp[:1], NAN)):  # padding may be NaN
+        assert top_k_support(given, tokens[: len(given)], 2).logp.shape == (len(given), 3)
+        assert gather_support(given, tokens[: len(given), None]).logp.shape == (len(given), 1)
+    for field in ("logp_new", "logp_old", "logp_rollout"):
+        assert make_objective("ppo_clip")(replace(GOOD, **{field: at_first(getattr(GOOD, field), 9e-4)}, dist_old=None)).metrics
+
+
+def test_padding_may_hold_anything():
+    padding = ~GOOD.mask
+    loud = {name: getattr(GOOD, name).masked_fill(padding, 9.0) for name in ("logp_new", "logp_old", "logp_rollout")}
+    dists = {name: getattr(GOOD, name) for name in ("dist_new", "dist_old")}
+    dists = {name: replace(dist, rest=dist.rest.masked_fill(padding, 9.0)) for name, dist in dists.items()}
+    assert torch.equal(make_objective("troll")(replace(GOOD, **loud, **dists)).loss, make_objective("troll")(GOOD).loss)
+
+
+def test_check_false_takes_log_probs_as_they_are():
+    logits, tokens = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([0])
+    dist = top_k_support(logits, tokens, 1, check=False)
+    assert dist.logp.tolist() == [[1.0, 3.0]]
+    assert torch.equal(gather_support(logits, dist.ids, check=False).rest, dist.rest)
+    above = TokenBatch(torch.tensor([[0.5]]), torch.tensor([[0.25]]), torch.ones(1), torch.ones(1, 1).bool())
+    assert make_objective("reinforce", check=False)(above).loss.item() == pytest.approx(-math.exp(0.25))
+    assert make_correction("tis", check=False, cap=9.0)(replace(above, logp_rollout=above.logp_old)).item() == 1.0
+    assert improvement_bound(above, check=False).surrogate.isfinite()
+    for bad in (replace(above, logp_old=torch.tensor([[NAN]])), replace(above, advantages=torch.tensor([INF]))):
+        with pytest.raises(ValueError, match=r"reinforce: .* not finite"):
+            make_objective("reinforce", check=False)(bad)
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "troll"])

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from batches import inputs, loss_and_grad, row, tokens
 from hypothesis import given
@@ -59,3 +60,8 @@ def test_gradient_is_the_derivative_of_the_loss_at_a_constant_weight():
     batch = inputs(p_new=[0.9, 0.1, 0.5], p_old=[0.5] * 3, adv=[2.0, -1.0, 0.0])
     objective = make_objective("cispo", cap_low=1.5, cap_high=1.5)
     assert gradcheck(lambda logp: objective(replace(batch, logp_new=logp)).loss, batch.logp_new)
+
+
+def test_an_infinite_smallest_weight_is_refused():
+    with pytest.raises(ValueError, match="cap_low < inf; got"):
+        make_objective("cispo", cap_low=math.inf, cap_high=math.inf)

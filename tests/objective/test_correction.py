@@ -32,7 +32,7 @@ def mismatched(seed: int, size: float, tokens: int = 5) -> TokenBatch:
     """Random policies on a ragged mask, with a sampler that is off by `size` in log-probability."""
     batch, _ = random_batch(4, tokens, 6, 3, seed=seed)
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return replace(batch, logp_rollout=batch.logp_old + size * noise)
+    return replace(batch, logp_rollout=(batch.logp_old + size * noise).clamp(max=0))
 
 
 # ρ = .5/.25, .4/.5, .3/.1 = 2, .8, 3, product 4.8;   ρ = .12/.2, .3/.3 = .6, 1, product .6, and one token of padding.

@@ -185,11 +185,21 @@ def test_one_advantage_per_sequence_is_the_same_on_each_of_its_tokens(case):
     assert torch.equal(gradient(case, batch, leaf), gradient(case, spread, leaf))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("troll")])
+def test_tokens_without_an_advantage_are_never_counted(case):
+    batch, _ = batch_of(case, step=5.0)
+    out = objective_of(case)(replace(batch, advantages=torch.zeros_like(batch.advantages)))
+    assert not out.acted.any()
+    assert out.metrics["tr/active_frac"] == 0
+    assert case.startswith("reinforce") or objective_of(case)(batch).acted.any()  # it does act on these policies
+
+
 @every_case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(case, dtype):
     half = cast(batch_of(case)[0], dtype)
-    out, expected = objective_of(case)(half), objective_of(case)(cast(half, torch.float32))
+    unchecked = replace(objective_of(case), check=False)  # log-probs that bfloat16 has rounded do not sum to 1 ± 0.001
+    out, expected = objective_of(case)(half), unchecked(cast(half, torch.float32))
     assert out.loss.dtype == torch.float32
     assert torch.equal(out.loss, expected.loss)
     assert out.metrics == expected.metrics

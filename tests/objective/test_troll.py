@@ -104,6 +104,16 @@ def test_golden_fill_renormalises_the_kept_tokens():
     assert metrics["tr/rest_mass"].item() == pytest.approx(0.1, rel=1e-9)
 
 
+def test_with_nothing_dropped_there_is_nothing_to_fill():
+    batch, logits = random_batch(2, 3, 5, 5)
+    filled, bucketed = (
+        loss_and_logit_grad(batch, logits, bound=0.01, **tail)
+        for tail in ({"tail": "fill", "vocab_size": 5}, {"tail": "bucket"})
+    )
+    assert torch.equal(filled[0], bucketed[0])
+    assert torch.equal(filled[1], bucketed[1])
+
+
 def test_golden_fill_gives_every_dropped_token_1e12th():
     # A vocabulary of 3 + 1e11 drops 1e11 tokens, .1 in all: masses .9 + .1 = 1 and .8 + .1 = .9; ratio (.3/.9)/.4 = 5/6.
     # KL before: ⅓ ln(5/6) + ⅓ ln(10/9) + 2/9 ln(10/9) + 1/9 ln(10/9).

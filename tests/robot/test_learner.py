@@ -82,10 +82,12 @@ def test_golden_loss_of_the_first_update() -> None:
         assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("set_covariance", [False, True])
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str) -> None:
+def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str, set_covariance: bool) -> None:
     # Densities and divergence by torch.distributions, every matrix written out; the projection has tests of its own.
-    agent = learner(algorithm, regression=3.0, mean_bound=0.02, cov_bound=0.003)
+    # A third of the segments does not count, whatever advantages stand there.
+    agent = learner(algorithm, regression=3.0, mean_bound=0.02, cov_bound=0.003, set_covariance=set_covariance)
     episodes, plans = agent.sample()
     agent.critic.normaliser.update(agent.states(episodes))
     agent.begin_batch(plans.chol)
@@ -93,6 +95,8 @@ def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str) 
         credit, log_old = agent.credit(episodes), agent.log_prob(*plans)
         for parameter in agent.policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+    counts = torch.arange(credit.mask.numel()).view(credit.mask.shape) % 3 > 0
+    credit = credit._replace(mask=counts, advantages=torch.where(counts, credit.advantages, 1e3))
     context = episodes.observations[:, 0]
     mean, chol = agent.policy(context)
     inside = project_gaussian_kl(mean, chol, plans.mean, plans.chol, mean_bound=0.02, cov_bound=0.003)
@@ -108,16 +112,18 @@ def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str) 
 
     assert_close(log_old, log_density(plans.mean, plans.chol), rtol=1e-8)
     ratio = (log_density(inside.mean, inside.chol) - log_old).exp()
+    # A covariance that will be set needs no regression: only the means are pulled together, in units of the projected one.
+    spread = inside.chol.detach() if set_covariance else chol
     apart = kl_divergence(
-        MultivariateNormal(mean, scale_tril=chol), MultivariateNormal(inside.mean.detach(), scale_tril=inside.chol.detach())
+        MultivariateNormal(mean, scale_tril=spread), MultivariateNormal(inside.mean.detach(), scale_tril=inside.chol.detach())
     )
-    expected = 3 * apart.mean() - (ratio * credit.advantages).mean()
+    expected = 3 * apart.mean() - (ratio * credit.advantages)[counts].mean()
     expected.backward()
     gradients = [parameter.grad.clone() for parameter in agent.policy.parameters()]
     metrics = agent.improve_policy(context, plans, credit, log_old)
     assert float(metrics["policy_loss"]) == pytest.approx(expected.item(), rel=1e-8)
     assert float(metrics["regression"]) == pytest.approx(apart.mean().item(), rel=1e-8)
-    assert float(metrics["tr/ratio_max"]) == pytest.approx(ratio.max().item(), rel=1e-8)
+    assert float(metrics["tr/ratio_max"]) == pytest.approx(torch.where(counts, ratio, 1.0).max().item(), rel=1e-8)
     for parameter, gradient in zip(agent.policy.parameters(), gradients, strict=True):
         assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
 

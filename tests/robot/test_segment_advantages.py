@@ -30,6 +30,16 @@ def episodes(seed: int, steps: int = 17) -> tuple[Tensor, Tensor, Tensor, list[i
 # ---------------------------------------------------------------------------------------------------- golden
 
 
+def test_golden_the_last_segment_of_a_short_episode_runs_to_its_end():
+    # Segments (0, 1) and (4, 6) with two steps between them. Three steps: the first segment is the last, r_0 + r_1 + r_2 − V_0
+    # = 1 + 2 + 3 − 10 = −4. Six: it is r_0 + V_1 − V_0 = 11, and the second one r_4 + r_5 − V_4 = −39.
+    rewards, values = doubles([1, 2, 3, 0, 0, 0], [1, 2, 3, 4, 5, 6]), doubles(*[[10, 20, 30, 40, 50, 60]] * 2)
+    mask = torch.arange(6) < torch.tensor([[3], [6]])
+    got, live = segment_advantages(rewards, values, torch.tensor([[0, 1], [4, 6]]), mask=mask)
+    assert live.tolist() == [[True, False], [True, True]]
+    assert_close(got, doubles([-4.0, 0.0], [11.0, -39.0]))
+
+
 def test_golden_credit():
     # Pairs (1, 3) and (3, 5), T = 6, γ = ½.
     #   A_0 = r_1 + ½ r_2 + ¼ V_3 − V_1 = 2 + 1.5 + 10 − 20 = −6.5

@@ -18,6 +18,7 @@ from corral.kernels.dispatch import MAX_GIVEN, has_triton
 from corral.kernels.head_rows import HeadRows
 from corral.kernels.later import Later
 from corral.kernels.live import Live, advantages_of, fits
+from corral.support import Limits
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
 
@@ -65,8 +66,9 @@ def batch_loss(
         new: the new policy as rows, in the place of the batch's, which is then not read. Nobody has to count them again.
         kernels: whether to use Triton's; by default on a GPU.
     Returns:
-        Loss and metrics of the objective. It is asked itself where no kernel computes it, and where something is not finite: it
-        says what is wrong, where there is a gradient at the end of the backward pass, by when the device has long found out.
+        Loss and metrics of the objective. It is asked itself where no kernel computes it, and where something is not finite or
+        no log-probability. It says what is wrong: where there is a gradient at the end of the backward pass, by when the device
+        has long found out.
     """
     if kernels is None:
         kernels = batch.mask.is_cuda and has_triton()
@@ -93,13 +95,14 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     def rows(x: Tensor) -> Tensor:
         return live.pick(x.detach()).float().contiguous()
 
+    tail = None if old is None or new.dist is None or new.dist.rest_max is None else old.rest_max
     anchor = OldRows(
         logp=rows(batch.logp_old),
         kept=rows(old.logp) if supported and old is not None else None,
         rest=rows(old.rest) if supported and old is not None else None,
         advantages=rows(advantages_of(batch)),
         rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout),
-        rest_max=rows(old.rest_max) if _tails_known(new.dist, old) else None,
+        rest_max=None if tail is None else rows(tail),
     )
     found: dict[str, Any] = {}
     support: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -107,7 +110,8 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
         kept = new.dist.logp.float()  # rows may lie apart, as a head's do; their slots may not
         support = (kept if kept.stride(-1) == 1 else kept.contiguous()), new.dist.rest.float().contiguous()
     found["rest_max"] = None if new.dist is None else new.dist.rest_max
-    loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, found)
+    limits = Limits.of(new.logp, batch.logp_old, new.dist, old) if objective.check else Limits()
+    loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, limits, found)
     metrics, flawed = metrics_of(found["loss"], found["rows"], anchor, projects=rule.projects)
     found["check"] = _Check(objective, batch, new, Later(flawed))
     if not loss.requires_grad:
@@ -115,13 +119,9 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     return ObjectiveOutput(live.spread(loss), metrics)
 
 
-def _tails_known(new: SparseDist | None, old: SparseDist | None) -> bool:
-    return new is not None and old is not None and new.rest_max is not None and old.rest_max is not None
-
-
 @dataclass(frozen=True, eq=False)
 class _Check:
-    """Refuses a batch in which something is not finite, in the objective's own words."""
+    """Refuses a batch in which something is not finite, or no log-probability, in the objective's own words."""
 
     objective: Callable[[TokenBatch], ObjectiveOutput]
     batch: TokenBatch
@@ -142,14 +142,21 @@ class _RuleLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logp: Tensor, kept: Tensor | None, rest: Tensor | None, old: Any, rule: Any, found: dict[str, Any]
+        ctx: Any,
+        logp: Tensor,
+        kept: Tensor | None,
+        rest: Tensor | None,
+        old: Any,
+        rule: Any,
+        limits: Limits,
+        found: dict[str, Any],
     ) -> Tensor:
         from corral.kernels.loss_rows import LOSS
 
         none = logp[:, None] if kept is None else kept
         rest_max = logp if found["rest_max"] is None else found["rest_max"]
         rows = HeadRows(logp, logp, none, none, logp if rest is None else rest, logp, rest_max)
-        out = rule(rows, old)
+        out = rule(rows, old, limits)
         found |= {"loss": out, "rows": rows}
         ctx.grads, ctx.found = (out.own, out.kept, out.rest), found
         return out.fields[LOSS].clone()
@@ -160,4 +167,4 @@ class _RuleLoss(torch.autograd.Function):
         # Asked here, the device would have nothing to do until the host has heard the answer.
         torch.autograd.Variable._execution_engine.queue_callback(ctx.found["check"])
         scaled = (None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream) for g in ctx.grads)
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)

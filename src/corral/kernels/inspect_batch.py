@@ -15,7 +15,8 @@ from torch import Tensor
 
 from corral.kernels.later import Later
 from corral.kernels.live import advantages_of
-from corral.kernels.loss_rows import TOLERATED
+from corral.kernels.loss_rows import TOLERATED, UNCHECKED
+from corral.support import Limits
 from corral.types import TokenBatch
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
@@ -54,13 +55,14 @@ def inspect_batch(
     form: bool,
     tolerance: float,
     masked_too: bool = False,
+    limits: Limits = UNCHECKED,
 ) -> Inspection:
     """Count what there is to do, and what cannot be done; and put the rows in order.
 
     Shapes are right by now. Refused are token ids outside the vocabulary, a support whose slot 0 is not the sampled token, and
-    whatever `objective.check` refuses that does not come from the new policy. With `form` gradients are to be formed at once:
-    of rows that are foreseen to be dense and, where nothing may be dropped, of all that have an advantage and a weight. Masked
-    tokens have no row, or with `masked_too` one without a gradient.
+    whatever `objective.check` refuses that does not come from the new policy, its `limits` of log-probs included. With `form`
+    gradients are to be formed at once: of rows that are foreseen to be dense and, where nothing may be dropped, of all that
+    have an advantage and a weight. Masked tokens have no row, or with `masked_too` one without a gradient.
     """
     length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
     vocabulary, small = len(weight), 2 * total * weight.numel() < SMALL
@@ -76,7 +78,7 @@ def inspect_batch(
     ids, kept, rest, rollout, weights = (None if x is None else x.contiguous() for x in (*support, batch.logp_rollout, weights))
     _inspect_kernel[(triton.cdiv(total, ROWS),)](
         mask.view(torch.uint8), tokens, ids, kept, rest, logp_old, rollout, advantages, weights, off, size,
-        total, length, *advantages.stride(), slots, vocabulary, SUPPORT=old is not None,
+        total, length, *advantages.stride(), slots, vocabulary, *limits, SUPPORT=old is not None,
         ROLLOUT=rollout is not None, WEIGHTS=weights is not None, FORM=form, EVERY=every, MASKED_TOO=masked_too,
         SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
@@ -119,7 +121,7 @@ def _finite(x):
 @no_type_check
 def _inspect_kernel(
     mask, tokens, ids, kept, rest, logp_old, rollout, advantages, weights, off, size, total, length, stride_b, stride_t, slots,
-    vocabulary, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, WEIGHTS: tl.constexpr, FORM: tl.constexpr,
+    vocabulary, highest, slack, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, WEIGHTS: tl.constexpr, FORM: tl.constexpr,
     EVERY: tl.constexpr, MASKED_TOO: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse."""
@@ -131,9 +133,11 @@ def _inspect_kernel(
     anchor = tl.load(logp_old + row, mask=live, other=0.0)
     advantage = tl.load(advantages + row // length * stride_b + row % length * stride_t, mask=live, other=0.0)
     fit = (token >= 0) & (token < vocabulary) & _finite(anchor) & _finite(advantage)
+    fit = fit & ~(anchor.to(tl.float32) > highest)
     gain = tl.abs(advantage.to(tl.float32))
     if ROLLOUT:
-        fit = fit & _finite(tl.load(rollout + row, mask=live, other=0.0))
+        sampled = tl.load(rollout + row, mask=live, other=0.0)
+        fit = fit & _finite(sampled) & ~(sampled.to(tl.float32) > highest)
     if WEIGHTS:
         factor = tl.load(weights + row, mask=live, other=0.0).to(tl.float32)
         fit = fit & _finite(factor)
@@ -151,6 +155,8 @@ def _inspect_kernel(
         fit = fit & (tl.max(bad.to(tl.int32), 1) == 0) & (outer < float("inf"))
         own = tl.sum(tl.where((slot == 0)[None, :], value, 0.0), 1)
         fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= TOLERATED)
+        mass = tl.sum(tl.where(real, tl.exp(value), 0.0), 1) + tl.exp(outer)
+        fit = fit & ~(live & (tl.abs(mass - 1.0) > slack))
         if FORM:
             whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)
             dropped = tl.where(gain > 0.0, gain * tl.exp(outer), 0.0)

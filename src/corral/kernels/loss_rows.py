@@ -10,12 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from corral.kernels.head_rows import HeadRows
-from corral.support import ANCHOR_TOLERANCE, tail_gap
+from corral.kernels.project_row import LOG_RATIO_MAX
+from corral.support import ANCHOR_TOLERANCE, Limits, tail_gap
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
 """Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
 FIELDS = 10
 TOLERATED: tl.constexpr = tl.constexpr(ANCHOR_TOLERANCE)
+UNCHECKED = Limits()
+"""For a new policy that a head has just computed, and an old one that has been inspected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +85,7 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
         names["tr/mismatch"] = MISMATCH
     metrics = {name: out[place] for name, place in names.items()}
     if (gap := tail_gap(rows.rest_max, old.rest_max)) is not None:
-        metrics["tr/rest_max_ratio"] = gap.amax().clamp(max=20.0).exp()
+        metrics["tr/rest_max_ratio"] = gap.amax().clamp(max=LOG_RATIO_MAX.value).exp()
     return metrics, out[FLAWED]
 
 
@@ -91,6 +94,13 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
 def disagree(own, anchor):
     """Whether an old policy's support says something else of the sampled token; the objective, asked then, says so too."""
     return ~(tl.abs(own - anchor) <= 1.001 * TOLERATED)
+
+
+@triton.jit
+@no_type_check
+def no_distribution(mass, slack):
+    """Whether a mass is not 1; a little less strict than the objective, which is asked then, and says so too."""
+    return tl.abs(mass - 1.0) > 1.001 * slack
 
 
 @triton.jit
@@ -130,7 +140,7 @@ def _metrics_kernel(fields, rest, out, count, SUPPORT: tl.constexpr, BLOCK: tl.c
         if SUPPORT:
             mass += tl.exp(tl.load(rest + row, mask=live, other=-float("inf")).to(tl.float32))
     tl.store(out + 0, tl.sum(mass, 0) / count)
-    tl.store(out + 1, tl.exp(tl.minimum(tl.max(log_rho, 0), 20.0)))
+    tl.store(out + 1, tl.exp(tl.minimum(tl.max(log_rho, 0), LOG_RATIO_MAX)))
     tl.store(out + 2, tl.sum(acted, 0) / count)
     tl.store(out + 3, tl.sum(kl, 0) / count)
     tl.store(out + 4, tl.max(most, 0))

@@ -14,6 +14,7 @@ from corral.kernels.head import lm_head
 from corral.kernels.head_rows import HeadRequest
 from corral.kernels.live import Live, advantages_of, fits
 from corral.kernels.logits import LogitSpec
+from corral.support import Limits
 from corral.types import ObjectiveOutput, TokenBatch
 
 TOLERANCE = 1e-3
@@ -125,7 +126,8 @@ def _fused(
     tolerance, request = 0.0 if exact else TOLERANCE, HeadRequest(top_k=own)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     form = trained and weights is not None and request.top_k is None
-    inspection = inspect_batch(batch, tokens, weights, weight, form=form, tolerance=tolerance)
+    limits = Limits.of(batch.logp_old, old) if getattr(objective, "check", True) else Limits()  # it has a rule: it is ours
+    inspection = inspect_batch(batch, tokens, weights, weight, form=form, tolerance=tolerance, limits=limits)
     # Products do not wait for the host: not even to be told how many rows they have.
     ids = None if old is None else old.ids.flatten(0, 1).contiguous()
     source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten().contiguous(), ids, spec, request)

@@ -8,9 +8,12 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from corral import numerics
 from corral.projection import categorical_kl as reference
 
 RULED_OUT: tl.constexpr = tl.constexpr(reference.RULED_OUT)
+LOG_RATIO_MAX: tl.constexpr = tl.constexpr(numerics.LOG_RATIO_MAX)
+CERTAIN: tl.constexpr = tl.constexpr(numerics.CERTAIN)
 
 
 @triton.jit

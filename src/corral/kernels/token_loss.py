@@ -11,13 +11,16 @@ import triton
 import triton.language as tl
 
 from corral.kernels.head_rows import HeadRows
-from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
-from corral.kernels.project_row import abs_difference, binary_kl, expm1, kl_elements, kl_term
+from corral.kernels.loss_rows import UNCHECKED, LossRows, OldRows, blank_fields, disagree, no_distribution
+from corral.kernels.project_row import CERTAIN, LOG_RATIO_MAX, abs_difference, binary_kl, expm1, kl_elements, kl_term
+from corral.support import Limits
 
 CLIP, MASK, WEIGHT, GATE, PENALTY = range(5)
 RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL = range(5)
 """What a mask measures."""
 INFINITY = float("inf")
+LANES = 256
+"""Rows times slots of one program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +47,18 @@ class TokenLoss:
         make = _RULES.get(name) if isinstance(name, str) else None
         return None if make is None else make(objective.config)
 
-    def __call__(self, rows: HeadRows, old: OldRows) -> LossRows:
-        """Losses of N live tokens."""
+    def __call__(self, rows: HeadRows, old: OldRows, limits: Limits = UNCHECKED) -> LossRows:
+        """Losses of N live tokens; flawed are those beyond the limits too."""
         fields, own = blank_fields(rows.lse), torch.empty_like(rows.lse)
         support = old.kept is not None
         slots = old.kept.shape[1] if old.kept is not None else 0
-        _token_kernel[(len(own),)](
+        lanes = max(2, triton.next_power_of_2(slots + 1))
+        block = max(1, LANES // lanes)
+        _token_kernel[(triton.cdiv(len(own), block),)](
             rows.logp, rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, fields, own,
-            len(own), slots, rows.logp.stride(0), rows.kept.stride(0), self.low, self.high,
+            len(own), slots, rows.logp.stride(0), rows.kept.stride(0), *limits, self.low, self.high,
             self.cap if self.cap is not None else 0.0, CAPPED=self.cap is not None, RULE=self.rule, MEASURE=self.measure,
-            SUPPORT=support, ROLLOUT=old.rollout is not None, SLOTS=max(2, triton.next_power_of_2(slots + 1)), num_warps=1,
+            SUPPORT=support, ROLLOUT=old.rollout is not None, SLOTS=lanes, ROWS=block, num_warps=1,
         )  # fmt: skip
         return LossRows(fields, own, None, None)
 
@@ -85,39 +90,44 @@ _RULES = {
 @no_type_check
 def _token_kernel(
     logp, kept, rest, kept_old, rest_old, logp_old, rollout, advantages, fields, out_own, count, slots, stride, stride_kept,
-    low, high, cap, CAPPED: tl.constexpr, RULE: tl.constexpr, MEASURE: tl.constexpr, SUPPORT: tl.constexpr,
-    ROLLOUT: tl.constexpr, SLOTS: tl.constexpr,
+    highest, slack, low, high, cap, CAPPED: tl.constexpr, RULE: tl.constexpr, MEASURE: tl.constexpr, SUPPORT: tl.constexpr,
+    ROLLOUT: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    new, old = tl.load(logp + row * stride), tl.load(logp_old + row).to(tl.float32)
-    advantage = tl.load(advantages + row).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < count
+    new = tl.load(logp + row * stride, mask=there, other=0.0)
+    old = tl.load(logp_old + row, mask=there, other=0.0).to(tl.float32)
+    advantage = tl.load(advantages + row, mask=there, other=0.0).to(tl.float32)
     log_rho = new - old
     flawed = ~(tl.abs(log_rho) < float("inf"))  # asked here: the smaller of NaN and a number is the number
-    bounded = tl.minimum(log_rho, 20.0)
+    flawed = flawed | (new > 1.001 * highest) | (old > 1.001 * highest)
+    bounded = tl.minimum(log_rho, LOG_RATIO_MAX)
     ratio = tl.exp(bounded)
-    inside = log_rho <= 20.0
+    inside = log_rho <= LOG_RATIO_MAX
     excess = expm1(bounded)
 
     # How far the policy has moved.
     kl_mean = kl_term(tl.exp(bounded * 0.0), ratio, bounded)
-    kl_max = binary_kl(tl.minimum(old, -1e-8), tl.minimum(new, -1e-8))
+    sampled_kl = binary_kl(tl.minimum(old, CERTAIN), tl.minimum(new, CERTAIN))
+    kl_max = sampled_kl
     tv = 0.0 * ratio
     reverse = 0.0 * ratio
     if SUPPORT:
-        slot = tl.arange(0, SLOTS)
-        here = slot < slots
-        p = tl.load(kept + row * stride_kept + slot, mask=here, other=-float("inf"))
-        p = tl.where(slot == slots, tl.load(rest + row), p)
-        q = tl.load(kept_old + row * slots + slot, mask=here, other=-float("inf")).to(tl.float32)
-        q = tl.where(slot == slots, tl.load(rest_old + row).to(tl.float32), q)
-        flawed = flawed | (tl.max(tl.where((p < float("inf")) & (q < float("inf")), 0, 1), 0) > 0)
-        flawed = flawed | disagree(tl.sum(tl.where(slot == 0, q, 0.0), 0), old)
-        kl_mean = tl.sum(kl_elements(p, q), 0)
+        slot = tl.arange(0, SLOTS)[None, :]
+        at, each = row[:, None], there[:, None]
+        p = tl.load(kept + at * stride_kept + slot, mask=each & (slot < slots), other=-float("inf"))
+        p = tl.where(slot == slots, tl.load(rest + at, mask=each, other=0.0), p)
+        q = tl.load(kept_old + at * slots + slot, mask=each & (slot < slots), other=-float("inf")).to(tl.float32)
+        q = tl.where(slot == slots, tl.load(rest_old + at, mask=each, other=0.0).to(tl.float32), q)
+        flawed = flawed | (tl.max(tl.where((p < float("inf")) & (q < float("inf")), 0, 1), 1) > 0)
+        flawed = flawed | disagree(tl.sum(tl.where(slot == 0, q, 0.0), 1), old)
+        flawed = flawed | no_distribution(tl.sum(tl.exp(p), 1), slack) | no_distribution(tl.sum(tl.exp(q), 1), slack)
+        kl_mean = tl.sum(kl_elements(p, q), 1)
         kl_max = kl_mean
         if MEASURE == 3:
-            tv = 0.5 * tl.sum(abs_difference(q, p), 0)
+            tv = 0.5 * tl.sum(abs_difference(q, p), 1)
         if MEASURE == 4:
-            reverse = tl.sum(kl_elements(q, p), 0)
+            reverse = tl.sum(kl_elements(q, p), 1)
 
     # The loss, its derivative with respect to log π, and whether the region acted.
     plain = ratio * advantage
@@ -137,7 +147,7 @@ def _token_kernel(
         if MEASURE == 1:
             moved = abs_difference(old, new)
         if MEASURE == 2:
-            moved = binary_kl(old, new)
+            moved = sampled_kl
         if MEASURE == 3:
             moved = tv
         if MEASURE == 4:
@@ -170,18 +180,18 @@ def _token_kernel(
     flawed = flawed | ~(tl.abs(loss) < float("inf"))
     gap = 0.0 * ratio
     if ROLLOUT:
-        sampled = tl.load(rollout + row).to(tl.float32)
+        sampled = tl.load(rollout + row, mask=there, other=0.0).to(tl.float32)
         gap = abs_difference(sampled, old)
-        flawed = flawed | ~(tl.abs(sampled) < float("inf"))
-    at = fields + row
-    tl.store(at, loss)
-    tl.store(at + 1 * count, log_rho)
-    tl.store(at + 2 * count, acted.to(tl.float32))
-    tl.store(at + 3 * count, kl_mean)
-    tl.store(at + 4 * count, kl_max)
-    tl.store(at + 5 * count, 0.0 * ratio)
-    tl.store(at + 6 * count, 0.0 * ratio)
-    tl.store(at + 7 * count, 0.0 * ratio + 1.0)
-    tl.store(at + 8 * count, gap)
-    tl.store(at + 9 * count, flawed.to(tl.float32))
-    tl.store(out_own + row, own)
+        flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
+    field = fields + row
+    tl.store(field, loss, mask=there)
+    tl.store(field + 1 * count, log_rho, mask=there)
+    tl.store(field + 2 * count, acted.to(tl.float32), mask=there)
+    tl.store(field + 3 * count, kl_mean, mask=there)
+    tl.store(field + 4 * count, kl_max, mask=there)
+    tl.store(field + 5 * count, 0.0 * ratio, mask=there)
+    tl.store(field + 6 * count, 0.0 * ratio, mask=there)
+    tl.store(field + 7 * count, 0.0 * ratio + 1.0, mask=there)
+    tl.store(field + 8 * count, gap, mask=there)
+    tl.store(field + 9 * count, flawed.to(tl.float32), mask=there)
+    tl.store(out_own + row, own, mask=there)

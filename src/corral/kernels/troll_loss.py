@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from corral.kernels.head_rows import HeadRows
-from corral.kernels.loss_rows import LossRows, OldRows, blank_fields, disagree
-from corral.kernels.project_row import RULED_OUT, abs_difference, kl_elements, log_softmax, project
+from corral.kernels.loss_rows import UNCHECKED, LossRows, OldRows, blank_fields, disagree, no_distribution
+from corral.kernels.project_row import LOG_RATIO_MAX, RULED_OUT, abs_difference, kl_elements, log_softmax, project
+from corral.support import Limits
 
 EXACT, CONSTANT_DUAL, UNPROJECTED = 0, 1, 2
 GRADIENTS = {"exact": EXACT, "constant_dual": CONSTANT_DUAL, "unprojected": UNPROJECTED}
@@ -40,8 +41,8 @@ class TrollLoss:
             return None
         return cls(bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap)
 
-    def __call__(self, rows: HeadRows, old: OldRows) -> LossRows:
-        """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N live tokens."""
+    def __call__(self, rows: HeadRows, old: OldRows, limits: Limits = UNCHECKED) -> LossRows:
+        """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N live tokens; flawed are those beyond the limits too."""
         assert old.kept is not None
         assert old.rest is not None
         count, slots = rows.kept.shape
@@ -49,7 +50,7 @@ class TrollLoss:
         g_kept = torch.empty(count, slots, device=g_rest.device)
         _troll_kernel[(count,)](
             rows.kept, rows.rest, old.kept, old.rest, old.logp, old.rollout, old.advantages, fields, g_kept, g_rest,
-            count, slots, rows.kept.stride(0), self.bound, self.regression, self.ratio_cap or 0.0,
+            count, slots, rows.kept.stride(0), *limits, self.bound, self.regression, self.ratio_cap or 0.0,
             CAPPED=self.ratio_cap is not None, GRADIENT=GRADIENTS[self.gradient], ROLLOUT=old.rollout is not None,
             SLOTS=max(2, triton.next_power_of_2(slots + 1)), num_warps=1,
         )  # fmt: skip
@@ -59,8 +60,8 @@ class TrollLoss:
 @triton.jit
 @no_type_check
 def _troll_kernel(
-    kept, rest, kept_old, rest_old, logp_old, rollout, advantages, fields, g_kept, g_rest, count, slots, stride, bound,
-    regression, cap, CAPPED: tl.constexpr, GRADIENT: tl.constexpr, ROLLOUT: tl.constexpr, SLOTS: tl.constexpr,
+    kept, rest, kept_old, rest_old, logp_old, rollout, advantages, fields, g_kept, g_rest, count, slots, stride, highest,
+    slack, bound, regression, cap, CAPPED: tl.constexpr, GRADIENT: tl.constexpr, ROLLOUT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
@@ -75,7 +76,8 @@ def _troll_kernel(
         tl.abs(tl.sum(tl.where(first, new, 0.0), 0)) < float("inf")
     )
     anchor = tl.load(logp_old + row).to(tl.float32)
-    flawed = flawed | disagree(tl.sum(tl.where(first, old, 0.0), 0), anchor)
+    flawed = flawed | disagree(tl.sum(tl.where(first, old, 0.0), 0), anchor) | (anchor > 1.001 * highest)
+    flawed = flawed | no_distribution(tl.sum(tl.exp(new), 0), slack) | no_distribution(tl.sum(tl.exp(old), 0), slack)
 
     plain = tl.sum(tl.where(first, new, 0.0), 0) - tl.sum(tl.where(first, old, 0.0), 0)
     new, old = log_softmax(new), log_softmax(old)
@@ -91,12 +93,12 @@ def _troll_kernel(
     own_r = tl.sum(tl.where(first, log_r, 0.0), 0)
     # Inside the region the log-probs' own difference: equal policies have a ratio of exactly 1.
     log_rho = plain if GRADIENT == 2 else tl.where(active, own_r - own_old, plain)
-    ratio = tl.exp(tl.minimum(log_rho, 20.0))
+    ratio = tl.exp(tl.minimum(log_rho, LOG_RATIO_MAX))
     if CAPPED:
         ratio = tl.minimum(ratio, cap)
         u = -ratio * advantage
     else:
-        u = tl.where(log_rho <= 20.0, -ratio * advantage, 0.0)
+        u = tl.where(log_rho <= LOG_RATIO_MAX, -ratio * advantage, 0.0)
     loss = -ratio * advantage
 
     # d log r_a / d log new, in closed form: t (δ − r (1 + z_a z)) where the bound acts, δ where it does not.
@@ -132,7 +134,7 @@ def _troll_kernel(
     if ROLLOUT:
         sampled = tl.load(rollout + row).to(tl.float32)
         gap = abs_difference(sampled, anchor)
-        flawed = flawed | ~(tl.abs(sampled) < float("inf"))
+        flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
     tl.store(at + 8 * count, gap)
     tl.store(at + 9 * count, flawed.to(tl.float32))
     tl.store(g_kept + row * slots + slot, g, mask=here)

@@ -42,6 +42,8 @@ class Objective:
     name: str
     function: ObjectiveFunction
     config: ObjectiveConfig
+    check: bool = True
+    """Refuse batches whose log-probabilities are none, such as logits or probabilities."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -49,16 +51,25 @@ class Objective:
         return self.config.needs
 
     def __call__(self, batch: TokenBatch) -> ObjectiveOutput:
-        check_batch(self.name, batch, self.needs)
+        check_batch(self.name, batch, self.needs, check=self.check)
         return self.function(batch, self.config)
 
 
-def make_objective(name: str, **config: Any) -> Objective:
-    """The objective `name` with these settings; `objective_names()` lists what there is."""
+def make_objective(name: str, /, *, check: bool = True, **config: Any) -> Objective:
+    """The objective `name` with these settings; `objective_names()` lists what there is.
+
+    Args:
+        name: a registered name.
+        check: refuse batches whose log-probabilities are none: above 0, or a support and its tail that do not sum to 1. False
+            takes them as they are.
+        config: settings of the objective.
+    """
     if not isinstance(name, str) or name not in OBJECTIVES:
         raise ValueError(f"make_objective: there is no objective {name!r}.{nearest(name, OBJECTIVES)}")
+    if not isinstance(check, bool):
+        raise ValueError(f"make_objective: `check` is True or False; got {check!r}.")
     function, config_cls = OBJECTIVES[name]
-    return Objective(name, function, build_config(name, config_cls, config))
+    return Objective(name, function, build_config(name, config_cls, config), check)
 
 
 def objective_names() -> list[str]:
@@ -82,4 +93,6 @@ def register_objective(name: str, function: ObjectiveFunction, config_cls: type[
     decorated = isinstance(config_cls, type) and "__dataclass_fields__" in vars(config_cls)
     if not (decorated and issubclass(config_cls, ObjectiveConfig)):
         raise ValueError(f"register_objective: settings are a dataclass derived from ObjectiveConfig; got {config_cls!r}.")
+    if "check" in (field.name for field in dataclasses.fields(config_cls)):
+        raise ValueError(f"register_objective: `check` is make_objective's own argument; rename that setting of {name!r}.")
     OBJECTIVES[name] = (function, config_cls)

@@ -1,17 +1,20 @@
 """Bad batches are refused before they cost a training run: what was wrong, what was got, what to do."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from corral.support import ANCHOR_TOLERANCE
+from corral.support import ANCHOR_TOLERANCE, Limits
 from corral.types import SparseDist, TokenBatch
 
 TOKENWISE = ("logp_new", "logp_old", "mask", "advantages", "logp_rollout")
 """Fields of a batch with a number for each token."""
 
 SHIFT = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
+
+TAKE_LOG_SOFTMAX = "Take log_softmax over the last axis, of logits in float32; check=False takes them as they are."
 
 ONE_SUPPORT = "Both must stand on one support: gather the new policy at dist_old.ids."
 
@@ -22,8 +25,19 @@ SUPPLY = {
 }
 
 
-def check_batch(name: str, batch: TokenBatch, needs: Iterable[str]) -> None:
-    """Refuse a batch that `name` cannot compute with. Values are read in one transfer, and not while compiling."""
+class _Check(NamedTuple):
+    """Where [B T] a batch is wrong, what to say of it, and which number it is."""
+
+    bad: Tensor
+    message: str
+    value: Tensor | None = None
+
+
+def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bool = True) -> None:
+    """Refuse a batch that `name` cannot compute with. Values are read in one transfer, and not while compiling.
+
+    Without `check` log-probabilities may be any numbers, but not NaN or inf.
+    """
     if not isinstance(batch, TokenBatch):
         raise ValueError(f"{name}: takes one corral.TokenBatch, which holds everything it reads; got {type(batch).__name__}.")
     for field in sorted(needs, reverse=True):  # dist_old before dist_new, which stands on its support
@@ -31,7 +45,8 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str]) -> None:
             raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {SUPPLY.get(field, 'it')}.")
     _check_shapes(name, batch)
     if not torch.compiler.is_compiling():
-        _raise_first(name, batch.mask, [*_bad_values(batch), *_bad_supports(batch)])
+        limits = Limits.of(batch.logp_new, batch.logp_old, batch.dist_new, batch.dist_old) if check else Limits()
+        _raise_first(name, batch.mask, [*_bad_values(batch, limits), *_bad_supports(batch, limits)])
 
 
 def _check_shapes(name: str, batch: TokenBatch) -> None:
@@ -73,51 +88,64 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
         )
 
 
-def _bad_values(batch: TokenBatch) -> Iterable[tuple[Tensor, str]]:
-    """Where [B T] a batch is wrong, and what to say of it; padding may hold anything."""
+def _bad_values(batch: TokenBatch, limits: Limits) -> Iterable[_Check]:
+    """What may be wrong with sampled tokens; padding may hold anything."""
     mask = batch.mask
-    yield ~mask.any().expand_as(mask), "mask has no live token, so there is nothing to train on. Skip this batch."
+    yield _Check(~mask.any().expand_as(mask), "mask has no live token, so there is nothing to train on. Skip this batch.")
     for field in ("logp_new", "logp_old", "logp_rollout"):
         x = getattr(batch, field)
         if x is not None:
-            yield (
+            yield _Check(
                 mask & ~x.isfinite(),
                 f"{field} is not finite at a live token. NaN comes from the model or the sampler; −inf means that the sampled "
                 f"token is impossible under that policy: use the same temperature and logit masks everywhere.",
             )
+            yield _Check(
+                mask & (x > limits.logp),
+                f"{field} is above 0 at an unmasked token, and log-probabilities are not. {TAKE_LOG_SOFTMAX}",
+                x,
+            )
     advantages = batch.advantages[:, None] if batch.advantages.ndim == 1 else batch.advantages
-    yield mask & ~advantages.isfinite(), "advantages are not finite at a live token. Look at the rewards first."
+    yield _Check(mask & ~advantages.isfinite(), "advantages are not finite at a live token. Look at the rewards first.")
 
 
-def _bad_supports(batch: TokenBatch) -> Iterable[tuple[Tensor, str]]:
+def _bad_supports(batch: TokenBatch, limits: Limits) -> Iterable[_Check]:
     """The same for two policies on one support; where there is only one, nothing reads it."""
     mask, new, old = batch.mask, batch.dist_new, batch.dist_old
     if new is None or old is None:
         return
-    yield mask & (old.ids[..., 0] < 0), "slot 0 of dist_old.ids is padding. It must hold the sampled token."
+    yield _Check(mask & (old.ids[..., 0] < 0), "slot 0 of dist_old.ids is padding. It must hold the sampled token.")
     if new.ids is not old.ids:
-        yield (
+        yield _Check(
             mask & (new.ids != old.ids).any(-1),
             f"dist_new and dist_old stand on different token ids. {ONE_SUPPORT}",
         )
     for field, dist in (("dist_new", new), ("dist_old", old)):
         logp = dist.with_rest()
-        yield (
+        yield _Check(
             mask & (logp.isnan() | (logp == torch.inf)).any(-1),
             f"{field} holds NaN or +inf at a live token. Log-probabilities are ≤ 0; look at the model's logits first.",
         )
-    yield (
+        mass = logp.detach().exp().sum(-1)
+        yield _Check(
+            mask & ((mass - 1).abs() > limits.mass),
+            f"{field} is no distribution: at an unmasked token its support and tail do not sum to 1 ± {limits.mass:g}. "
+            f"{TAKE_LOG_SOFTMAX}",
+            mass,
+        )
+    yield _Check(
         mask & ~((old.logp[..., 0] - batch.logp_old).abs() <= ANCHOR_TOLERANCE),
         f"dist_old.logp[..., 0] and logp_old differ by more than {ANCHOR_TOLERANCE} nats. Slot 0 must be the sampled token, "
         f"at the same position, and both must come from the same policy at the same temperature.",
     )
 
 
-def _raise_first(name: str, mask: Tensor, checks: list[tuple[Tensor, str]]) -> None:
-    failed = torch.stack([bad.any() for bad, _ in checks]).tolist()
-    for hit, (bad, message) in zip(failed, checks, strict=True):
+def _raise_first(name: str, mask: Tensor, checks: list[_Check]) -> None:
+    failed = torch.stack([check.bad.any() for check in checks]).tolist()
+    for hit, (bad, message, value) in zip(failed, checks, strict=True):
         if hit:
-            first = bad.nonzero()[0].tolist()
+            b, t = bad.nonzero()[0].tolist()
+            got = "it" if value is None else f"{value[b, t].item():.6g}"
             raise ValueError(
-                f"{name}: {message} Got it at {int(bad.sum())} of {mask.numel()} tokens, first at [b t] = {first}."
+                f"{name}: {message} Got {got} at {int(bad.sum())} of {mask.numel()} tokens, first at [b t] = [{b}, {t}]."
             )

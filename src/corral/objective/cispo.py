@@ -19,10 +19,10 @@ class CISPOConfig(ObjectiveConfig):
     """Largest weight of a token."""
 
     def __post_init__(self) -> None:
-        if not (number_in(self.cap_low, 0) and number_in(self.cap_high, self.cap_low)):
+        if not (number_in(self.cap_low, 0) and self.cap_low < torch.inf and number_in(self.cap_high, self.cap_low)):
             raise ValueError(
-                f"cispo: weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high; got [{self.cap_low!r}, "
-                f"{self.cap_high!r}]."
+                f"cispo: weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high, cap_low < inf; got "
+                f"[{self.cap_low!r}, {self.cap_high!r}]."
             )
 
 

@@ -107,19 +107,21 @@ class Correction:
 
     name: str
     config: Any
+    check: bool = True
+    """Refuse batches whose log-probabilities are none, as objectives do."""
 
     def __call__(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
-        check_batch(self.name, batch, {"logp_rollout"})
+        check_batch(self.name, batch, {"logp_rollout"}, check=self.check)
         function, _ = CORRECTIONS[self.name]
         with torch.no_grad():
             return torch.where(batch.mask, function(batch, self.config), 0.0)
 
 
-def make_correction(name: str, **config: Any) -> Correction:
-    """The correction `name` with these settings: "tis", "seq_tis", "icepop" or "trm"."""
+def make_correction(name: str, /, *, check: bool = True, **config: Any) -> Correction:
+    """The correction `name` with these settings: "tis", "seq_tis", "icepop" or "trm"; `check` as in `make_objective`."""
     if not isinstance(name, str) or name not in CORRECTIONS:
         raise ValueError(f"make_correction: there is no correction {name!r}.{nearest(name, CORRECTIONS)}")
-    return Correction(name, build_config(name, CORRECTIONS[name][1], config))
+    return Correction(name, build_config(name, CORRECTIONS[name][1], config), check)
 
 
 def _log_mismatch(batch: TokenBatch) -> Float[Tensor, "B T"]:

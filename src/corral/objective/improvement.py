@@ -37,6 +37,7 @@ def improvement_bound(
     reward_max: float | None = None,
     horizon: int | None = None,
     weights: Float[Tensor, " B"] | None = None,
+    check: bool = True,
 ) -> ImprovementBound:
     """Lower bound on the improvement of the expected terminal reward R(y), for γ = 1 and horizon T.
 
@@ -52,13 +53,14 @@ def improvement_bound(
         horizon: T, at least the longest sequence's number of live tokens, which None takes.
         weights: probability of each sequence under the old policy [B], summing to 1; None weighs those that have a live token
             equally.
+        check: refuse log-probabilities that are none, as objectives do.
     Returns:
         ImprovementBound with the surrogate and both penalties.
     Ref:
         Qi et al. 2026, arXiv:2602.04879, theorems 3.1 and 3.2. Invariant: all three are 0 at π = π_old.
     """
     has_support = batch.dist_new is not None or batch.dist_old is not None
-    check_batch("improvement_bound", batch, NEEDS_SUPPORT if has_support else frozenset())
+    check_batch("improvement_bound", batch, NEEDS_SUPPORT if has_support else frozenset(), check=check)
     if batch.advantages.ndim != 1:
         raise ValueError(
             f"improvement_bound: R(y) is one reward per sequence, so `advantages` must be [B]; got "

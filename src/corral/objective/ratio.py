@@ -5,14 +5,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence import binary_kl
-from corral.numerics import at_least_float32
+from corral.numerics import CERTAIN, LOG_RATIO_MAX, at_least_float32
 from corral.types import TokenBatch
-
-LOG_RATIO_MAX = 20.0
-"""Ratios are cut off at e²⁰, before exp: a blocked token may overflow, and 0 · inf is NaN."""
-
-CERTAIN = -1e-8
-"""The largest sampled log-prob a KL reads. 0 in float32 is p ≥ 1 − 6e-8, rounded, and infinitely far from any other policy."""
 
 
 def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
