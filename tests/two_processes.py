@@ -1,4 +1,4 @@
-"""Two processes that talk through gloo and meet in a file: no port to race for, and no wait without an end."""
+"""Two processes on the CPU that talk through gloo and meet in a file: no port to race for, and no wait without an end."""
 
 import faulthandler
 import os
@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.multiprocessing
+
+from device import CPU_ONLY
 
 SECONDS = 600.0
 """After so long both are ended."""
@@ -17,8 +20,12 @@ MESSAGE_SECONDS = 60
 
 
 def run_two(work: Callable[[int, Path], None], folder: Path) -> None:
-    """`work(rank, folder)` in two processes; an error in one is raised here, with where both stand if they hang."""
-    context = torch.multiprocessing.spawn(_one, (work, folder), nprocs=2, join=False)
+    """`work(rank, folder)` in two processes; an error in one is raised here, with where both stand if they hang.
+
+    Neither sees a GPU, of which there may be one alone, and Triton interprets its kernels there.
+    """
+    with mock.patch.dict(os.environ, CPU_ONLY):  # read when they import torch and Triton
+        context = torch.multiprocessing.spawn(_one, (work, folder), nprocs=2, join=False)
     end = time.monotonic() + SECONDS
     try:
         while not context.join(timeout=max(end - time.monotonic(), 0.0)):

@@ -110,6 +110,16 @@ def test_an_adapter_is_a_table_of_settings(settings_of: Callable[..., Settings],
     assert settings_of("--lora", "{r = 2}").lora == {"r": 2}
 
 
+def test_every_reward_counts_however_it_is_given(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('reward = ["a:b", "verifier=2"]\n')
+    assert settings_of("--config", str(tmp_path / "mine.toml")).reward == ("a:b", "verifier=2")
+    given = settings_of(
+        "--config", str(tmp_path / "mine.toml"), "--reward", "c.py:d=0.5", "--set", "reward=e:f", "--reward=g:h"
+    )
+    assert given.reward == ("c.py:d=0.5", "g:h", "e:f"), "flags win over the file"
+    assert settings_of("--set", "reward=['a:b', 'c:d']").reward == ("a:b", "c:d")
+
+
 def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) -> None:
     assert settings_of("--mask-truncated-completions", "--seed", "3").trainer["mask_truncated_completions"] is True
 

@@ -148,6 +148,14 @@ def test_a_common_reduction_is_every_objective_s_own() -> None:
         assert f"--loss-type={common}" in words
 
 
+def test_every_reward_reaches_every_run() -> None:
+    rewards = ["verifier", "corral.llm.smoke:letters=0.5"]
+    training, run = Training(recipe="demo", settings={"reward": rewards}), planned("troll", {}, 0, "report")
+    words = start_words("llm", training, run, Path("out"))
+    assert [word for word in words if word.startswith("--reward")] == [f"--reward={reward}" for reward in rewards]
+    assert resolved("llm", training, run).reward == tuple(rewards)
+
+
 def test_a_file_of_settings_is_kept_with_the_comparison(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(

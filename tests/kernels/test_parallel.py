@@ -1,5 +1,6 @@
 """A vocabulary split over two processes on gloo: the result and the gradients of one process, whoever holds the token."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from corral.kernels import HeadOutput, lm_head
+from device import CPU_ONLY
 from tolerance import assert_close
 from two_processes import run_two
 
@@ -76,6 +78,7 @@ def scalar(out: HeadOutput) -> Tensor:
 
 
 def work(rank: int, folder: Path) -> None:
+    assert CPU_ONLY.items() <= os.environ.items(), "a machine may have one GPU, and there are two processes"
     group = torch.distributed.group.WORLD
     found: dict[Any, Any] = {}
     for name, cut in SPLITS.items():

@@ -21,6 +21,7 @@ from corral.llm import audit
 from corral.llm.audit_callback import rules_of
 from corral.llm.audit_scoring import choose, logp_at, undisturbed
 from corral.run.files import RunError
+from device import drawing_on_the_cpu
 from tolerance import assert_close
 from two_processes import run_two
 
@@ -42,7 +43,8 @@ def stock(tmp: Path, **given: Any) -> GRPOTrainer:
 def trained(trainer: GRPOTrainer, resume: str | None = None) -> dict[str, Tensor]:
     """Weights after training, and the random state that it leaves."""
     set_seed(7)  # generation draws from the global state
-    trainer.train(resume_from_checkpoint=resume)
+    with drawing_on_the_cpu():
+        trainer.train(resume_from_checkpoint=resume)
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return {**weights, "random state": torch.get_rng_state()}
 
@@ -115,7 +117,7 @@ class Snapshots(TrainerCallback):
 
         def watched(inputs: Any) -> Any:
             output = generate(inputs)
-            self.rollouts.append((len(self.weights) - 1, {key: torch.clone(value) for key, value in output.items()}))
+            self.rollouts.append((len(self.weights) - 1, {key: value.clone().cpu() for key, value in output.items()}))
             return output
 
         trainer._generate_and_score_completions = watched
@@ -239,7 +241,8 @@ class TestWhatIsAudited:
         inputs["completion_mask"][1] = 0
         inputs["tool_mask"] = inputs["completion_mask"].clone()
         inputs["tool_mask"][:, 1] = 0
-        inputs["advantages"] = torch.arange(inputs["completion_ids"].numel()).reshape(inputs["completion_ids"].shape).float()
+        numbered = torch.arange(inputs["completion_ids"].numel()).reshape(inputs["completion_ids"].shape)
+        inputs["advantages"] = numbered.to(inputs["advantages"])
         callback.pending.clear()
         kept = callback._keep(inputs)
         live = inputs["tool_mask"].bool() & inputs["completion_mask"].bool()
@@ -249,7 +252,7 @@ class TestWhatIsAudited:
             assert 1 not in places.tolist()
             row = int(one.advantages[0]) // live.shape[1]
             assert row != 1
-            assert torch.equal(one.advantages, inputs["advantages"][row][live[row]])
+            assert torch.equal(one.advantages, inputs["advantages"][row][live[row]].cpu())
             assert torch.equal(one.ids[one.positions], inputs["completion_ids"][row][live[row]])
         assert callback._keep({**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}) == []
         with pytest.raises(RunError, match="images"):

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from corral.llm.eval_view import EvalView, LiveEvalView, PlainEvalView, make_eval_view
 from corral.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
 from corral.llm.passk import Estimate
-from corral.llm.problems import RewardError, ends_of, generate, until
+from corral.llm.problems import ends_of, generate, until
 from corral.llm.results import EvalFolder, compare, summarise
+from corral.llm.rewards import RewardError
 from corral.llm.sampler import TransformersSampler, choose_backend
 from corral.llm.smoke import build_smoke
 from corral.llm.subject import find_subject

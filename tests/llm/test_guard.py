@@ -1,15 +1,20 @@
 """The guard of a trainer: a poisoned update changes nothing, and a collapse warns or stops."""
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import make_trainer
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from corral.llm.guard import GuardCallback, on_any_process
+from corral.llm.trainer import CorralTrainer
 from corral.run.watch import Limits
+from corral.types import TokenBatch
 
 ARGS = TrainingArguments(output_dir="nowhere", use_cpu=True, bf16=False)
 
@@ -86,28 +91,74 @@ def test_the_last_words_of_a_trainer_are_no_line() -> None:
     assert guard.collapsed is None
 
 
-def test_acting_before_any_update_is_a_mismatch_and_said_once() -> None:
-    said: list[str] = []
-    guard = GuardCallback("warn", say=said.append)
-    guard.check_first_update([0.0, 0.0])
-    guard.check_first_update([])
-    assert said == []
-    guard.check_first_update([0.0, 0.02])
-    guard.check_first_update([0.5])
-    assert len(said) == 1
-    assert said[0].startswith("the trust region acted on 1.00% of the tokens before any update")
-
-
 def test_a_guard_is_where_it_was_after_a_resume() -> None:
-    lines = [{"success": 0.6, "skipped": 1, "warnings": ["… before any update …"]}, {"success": 0.1}, {"success": 0.1}]
+    lines = [{"success": 0.6, "skipped": 1}, {"success": 0.1, "zero_gradients": 4}, {"success": 0.1, "zero_gradients": 6}]
     guard = GuardCallback("stop", say=lambda _: None)
     guard.restore(lines)
-    assert guard.skipped == 1
-    guard.check_first_update([1.0])
-    assert guard.news == []
+    assert (guard.skipped, guard.zero_gradients) == (1, 6)
     assert on_log(guard, {"success": 0.1}).should_training_stop
+
+
+def test_updates_without_a_gradient_are_counted_in_a_row() -> None:
+    said: list[str] = []
+    guard = GuardCallback("stop", say=said.append)
+    for gradient in (0.0, 1.0, *[0.0] * 10):
+        pre_step(guard, model_with_gradients(gradient))
+    assert guard.zero_gradients == 10
+    assert not on_log(guard, {"frac_reward_zero_std": 0.0}).should_training_stop
+    assert said[0].startswith("the gradient was exactly 0 at each of the last 10 updates")
+    pre_step(guard, nn.Linear(1, 1))  # gradients that nobody can see are not 0
+    assert guard.zero_gradients == 0
 
 
 def test_one_process_speaks_for_itself() -> None:
     assert on_any_process(True)
     assert not on_any_process(False)
+
+
+def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: range, **settings: Any) -> CorralTrainer:
+    """Weights that never move, and an old policy that is another one at these updates; four updates per batch of rollouts."""
+    token_batch = CorralTrainer._token_batch
+
+    def stale(self: CorralTrainer, *args: Any, **kwargs: Any) -> TokenBatch:
+        batch = token_batch(self, *args, **kwargs)
+        old = batch.logp_old - (1.0 if self.state.global_step in updates else 0.0)
+        return TokenBatch(batch.logp_new, old, batch.advantages, batch.mask)
+
+    monkeypatch.setattr(CorralTrainer, "_token_batch", stale)
+    return make_trainer(tmp_path, "ppo_clip", steps_per_generation=4, learning_rate=1e-12, **settings)
+
+
+@pytest.mark.supports("run: a sampler that differs is noticed", door="TRL")
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_any_trainer_says_once_that_the_region_acts_before_any_update(
+    logging_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    second_batch_on = range(4, 9)
+    trainer = drifting(tmp_path, monkeypatch, second_batch_on, max_steps=9, logging_steps=logging_steps)
+    with caplog.at_level("WARNING", "corral.llm.guard"):
+        trainer.train()
+    (message,) = caplog.messages
+    # log ρ is 1 at every token, so ρ = e is beyond the clip range wherever the advantage is positive.
+    share = re.search(r"acted on (\S+)% of the tokens before any update", message)
+    assert share
+    assert 0 < float(share[1]) < 100
+
+
+def test_acting_later_is_what_a_region_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first updates of both batches are clean; the three in between are not, and are in the log by the second.
+    trainer = drifting(tmp_path, monkeypatch, range(1, 4), max_steps=5, logging_steps=100)
+    with caplog.at_level("WARNING", "corral.llm.guard"):
+        trainer.train()
+    assert caplog.messages == []
+    assert trainer.state.log_history[-1]["tr/active_frac"] > 0
+
+
+@pytest.mark.refuses("model: nothing that requires a gradient", door="TRL")
+def test_a_model_that_is_frozen_throughout_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, gradient_checkpointing=True)  # which gives embeddings a gradient, and weights none
+    trainer.model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no parameter of the model requires a gradient.*is_trainable=True"):
+        trainer.train()

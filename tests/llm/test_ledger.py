@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_trainer, measured, nudge, rollouts
+from tiny_models import dense_logp, make_trainer, measured, nudge, rollouts
 
 from corral.llm import ledger
-from corral.llm.ledger import Ledger
+from corral.llm.ledger import Ledger, ratio_sums
+from corral.types import TokenBatch
 
 NAN = math.nan
 
@@ -61,3 +62,49 @@ def test_an_update_is_written_down_after_its_backward_pass(tmp_path: Path, monke
     trainer.training_step(trainer.model, inputs, None)
     assert len(trainer._metrics["train"]["tr/active_frac"]) == 2
     assert len(measured(trainer)["entropy"]) == 2
+
+
+def token_batch(logp_new: list[float], mask: list[bool]) -> TokenBatch:
+    """One sequence whose old policy gave every token e⁻⁵."""
+    new = torch.tensor([logp_new])
+    return TokenBatch(new, torch.full_like(new, -5.0), torch.ones(1), torch.tensor([mask]))
+
+
+def test_golden_effective_sample_size_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ρ = 1, 1 | 2 | 4 of two micro-batches here and one there; the masked token has anything.
+    # (Σρ)² / (N Σρ²) = (1 + 1 + 2 + 4)² / (4 · (1 + 1 + 4 + 16)) = 64 / 88. A mean of 1, 1 and 1 would hide all of it.
+    book, other = Ledger(), Ledger()
+    book.add("train", 2, ratio_sums(token_batch([-5.0, -5.0, math.nan], [True, True, False])), None)
+    book.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(2), 1e30], [True, False])), None)
+    book.add("eval", 1, ratio_sums(token_batch([-4.0], [True])), None)
+    other.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(4)], [True])), None)
+    theirs = [*(entry.line() for entry in other._entries), ("train", 0, {}), ("eval", 0, {})]
+    monkeypatch.setattr(ledger, "gather_object", lambda mine: [*mine, theirs])
+    assert book.settle() == [("train", "tr/ess", pytest.approx(64 / 88)), ("eval", "tr/ess", pytest.approx(1.0))]
+
+
+@pytest.mark.parametrize(("logp_new", "size"), [(math.nan, math.nan), (-500.0, 0.0)])
+def test_ratios_that_are_no_numbers_or_all_0_are_not_full_size(logp_new: float, size: float) -> None:
+    book = Ledger()
+    book.add("train", 2, ratio_sums(token_batch([logp_new] * 2, [True, True])), None)
+    assert book.settle() == [("train", "tr/ess", pytest.approx(size, nan_ok=True))]
+
+
+@pytest.mark.parametrize("objective", ["troll", "ppo_clip"])
+def test_the_effective_sample_size_is_that_of_the_dense_policies(objective: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, objective, gradient_accumulation_steps=2, steps_per_generation=4)
+    batches: list[dict[str, Any]] = rollouts(trainer)[:2]
+    trainer.compute_loss(trainer.model, batches[0])
+    assert measured(trainer)["tr/ess"] == [pytest.approx(1.0)]
+    old = [dense_logp(trainer.model, inputs, trainer.temperature).detach() for inputs in batches]
+    nudge(trainer.model)
+    rho = []
+    for inputs, before in zip(batches, old, strict=True):
+        trainer.compute_loss(trainer.model, inputs)
+        moved = dense_logp(trainer.model, inputs, trainer.temperature).detach() - before
+        sampled = moved.gather(-1, inputs["completion_ids"][..., None]).squeeze(-1)
+        rho.append(sampled.exp()[inputs["completion_mask"].bool()])
+    ratios = torch.cat(rho).double()
+    expected = ratios.sum() ** 2 / (len(ratios) * ratios.square().sum())
+    assert expected < 0.99
+    assert measured(trainer)["tr/ess"][1:] == [pytest.approx(expected.item(), rel=1e-4)]

@@ -23,8 +23,10 @@ from corral import objective_names
 from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import prepare
-from corral.llm.problems import RewardError, verifier
+from corral.llm.rewards import RewardError, verifier
+from corral.llm.sampler import Sampling, TransformersSampler
 from corral.llm.session import RunTrainer
+from corral.llm.subject import find_subject
 from corral.llm.train import resume, train
 from corral.llm.trainer import FUSED, CorralTrainer
 from corral.objective import make_objective
@@ -256,6 +258,65 @@ def test_a_run_with_an_adapter(model: str, tmp_path: Path, capsys: pytest.Captur
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "checkpoint-4")
     resume(tmp_path / "two", quiet=True)
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.fixture(scope="module")
+def adapter_run(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of an adapter."""
+    out = tmp_path_factory.mktemp("adapter") / "run"
+    train(small(model, steps=1, lora={"r": 2, "lora_alpha": 8}), out=out, quiet=True)
+    return out
+
+
+@pytest.mark.supports("model: an adapter's checkpoint goes on training", door="command line")
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_adapters_checkpoint_goes_on_training(beta: float, adapter_run: Path, tmp_path: Path) -> None:
+    start = adapter_run / "checkpoints" / "checkpoint-2"
+    train(small(str(start), steps=2, beta=beta), out=tmp_path / "run", quiet=True)
+    ended, begun, *updated = [lines(adapter_run)[-1], *lines(tmp_path / "run")]
+    assert [begun[key] for key in ("success", "greedy")] == [ended[key] for key in ("success", "greedy")], "the same weights"
+    assert all(line["grad_norm"] > 0 for line in updated)
+    last = tmp_path / "run" / "checkpoints" / "checkpoint-4"
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (start, last))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((last / "adapter_config.json").read_text())["r"] == 2
+    again = shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(again / "checkpoints" / "checkpoint-4")
+    resume(again, quiet=True)
+    assert_same_run(again, tmp_path / "run")
+
+
+def test_the_reference_of_an_adapter_is_the_adapter_as_it_was(adapter_run: Path, tmp_path: Path) -> None:
+    start = str(adapter_run / "checkpoints" / "checkpoint-2")
+    settings = small(start, steps=1, beta=0.1, steps_per_generation=1)  # one update, before which nothing has moved
+    train(settings, out=tmp_path / "run", quiet=True)
+    assert lines(tmp_path / "run")[1]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.refuses("model: a new adapter on an adapter's checkpoint", door="command line")
+def test_a_new_adapter_on_an_adapter_is_refused(adapter_run: Path, tmp_path: Path) -> None:
+    start = shutil.copytree(adapter_run / "checkpoints" / "checkpoint-2", tmp_path / "adapter")
+    with pytest.raises(RunError, match=r"adapter is an adapter, and lora.r asks for another one. Leave lora out to go on"):
+        train(small(str(start), lora={"r": 4}), out=tmp_path / "run", quiet=True)
+    config = json.loads((start / "adapter_config.json").read_text())
+    (start / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/no/such/base"}))
+    with pytest.raises(RunError, match=r"adapter is an adapter, and of its base the model '/no/such/base' could not be"):
+        train(small(str(start)), out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapters_checkpoint_is_evaluated(adapter_run: Path, model: str) -> None:
+    start = str(adapter_run / "checkpoints" / "checkpoint-2")
+    sampler = TransformersSampler(find_subject(start, None), "cpu")
+    ids = [[5, 6, 7]] * 4
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(model)(torch.tensor(ids)).logits
+        adapted = AutoModelForCausalLM.from_pretrained(start)(torch.tensor(ids)).logits
+        assert torch.equal(sampler.model(torch.tensor(ids)).logits, adapted)
+    assert not torch.equal(plain, adapted)
+    completions = sampler.complete(ids, [0] * 4, Sampling(max_tokens=3), greedy=False)
+    assert [completion.tokens for completion in completions] == [3] * 4
 
 
 def test_a_finished_run_has_nothing_to_resume(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

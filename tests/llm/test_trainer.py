@@ -55,10 +55,17 @@ from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, live, log_ratio
 from corral.objective.troll import TROLLConfig, troll
 from corral.types import ObjectiveOutput
-from tolerance import assert_close
+from device import DEVICE, drawing_on_the_cpu
+from tolerance import ROUNDING, TWENTY_UPDATES, assert_close
 
 UNCLIPPED = {"epsilon": 1e9}
 UNBOUNDED = {"objective_config": {"bound": float("inf"), "regression": 0.0}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a sparse backward pass may leave out a small share of a token's gradient; here it leaves out none."""
+    monkeypatch.setattr("corral.llm.trainer.TOLERANCE", 0.0)
 
 
 def stock(tmp: Path, *, model: Any = None, trainer_kwargs: dict[str, Any] | None = None, **given: Any) -> GRPOTrainer:
@@ -76,12 +83,13 @@ def run(trainer: GRPOTrainer) -> tuple[list[dict[str, float]], dict[str, Tensor]
     """What was logged at every update, and the weights at the end."""
     trainer.remove_callback(PrinterCallback)
     set_seed(7)  # generation draws from the global state
-    trainer.train()
+    with drawing_on_the_cpu():
+        trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return logged, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def assert_same_run(ours: GRPOTrainer, theirs: GRPOTrainer, atol: float = 1e-5) -> None:
+def assert_same_run(ours: GRPOTrainer, theirs: GRPOTrainer, atol: float = ROUNDING) -> None:
     """Loss, gradient norm and every metric that both know, update by update; then the weights."""
     (mine, my_weights), (other, weights) = run(ours), run(theirs)
     assert len(mine) == len(other)
@@ -98,6 +106,14 @@ def assert_same_run(ours: GRPOTrainer, theirs: GRPOTrainer, atol: float = 1e-5) 
 class TestSameAsStock:
     """Where an objective is PPO's, or a region never acts, the trainer is TRL's own."""
 
+    @pytest.fixture(autouse=True)
+    def equal_entropies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Completions of one prompt begin with one entropy, up to the last digit, which must not decide who is chosen."""
+        choose = GRPOTrainer.get_high_entropy_mask
+        monkeypatch.setattr(
+            GRPOTrainer, "get_high_entropy_mask", lambda self, entropy, *how: choose(self, entropy.round(decimals=2), *how)
+        )
+
     @pytest.mark.parametrize(
         ("objective", "given", "epsilon"),
         [("ppo_clip", {}, {}), ("reinforce", {}, UNCLIPPED), ("troll", UNBOUNDED, UNCLIPPED)],
@@ -107,7 +123,7 @@ class TestSameAsStock:
         long = {"max_steps": 20, "num_iterations": 2, "learning_rate": 3e-3}
         theirs = stock(tmp_path, **long, **epsilon)
         ours = make_trainer(tmp_path, objective, **long, **given)
-        assert_same_run(ours, theirs)
+        assert_same_run(ours, theirs, TWENTY_UPDATES)
         moved = [row["tr/ratio_max"] for row in ours.state.log_history if "tr/ratio_max" in row]
         assert max(moved) > 1.2, "the policy must have moved, or nothing was compared"
 
@@ -282,9 +298,11 @@ def assert_parity(trainer: CorralTrainer, inputs: dict[str, Any], old_model: Any
     expected, expected_gradient = direct(trainer, inputs, old_model)
     assert expected_gradient.keys() == gradient.keys()
     assert max(float(g.abs().max()) for g in gradient.values()) > 1e-3
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(loss, expected, atol=ROUNDING, rtol=ROUNDING)
     for name, g in expected_gradient.items():
-        torch.testing.assert_close(gradient[name], g, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient[name], g, atol=ROUNDING, rtol=ROUNDING, msg=lambda text, name=name: f"{name}: {text}"
+        )
     return loss
 
 
@@ -388,9 +406,9 @@ class TestParity:
                 elif key != "num_items_in_batch":
                     one[key] = value[row : row + 1, :tokens]
             alone.append(loss_and_gradient(trainer, one))
-        assert_close(torch.stack([x for x, _ in alone]).mean(), loss, atol=1e-6)
+        assert_close(torch.stack([x for x, _ in alone]).mean(), loss, atol=ROUNDING / 10)
         for name, g in gradient.items():
-            assert_close(sum(gs[name] for _, gs in alone) / len(loss_rows), g, atol=1e-5)
+            assert_close(sum(gs[name] for _, gs in alone) / len(loss_rows), g, atol=ROUNDING)
 
     def test_gradient_accumulation_adds_up_to_the_whole(self, tmp_path: Path) -> None:
         given = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "objective_config": {"bound": 0.01}}
@@ -405,9 +423,9 @@ class TestParity:
         trainer.current_gradient_accumulation_steps = 1
         trainer.args.steps_per_generation = 2
         loss, gradient = loss_and_gradient(trainer, whole)
-        assert_close(window[0][0] + window[1][0], loss, atol=1e-6)
+        assert_close(window[0][0] + window[1][0], loss, atol=ROUNDING / 10)
         for name, g in gradient.items():
-            assert_close(window[0][1][name] + window[1][1][name], g, atol=1e-5)
+            assert_close(window[0][1][name] + window[1][1][name], g, atol=ROUNDING)
 
     @pytest.mark.supports("model: {what}", door="TRL")
     @pytest.mark.parametrize("what", ["LoRA", "LoRA and a whole head (`modules_to_save`)"])
@@ -427,7 +445,7 @@ class TestParity:
         plain = make_trainer(tmp_path, "troll", model=merged, objective_config={"bound": 0.01})
         plain.current_gradient_accumulation_steps = 1
         expected, _ = direct(plain, inputs, merged_old)
-        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(loss, expected, atol=ROUNDING, rtol=ROUNDING)
         assert measured(trainer)["tr/active_frac"][0] > 0
 
     @pytest.mark.supports("model: bfloat16 autocast", door="TRL")
@@ -445,7 +463,7 @@ class TestParity:
     def test_half_precision_is_for_products_alone(self) -> None:
         hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
         tokens, scored = torch.arange(5), torch.ones(1, 5, dtype=torch.bool)
-        head = _HeadFunction(SupportRequest(top_k=4), scored, tokens=5)
+        head = _HeadFunction(SupportRequest(top_k=4), scored, 5, SupportRequest())
         with torch.autocast("cpu", torch.bfloat16):
             logp, entropy, *_ = head.apply(hidden, weight, None, tokens, 0.7, 32768, None, 1.0, ("log_probs", "entropy"))
         rounded = hidden.bfloat16().float() @ weight.bfloat16().float().T
@@ -559,9 +577,9 @@ class TestNoNeedlessWork:
         assert "corral_ids" not in inputs
         assert "old_per_token_logps" not in inputs
         expected, expected_gradient = direct(trainer, inputs, copy.deepcopy(trainer.model))
-        assert_close(loss, expected, atol=1e-6)
+        assert_close(loss, expected, atol=ROUNDING / 10)
         for name, g in expected_gradient.items():
-            assert_close(gradient[name], g, atol=1e-5)
+            assert_close(gradient[name], g, atol=ROUNDING)
 
     @pytest.mark.parametrize(
         ("objective", "config"),
@@ -583,9 +601,9 @@ class TestNoNeedlessWork:
         loss, gradient = loss_and_gradient(trainer, inputs)
         assert passes.count == 1
         expected, expected_gradient = direct(trainer, inputs, copy.deepcopy(trainer.model))
-        assert_close(loss, expected, atol=1e-6)
+        assert_close(loss, expected, atol=ROUNDING / 10)
         for name, g in expected_gradient.items():
-            assert_close(gradient[name], g, atol=1e-5)
+            assert_close(gradient[name], g, atol=ROUNDING)
         plain = make_trainer(tmp_path, "reinforce", model=trainer.model, gradient_accumulation_steps=2)
         plain.current_gradient_accumulation_steps = 2
         _, plain_gradient = loss_and_gradient(plain, inputs)
@@ -730,7 +748,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def sampled(trainer: GRPOTrainer) -> Tensor:
     """What the faked sampler drew with, padded as TRL pads it [B T]."""
     rows = [torch.tensor(row) for row in trainer.vllm_generation.sampled]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(DEVICE)
 
 
 class TestSamplers:
@@ -1052,7 +1070,7 @@ def test_inference_does_not_know_that_there_was_a_projection(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "corral was not there" in done.stdout
     with torch.no_grad():
-        logits = trainer.model.eval()(torch.arange(12).reshape(2, 6)).logits
+        logits = trainer.model.cpu().eval()(torch.arange(12).reshape(2, 6)).logits
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
     assert before.keys() == after.keys()

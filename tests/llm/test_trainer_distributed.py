@@ -1,4 +1,4 @@
-"""Two processes on gloo: data parallelism and FSDP2 give the gradient of one process, and nobody waits for ever."""
+"""Two processes on gloo, on the CPU: data parallelism and FSDP2 give the gradient of one process, and nobody waits for ever."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,7 +36,7 @@ GROUPS = {"num_generations": 4, "per_device_train_batch_size": 2, "steps_per_gen
 
 def prepared(folder: Path, case: str) -> CorralTrainer:
     """The policy after an update, the same in every process."""
-    trainer = make_trainer(folder, **CASES[case])
+    trainer = make_trainer(folder, use_cpu=True, **CASES[case])
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     nudge(trainer.model)
@@ -105,7 +105,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
     folder = tmp_path_factory.mktemp("distributed")
     alone = {}
     for case, given in CASES.items():
-        inputs = dict(rollouts(make_trainer(folder, **given))[0])
+        inputs = dict(rollouts(make_trainer(folder, use_cpu=True, **given))[0])
         if "nothing" in case:
             inputs["completion_mask"] = inputs["completion_mask"].clone()
             inputs["completion_mask"][2:] = 0

@@ -61,12 +61,14 @@ def assert_same(got: tuple[Any, Any], wanted: tuple[Any, Any], atol: float = 1e-
 
 
 class TestForeseen:
+    """The torch path, which is the CPU's."""
+
     @pytest.mark.parametrize("loss_type", RIGHT_REDUCTIONS)
     @pytest.mark.parametrize(("objective", "config"), OBJECTIVES.values(), ids=OBJECTIVES)
     def test_the_loss_is_known_before_it_is_taken(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_back: list[int], objective: str, config: Any, loss_type: str
     ) -> None:
-        trainer = make_trainer(tmp_path, objective, objective_config=config, loss_type=loss_type)
+        trainer = make_trainer(tmp_path, objective, use_cpu=True, objective_config=config, loss_type=loss_type)
         inputs = rollouts(trainer)[0]
         nudge(trainer.model)
         got = loss_and_gradient(trainer, inputs)
@@ -80,7 +82,7 @@ class TestForeseen:
     def test_a_policy_that_is_its_own_anchor(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_back: list[int], objective: str
     ) -> None:
-        trainer = make_trainer(tmp_path, objective, gradient_accumulation_steps=2)
+        trainer = make_trainer(tmp_path, objective, use_cpu=True, gradient_accumulation_steps=2)
         inputs = rollouts(trainer)[0]
         assert "old_per_token_logps" not in inputs
         got = loss_and_gradient(trainer, inputs)
@@ -100,7 +102,7 @@ class TestForeseen:
         tools = more.pop("tool mask", False)
         if "beta" in more:  # the reference is the model without its adapter
             more["trainer_kwargs"] = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)}
-        trainer = make_trainer(tmp_path, "troll", objective_config={"bound": 0.01}, **more)
+        trainer = make_trainer(tmp_path, "troll", use_cpu=True, objective_config={"bound": 0.01}, **more)
         inputs = dict(rollouts(trainer)[0])
         if tools:
             inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
@@ -117,7 +119,8 @@ class TestForeseen:
         model = tiny_model()
         model.config.tie_word_embeddings = True
         model.lm_head.weight = model.model.embed_tokens.weight
-        trainer = make_trainer(tmp_path, "troll", model=model, gradient_checkpointing=True, objective_config={"bound": 0.01})
+        given = {"use_cpu": True, "gradient_checkpointing": True, "objective_config": {"bound": 0.01}}
+        trainer = make_trainer(tmp_path, "troll", model=model, **given)
         inputs = rollouts(trainer)[0]
         nudge(trainer.model)
         got = loss_and_gradient(trainer, inputs)
@@ -143,7 +146,7 @@ class TestTriton:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, frozen: bool
     ) -> None:
         objective, config = OBJECTIVES[case]
-        trainer = make_trainer(tmp_path, objective, objective_config=config, use_cpu=DEVICE == "cpu")
+        trainer = make_trainer(tmp_path, objective, objective_config=config)
         inputs = rollouts(trainer)[0]
         nudge(trainer.model)
         trainer.model.lm_head.weight.requires_grad_(not frozen)
@@ -167,7 +170,7 @@ class TestTriton:
     def test_without_a_support_a_flat_policy_is_formed_whole(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entropy: float, tolerance: float
     ) -> None:
-        trainer = make_trainer(tmp_path, "ppo_clip", use_cpu=DEVICE == "cpu")
+        trainer = make_trainer(tmp_path, "ppo_clip")
         inputs = rollouts(trainer)[0]
         nudge(trainer.model)
         wanted = loss_and_gradient(trainer, inputs)
@@ -186,7 +189,7 @@ class TestTriton:
             assert (got[1][name] - gradient).norm() <= 2e-3 * gradient.norm(), name
 
     def test_a_support_says_more_than_an_entropy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        trainer = make_trainer(tmp_path, "troll", use_cpu=DEVICE == "cpu")
+        trainer = make_trainer(tmp_path, "troll")
         inputs = rollouts(trainer)[0]
         trainer.state.log_history.append({"entropy": 5.0})
         lm_head, asked = corral.llm.policy_head.lm_head, []

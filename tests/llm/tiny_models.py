@@ -2,7 +2,7 @@
 
 - `tiny_model(family)`: two layers, hidden 16, vocabulary 40, fresh random weights large enough to be far from uniform.
 - `RIGHT_REDUCTIONS`: those that this release of TRL averages rightly.
-- `make_trainer(tmp, objective, **settings)`: a CorralTrainer (or any other) on the CPU; nothing is logged or saved.
+- `make_trainer(tmp, objective, **settings)`: a CorralTrainer on `DEVICE`; nothing is logged or saved.
 - `rollouts(trainer)`: one batch of rollouts, as TRL buffers it for training, split into micro-batches.
 - `loss_and_gradient(trainer, inputs)`: through the door.
 - `measured(trainer)`: the metrics of its updates so far.
@@ -46,6 +46,7 @@ from corral.llm.config import REDUCTIONS, WRONG_BEFORE
 from corral.objective import ObjectiveFunction
 from corral.objective.config import ObjectiveConfig
 from corral.types import ObjectiveOutput, TokenBatch
+from device import DEVICE, drawing_on_the_cpu
 
 logging.set_verbosity_error()
 
@@ -109,9 +110,9 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
 
 
 def settings(tmp: Path | str, **given: Any) -> dict[str, Any]:
-    """Defaults of the tests: on the CPU in float32, quiet, two updates per batch of rollouts (so the old policy is kept)."""
+    """Defaults of the tests: in float32, quiet, two updates per batch of rollouts (so the old policy is kept)."""
     return {
-        "output_dir": str(tmp), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
+        "output_dir": str(tmp), "use_cpu": DEVICE == "cpu", "bf16": False, "report_to": "none", "disable_tqdm": True,
         "save_strategy": "no", "gradient_checkpointing": False, "per_device_train_batch_size": 4, "num_generations": 4,
         "temperature": 0.9, "max_completion_length": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1,
         "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 3,
@@ -149,7 +150,8 @@ def rollouts(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps  # `train` sets it
     trainer._step = 0
-    trainer._prepare_inputs(batch)
+    with drawing_on_the_cpu():
+        trainer._prepare_inputs(batch)
     return trainer._buffered_inputs
 
 
@@ -235,7 +237,8 @@ class FakeVLLM:
         for prompt in prompts:
             tokens, ranked, drawn = list(prompt), [], []
             while len(drawn) < self.length and (not drawn or tokens[-1] not in ENDS):
-                logits = self.model(input_ids=torch.tensor([tokens])).logits[0, -1] / self.temperature
+                ids = torch.tensor([tokens], device=self.model.device)
+                logits = self.model(input_ids=ids).logits[0, -1].cpu() / self.temperature
                 logp = (logits + 0.2 * torch.randn(len(logits), generator=self.generator)).log_softmax(-1)
                 token = int(torch.multinomial(logp.exp(), 1, generator=self.generator))
                 shown = {token, *logp.topk(self.logprobs).indices.tolist()}

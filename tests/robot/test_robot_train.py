@@ -289,7 +289,7 @@ def test_a_policy_that_stops_exploring_is_noticed_unless_it_is_done() -> None:
     watch = CollapseWatch(LIMITS)
     found = [watch.observe(watched(line)) for line in narrow]
     assert [len(said) for said in found] == [0, 0, 0, 0, 1, 0], "the third in a row, and once"
-    assert found[4][0].startswith("std fell from 0.3 to 0.002")
+    assert found[4][0].sentence.startswith("std fell from 0.3 to 0.002")
     done = CollapseWatch(LIMITS)
     assert not any(done.observe(watched({**line, "success": 0.95})) for line in narrow)
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from corral.run.guard import drop_gradients, finite_gradients
+from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.watch import CollapseWatch, Limits
 
 
 def observe(lines: list[dict[str, Any]], **limits: Any) -> list[str]:
     watch = CollapseWatch(Limits(**limits))
-    return [sentence for line in lines for sentence in watch.observe(line)]
+    return [finding.sentence for line in lines for finding in watch.observe(line)]
 
 
 def model_with_gradients(*values: float) -> nn.Module:
@@ -23,14 +23,24 @@ def model_with_gradients(*values: float) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("values", "finite"), [((1.0, 2.0), True), ((1.0, float("nan")), False), ((-float("inf"), 0.0), False)]
+    ("values", "state"),
+    [
+        ((1.0, 2.0), (True, False)),
+        ((0.0, -0.0), (True, True)),
+        ((0.0, 1e-45), (True, False)),  # the smallest there is
+        ((0.0, float("nan")), (False, False)),
+        ((-float("inf"), 0.0), (False, False)),
+    ],
 )
-def test_finite_gradients(values: tuple[float, ...], finite: bool) -> None:
-    assert finite_gradients(model_with_gradients(*values).parameters()) is finite
+def test_the_state_of_a_gradient(values: tuple[float, ...], state: tuple[bool, bool]) -> None:
+    still = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0))]
+    for parameter in still:
+        parameter.grad = torch.zeros_like(parameter)
+    assert gradient_state([*still, *model_with_gradients(*values).parameters()]) == state
 
 
-def test_a_model_without_gradients_is_fine() -> None:
-    assert finite_gradients(nn.Linear(2, 2).parameters())
+def test_a_model_without_gradients_is_fine_and_not_still() -> None:
+    assert gradient_state(nn.Linear(2, 2).parameters()) == (True, False)
 
 
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
@@ -91,5 +101,59 @@ def test_equal_rewards_for_long_are_reported() -> None:
     line = {"frac_reward_zero_std": 1.0, "reward": 0.0}
     assert observe([line] * 19) == []
     assert "same reward (0)" in observe([line] * 20)[0]
-    assert observe([*[line] * 19, {"frac_reward_zero_std": 0.9}, *[line] * 19]) == []
+    assert observe([*[line] * 19, {"frac_reward_zero_std": 0.8}, *[line] * 19]) == []
     assert observe([{**line, "success": 1.0}] * 30) == [], "solved"
+
+
+def test_almost_equal_rewards_are_reported_before_they_are_a_collapse() -> None:
+    line = {"frac_reward_zero_std": 0.95, "reward": 0.5}
+    assert observe([line] * 19) == []
+    assert observe([line] * 30) == [
+        "for 20 steps at least 90% of the groups had one reward for all completions (95% now): almost every sample is wasted. "
+        "Try easier problems, more completions per prompt, or a reward with more than two values."
+    ]
+    assert observe([*[line] * 19, {"frac_reward_zero_std": 0.8}, *[line] * 19]) == []
+    assert observe([{**line, "success": 1.0}] * 30) == [], "solved"
+    (sentence,) = observe([{**line, "frac_reward_zero_std": 1.0}] * 20)
+    assert "every advantage is 0" in sentence, "of two kinds at once the worse one is said"
+
+
+def test_a_small_effective_sample_size_is_reported() -> None:
+    fine, bad = {"tr/ess": 0.7}, {"tr/ess": 0.69}
+    assert observe([fine] * 9) == []
+    assert len(observe([bad, bad, fine, bad])) == 2, "once until it has recovered"
+    (sentence,) = observe([fine, bad])
+    assert sentence.startswith("tr/ess is 0.69, below 0.7: a few tokens with large ratios decide the updates")
+    assert "fewer updates per batch" in sentence
+    assert len(observe([{"tr/ess": math.nan}])) == 1
+
+
+def test_completions_that_never_end_are_reported() -> None:
+    cut = {"completions/clipped_ratio": 1.0}
+    assert observe([cut] * 9) == []
+    (sentence,) = observe([cut] * 30)
+    assert sentence.startswith("for 10 steps every completion was cut off before its end")
+    assert "raise max_completion_length" in sentence
+    assert observe([*[cut] * 9, {"completions/clipped_ratio": 0.9}, *[cut] * 9]) == []
+
+
+def test_a_zero_gradient_is_reported_unless_equal_rewards_explain_it() -> None:
+    assert observe([{"zero_gradients": 9, "frac_reward_zero_std": 0.25}]) == []
+    assert observe([{"zero_gradients": 10, "frac_reward_zero_std": 1.0}]) == [], "no advantage, no gradient"
+    # Not every line has new rollouts: rewards are those of the last that had.
+    lines = [{"zero_gradients": 0, "frac_reward_zero_std": 0.25}, {"zero_gradients": 10}, {"zero_gradients": 12}]
+    (sentence,) = observe(lines)
+    assert sentence.startswith("the gradient was exactly 0 at each of the last 10 updates, though rewards differ in 75% of")
+    assert "requires a gradient" in sentence
+    assert len(observe([*lines, {"zero_gradients": 0}, *lines])) == 2, "it had recovered"
+
+
+@pytest.mark.parametrize(
+    ("line", "times"), [({"tr/ess": 0.1}, 1), ({"zero_gradients": 10}, 1), ({"completions/clipped_ratio": 1.0}, 10)]
+)
+def test_a_sign_of_a_collapse_is_told_but_stops_nothing(line: dict[str, Any], times: int) -> None:
+    guard = Guard("stop", say=lambda _: None)
+    for _ in range(times):
+        guard.observe(line)
+    assert len(guard.news) == 1
+    assert guard.collapsed is None

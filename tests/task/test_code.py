@@ -18,7 +18,7 @@ from sandboxes import needs_a_sandbox
 from corral.task import Task, code_tests
 from corral.task.code import APPS, MBPP, Code, CodeTask, HumanEval
 from corral.task.code_extract import defines, extract_program
-from corral.task.code_problem import Agreement, Calls, Checks, Problem, Runs, _value, grade_all, harness
+from corral.task.code_problem import Agreement, Calls, Checks, Problem, Runs, grade_all, harness
 from corral.task.code_rows import apps_row, human_eval_row, mbpp_row, own_row
 from corral.task.code_tests import called_function
 from corral.task.code_value import Opaque, dumps, loads, same
@@ -137,44 +137,6 @@ def test_same_is_equality_for_plain_values(a: Any, b: Any) -> None:
 )  # fmt: skip
 def test_golden_comparisons(got: Any, expected: Any, tolerance: float, right: bool) -> None:
     assert same(got, expected, tolerance) is right
-
-
-@given(
-    st.text(max_size=100)
-    | st.sampled_from(['["int"]', '["int", "zz"]', '["dict", 1]', "[[]]", "[" * 5000, '["set", ["list"]]'])
-)
-def test_forged_lines_are_a_value_error_or_plain(line: str) -> None:
-    try:
-        value = loads(line)
-    except ValueError:
-        return
-    assert type(value) in (type(None), bool, int, float, str, list, tuple, set, frozenset, dict, complex, bytes, Opaque)
-
-
-def of_one_hash(count: int) -> list[list[str]]:
-    """Multiples of 2⁶¹ − 1, all of which Python hashes to 0."""
-    return [["int", f"{number * (2**61 - 1):x}"] for number in range(1, count + 1)]
-
-
-@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
-def test_forged_collisions_take_no_time(kind: str) -> None:
-    """A set of 100,000 elements of one hash takes minutes to make, and it would be made in the trainer's process."""
-    started = time.process_time()
-    items = of_one_hash(100_000)
-    with pytest.raises(ValueError, match="too many keys have one hash"):
-        loads(json.dumps([kind, *([item, 0] if kind == "dict" else item for item in items)]))
-    forged = loads(json.dumps(["list", *items]))
-    assert not Calls("f", (), how="sets").right(forged, [1])
-    assert time.process_time() - started < 20
-    assert loads(json.dumps(["set", *of_one_hash(20)])) == {number * (2**61 - 1) for number in range(1, 21)}
-
-
-@pytest.mark.parametrize("how", ["same", "apps", "sets", "presence"])
-def test_lists_in_lists_of_any_depth_are_compared(how: str) -> None:
-    """Some can just be read and are too deep for what comes after."""
-    calls = Calls("f", (), how=how)
-    for depth in range(200, 520):
-        assert calls.right(_value('{"value": ' + '["list", ' * depth + "1" + "]" * depth + "}"), [2]) in (True, False)
 
 
 # ---------------------------------------------------------------- the packaged problems
@@ -555,7 +517,7 @@ def test_human_eval_release_with_inputs_for_the_reference() -> None:
 @needs_a_sandbox
 def test_a_reference_that_fails_is_reported_and_not_held_against_the_model() -> None:
     _, problem = human_eval_row(human_eval("", base_input=[[1]], canonical_solution="    return 1 / 0\n"))
-    with pytest.raises(ValueError, match="the reference of double fails"):
+    with pytest.raises(ValueError, match="the reference of double fails on some of its own inputs within 20 s"):
         grade(problem, "    return 2 * x")
 
 

@@ -44,7 +44,11 @@ def scores(verdicts: list[Verdict]) -> list[tuple[str, float]]:
         ("nonsense", "error"),
     ],
 )
-def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(failing: Pool, what: str, status: str) -> None:
+def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(
+    failing: Pool, what: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "hang up":
+        monkeypatch.setattr(grader, "FAREWELL", 0.2)  # it does not go by itself
     started = time.monotonic()
     assert scores(failing.grade([(what,), ("0.5",)], 0.3)) == [(status, 0.0), ("graded", 0.5)]
     assert scores(failing.grade([("0.25",)], 0.3)) == [("graded", 0.25)]

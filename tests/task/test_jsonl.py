@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from corral.task import make_task, verify_all
+from corral.task import columns_of, make_task, messages_of, text_of, verify_all
 from corral.task.jsonl import checked_reward
 
 
@@ -90,8 +90,64 @@ def test_columns_of_any_name_and_chats(tmp_path: Path) -> None:
     path = write(tmp_path, named, "named.jsonl")
     assert make_task("jsonl", path=path, prompt_column="messages", held_out=0.5).verify("a", "1") == 1.0
     path = write(tmp_path, [{"messages": [], "answer": 1}], "empty.jsonl")
-    with pytest.raises(ValueError, match="line 1: `messages` should be one message of the user's"):
+    with pytest.raises(ValueError, match="line 1: `messages` should be a chat that ends with the user's message"):
         make_task("jsonl", path=path, prompt_column="messages")
+
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 · 7?"}
+
+
+def test_chats_of_several_messages(tmp_path: Path) -> None:
+    rows = [{"prompt": [SYSTEM, {**USER, "name": "Ada"}], "answer": 42}, {"prompt": "b", "answer": 1}]
+    task = make_task("jsonl", path=write(tmp_path, rows), held_out=0.5)
+    prompt = "system: Be brief.\n\nuser: 6 · 7?"
+    assert task.verify(prompt, "42") == 1.0
+    assert messages_of(task, prompt) == [SYSTEM, USER], "a role and a content each"
+    assert messages_of(task, "b") == [{"role": "user", "content": "b"}]
+    for number, (chat, why) in enumerate(
+        [
+            ([USER, {"role": "assistant", "content": "42"}], "a chat that ends with the user's message"),
+            ([SYSTEM, {"role": "user", "content": ""}], "a chat, every message with a role and a content"),
+            ([SYSTEM, "b"], "a chat, every message with a role and a content"),
+            ([SYSTEM], "one message of the user's"),
+        ]
+    ):
+        path = write(tmp_path, [{"prompt": chat, "answer": 1}], f"bad{number}.jsonl")
+        with pytest.raises(ValueError, match=f"line 1: `prompt` should be {why}"):
+            make_task("jsonl", path=path)
+
+
+def test_reward_functions_get_every_column_as_json_has_it(tmp_path: Path) -> None:
+    rows = [
+        {"question": "a", "answer": "42", "level": 3, "tags": ["sum"]},
+        {"question": "b", "answer": 21, "level": None},  # columns of several types, and one that is missing
+    ]
+    task = make_task("jsonl", path=write(tmp_path, rows), prompt_column="question", held_out=0.5)
+    assert columns_of(task, ["b", "a", "a"]) == {
+        "question": ["b", "a", "a"],
+        "answer": [21, "42", "42"],
+        "level": [None, 3, 3],
+        "tags": [None, ["sum"], ["sum"]],
+    }
+    with pytest.raises(ValueError, match="'c' is no prompt of this task"):
+        columns_of(task, ["c"])
+    named = [{"prompt": letter, "problem": letter, "completion": "x", "answer": 1} for letter in "ab"]
+    task = make_task("jsonl", path=write(tmp_path, named, "named.jsonl"), held_out=0.5)
+    assert columns_of(task, ["a"]) == {"answer": [1]}, "the prompt and the problem are passed already"
+    assert columns_of(make_task("arithmetic"), ["1+1:"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"),
+    [
+        ("plain", "plain"),
+        ([{"role": "assistant", "content": "a"}], "a"),
+        ([{"role": "assistant", "content": None}, {"role": "assistant", "content": "b"}], "b"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "c"}, {"type": "image"}]}], "c"),
+    ],
+)
+def test_the_text_of_a_completion(chat: Any, text: str) -> None:
+    assert text_of(chat) == text
 
 
 @pytest.mark.parametrize(

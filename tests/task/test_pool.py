@@ -145,6 +145,14 @@ def test_a_hung_worker_does_not_hang_anyone(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_output_without_end_does_not_postpone_the_deadline(backend: str) -> None:
+    """The worker is stopped, so nothing ends the program, and there is always something to read."""
+    job = Job(code="import time; time.sleep(.5)\nwhile True: print('x' * 999)", limits=Limits(timeout=1.0))
+    result, after, _ = during(backend, lambda worker: os.killpg(worker.process.pid, signal.SIGSTOP), job)
+    assert (result.status, after.stdout) == ("timeout", "after\n")
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_a_worker_that_always_dies_is_an_error_not_a_loop(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Doomed(Worker):
         def run(self, job: Job) -> SandboxResult:

@@ -11,7 +11,7 @@ from typing import Any
 from corral.cli import refuse
 from corral.cli.kind import Kind, kind_of, missing
 from corral.cli.report import NEEDED
-from corral.cli.train import FLAGS, INTERRUPTED, UNSAFE, flags, hush
+from corral.cli.train import FLAGS, INTERRUPTED, REWARD, UNSAFE, flags, hush
 from corral.objective.naming import nearest
 from corral.run.files import RunError
 
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in FLAGS.items():
         hidden = argparse.SUPPRESS if name in SINGULAR else "the first seed (0)" if name == "seed" else what
         parser.add_argument(f"--{name}", metavar="VALUE", help=hidden)
+    parser.add_argument("--reward", metavar="FUNCTION", action="append", help=REWARD)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the comparison; by default a new one under runs/")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the comparison in this folder")

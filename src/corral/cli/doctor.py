@@ -15,6 +15,7 @@ import corral
 from corral.cli import refuse
 from corral.llm import TRL_RANGE
 from corral.run.cores import cores
+from corral.task.sandbox import SandboxUnavailable, available_backend, memory_bound
 
 PACKAGE = Path(__file__).parents[1]
 NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         wanted_there, remedy = KINDS[kind]
         known = {name for name, *_ in rows}
         rows += [(name, *judged(name, wanted, remedy, trouble)) for name, wanted in wanted_there.items() if name not in known]
-    rows += [("device", *device()), ("memory", f"{memory():.0f} GB", "")]
+    rows += [("device", *device()), ("memory", f"{memory():.0f} GB", ""), sandbox()]
     for name, what in OPTIONAL.items():  # some are there under the name of another distribution
         rows.append((name, found(name) or "there", "") if find_spec(name) else (name, "–", what))
     if "robots" not in meant or len(meant) != 1:
@@ -129,6 +130,15 @@ def device() -> tuple[str, str]:
     threads = torch.get_num_threads()
     here = f"{cores()} core{'' if cores() == 1 else 's'}, {threads} thread{'' if threads == 1 else 's'}"
     return "cpu", f"{here}; no GPU that torch {torch.__version__} can use"
+
+
+def sandbox() -> tuple[str, str, str]:
+    """What a model's programs would run behind, and what bounds their memory."""
+    try:
+        backend = available_backend()
+    except SandboxUnavailable as error:
+        return "sandbox", "–", str(error)
+    return "sandbox", backend, memory_bound(backend)
 
 
 def memory() -> float:

@@ -36,6 +36,8 @@ Robots: a recipe of theirs, such as via_point, or a file with an `environment`. 
 Later ones win: recipe, then file, then --smoke, then flags. Without --recipe and --config, the recipe is `demo`.
 """
 
+REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
+
 UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
     for name, what in FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--reward", metavar="FUNCTION", action="append", help=REWARD)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the run in this folder")
@@ -105,8 +108,8 @@ def resumed(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
     return job.resume(arguments.resume, quiet=arguments.quiet, **changes).summary
 
 
-def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str]]:
-    """Every setting that was given on the command line, in order: named flags, --set, then any other flag."""
+def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
+    """Every setting that was given on the command line, in order: named flags, --set, any other flag, then all rewards."""
     named = [(name.replace("-", "_"), getattr(arguments, name.replace("-", "_"))) for name in FLAGS]
     pairs = [(key, value) for key, value in named if value is not None]
     for text in arguments.set:
@@ -123,7 +126,9 @@ def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         pairs.append((key.replace("-", "_"), value))
-    return pairs
+    # All rewards count, however they were given: of any other setting the last one does.
+    rewards = [*(arguments.reward or []), *(value for key, value in pairs if key == "reward")]
+    return [*pairs, ("reward", rewards)] if rewards else pairs
 
 
 def hush() -> None:

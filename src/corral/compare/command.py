@@ -22,8 +22,8 @@ class Training:
     common: bool = False
     """Whether all objectives were given one reduction and one advantage; it is in `settings`."""
     unsafe_code_execution: bool = False
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Flags by the name of their setting."""
+    settings: Mapping[str, str | list[str]] = field(default_factory=dict)
+    """Flags by the name of their setting; a list where a flag was given several times."""
     threads: int | None = None
     """Of each process; None leaves that to the process."""
 
@@ -35,7 +35,8 @@ def start_words(kind: Kind, training: Training, run: PlannedRun, where: Path) ->
     words += [f"--config={where / training.config}"] if training.config else []
     words += ["--smoke"] if training.smoke else []
     words += ["--unsafe-code-execution"] if training.unsafe_code_execution else []
-    pairs = [(key, str(value)) for key, value in layer(kind, training, run).items()]
+    shared = layer(kind, training, run).items()
+    pairs = [(key, str(one)) for key, value in shared for one in (value if isinstance(value, list) else [value])]
     # `=` keeps a value that begins with a dash with its flag.
     return [*words, *(f"--{key.replace('_', '-')}={value}" for key, value in pairs), f"--out={where / run.folder}"]
 

@@ -19,7 +19,8 @@ from corral.audit.rules import CLIPPING, Rules, read_objective
 from corral.llm.audit_scoring import logp_at, undisturbed
 from corral.llm.evaluate import EvalSettings, Job, prepare_evaluation
 from corral.llm.models import load_model
-from corral.llm.problems import Problems, generate, verifier
+from corral.llm.problems import Problems, generate
+from corral.llm.rewards import verifier
 from corral.llm.sampler import padded
 from corral.llm.subject import Subject, find_subject
 from corral.run.files import RunError

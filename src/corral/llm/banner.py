@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 import trl
+from accelerate.utils import is_peft_model
 
 import corral
 from corral.llm.config import REDUCTIONS
@@ -23,7 +24,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     """Names and sentences, in the order in which they are shown."""
     args, config = trainer.args, trainer.objective.config
     parameters = short(sum(p.numel() for p in trainer.model.parameters())) + " parameters"
-    if settings.lora:
+    if is_peft_model(trainer.model):
         parameters += f", {short(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))} of them trained (LoRA)"
     prompts = args.generation_batch_size // args.num_generations
     updates = count(trainer.updates_per_step, "update")

@@ -15,8 +15,9 @@ import torch
 
 from corral.llm.eval_view import EvalView
 from corral.llm.passk import RIGHT
-from corral.llm.problems import Problems, Reward, RewardError, verifier
+from corral.llm.problems import Problems
 from corral.llm.results import EvalFolder, Row, summarise
+from corral.llm.rewards import Reward, RewardError, verifier
 from corral.llm.sampler import Backend, Sampler, Sampling, choose_backend, make_sampler
 from corral.llm.subject import Subject, find_subject
 from corral.run.files import RunError, plain

@@ -1,18 +1,24 @@
-"""The guard as a callback of transformers: for any CorralTrainer, and for runs."""
+"""Guards as callbacks of transformers: what every CorralTrainer checks of itself, and what it may have watched besides."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from corral.run.guard import Guard, drop_gradients, finite_gradients
+from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.settings import GuardMode
 from corral.run.watch import Limits
 
+if TYPE_CHECKING:
+    from corral.llm.trainer import CorralTrainer
+
 logger = logging.getLogger(__name__)
+
+TAIL_RATIO = 10.0
+"""How many times likelier the likeliest token of the tail may become before it is worth a sentence."""
 
 
 def on_any_process(flag: bool) -> bool:
@@ -38,13 +44,14 @@ class GuardCallback(Guard, TrainerCallback):
         super().__init__(mode, limits, say)
         self.loss_is_finite = True
         """Of the losses since the last update; a trainer that can tell says so here."""
-        self._mismatch_said = False
+        self.zero_gradients = 0
+        """Updates in a row, up to the last one, whose gradient was exactly 0."""
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Be where a run was after these lines."""
-        lines = list(lines)
-        super().restore(lines)
-        self._mismatch_said |= any("before any update" in text for line in lines for text in line.get("warnings", ()))
+        for line in lines:
+            super().restore([line])
+            self.zero_gradients = line.get("zero_gradients", 0)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
@@ -52,7 +59,9 @@ class GuardCallback(Guard, TrainerCallback):
         """Gradients are clipped by now, which spreads a NaN to all of them. fp16 has a scaler that skips such steps itself."""
         if self.mode == "off" or args.fp16:
             return
-        poisoned = on_any_process(not (self.loss_is_finite and finite_gradients(model.parameters())))
+        finite, zero = gradient_state(model.parameters())
+        poisoned = on_any_process(not (self.loss_is_finite and finite))
+        self.zero_gradients = 0 if on_any_process(not zero) else self.zero_gradients + 1
         loss_is_finite, self.loss_is_finite = self.loss_is_finite, True
         self.judge(f"update {state.global_step + 1}", poisoned=("gradient" if loss_is_finite else "loss") if poisoned else None)
         if poisoned:
@@ -64,18 +73,67 @@ class GuardCallback(Guard, TrainerCallback):
         """A line of metrics; a collapse ends the run with a checkpoint if that was asked for."""
         if self.mode == "off" or "loss" not in logs:
             return
-        self.observe(logs)
+        self.observe({**logs, "zero_gradients": self.zero_gradients})
         if self.collapsed is not None:
             control.should_save = control.should_training_stop = True
 
-    def check_first_update(self, active: Iterable[float]) -> None:
-        """Tokens acted on while the new policy was still the old one: somebody else did the sampling."""
-        active = list(active)
+
+class SelfCheck(TrainerCallback):
+    """What every CorralTrainer checks of itself: there is something to train, and the region is idle before any update."""
+
+    def __init__(self, trainer: "CorralTrainer") -> None:
+        self.trainer = trainer
+        self.say: Callable[[str], object] = logger.warning
+        self.drift_said = False
+        """Whether the drift was reported, which is done once."""
+        self.tail_said = False
+        """The same for the tail."""
+        self._before: int | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Refuse to train nothing."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                "CorralTrainer: no parameter of the model requires a gradient, so nothing would be learned. Load an adapter "
+                "with PeftModel.from_pretrained(model, folder, is_trainable=True), or call model.requires_grad_()."
+            )
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """An update begins; on new rollouts, the new policy is still the old one."""
+        fresh = self.trainer._step % (self.trainer.args.steps_per_generation * self.trainer.num_iterations) == 0
+        self._before = len(self._active()) if fresh and not self.drift_said else None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Whatever the region acted on by now is a difference between sampler and trainer."""
+        active = [] if self._before is None else self._active()[self._before :]
         share = sum(active) / len(active) if active else 0.0
-        if self.mode == "off" or self._mismatch_said or not share > 0:
+        if not share > 0:
             return
-        self._mismatch_said = True
-        self.tell(
-            f"the trust region acted on {share:.2%} of the tokens before any update, when the new policy should equal its "
-            f"anchor: the sampler, or dropout, differs from the trainer. Use anchor='old', a correction, or no dropout."
-        )
+        self.drift_said = True
+        if state.is_world_process_zero:
+            self.say(
+                f"the trust region acted on {share:.2%} of the tokens before any update, when the new policy should equal its "
+                f"anchor: the sampler, or dropout, differs from the trainer. Use anchor='old', a correction, or no dropout."
+            )
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """A tail that moved behind the support's back; the union of both supports would have seen it."""
+        ratio = logs.get("tr/rest_max_ratio", 1.0)
+        if self.tail_said or not ratio > TAIL_RATIO or self.trainer.union:
+            return
+        self.tail_said = True
+        if state.is_world_process_zero:
+            self.say(
+                f"tr/rest_max_ratio is {ratio:.3g}: outside the support a token became at least that many times likelier, and "
+                f"the region sees no more of it than the tail's whole mass. Use support='union', or a larger support_size."
+            )
+
+    def _active(self) -> list[float]:
+        """Shares of tokens acted on since the last line of the log."""
+        return list(self.trainer._metrics["train"].get("tr/active_frac", ()))

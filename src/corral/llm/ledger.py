@@ -8,9 +8,21 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from corral.kernels.later import Later
+from corral.objective.ratio import bounded, log_ratio
+from corral.types import TokenBatch
 
 Line = tuple[str, int, dict[str, float]]
 """Train or eval, live tokens, and what was measured on them."""
+
+RATIO_SUMS = ("Σρ", "Σρ²")
+"""What an entry holds for `tr/ess`, which is of all micro-batches of an update together."""
+
+
+@torch.no_grad()
+def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
+    """Σρ and Σρ² over the unmasked tokens, for the ledger: effective sample sizes of micro-batches cannot be averaged."""
+    rho = torch.where(batch.mask, bounded(log_ratio(batch)).exp(), 0.0)
+    return dict(zip(RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +58,28 @@ class Ledger:
         self._entries.append(Entry(mode, tokens, list(metrics), values, None if backward is None else Later(backward)))
 
     def settle(self) -> list[tuple[str, str, float]]:
-        """(mode, name, value) of every entry so far, over the live tokens of all processes."""
+        """(mode, name, value) of every entry so far, over the live tokens of all processes; `tr/ess` once for all entries."""
         entries, self._entries = self._entries, []
         everyone = gather_object([[entry.line() for entry in entries]]) if entries else []
-        return [
+        found = [
             (lines[0][0], name, _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]))
             for lines in zip(*everyone, strict=True)
-            for name in sorted({name for _, _, found in lines for name in found})  # a process without live tokens has none
+            # A process without live tokens has none.
+            for name in sorted({name for _, _, found in lines for name in found if name not in RATIO_SUMS})
         ]
+        return found + _effective_sizes([line for lines in everyone for line in lines])
+
+
+def _effective_sizes(lines: list[Line]) -> list[tuple[str, str, float]]:
+    """(mode, "tr/ess", (Σρ)²/(N Σρ²)): the share of the tokens that the ratios leave to count, in (0, 1]."""
+    sizes = []
+    for mode in dict.fromkeys(mode for mode, _, _ in lines):
+        parts = [(tokens, *map(found.get, RATIO_SUMS)) for of, tokens, found in lines if of == mode and RATIO_SUMS[0] in found]
+        if parts:
+            count, first, second = (sum(part) for part in zip(*parts, strict=True))
+            size = first**2 / (count * second) if second else 0.0  # where every ratio has underflown
+            sizes.append((mode, "tr/ess", min(size, 1.0)))  # in this order NaN stays NaN
+    return sizes
 
 
 def _over_all(name: str, found: list[tuple[int, float]]) -> float:

@@ -4,7 +4,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from corral.llm.smoke import build_smoke
 from corral.llm.tiny import load_tiny
@@ -18,8 +20,16 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     """A causal LM and its tokenizer: `tiny`, `smollm2`, `smoke` (random), or what transformers finds under this name.
 
-    Weights of a folder or the hub come in `dtype`, and the three others in float32.
+    Weights of a folder or the hub come in `dtype`, and the three others in float32. An adapter comes inside its base model.
     """
+    model, tokenizer = load_trainable(name, dtype)
+    return model.get_base_model() if isinstance(model, PeftModel) else model, tokenizer
+
+
+def load_trainable(
+    name: str, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
+    """The same to train: an adapter, which transformers alone would freeze, is a PeftModel that goes on learning."""
     if name == "smoke":
         return build_smoke()
     if name == "tiny":
@@ -30,13 +40,28 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     if name == "smollm2":
         return load_smollm2()
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        if (base := base_of_adapter(name)) is not None:
+            model = PeftModel.from_pretrained(load_model(base, dtype)[0], name, is_trainable=True)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(name)
+    except RunError as error:
+        raise RunError(f"{name} is an adapter, and of its base {error}") from error
     except Exception as error:  # transformers, tokenizers, safetensors and the hub have one each
         raise RunError(
             f"the model {name!r} could not be loaded. It should be tiny, smollm2, a folder written by save_pretrained, or a "
             f"name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
         ) from error
+
+
+def base_of_adapter(name: str) -> str | None:
+    """The model that an adapter, in a folder or on the hub, was trained on; None if `name` is a whole model."""
+    if Path(name, "config.json").is_file() or find_adapter_config_file(name) is None:
+        return None
+    base: str | None = PeftConfig.from_pretrained(name).base_model_name_or_path
+    if not base:
+        raise ValueError("its adapter_config.json names no base_model_name_or_path.")
+    return base
 
 
 def load_smollm2() -> Loaded:
@@ -59,4 +84,5 @@ def load_smollm2() -> Loaded:
     model.load_state_dict(found.state_dict())
     model.tie_weights()
     model.generation_config = found.generation_config
+    model.name_or_path = "smollm2"  # what an adapter's checkpoint names as its base
     return model, tokenizer

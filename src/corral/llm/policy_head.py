@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from corral.kernels import lm_head
 from corral.kernels.batch_loss import NewRows
+from corral.kernels.dispatch import choose
 from corral.kernels.foreseen import Expect
 from corral.kernels.head import HeadOutput
 from corral.kernels.live import Live
@@ -37,6 +38,8 @@ class SupportRequest:
     top_k: int | None = None
     mass: float = 1.0
     ids: Tensor | None = None
+    union: bool = False
+    """Whether updates ask for the union of this support and their own."""
     keep: bool = False
     """Whether the pass shall report its hidden states and its head too."""
     tolerance: float = 0.0
@@ -138,8 +141,9 @@ class PolicyHead:
     hooks sit on the log-probs, which come from the same head and which the trainer's loss reads wherever there are such hooks.
     """
 
-    def __init__(self, models: Iterable[nn.Module], temperature: float) -> None:
-        self.temperature = temperature
+    def __init__(self, models: Iterable[nn.Module], temperature: float, own: SupportRequest) -> None:
+        """`own` is the support that old passes report, and that decides which implementation scores all of them."""
+        self.temperature, self.own = temperature, own
         self.request: SupportRequest | None = None
         self.tokens = 0
         self.passes: list[Report] = []
@@ -173,7 +177,7 @@ class PolicyHead:
 
     def _score_hidden(self, request: SupportRequest, inner: Forward, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
         """A fused pass with our head in the place of TRL's."""
-        head = _HeadFunction(request, labels[:, 1:] != -100, self.tokens)
+        head = _HeadFunction(request, labels[:, 1:] != -100, self.tokens, self.own)
         original, trl_utils._ChunkedLogProbFunction = trl_utils._ChunkedLogProbFunction, head
         try:
             output = inner(*args, labels=labels, **kwargs)
@@ -208,8 +212,8 @@ class PolicyHead:
 class _HeadFunction:
     """Stands in for TRL's chunked log-prob function for one pass: same call, `corral.lm_head` inside."""
 
-    def __init__(self, request: SupportRequest, scored: Tensor, tokens: int) -> None:
-        self.request, self.scored, self.completion = request, scored, scored[:, -tokens:]
+    def __init__(self, request: SupportRequest, scored: Tensor, tokens: int, own: SupportRequest) -> None:
+        self.request, self.scored, self.completion, self.own = request, scored, scored[:, -tokens:], own
         self.said: Report | None = None
 
     def apply(
@@ -241,7 +245,7 @@ class _HeadFunction:
                 bias=bias, scale=scale, softcap=softcap, temperature=temperature,
                 top_k=None if self.request.top_k is None else min(self.request.top_k, len(weight)),
                 mass=self.request.mass, ids=ids, entropy="entropy" in outputs,
-                expect=expect, tolerance=tolerance,
+                expect=expect, tolerance=tolerance, **self._one_implementation(hidden, weight),
             )  # fmt: skip
         head = _without_rows(head) if empty else head
         kept = (None, None)
@@ -253,6 +257,14 @@ class _HeadFunction:
         if every is not None:
             results = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, every, x) for x in results]
         return (*results, None, None, None)
+
+    def _one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, str]:
+        """On a GPU the torch path for every pass where one of them has no kernel: two heads would round differently."""
+        if not hidden.is_cuda:
+            return {}
+        top_k = None if self.own.top_k is None else min(self.own.top_k, len(weight))
+        chosen = choose("CorralTrainer", "auto", hidden, weight, top_k, given=1 if self.own.union else 0)
+        return {"impl": "torch"} if chosen == "torch" else {}
 
 
 def scored_rows(scored: Tensor, count: int) -> Live:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from corral.llm.config import REDUCTIONS, CorralConfig
-from corral.llm.models import load_model
+from corral.llm.models import load_trainable
 from corral.llm.problems import Problems
+from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
 from corral.objective.naming import nearest
 from corral.run.files import RunError, plain
@@ -24,12 +26,13 @@ from corral.task import make_task
 class Parts:
     """Everything that settings stand for, checked, before anything is written."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | PeftModel
     problems: Problems
     dataset: Dataset
     held_out: list[str]
     config: CorralConfig
     adapter: LoraConfig | None
+    rewards: list[Reward]
 
 
 def prepare(settings: Settings) -> Parts:
@@ -38,16 +41,26 @@ def prepare(settings: Settings) -> Parts:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
         config.check_sampler("vllm" if config.use_vllm else "transformers")
-        model, tokenizer = load_model(settings.model)
+        rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
+        model, tokenizer = load_trainable(settings.model)
     except ValueError as error:
         raise RunError(str(error)) from error
+    adapter = lora_config(settings.lora)
+    if adapter is not None and is_peft_model(model):
+        raise RunError(
+            f"{settings.model} is an adapter, and lora.{next(iter(settings.lora))} asks for another one. Leave lora out to go "
+            f"on with it as it is. For a new one on top, merge it first (peft's merge_and_unload, then save_pretrained), and "
+            f"give that folder as the model."
+        )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
     dataset = problems.dataset(problems_needed(settings, config), settings.seed)
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
+    if settings.reward:
+        check_columns(task, held_out[0])
     problems.check_length([*dataset["problem"], *held_out], model.config, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config, lora_config(settings.lora))
+    return Parts(model, problems, dataset, held_out, config, adapter, rewards)
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:

@@ -1,27 +1,19 @@
-"""A task's problems as a model meets them: prompts to train on, rewards, and success on problems it never saw."""
+"""A task's problems as a model meets them: prompts to train on, in its chat template, and what it answers."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.run.files import RunError
-from corral.task import Task, verify_all
-from corral.task.imports import by_path
+from corral.task import Task, messages_of
 
 Prompt = str | list[dict[str, str]]
-Reward = Callable[..., list[float | None]]
 
 LONGEST = 1000
 """How many prompts, the longest in characters, are tokenised to see whether they fit."""
-
-
-class RewardError(RunError):
-    """A reward function failed; the cause is chained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +25,11 @@ class Problems:
     instruction: str
 
     def prompt(self, problem: str) -> Prompt:
-        """What the trainer passes to the model."""
-        text = self.instruction.replace("{problem}", problem)
-        return [{"role": "user", "content": text}] if self.tokenizer.chat_template else text
+        """What the trainer passes to the model; in a chat, the instruction is around the last message."""
+        if not self.tokenizer.chat_template:
+            return self.instruction.replace("{problem}", problem)
+        *before, last = messages_of(self.task, problem)
+        return [*before, {**last, "content": self.instruction.replace("{problem}", last["content"])}]
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
         """The same as token ids, as the trainer makes them."""
@@ -73,75 +67,6 @@ class Problems:
                 f"{room} positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or "
                 f"another model."
             )
-
-
-def text_of(completion: Any) -> str:
-    """The text of a completion, which is a list of messages under a chat template."""
-    return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
-
-
-def verifier(task: Task) -> Reward:
-    """The task's own verifier as a reward function."""
-
-    def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
-        return verify_all(task, problem, [text_of(completion) for completion in completions])
-
-    return checked(f"{task.name}.verify", score)
-
-
-def reward_by_name(path: str) -> Reward:
-    """A user's function, from `module:function`."""
-    try:
-        return checked(path, by_path(path, "`reward` is module:function"))
-    except ValueError as error:
-        raise RunError(str(error)) from error
-
-
-def checked(name: str, score: Reward) -> Reward:
-    """`score`, with a clear error that names it and the completion whenever it fails."""
-
-    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        try:
-            rewards = list(score(prompts=prompts, completions=completions, **columns))
-        except Exception as error:  # whatever a user's function raises
-            culprit = _culprit(score, prompts, completions, columns)
-            raise RewardError(
-                f"the reward function {name} raised {type(error).__name__}: {error}. The completion was {culprit!r}."
-            ) from error
-        if len(rewards) != len(completions):
-            raise RewardError(
-                f"the reward function {name} gave {len(rewards)} rewards for {len(completions)} completions, the first of "
-                f"which was {text_of(completions[0])!r}. It must give one for each."
-            )
-        return [None if value is None else _finite(name, value, one) for value, one in zip(rewards, completions, strict=True)]
-
-    reward.__name__ = name.rpartition(":")[2]  # TRL logs under this name
-    return reward
-
-
-def _finite(name: str, value: Any, completion: Any) -> float:
-    """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RewardError(
-            f"the reward function {name} gave {value!r} for the completion {text_of(completion)!r}. A reward is a finite "
-            f"number, or None where there is nothing to judge."
-        )
-    return number
-
-
-def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns: dict[str, Any]) -> str:
-    """The first completion that fails by itself; the first of all if none does."""
-    for index, completion in enumerate(completions):
-        one = {key: [value[index]] if isinstance(value, list) else value for key, value in columns.items()}
-        try:
-            score(prompts=[prompts[index]], completions=[completion], **one)
-        except Exception:  # the same function, so the same freedom
-            return text_of(completion)
-    return text_of(completions[0])
 
 
 def answer(

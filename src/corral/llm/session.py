@@ -2,8 +2,9 @@
 
 import math
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.guard import GuardCallback, on_any_process
-from corral.llm.problems import Problems, Reward, RewardError, answer, text_of
+from corral.llm.problems import Problems, answer
+from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
 from corral.llm.tokens import Few, thinned, token_rows
 from corral.llm.trainer import CorralTrainer
@@ -23,6 +25,7 @@ from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
 from corral.run.view import View
+from corral.task import text_of
 from corral.types import TokenBatch
 
 NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
@@ -107,6 +110,8 @@ class RunTrainer(CorralTrainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if folder is not None:
+                # TRL's copy of an adapter, its reference, is made anew on resume; transformers would load nothing but that.
+                shutil.rmtree(Path(self._get_output_dir(trial), f"checkpoint-{update}", "ref"), ignore_errors=True)
                 folder.write_completions()
                 step = update // self.updates_per_step
                 folder.publish(f"checkpoint-{update}", step, self.session.settings.keep_checkpoints)
@@ -158,7 +163,8 @@ class RunTrainer(CorralTrainer):
     def newest_completions(self, count: int) -> list[dict[str, Any]]:
         """The first completions of the newest rollouts, those of one prompt together."""
         logs, update = self._logs, self.state.global_step
-        rewards = next(iter(logs["rewards"].values()), ())
+        weights = self.reward_weights.tolist()
+        rewards = (_weighted(each, weights) for each in zip(*logs["rewards"].values(), strict=True))
         columns = zip(logs["prompt"], logs["completion"], rewards, logs["advantages"], strict=False)
         return [
             {
@@ -171,6 +177,12 @@ class RunTrainer(CorralTrainer):
             }
             for (prompt, completion, reward, advantage), _ in zip(columns, range(count), strict=False)
         ]
+
+
+def _weighted(rewards: Sequence[float], weights: Sequence[float]) -> float:
+    """The sum that a completion is paid; NaN where every function left it out."""
+    judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
+    return sum(judged) if judged else math.nan
 
 
 class RunCallback(TrainerCallback):
@@ -187,13 +199,6 @@ class RunCallback(TrainerCallback):
             session.add({"step": 0, "update": 0, "seconds": self._seconds(), **NOT_MEASURED, **measured})
             session.guard.restore(session.lines)  # a run that only falls has its best success here
         session.patient = True
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """At the first update of a step the new policy is still the old one."""
-        if state.global_step % self.trainer.updates_per_step == 0:
-            self.session.guard.check_first_update(self.trainer._metrics["train"].get("tr/active_frac", ()))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """TRL calls every update a step; a step of ours is over after `updates_per_step` of them."""
@@ -226,6 +231,8 @@ class RunCallback(TrainerCallback):
             **logs,
         }
         line |= {"tokens_per_second": tokens / max(seconds - last["seconds"], 1e-9), "skipped": session.guard.skipped}
+        if session.guard.zero_gradients:
+            line["zero_gradients"] = session.guard.zero_gradients
         if session.guard.news:
             line["warnings"], session.guard.news = session.guard.news, []
         session.add(line)

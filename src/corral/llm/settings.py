@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from corral.llm.config import REDUCTIONS, CorralConfig, suggest
+from corral.llm.rewards import Reward, as_rewards, path_of
 from corral.objective import OBJECTIVES, make_objective
 from corral.objective.naming import nearest
 from corral.run.files import RunError
@@ -49,7 +50,8 @@ class Settings:
     """One run. Whatever is not named here is in `trainer`: any setting of CorralConfig, and so of TRL's GRPOConfig."""
 
     model: str = "tiny"
-    """`tiny` (embedded), `smollm2` (after `make smollm2`), or a folder or hub id that transformers can load."""
+    """`tiny` (embedded), `smollm2` (after `make smollm2`), or a folder or hub id that transformers can load. An adapter goes on
+    training."""
     task: str = "countdown"
     """What to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +61,8 @@ class Settings:
     objective_config: dict[str, Any] = field(default_factory=dict)
     """The objective's own settings."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Settings of peft's LoraConfig, such as r and lora_alpha: an adapter is trained. Empty: every weight is."""
+    """Settings of peft's LoraConfig, such as r and lora_alpha: a new adapter is trained. Empty: every weight is, or
+    the adapter that `model` is."""
     seed: int = 0
     """Decides prompts, samples and everything else that is drawn."""
     steps: int = 100
@@ -84,8 +87,9 @@ class Settings:
     """`auto` is the GPU if there is one."""
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
-    reward: str | None = None
-    """`module:function` with TRL's signature, to use instead of the task's own verifier."""
+    reward: tuple[str | Reward, ...] = ()
+    """What is paid for instead of the task's own verdict: functions with TRL's signature, as `module:function`,
+    `file.py:function=0.5` with a weight, or themselves. `verifier` is the task's own among them."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of CorralConfig, checked but not yet applied."""
 
@@ -100,7 +104,7 @@ class Settings:
 
     def flat(self) -> dict[str, Any]:
         """As in a file: the run's keys and the trainer's side by side."""
-        own = dataclasses.asdict(self)
+        own = dataclasses.asdict(dataclasses.replace(self, reward=tuple(map(path_of, self.reward))))
         return own | own.pop("trainer")
 
 
@@ -125,7 +129,9 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
         if key == "trainer" or (key not in own and key not in trainer):
             where = "`corral train --help` says where to find them all."
             raise RunError(f"there is no setting `{key}`.{suggest(key, [*own, *trainer])} {where}")
-        if key in own:
+        if key == "reward":
+            checked[key] = as_rewards(value)
+        elif key in own:
             checked[key] = coerce(key, value, own[key])
         else:
             checked["trainer"][key] = coerce(key, value, trainer[key])

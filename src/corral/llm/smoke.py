@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from corral.llm.problems import text_of
+from corral.task import text_of
 
 PAD, START, END = SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
@@ -93,6 +93,7 @@ def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
+    model.name_or_path = "smoke"  # what an adapter's checkpoint names as its base
     return model.eval(), tokenizer
 
 

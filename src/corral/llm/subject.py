@@ -42,8 +42,8 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
     if name in BUILT_IN:
         return Subject(name=name, model=name, identity={"corral": corral.__version__})
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise RunError(f"{name} is neither a run nor a model: it has no config.json.")
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise RunError(f"{name} is neither a run nor a model: it has no config.json, nor an adapter_config.json.")
         found = sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
         files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in found}
         return Subject(name=name, model=name, identity={"files": files})

@@ -13,7 +13,7 @@ from transformers import PrinterCallback, set_seed
 from corral.llm.banner import banner
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import Parts, described, prepare
-from corral.llm.problems import reward_by_name, verifier
+from corral.llm.rewards import verifier
 from corral.llm.session import RunCallback, RunTrainer, Session
 from corral.llm.settings import Settings, resolve
 from corral.run.ending import Outcome, attempt, close, last_words, summarise
@@ -32,13 +32,18 @@ def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -
     return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
 
 
-def resume(path: Path, *, quiet: bool = False, guard: str | None = None, report_to: str | None = None) -> Outcome:
-    """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same."""
+def resume(
+    path: Path, *, quiet: bool = False, guard: str | None = None, report_to: str | None = None, reward: Any = None
+) -> Outcome:
+    """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same.
+
+    `reward` gives the run's own functions again where they cannot be imported, such as those of a notebook.
+    """
     folder = RunFolder.open(path, write=is_main())
     view = make_view(quiet=quiet, silent=not is_main())
     content = folder.read_config()
-    changes = {key: value for key, value in (("guard", guard), ("report_to", report_to)) if value is not None}
-    settings = resolve([content["settings"], changes])
+    changes = {"guard": guard, "report_to": report_to, "reward": reward}
+    settings = resolve([content["settings"], {key: value for key, value in changes.items() if value is not None}])
     checkpoint, complaints = folder.last_whole_checkpoint()
     for sentence in complaints:
         view.warn(sentence)
@@ -50,7 +55,11 @@ def resume(path: Path, *, quiet: bool = False, guard: str | None = None, report_
         view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
     else:
         view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
-    parts = prepare(settings)
+    try:
+        parts = prepare(settings)
+    except RunError:
+        folder.close()  # else this process could not try again
+        raise
     lines: list[dict[str, Any]] = []
     if is_main():
         folder.drop_unfinished()
@@ -106,7 +115,6 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     """The trainer with its data, rewards and callbacks."""
     settings, config = session.settings, parts.config
     config.output_dir = str(where / "checkpoints")
-    reward = reward_by_name(settings.reward) if settings.reward else session.success
     log = logging.getLogger("corral.llm.trainer")
     level = log.level
     log.setLevel(logging.ERROR)  # the banner says the same, in its place
@@ -114,7 +122,7 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     try:
         trainer = RunTrainer(
             parts.model,
-            reward,
+            parts.rewards,
             config,
             parts.dataset,
             processing_class=parts.problems.tokenizer,
@@ -125,6 +133,10 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     finally:
         log.setLevel(level)
     trainer.session = session
+    check, guard = trainer.self_check, session.guard
+    check.say = guard.tell
+    said = (text for line in session.lines for text in line.get("warnings", ()))
+    check.drift_said = guard.mode == "off" or any("before any update" in text for text in said)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(session.guard)
     trainer.add_callback(RunCallback(trainer))

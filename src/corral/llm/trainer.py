@@ -19,11 +19,13 @@ from corral.kernels.foreseen import Expect, foresee
 from corral.kernels.live import Live
 from corral.kernels.policy_loss import TOLERANCE
 from corral.llm.config import CorralConfig, Sampler
-from corral.llm.ledger import Ledger
+from corral.llm.guard import SelfCheck
+from corral.llm.ledger import Ledger, ratio_sums
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
+from corral.objective.metrics import live_max
 from corral.objective.troll import troll
 from corral.types import SparseDist, TokenBatch
 
@@ -69,12 +71,16 @@ class CorralTrainer(GRPOTrainer):
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        self.policy_head = PolicyHead([base] if self.ref_model is None else [base, self.ref_model], self.temperature)
+        own = replace(self.own_support(), union=self.union) if self.needs_support else SupportRequest()
+        models = [base] if self.ref_model is None else [base, self.ref_model]
+        self.policy_head = PolicyHead(models, self.temperature, own)
         self.old_policy = OldPolicy(args.support_mass, fill=getattr(self.objective.config, "tail", None) == "fill")
         self._request: SupportRequest | None = None
         self._scored: Scored | None = None
         self._rewards: Tensor | None = None
         self._ledger = Ledger()
+        self.self_check = SelfCheck(self)
+        self.add_callback(self.self_check)
         if self.accelerator.is_main_process:
             self._announce()
 
@@ -87,6 +93,13 @@ class CorralTrainer(GRPOTrainer):
     def at_rest(self) -> bool:
         """Whether the new policy always is its anchor: one update per batch, and no other sampler for an anchor."""
         return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps)
+
+    @property
+    def _not_yet_updated(self) -> bool:
+        """Whether no update has followed on the rollouts yet, so that every ratio to the old policy should be 1."""
+        done, every = self._step, self.args.gradient_accumulation_steps
+        started = done - done % (self.args.steps_per_generation * self.num_iterations)
+        return self.off_policy and done // every == started // every
 
     @property
     def _other_terms(self) -> bool:
@@ -288,7 +301,10 @@ class CorralTrainer(GRPOTrainer):
         out = batch_loss(objective, batch, new, kernels=False if apart else None)
         if type(self)._look is not CorralTrainer._look:
             self._look(inputs, batch if new is None else new.within(batch), objective)
-        return out.loss if weights is None else out.weigh(weights), dict(out.metrics)
+        metrics = {**out.metrics, **ratio_sums(batch)}
+        if self._not_yet_updated:
+            metrics["tr/drift_max"] = live_max((batch.logp_new - batch.logp_old).abs(), mask)
+        return out.loss if weights is None else out.weigh(weights), metrics
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None) -> Tensor | None:
         """What the policy term of each token [B T] is multiplied with, 0 where masked out; None for 1 everywhere.

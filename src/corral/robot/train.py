@@ -16,7 +16,7 @@ from corral.robot.settings import Settings, resolve
 from corral.run.ending import Outcome, attempt, close, last_words, summarise
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder, Stopped, versions
-from corral.run.guard import Guard, drop_gradients, finite_gradients
+from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.interrupt import Interruptible
 from corral.run.view import View, make_view
 from corral.run.watch import Limits
@@ -166,7 +166,7 @@ class Job(Interruptible):
     def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """An update with a non-finite gradient is skipped: without gradients, optimizers leave everything as it is."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        poisoned = not finite_gradients(parameters)
+        poisoned = not gradient_state(parameters)[0]
         step = self.agent.iteration + 1
         self.guard.judge(f"an update of the {name} in step {step}", poisoned="gradient" if poisoned else None)
         if poisoned:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from corral.run.settings import GuardMode
 from corral.run.watch import CollapseWatch, Limits
@@ -53,8 +54,8 @@ class Guard:
     def observe(self, line: Mapping[str, Any]) -> None:
         """A line of metrics."""
         if self.mode != "off":
-            for sentence in self.watch.observe(line):
-                self._collapse(sentence)
+            for finding in self.watch.observe(line):
+                (self._collapse if finding.collapse else self.tell)(finding.sentence)
 
     def tell(self, sentence: str) -> None:
         """Say it, and keep it for the next line of metrics."""
@@ -67,10 +68,19 @@ class Guard:
             self.collapsed = self.collapsed or sentence
 
 
-def finite_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether every gradient is finite; one number comes off the device."""
-    flags = [parameter.grad.isfinite().all() for parameter in parameters if parameter.grad is not None]
-    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
+    """Whether every gradient is finite, and whether all are exactly 0; (True, False) where none is at hand.
+
+    Of a sharded gradient it reads this process's part. Two numbers come off the device, together.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return True, False
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    finite = torch.stack([gradient.isfinite().all().to(local[0].device) for gradient in local]).all()
+    moving = torch.stack([gradient.any().to(local[0].device) for gradient in local]).any()
+    is_finite, is_moving = torch.stack([finite, moving]).tolist()
+    return is_finite, not is_moving
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""A policy that falls apart is noticed."""
+"""A policy that falls apart, and what leads there, is noticed."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,30 @@ class Limits:
     """Mean KL to the old policy, in nats per token, that no trust region would allow."""
     reference_kl: float = 10.0
     """The same for the KL to a reference model, where there is one."""
+    ess: float = 0.7
+    """Effective sample size, as a share of the tokens, below which a few ratios decide an update: one line is enough. In the
+    demo `troll` stays above .97; `reinforce` at five times the learning rate starts with .62 and has collapsed at step 4."""
+    equal_share: float = 0.9
+    """Share of the groups whose rewards are all equal, from which on most samples are wasted."""
     solved: float = 0.9
     """From this success on, a policy may be certain of itself, and rewards may all be equal."""
     patience: int = 3
     """Lines in a row before success, entropy or KL is taken seriously; measurements of success count, not steps."""
+    truncated_patience: int = 10
+    """Steps in a row in which no completion came to its end."""
     equal_patience: int = 20
-    """Steps in a row with no difference in any group's rewards, so with nothing to learn from."""
+    """Steps in a row with no difference, or hardly any, in the groups' rewards, so with nothing to learn from."""
     skipped_patience: int = 10
     """Skipped updates in a row."""
+    zero_patience: int = 10
+    """Updates in a row whose gradient is exactly 0 although rewards differ."""
+
+
+class Finding(NamedTuple):
+    """What is going wrong, in a sentence that says what to do, and whether it is a collapse or may become one."""
+
+    sentence: str
+    collapse: bool = True
 
 
 class CollapseWatch:
@@ -38,46 +54,93 @@ class CollapseWatch:
         self.limits = limits
         self.best: dict[str, float] = {}
         self.runs: dict[str, int] = {}
-        self.success: float | None = None
+        self.newest: dict[str, float] = {}
+        """Of success and of equal rewards, which not every line has."""
 
-    def observe(self, line: Mapping[str, Any]) -> list[str]:
-        """What this line shows, in sentences; each kind once until it has recovered."""
-        self.success = line["success"] if line.get("success") is not None else self.success
-        solved = self.success is not None and self.success >= self.limits.solved
+    def observe(self, line: Mapping[str, Any]) -> list[Finding]:
+        """What this line shows; each kind once until it has recovered."""
+        self.newest |= {key: line[key] for key in ("success", "frac_reward_zero_std") if line.get(key) is not None}
+        solved = self.newest.get("success", 0.0) >= self.limits.solved
         found = [
             self._fell("success", line.get("success"), self.limits.success_share, self.limits.success_margin),
             self._fell("entropy", None if solved else line.get("entropy"), self.limits.entropy_share, 0.0),
             self._fell("std", None if solved else line.get("std"), self.limits.entropy_share, 0.0),
             self._exploded("tr/kl_before", line.get("tr/kl_before"), self.limits.kl),
             self._exploded("kl", line.get("kl"), self.limits.reference_kl),
+            self._few_count(line.get("tr/ess")),
             self._equal(None if solved else line.get("frac_reward_zero_std"), line.get("reward")),
+            self._truncated(line.get("completions/clipped_ratio")),
+            self._zero_gradient(line.get("zero_gradients", 0)),
         ]
-        return [sentence for sentence in found if sentence is not None]
+        return [finding for finding in found if finding is not None]
 
-    def _fell(self, key: str, value: float | None, share: float, margin: float) -> str | None:
+    def _fell(self, key: str, value: float | None, share: float, margin: float) -> Finding | None:
         if value is None:
             return None
         best = self.best[key] = max(self.best.get(key, -math.inf), value)  # in this order NaN is never the best
         fine = value >= share * best or best - value <= margin  # NaN is not
         if not self._lasts(key, not fine, self.limits.patience):
             return None
-        return (
+        return Finding(
             f"{key} fell from {best:.3g} to {value:.3g} and stayed there: the policy is collapsing. Try a smaller learning "
             f"rate or bound, or fewer updates per batch."
         )
 
-    def _exploded(self, key: str, value: float | None, limit: float) -> str | None:
+    def _exploded(self, key: str, value: float | None, limit: float) -> Finding | None:
         if value is None or not self._lasts(key, not value <= limit, self.limits.patience):  # NaN is beyond every limit
             return None
-        return f"{key} is {value:.3g} nats, beyond {limit:g}: the policy runs away. Try a smaller learning rate."
+        return Finding(f"{key} is {value:.3g} nats, beyond {limit:g}: the policy runs away. Try a smaller learning rate.")
 
-    def _equal(self, share: float | None, reward: float | None) -> str | None:
-        if share is None or not self._lasts("equal rewards", share >= 1.0, self.limits.equal_patience):
+    def _few_count(self, ess: float | None) -> Finding | None:
+        # At the first line: three of them may be all that a collapse takes. NaN is below every limit.
+        if ess is None or not self._lasts("tr/ess", not ess >= self.limits.ess, 1):
             return None
+        return Finding(
+            f"tr/ess is {ess:.3g}, below {self.limits.ess:g}: a few tokens with large ratios decide the updates, which often "
+            f"comes before a collapse; take fewer updates per batch, a smaller learning rate or bound, or fresher rollouts.",
+            collapse=False,
+        )
+
+    def _equal(self, share: float | None, reward: float | None) -> Finding | None:
+        if share is None:
+            return None
+        patience = self.limits.equal_patience
+        every = self._lasts("equal rewards", share >= 1.0, patience)
+        most = self._lasts("mostly equal rewards", share >= self.limits.equal_share, patience)
         of = "" if reward is None else f" ({reward:.3g})"
-        return (
-            f"for {self.limits.equal_patience} steps all completions of a prompt had the same reward{of}: there is nothing to "
-            f"learn from. Try easier problems, more completions per prompt, or a reward with more than two values."
+        hint = "Try easier problems, more completions per prompt, or a reward with more than two values."
+        if every:
+            return Finding(
+                f"for {patience} steps all completions of a prompt had the same reward{of}: every advantage is 0, and there is "
+                f"nothing to learn from. {hint}"
+            )
+        if most:
+            return Finding(
+                f"for {patience} steps at least {self.limits.equal_share:.0%} of the groups had one reward for all completions "
+                f"({share:.0%} now): almost every sample is wasted. {hint}",
+                collapse=False,
+            )
+        return None
+
+    def _truncated(self, share: float | None) -> Finding | None:
+        if share is None or not self._lasts("truncated", share >= 1.0, self.limits.truncated_patience):
+            return None
+        return Finding(
+            f"for {self.limits.truncated_patience} steps every completion was cut off before its end, so rewards are of "
+            f"unfinished texts: raise max_completion_length, or check that the model can write its end-of-sequence token.",
+            collapse=False,
+        )
+
+    def _zero_gradient(self, updates: int) -> Finding | None:
+        # Where all rewards of each group are equal a gradient of 0 is right, and `_equal` says so in time.
+        share = self.newest.get("frac_reward_zero_std", 0.0)
+        if not self._lasts("zero gradient", updates >= self.limits.zero_patience and share < 1.0, 1):
+            return None
+        return Finding(
+            f"the gradient was exactly 0 at each of the last {updates} updates, though rewards differ in {1 - share:.0%} of "
+            f"the groups: no weight moves. Check that what should be trained requires a gradient, that completions are not all "
+            f"masked out, and that the trust region leaves some token (tr/active_frac below 1).",
+            collapse=False,
         )
 
     def _lasts(self, key: str, bad: bool, patience: int) -> bool:

@@ -14,10 +14,24 @@ from corral.task.grader import grader_counts
 from corral.task.gsm8k import GSM8K
 from corral.task.imports import by_path
 from corral.task.jsonl import Jsonl
+from corral.task.messages import Message, text_of
 from corral.task.reasoning_gym import ReasoningGym
 from corral.task.sandbox import SandboxResult, run_python
 
-__all__ = ["TASKS", "SandboxResult", "Task", "find_task", "grader_counts", "make_task", "names", "run_python", "verify_all"]
+__all__ = [
+    "TASKS",
+    "SandboxResult",
+    "Task",
+    "columns_of",
+    "find_task",
+    "grader_counts",
+    "make_task",
+    "messages_of",
+    "names",
+    "run_python",
+    "text_of",
+    "verify_all",
+]
 
 
 @runtime_checkable
@@ -28,8 +42,11 @@ class Task(Protocol):
     machine; the first prompts of a longer draw are those of a shorter one. A procedural task draws with replacement. A finite
     one goes through its training problems once per epoch, reshuffled each time, and gives each held-out problem at most once.
 
-    A prompt is the problem's text and the key to its answer, so it is unique inside a task. A task that grades many completions
-    faster together than one by one has a method `verify_all(prompts, completions)` besides.
+    A prompt is the problem's text and the key to its answer, so it is unique inside a task. Three methods are optional:
+
+        verify_all(prompts, completions)   where grading many together is faster than one by one
+        columns(prompt)                    what reward functions get besides, by name: the row's other columns
+        messages(prompt)                   the prompt as a chat, where it is more than one message of the user's
     """
 
     name: ClassVar[str]
@@ -115,6 +132,20 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
     if len(rewards) != len(completions):
         raise ValueError(f"{task.name}.verify_all gave {len(rewards)} rewards for {len(completions)} completions.")
     return rewards
+
+
+def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
+    """What a task knows of these prompts besides, as lists by name; None where it has nothing under that name."""
+    columns = getattr(task, "columns", None)
+    rows = [columns(prompt) for prompt in prompts] if columns is not None else []
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+
+
+def messages_of(task: Task, prompt: str) -> list[Message]:
+    """A prompt as a chat: as the task has it, else one message of the user's."""
+    messages = getattr(task, "messages", None)
+    chat: list[Message] = [{"role": "user", "content": prompt}] if messages is None else messages(prompt)
+    return chat
 
 
 PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")

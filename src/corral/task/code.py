@@ -43,6 +43,10 @@ class CodeTask(Finite):
         self.limits  # noqa: B018 - refuses impossible ones
         super().__post_init__()
 
+    def kept(self, row: Row) -> Row:
+        """Nothing: tests can be millions of characters, and the verifier has them already."""
+        return {}
+
     @property
     def limits(self) -> Limits:
         """What one program may use."""

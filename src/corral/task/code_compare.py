@@ -1,10 +1,11 @@
 """What counts as the right output of a program, or the right result of a function."""
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from corral.task.code_value import checked_keys, same
+from corral.task.code_value import decode, loads, same
 
 
 def lines(text: str) -> list[str]:
@@ -27,14 +28,13 @@ def same_output(got: str, expected: str, tolerance: float) -> bool:
 
 
 def _close(got: str, expected: str, tolerance: float) -> bool:
+    if expected.lstrip("+-").isdecimal():
+        return False  # whole numbers are counted, not measured
     try:
-        int(expected)
+        pair = float(got), float(expected)
     except ValueError:
-        try:
-            return math.isclose(float(got), float(expected), rel_tol=tolerance, abs_tol=tolerance)
-        except ValueError:
-            return False
-    return False  # whole numbers are counted, not measured
+        return False
+    return all(map(math.isfinite, pair)) and math.isclose(*pair, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _as_apps(got: object, expected: object, tolerance: float) -> bool:
@@ -51,8 +51,8 @@ def _untupled(value: object) -> object:
 def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:
     """The same elements, in any order and number: EvalPlus asks no more of some functions."""
     try:
-        return set(checked_keys(list(got))) == set(expected)
-    except (TypeError, ValueError):  # not a collection, or of things that no set can hold
+        return set(got) == set(expected)
+    except TypeError:  # not a collection, or of things that no set can hold
         return False
 
 
@@ -64,3 +64,19 @@ def _presence(got: object, expected: object, tolerance: float) -> bool:
 COMPARISONS: dict[str, Callable[[Any, Any, float], bool]] = {
     "same": same, "apps": _as_apps, "sets": _as_sets, "presence": _presence,
 }  # fmt: skip
+
+
+def count_right(how: str, tolerance: float, output: str, expected: Sequence[str]) -> float:
+    """How many results are the expected ones, of those that the harness wrote for a function: a line for each call.
+
+    The function may have written the lines itself. So this runs in a grader's process, which has limits of its own: whatever
+    a line provokes is wrong, and a line that takes for ever costs no more than the reward of the program that wrote it.
+    """
+    right = 0
+    for line, wanted in zip(output.splitlines(), expected, strict=False):
+        want = loads(wanted)
+        try:
+            right += COMPARISONS[how](decode(json.loads(line)["value"]), want, tolerance)
+        except Exception:  # whatever it is, it is the line's doing: `want` has been read
+            continue
+    return float(right)

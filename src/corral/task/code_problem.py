@@ -1,6 +1,7 @@
 """Problems with tests, and what a program is worth. What is expected stays on this side of the wall."""
 
 import json
+import logging
 import marshal
 import textwrap
 from collections.abc import Sequence
@@ -9,19 +10,20 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from corral.task.code_compare import COMPARISONS, same_output
+from corral.task import grader
+from corral.task.code_compare import same_output
 from corral.task.code_extract import defines, extract_program
-from corral.task.code_harness import REPORT, UNABLE
-from corral.task.code_value import Opaque, decode, loads, same
 from corral.task.pool import Pool
 from corral.task.sandbox import Job, Limits
-from corral.task.sandbox.result import encode
+from corral.task.sandbox.result import LONGEST, encode
 
-NO_RESULT = Opaque("no result")
-"""Where a function raised, or the program ended before."""
+LOG = logging.getLogger("corral.task")
 
-ROOM = 16 << 20
-"""Bytes of results that a function may give back, all calls together."""
+REFERENCE_ROOM = 8 << 20
+"""Bytes that a reference's results may have."""
+
+PATIENCE = 10.0
+"""How many times longer a reference may take that has failed, since it may have been the machine that was crowded."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,14 @@ class Calls:
 
     def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
         """The share of right results, all from one process."""
-        results = call(program, self.entry, tuple(arguments for arguments, _ in self.cases), pool, limits)
-        right = sum(self.right(got, loads(expected)) for got, (_, expected) in zip(results, self.cases, strict=True))
-        return right / len(self.cases)
-
-    def right(self, got: object, expected: object) -> bool:
-        """Whether a result is the expected one."""
-        try:
-            return got is not NO_RESULT and COMPARISONS[self.how](got, expected, self.tolerance)
-        except RecursionError:  # lists in lists, as deep as they could just be read
-            return False
+        arguments, expected = zip(*self.cases, strict=True)
+        output = call(program, self.entry, arguments, pool, limits, room=sum(map(len, expected)))
+        return share_right(self.how, self.tolerance, output, expected, limits)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Calls of a function whose results are those of a reference, which is run first, in the sandbox too."""
+    """Calls of a function whose results are those of a reference, which is run beforehand, in the sandbox too."""
 
     entry: str
     arguments: tuple[str, ...]
@@ -82,9 +77,9 @@ class Agreement:
 
     def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
         """The share of calls on which both agree."""
-        expected = _expected(self, pool, limits)
-        results = call(program, self.entry, self.arguments, pool, limits)
-        return sum(same(a, b, self.tolerance) for a, b in zip(results, expected, strict=True)) / len(expected)
+        expected = _references[self]
+        output = call(program, self.entry, self.arguments, pool, limits, room=sum(map(len, expected)))
+        return share_right("same", self.tolerance, output, expected, limits)
 
 
 @dataclass(frozen=True)
@@ -98,13 +93,15 @@ class Checks:
     def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
         """The share of tests that pass."""
         tests = Job(code=harness(f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r})"), limits=limits)
-        _, result = pool.run_connected(Job(code=harness(f"serve({program!r}, {self.entry!r})"), limits=limits), tests)
-        last = (result.stderr.strip().splitlines() or [""])[-1]
-        if last.startswith(UNABLE):
+        _, result = pool.run_connected(Job(code=harness(f"serve({program!r}, {self.entry!r}, True)"), limits=limits), tests)
+        if result.status != "ok" or not result.stderr:  # the tests ended before their last line: no verdict is no pass
+            return 0.0
+        report = json.loads(result.stderr)  # nothing but the harness writes there
+        if "unable" in report:
             raise ValueError(
-                f"code: the tests of {self.entry} cannot run: {last.removeprefix(UNABLE)}. Only the standard library is there."
+                f"code: the tests of {self.entry} cannot run: {report['unable']}. Only the standard library is there."
             )
-        return int(last.removeprefix(REPORT)) / len(self.tests) if result.status == "ok" and last.startswith(REPORT) else 0.0
+        return int(report["passed"]) / len(self.tests)
 
 
 Tests = Runs | Calls | Agreement | Checks
@@ -144,24 +141,24 @@ class Problem:
 def grade_all(
     problems: Sequence[Problem], completions: Sequence[str], pool: Pool, limits: Limits, partial: bool = False
 ) -> list[float]:
-    """Rewards of many completions, several at a time, in order."""
+    """Rewards of many completions, several at a time, in order; references that have not been run yet are run first."""
+    run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
     return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
 
 
-def call(program: str, entry: str, arguments: tuple[str, ...], pool: Pool, limits: Limits) -> list[object]:
-    """Results of a function, one per line of arguments; something that equals nothing where there is none."""
-    roomy = replace(limits, output=ROOM)
+def call(program: str, entry: str, arguments: Sequence[str], pool: Pool, limits: Limits, room: int = 0) -> str:
+    """What the harness writes for calls of a function: a line for each, unless the program forged them or ended before.
+
+    `room` is the size of what is expected: twice as much may be written, as by whole programs."""
+    roomy = replace(limits, output=max(limits.output, 2 * room))
     stdin = "".join(line + "\n" for line in arguments)
-    result = pool.run_one(Job(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy))
-    answers = [_value(line) for line in result.stdout.splitlines()[: len(arguments)]]
-    return answers + [NO_RESULT] * (len(arguments) - len(answers))
+    return pool.run_one(Job(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy)).stdout
 
 
-def _value(line: str) -> object:
-    try:
-        return decode(json.loads(line)["value"])
-    except (ValueError, TypeError, LookupError, RecursionError):  # raised, or forged
-        return NO_RESULT
+def share_right(how: str, tolerance: float, output: str, expected: Sequence[str], limits: Limits) -> float:
+    """The share of right results, found in a process that can be ended; it has as much time as the program had."""
+    (verdict,) = grader.pool("code").grade([(how, tolerance, output, list(expected))], limits.timeout)
+    return verdict.score / len(expected)
 
 
 @cache
@@ -177,16 +174,29 @@ def harness(last_line: str) -> str:
     return f"import marshal\nexec(marshal.loads({_harness()!r}))\n{last_line}\n"
 
 
-_references: dict[Agreement, list[object]] = {}
+_references: dict[Agreement, tuple[str, ...]] = {}
+"""Results of references, as lines of `code_value`."""
 
 
-def _expected(tests: Agreement, pool: Pool, limits: Limits) -> list[object]:
-    """The reference's results, found once."""
-    if tests not in _references:
-        results = call(tests.reference, tests.reference_entry, tests.arguments, pool, limits)
-        if any(isinstance(result, Opaque) for result in results):
-            raise ValueError(
-                f"code: the reference of {tests.entry} fails on some of its own inputs within {limits.timeout:g} s."
-            )
-        _references[tests] = results
-    return _references[tests]
+def run_references(tests: Sequence[Agreement], pool: Pool, limits: Limits) -> None:
+    """Run every reference that has not been run yet, with no program of a model beside it. One that fails is run again, alone
+    and with more time, since others may share the machine; ValueError if it fails then too."""
+    missing, patience = [one for one in dict.fromkeys(tests) if one not in _references], min(PATIENCE * limits.timeout, LONGEST)
+    for one, results in zip(missing, pool.map(lambda one: _results(one, pool, limits), missing), strict=True):
+        if results is None:
+            results = _results(one, pool, replace(limits, timeout=patience))
+            if results is None:
+                raise ValueError(f"code: the reference of {one.entry} fails on some of its own inputs within {patience:g} s.")
+            LOG.warning("code: the reference of %s failed within %g s, and not with more time.", one.entry, limits.timeout)
+        _references[one] = results
+
+
+def _results(tests: Agreement, pool: Pool, limits: Limits) -> tuple[str, ...] | None:
+    """The reference's results; None where there is one that does not equal itself: none at all, or no plain value."""
+    output = call(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=REFERENCE_ROOM)
+    try:
+        results = tuple(json.dumps(json.loads(line)["value"]) for line in output.splitlines())
+    except (ValueError, LookupError):
+        return None
+    whole = len(results) == len(tests.arguments) and share_right("same", 0.0, output, results, limits) == 1.0
+    return results if whole else None

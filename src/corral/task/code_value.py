@@ -3,15 +3,11 @@
 This file is also run inside the sandbox, before `code_harness`; it needs the standard library alone.
 """
 
-import collections
 import json
 import math
 from typing import Any
 
 KINDS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-
-SAME_HASH = 50
-"""How many elements of a set, or keys of a dict, may share a hash. Two of a hash are met, -1 and -2 among them."""
 
 
 class Opaque:
@@ -50,31 +46,22 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The value that `encode` was given. Raises ValueError, TypeError or RecursionError for what it never gives."""
+    """The value that `encode` was given. For what it never gives, anything may be raised, and a forged set may take for ever:
+    what a program wrote is decoded where that costs the program's own reward and no more."""
     if not isinstance(data, list):
         return data
     name, *items = data
-    if name in ("set", "frozenset"):
-        return KINDS[name](checked_keys([decode(item) for item in items]))
     if name in KINDS:
         return KINDS[name](decode(item) for item in items)
     if name == "int":
         return int(items[0], 16)
     if name == "dict":
-        return dict(zip(checked_keys([decode(key) for key, _ in items]), (decode(item) for _, item in items), strict=True))
+        return {decode(key): decode(item) for key, item in items}
     if name == "complex":
         return complex(*items)
     if name == "bytes":
         return bytes.fromhex(items[0])
     return Opaque(str(items))
-
-
-def checked_keys(keys: list[Any]) -> list[Any]:
-    """`keys`, if a set of them can be made in time: thousands that share a hash, which only a forger has, would take hours, and
-    this is not behind the wall."""
-    if keys and max(collections.Counter(map(hash, keys)).values()) > SAME_HASH:
-        raise ValueError("too many keys have one hash")
-    return keys
 
 
 def dumps(value: Any) -> str:
@@ -83,11 +70,8 @@ def dumps(value: Any) -> str:
 
 
 def loads(line: str | bytes) -> Any:
-    """The value in a line; ValueError for anything that is none."""
-    try:
-        return decode(json.loads(line))
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ValueError(f"this is no value: {error}") from None
+    """The value in a line that `dumps` made."""
+    return decode(json.loads(line))
 
 
 def same(got: Any, expected: Any, tolerance: float = 0.0) -> bool:

@@ -10,6 +10,7 @@ from typing import ClassVar
 from corral.task.answer import last_box
 from corral.task.dataset import Hub
 from corral.task.math import MathTask
+from corral.task.messages import chat_text
 from corral.task.rows import Malformed, Row, text_column
 
 DAPO_BEFORE = (
@@ -100,14 +101,3 @@ class DAPOMath(MathTask):
         if isinstance(graded, dict) and "ground_truth" in graded:
             return prompt, text_column(graded, "ground_truth").strip()
         return prompt, text_column(row, "solution", "answer").strip()
-
-
-def chat_text(prompt: object, column: str = "prompt") -> str:
-    """The text of a prompt, which may be a chat of one user's message."""
-    if isinstance(prompt, list):
-        if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
-            raise Malformed(f"`{column}` should be one message of the user's; got {str(prompt)[:60]!r}")
-        prompt = prompt[0].get("content")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise Malformed(f"`{column}` should be a text that is not empty, or a chat; got {str(prompt)[:60]!r}")
-    return prompt

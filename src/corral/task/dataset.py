@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from itertools import count as from_zero
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from corral.task.draws import checked_count, checked_whole, digest, shown, shuffled, uniform
 from corral.task.rows import Malformed, Row, find_split, read_file, read_hub
@@ -15,6 +15,16 @@ LISTED = 10
 """How many rows an error or a warning shows; it counts them all."""
 
 Rows = Iterable[tuple[str, Row | Malformed]]
+
+PASSED = ("prompt", "completion", "completion_ids")
+"""Columns that TRL does not pass to reward functions under these names."""
+
+
+class Known(NamedTuple):
+    """What is known of a prompt."""
+
+    answer: Any
+    row: Row
 
 
 @dataclass(frozen=True)
@@ -30,8 +40,9 @@ class Hub:
 class _Data:
     """The problems are kept in slots: `vars(task)` are its settings, which a run writes down."""
 
-    __slots__ = ("_answers", "_held_out", "_train")
+    __slots__ = ("_answers", "_held_out", "_rows", "_train")
     _answers: dict[str, Any]
+    _rows: dict[str, Row]
     _train: list[str]
     _held_out: list[str]
 
@@ -59,7 +70,15 @@ class Finite(_Data):
         train, held_out = self._load()
         if not held_out:
             raise ValueError(f"{self.name}: there is no held-out problem to measure success on.")
-        for slot, value in (("_answers", train | held_out), ("_train", list(train)), ("_held_out", list(held_out))):
+        known = train | held_out
+        columns = dict.fromkeys(name for problem in known.values() for name in problem.row)
+        slots = {
+            "_answers": {prompt: problem.answer for prompt, problem in known.items()},
+            "_rows": {prompt: {name: problem.row.get(name) for name in columns} for prompt, problem in known.items()},
+            "_train": list(train),
+            "_held_out": list(held_out),
+        }
+        for slot, value in slots.items():
             object.__setattr__(self, slot, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,6 +88,10 @@ class Finite(_Data):
     def problem(self, row: Row) -> tuple[str, Any]:
         """The prompt and the answer of a row; Malformed where it has none."""
         raise NotImplementedError(f"{type(self).__name__} must say what a row's prompt and answer are.")
+
+    def kept(self, row: Row) -> Row:
+        """What of a row reward functions get: all of it, unless a task's rows are too large."""
+        return row
 
     @property
     def max_prompt_length(self) -> int:
@@ -108,7 +131,17 @@ class Finite(_Data):
             )
         return self._answers[prompt]
 
-    def _load(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def row(self, prompt: str) -> Row:
+        """All columns of a prompt's row, None where another row has one and this one has not."""
+        self.answer(prompt)  # which refuses what is no prompt
+        return self._rows[prompt]
+
+    def columns(self, prompt: str) -> Row:
+        """What reward functions get besides the prompt, which they have already."""
+        row = self.row(prompt)
+        return {name: row[name] for name in row if name not in PASSED and not (name == "problem" and row[name] == prompt)}
+
+    def _load(self) -> tuple[dict[str, Known], dict[str, Known]]:
         """Problems to train on and held-out ones."""
         first, second = self._sources()
         if first is None or second is None:
@@ -135,9 +168,9 @@ class Finite(_Data):
         own = None if by_share or apart else read_file(find_split(path, "test", self.name), self.name)
         return read_file(find_split(path, "train", self.name), self.name), apart or own
 
-    def _gathered(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, Any]:
-        """Prompt → answer of all rows. Those that cannot be used are an error, or a warning where they are to be skipped."""
-        found, bad, repeated = gather(self.problem, rows, leaked)
+    def _gathered(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, Known]:
+        """What is known of every prompt. Rows that cannot be used are an error, or a warning where they are to be skipped."""
+        found, bad, repeated = gather(self.problem, rows, leaked, self.kept)
         if bad.count and not self.skip_malformed:
             hint = "Mend them, or go on without them: skip_malformed=true."
             raise ValueError(f"{self.name}: {listed(bad, 'malformed')}\n{hint}")
@@ -162,13 +195,13 @@ class Tally:
 
 
 def gather(
-    problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str] = ()
-) -> tuple[dict[str, Any], Tally, Tally]:
-    """Prompt → answer of all rows; those that cannot be used, and why; those that are repeated, and as which.
+    problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str], kept: Callable[[Row], Row]
+) -> tuple[dict[str, Known], Tally, Tally]:
+    """Prompt → answer and row of all rows; those that cannot be used, and why; those that are repeated, and as which.
 
     A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Known] = {}
     places: dict[str, str] = {}
     bad, repeated = Tally(), Tally()
     for place, row in rows:
@@ -178,7 +211,7 @@ def gather(
             prompt, answer = problem(row)
             if prompt in leaked:
                 raise Malformed("this prompt is held out")
-            if prompt in found and found[prompt] != answer:
+            if prompt in found and found[prompt].answer != answer:
                 raise Malformed(f"the prompt of {places[prompt]} with another answer")
         except Malformed as error:
             bad.add(place, str(error))
@@ -186,7 +219,7 @@ def gather(
         if prompt in found:
             repeated.add(place, f"as {places[prompt]}")
         else:
-            found[prompt], places[prompt] = answer, place
+            found[prompt], places[prompt] = Known(answer, kept(row)), place
     return found, bad, repeated
 
 

@@ -1,8 +1,9 @@
 """Graders that may hang, in processes of their own: a real time limit in any thread of any process.
 
 math-verify and some scorers of reasoning-gym hand text to sympy, which can compute for years. Their own limits are alarms: they
-work in the main thread alone, and not inside a long call into C. Here a worker that takes too long is killed and another one
-started; the answer it had is wrong, and counted. Every wait has a deadline.
+work in the main thread alone, and not inside a long call into C. Results of functions under test are read and compared here
+too, since the functions may have forged them. A worker that takes too long is killed and another one started; the answer it had
+is wrong, and counted. Every wait has a deadline.
 """
 
 import atexit

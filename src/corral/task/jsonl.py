@@ -9,9 +9,9 @@ from corral.objective.naming import nearest
 from corral.task.answer import one_number
 from corral.task.code_problem import grade_all
 from corral.task.code_rows import problem_from_tests
-from corral.task.competition import chat_text
 from corral.task.imports import by_path
 from corral.task.math import MathTask, same_mathematics, same_number
+from corral.task.messages import Message, conversation
 from corral.task.pool import shared_pool
 from corral.task.rows import Malformed, Row, text_column
 from corral.task.sandbox import Limits
@@ -38,7 +38,7 @@ class Jsonl(MathTask):
     verifier: str = "math"
     """math, number, exact, code, or module:function."""
     prompt_column: str = "prompt"
-    """Where the prompt is: a text, or a chat of one user's message."""
+    """Where the prompt is: a text, or a chat that ends with the user's message."""
     answer_column: str = "answer"
     """Where the answer is: a text or a number; for `code` the tests; for a verifier of your own, anything that JSON has."""
     unsafe_code_execution: bool = False
@@ -62,7 +62,7 @@ class Jsonl(MathTask):
         for column in (self.prompt_column, self.answer_column):
             if column not in row:
                 raise Malformed(f"there is no `{column}`; the row has {', '.join(map(str, row)) or 'nothing'}")
-        prompt = chat_text(row[self.prompt_column], self.prompt_column)
+        prompt, _ = conversation(row[self.prompt_column], self.prompt_column)
         if self.verifier == "code":
             return prompt, problem_from_tests(row[self.answer_column])
         if ":" in self.verifier:
@@ -71,6 +71,10 @@ class Jsonl(MathTask):
         if self.verifier == "number" and one_number(answer) is None:
             raise Malformed(f"`{self.answer_column}` should be one number; got {answer[:60]!r}")
         return prompt, answer
+
+    def messages(self, prompt: str) -> list[Message]:
+        """The prompt as a chat, with all of the row's messages."""
+        return conversation(self.row(prompt)[self.prompt_column], self.prompt_column)[1]
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
         """By math-verify, or the same number."""

@@ -3,9 +3,12 @@
 from corral.task.sandbox.result import Job, Limits, SandboxResult, Status
 from corral.task.sandbox.unsafe import run_unsafe
 from corral.task.sandbox.view import SandboxUnavailable
-from corral.task.sandbox.worker import Worker, WorkerLost, available_backend
+from corral.task.sandbox.worker import Worker, WorkerLost, available_backend, memory_bound
 
-__all__ = ["Job", "Limits", "SandboxResult", "SandboxUnavailable", "Status", "Worker", "available_backend", "run_python"]
+__all__ = [
+    "Job", "Limits", "SandboxResult", "SandboxUnavailable", "Status", "Worker", "available_backend", "memory_bound",
+    "run_python",
+]  # fmt: skip
 
 
 def run_python(

@@ -5,6 +5,9 @@ from typing import Literal
 
 Status = Literal["ok", "error", "timeout", "memory", "output"]
 
+LONGEST = 86_400.0
+"""Seconds that a program may be given: a day."""
+
 
 @dataclass(frozen=True)
 class SandboxResult:
@@ -41,7 +44,7 @@ class Limits:
     """Files in it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= 86_400:
+        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= LONGEST:
             raise ValueError(f"sandbox: `timeout` is a number of seconds above 0, at most a day; got {self.timeout!r}.")
         if type(self.memory_mb) is not int or not 1 <= self.memory_mb <= 1 << 20:
             raise ValueError(f"sandbox: `memory_mb` is a whole number of MiB in 1..{1 << 20}; got {self.memory_mb!r}.")

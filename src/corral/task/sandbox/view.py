@@ -1,4 +1,4 @@
-"""What a program can see of the file system: an interpreter, its libraries, five devices. Nothing of a user's."""
+"""What a program can see of the file system: an interpreter, its libraries, four devices. Nothing of a user's."""
 
 import os
 import site
@@ -10,7 +10,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
+DEVICES = ("/dev/null", "/dev/full", "/dev/urandom", "/dev/random")
+"""Without /dev/zero: mapped as shared, it is memory that belongs to no process."""
 LIBRARIES = (
     "/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/nix/store", "/gnu/store",
 )  # fmt: skip

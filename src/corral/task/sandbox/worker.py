@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
+from corral.task.sandbox.cgroup import lent, make
 from corral.task.sandbox.files import Input, Pipe, memory_file
 from corral.task.sandbox.result import Job, SandboxResult, encode
 from corral.task.sandbox.view import SandboxUnavailable, view
@@ -29,6 +30,9 @@ GRACE = 5.0
 FAREWELL = 2.0
 """Seconds to leave in peace before being killed."""
 CHUNK = 1 << 16
+
+CGROUP = "memory bounded by a cgroup"
+LOOK = "memory bounded by limits, a look at all processes every 20 ms, and the filter: no cgroup is lent"
 
 
 class WorkerLost(RuntimeError):
@@ -44,12 +48,15 @@ class Worker:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self._next = 0
+        place = lent()
+        self.group = make(*place) if place else None
+        """The cgroup that bounds what programs hold; None where the system lends none."""
+        passed = [self.group.members, self.group.events] if self.group else []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._log = os.memfd_create("log")
         seen = view().plain() if backend == "unshare" else None
-        told = memory_file(payload({"mode": backend, "control": theirs.fileno(), "proc": proc, "view": seen}))
+        told = memory_file(payload({"mode": backend, "control": theirs.fileno(), "proc": proc, "view": seen, "group": passed}))
         try:
             self.process = subprocess.Popen(
                 command(backend, told),
@@ -58,12 +65,14 @@ class Worker:
                 stderr=self._log,
                 env=ENVIRONMENT,
                 cwd="/",
-                pass_fds=(theirs.fileno(), proc, told),
+                pass_fds=(theirs.fileno(), proc, told, *passed),
                 start_new_session=True,
             )
         except BaseException:
             self.control.close()
             os.close(self._log)
+            if self.group:
+                self.group.close()
             raise
         finally:
             theirs.close()
@@ -83,6 +92,9 @@ class Worker:
             log = os.pread(self._log, CHUNK, 0).decode(errors="replace").strip()
             self.close()
             raise SandboxUnavailable(message.get("failed") or (log.splitlines() or ["it ended at once"])[-1])
+        if self.group and not message["grouped"]:
+            self.group.close()
+            self.group = None
 
     def run(self, job: Job) -> SandboxResult:
         """Run one program to its end."""
@@ -93,11 +105,13 @@ class Worker:
 
     def start(self, job: Job, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "Running":
         """Start a program; the last one must have ended. What it writes to the pipes in `capture` is for `collect` to read."""
-        self._next += 1
+        id = os.urandom(8).hex()  # the program can find it, and a number would tell how many there were before
         code = memory_file(encode(job.code))
-        order = json.dumps({"run": self._next, "limits": vars(job.limits)}).encode()
+        order = json.dumps({"run": id, "limits": vars(job.limits)}).encode()
         files = array.array("i", [code, stdin, out.writer, err.writer])
         try:
+            if self.group:
+                self.group.bound(job.limits)
             self.control.settimeout(GRACE)
             self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         except OSError as error:
@@ -106,7 +120,7 @@ class Worker:
             os.close(code)
         for pipe in capture:
             pipe.close_writer()
-        return Running(worker=self, id=self._next, job=job, streams={pipe.reader: bytearray() for pipe in capture})
+        return Running(worker=self, id=id, job=job, streams={pipe.reader: bytearray() for pipe in capture})
 
     def close(self) -> None:
         """End the interpreter inside and all it holds; wait until they have gone. A second call does nothing."""
@@ -120,6 +134,8 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.kill()
         os.close(self._log)
+        if self.group:
+            self.group.close()
 
     def kill(self) -> None:
         """End it at once; the process group has the interpreter and whatever started it."""
@@ -140,7 +156,7 @@ class Running:
     """A program under way: what it wrote so far, by file, and how it ended."""
 
     worker: Worker
-    id: int
+    id: str
     job: Job
     streams: dict[int, bytearray]
     overflowed: bool = False
@@ -197,7 +213,7 @@ def collect(*programs: Running) -> None:
             ready = selector.select(0.0 if ended else max(0.0, deadline - time.monotonic()))
             if ended and not ready:
                 return
-            if not ready and time.monotonic() >= deadline:
+            if not ended and time.monotonic() >= deadline:  # even if there is more to read: a program may go on for ever
                 raise WorkerLost("sandbox: the worker does not answer.", hung=True)
             for key, _ in ready:
                 if key.fd not in key.data.streams:
@@ -221,14 +237,24 @@ def run_connected(workers: tuple[Worker, Worker], first: Job, second: Job) -> tu
 
 
 @cache
-def why_not(backend: str) -> str:
-    """Why a backend does not work here, found by running an empty program; "" where it does."""
+def tried(backend: str) -> tuple[str, str]:
+    """What an empty program shows: why a backend does not work here, or ""; and what bounds the memory of all processes."""
     try:
         with Worker(backend) as worker:
             worker.run(Job(code=""))
+            return "", CGROUP if worker.group else LOOK
     except (SandboxUnavailable, WorkerLost, OSError) as error:
-        return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: ")
-    return ""
+        return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: "), ""
+
+
+def why_not(backend: str) -> str:
+    """Why a backend does not work here; "" where it does."""
+    return tried(backend)[0]
+
+
+def memory_bound(backend: str) -> str:
+    """What bounds the memory of all processes of a program together, behind a backend that works."""
+    return tried(backend)[1]
 
 
 def available_backend(backend: str | None = None) -> str:

@@ -21,23 +21,41 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 FARTHEST = 255
 """How many instructions a conditional jump can skip."""
 
-NAMESPACES = 0x7E020000
-"""Flags of `clone` that make a namespace: mount, cgroup, uts, ipc, user, pid, net."""
+NAMESPACES, SIBLING = 0x7E020000, 0x00008000
+"""Flags of `clone`: a new mount, cgroup, uts, ipc, user, pid or net namespace; a child of the parent, whose memory would not be
+found below this process."""
+SHARED, ANONYMOUS, HUGE = 0x01, 0x20, 0x40000
+"""Flags of `mmap`. Anonymous memory that is shared belongs to no process, and huge pages are missing from what one holds."""
 
 UNIX = 1
+SEND_FLAGS = (0, 0x40, 0x4000, 0x4040)
+"""sendto: without waiting, without a signal. Out-of-band data are of no use to anyone, and had bugs in the kernel."""
+FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
+"""fcntl: duplicate, close on exec, flags, locks of ranges, the size of a pipe. No leases, which make whoever opens the file
+wait, the trainer included; no larger pipes."""
+MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
+"""madvise: how it will be used, that it is free, large pages, dumps, guards. Not to swap it out: it would not be counted."""
 TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """ioctl: is it a terminal, its group and size, bytes to read, non-blocking, close on exec or not."""
 NAME_REQUESTS = (1, 2, 3, 15, 16)
 """prctl: the signal at the parent's end, is memory hidden, the thread's name."""
 
 ONLY: dict[str, tuple[int, Sequence[int]]] = {
-    "socket": (0, (UNIX,)),
     "socketpair": (0, (UNIX,)),
+    "sendto": (3, SEND_FLAGS),
+    "fcntl": (1, FILE_COMMANDS),
+    "madvise": (2, MEMORY_ADVICE),
     "ioctl": (1, TERMINAL_REQUESTS),
     "prctl": (0, NAME_REQUESTS),
     "prlimit64": (0, (0,)),  # one's own limits, not those of the process that watches
 }
 """Calls allowed for some values of one argument only: which argument, which values."""
+
+NEVER: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
+    "clone": (0, [[NAMESPACES | SIBLING]]),
+    "mmap": (3, [[HUGE], [SHARED, ANONYMOUS]]),
+}
+"""Calls refused for some flags: which argument, and lists of masks; a list refuses what has a bit of each of its masks."""
 
 
 def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -66,15 +84,16 @@ def build(machine: str) -> bytes:
 def _body(name: str) -> list[bytes]:
     """What is done with one call."""
     allow, refuse = instruction(_RETURN, ALLOW), instruction(_RETURN, REFUSE | errno.EPERM)
-    if name == "clone":
-        return [instruction(_LOAD, _ARGUMENTS), instruction(_ANY_BIT, NAMESPACES, 0, 1), refuse, allow]
-    if name not in ONLY:
+    if name in NEVER:
+        index, lists = NEVER[name]
+        tests = [[instruction(_ANY_BIT, mask, 0, len(masks) - at) for at, mask in enumerate(masks)] for masks in lists]
+        body, last = [line for test in tests for line in (*test, refuse)], allow
+    elif name in ONLY:
+        index, values = ONLY[name]
+        body, last = [line for value in values for line in (instruction(_EQUAL, value, 0, 1), allow)], refuse
+    else:
         return [allow]
-    index, values = ONLY[name]
-    body = [instruction(_LOAD, _ARGUMENTS + 8 * index)]  # the low half: these arguments have 32 bits
-    for value in values:
-        body += [instruction(_EQUAL, value, 0, 1), allow]
-    return [*body, refuse]
+    return [instruction(_LOAD, _ARGUMENTS + 8 * index), *body, last]  # the low half: the kernel reads no more of these
 
 
 def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:

@@ -1,5 +1,6 @@
 """How much memory all processes of a program hold together: the kernel's own limit counts each of them alone."""
 
+import _socket
 import os
 
 from corral.task.sandbox.inside import kernel
@@ -10,35 +11,44 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 class Memory:
     """Readings of /proc, by an open folder: inside, no path leads there."""
 
-    def __init__(self, proc: int) -> None:
-        self.proc = proc
+    def __init__(self, proc: int, events: int | None) -> None:
+        self.proc, self.events = proc, events
         self.baseline = self._pages("self")[0] * PAGE
         """Address space of this process, which every program starts with."""
         self._shared = self._private("self")  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()
+        one, other = _socket.socketpair()
+        self._socket = 3 * one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF) // 2  # the last message may be half as large
+        one.close()
+        other.close()
+        self.used()  # what cannot be read here should show now, not in the middle of a program
 
-    def used_by(self, handles: list[int]) -> int:
-        """Bytes held by processes, given as open pidfds, and everything they have started, beyond what they were born with."""
-        total, queue = 0, [self._number(handle) for handle in handles]
+    def used(self) -> int:
+        """Bytes held by everything that this process has started, beyond what it was born with, and by sockets."""
+        total, queue = 0, self._children("self")
         while queue:
             number = queue.pop()
             try:
                 total += max(0, self._private(number) - self._shared)
-                for task in self._names(f"{number}/task"):
-                    queue += self._read(f"{number}/task/{task}/children").split()
+                queue += self._children(number)
             except OSError:  # it has ended meanwhile
                 continue
-        return total * PAGE
+        sockets = self._read("self/net/unix").count("\n") - 1  # those of this network namespace, below a line of titles
+        return total * PAGE + sockets * self._socket
 
     def ran_out(self) -> bool:
-        """Whether the kernel has killed anything for want of memory since the last question."""
+        """Whether the kernel has killed for want of memory since the last question: in the cgroup, or anywhere without one."""
         before, self._kills = self._kills, self._out_of_memory_kills()
         return self._kills > before
 
-    def _number(self, handle: int) -> str:
-        """The number of a process as this /proc shows it, which may belong to an outer namespace."""
-        lines = self._read(f"self/fdinfo/{handle}").splitlines()
-        return next(line.split()[1] for line in lines if line.startswith("Pid:"))
+    def group_ran_out(self) -> bool:
+        """Whether it has killed any process of the program: no one else is in the cgroup."""
+        return self.events is not None and self.ran_out()
+
+    def _children(self, number: str) -> list[str]:
+        return [
+            child for task in self._names(f"{number}/task") for child in self._read(f"{number}/task/{task}/children").split()
+        ]
 
     def _private(self, number: str) -> int:
         _, resident, shared = self._pages(number)
@@ -49,7 +59,8 @@ class Memory:
         return size, resident, shared
 
     def _out_of_memory_kills(self) -> int:
-        lines = self._read("vmstat").splitlines()
+        text = self._read("vmstat") if self.events is None else os.pread(self.events, 4096, 0).decode()
+        lines = text.splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     def _names(self, path: str) -> list[str]:

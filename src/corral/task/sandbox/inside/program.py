@@ -83,8 +83,9 @@ def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
     return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
 
 
-def prepare(plan: Plan, code: int, streams: list[int], rules: filter.Filter) -> bytes:
+def prepare(plan: Plan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
     """A temporary folder, limits, files 0 to 2 and no other, no powers, the filter; returns the program's text."""
+    kernel.write_at(proc, "self/oom_score_adj", "1000")
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount_memory("/tmp", kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXEC, plan.folder)
     os.chdir("/tmp")

@@ -61,8 +61,13 @@ def build(view: dict[str, list]) -> None:
         kernel.mount_memory(base + path, quiet | kernel.NO_DEVICES | kernel.NO_EXEC, "mode=755,size=4k,nr_inodes=2")
     os.mkdir(base + "/tmp")
     kernel.enter_root(base)
+    make_read_only()
+
+
+def make_read_only() -> None:
+    """Everything that is mounted, devices too: they can still be written to, and their nodes not be changed."""
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    kernel.restrict(root, quiet)
+    kernel.restrict(root, kernel.READ_ONLY | kernel.NO_SETUID)
     os.close(root)
 
 
@@ -96,8 +101,9 @@ def settle(proc: int) -> None:
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.NEW_USER | kernel.NEW_PIDS | kernel.NEW_MOUNTS)
     kernel.map_user(proc, NOBODY, uid, gid)
+    make_read_only()  # bubblewrap can have a device in use or read-only, not both
     kernel.keep_no_capabilities()
-    kernel.write_at(proc, "self/oom_score_adj", "1000")  # where memory runs out, the largest of us goes, and no one else
+    kernel.write_at(proc, "self/oom_score_adj", "500")  # where memory runs out, one of us goes, and programs before this
     if child := os.fork():
         kernel.close_files_from(3)  # the pipe ends of the world inside must close with it
         _, status = os.waitpid(child, 0)

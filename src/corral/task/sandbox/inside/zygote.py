@@ -31,6 +31,7 @@ TICK = 0.02
 def main(config: dict[str, object]) -> None:
     """Leave the outside, say so, and serve until the other end of the socket closes."""
     control = _socket.socket(fileno=config["control"])
+    events = join(*config["group"]) if config["group"] else None
     for name in COMMON.split():
         importlib.import_module(name)
     site.setquit()  # exit() and quit()
@@ -39,7 +40,7 @@ def main(config: dict[str, object]) -> None:
         if config["mode"] == "unshare":
             root.leave(config["view"], config["proc"])
         root.settle(config["proc"])
-        zygote = Zygote(control, config["proc"])
+        zygote = Zygote(control, Memory(config["proc"], events))
     except (OSError, ValueError) as error:
         send(control, {"failed": str(error)})
         os._exit(1)
@@ -48,9 +49,18 @@ def main(config: dict[str, object]) -> None:
     program.warm_up()
     gc.collect()
     gc.freeze()
-    send(control, {"ready": True})
+    send(control, {"ready": True, "grouped": events is not None})
     zygote.serve()
     os._exit(0)
+
+
+def join(members: int, events: int) -> int | None:
+    """Enter the cgroup whose list of members is open for writing; its events, or None where the kernel does not let us in."""
+    try:
+        os.write(members, b"0")
+    except OSError:
+        return None
+    return events
 
 
 def send(control: _socket.socket, message: dict[str, object]) -> None:
@@ -64,9 +74,11 @@ def send(control: _socket.socket, message: dict[str, object]) -> None:
 class Zygote:
     """Starts, watches and ends programs as told, one after the other."""
 
-    def __init__(self, control: _socket.socket, proc: int) -> None:
+    def __init__(self, control: _socket.socket, memory: Memory) -> None:
         self.control = control
-        self.memory = Memory(proc)
+        self.memory = memory
+        self.first = 0
+        """The first process of the program under way."""
         self.rules = filter.Filter(filter.build(kernel.MACHINE))
         self.home = os.pidfd_open(os.getpid())
         self.complaints, self.complain = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -91,21 +103,22 @@ class Zygote:
 
     def run(self, order: dict, files: list[int]) -> dict[str, object]:
         """One program, from its first process to its last; how it ended."""
-        started, first, child, handles = time.monotonic(), 0, 0, []
+        started, child, handles = time.monotonic(), 0, []
+        self.first = 0
         try:
             plan = program.Plan(order["limits"], self.memory.baseline)
             kernel.children_go_to(self.home)
-            first = kernel.first_process()
-            handles.append(os.pidfd_open(first))
+            self.first = kernel.first_process()
+            handles.append(os.pidfd_open(self.first))
             kernel.children_go_to(handles[0])
             child = self.fork(plan, files)
             handles.append(os.pidfd_open(child))
             close(files)  # the program has them
-            reason = self.watch(handles, order["run"], started, plan)
+            reason = self.watch(handles[1], order["run"], started, plan)
         except OSError as error:  # no more processes or namespaces for this user
             return {"status": "failed", "why": str(error), "seconds": 0.0}
         finally:
-            statuses = end(first)
+            statuses = end(self.first)
             close(files + handles)
         return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
 
@@ -116,25 +129,26 @@ class Zygote:
             return child
         leave = os._exit
         try:
-            source = program.prepare(plan, files[0], files[1:], self.rules)
+            source = program.prepare(plan, files[0], files[1:], self.rules, self.memory.proc)
         except BaseException as error:
             os.write(self.complain, f"{type(error).__name__}: {error}".encode()[:1000])
             leave(1)
+        vars(self).clear()  # frames lead here: numbers of processes count those of the programs before
         try:
             program.run(source)
         finally:
             leave(1)  # whatever happens in there, the way back here is closed
 
-    def watch(self, handles: list[int], id: int, started: float, plan: program.Plan) -> str:
+    def watch(self, handle: int, id: str, started: float, plan: program.Plan) -> str:
         """Wait for the program's end, "", or for a reason to end it."""
         waiting = select.poll()
-        waiting.register(handles[1], select.POLLIN)
+        waiting.register(handle, select.POLLIN)
         waiting.register(self.control, select.POLLIN)
         deadline = started + plan.timeout
         while True:
             patience = min(TICK, deadline - time.monotonic())
             ready = [file for file, _ in waiting.poll(1000 * max(0.001, patience))]
-            if handles[1] in ready:
+            if handle in ready:
                 return ""
             if ready:
                 order, _ = self.receive()
@@ -143,11 +157,13 @@ class Zygote:
             now = time.monotonic()
             if now > deadline:
                 return "timeout"
-            if now > started + TICK and self.memory.used_by(handles) > plan.memory:
+            if now > started + TICK and (self.memory.used() > plan.memory or self.memory.group_ran_out()):
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
         """How a program ended, from why it was ended or from its exit status."""
+        if self.memory.group_ran_out():
+            reason = "memory"  # whichever of its processes the kernel chose
         if status == 0:
             return {"status": reason or "ok"}
         try:

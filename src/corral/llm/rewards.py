@@ -1,0 +1,183 @@
+"""Reward functions with TRL's signature: one or several with weights, by name or as Python functions, checked at every call."""
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from corral.run.files import RunError
+from corral.run.settings import guess
+from corral.task import Task, columns_of, text_of, verify_all
+from corral.task.imports import by_path
+
+Reward = Callable[..., list[float | None]]
+
+VERIFIER = "verifier"
+"""How the task's own verifier is named among several rewards."""
+
+HOW = "`reward` is module:function or file.py:function, with a weight module:function=0.5"
+
+TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
+"""Arguments that the trainer passes itself, so that no column can have their names."""
+
+
+class RewardError(RunError):
+    """A reward function failed; the cause is chained."""
+
+
+def as_rewards(given: Any) -> tuple[str | Reward, ...]:
+    """Rewards as settings hold them, from one or from a list; none of them means the task's verifier."""
+    found: list[Any] = []
+    for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
+        found += [] if one is None else one if isinstance(one, list) else [one]
+    for one in found:
+        if not isinstance(one, str) and not callable(one):
+            raise RunError(f"{HOW}, a Python function, or a list of these; got {one!r}.")
+    return tuple(found)
+
+
+def path_of(reward: str | Reward) -> str:
+    """A reward as text: a function by where it can be imported from, if it can."""
+    if isinstance(reward, str):
+        return reward
+    of = reward if hasattr(reward, "__qualname__") else type(reward)  # an instance has none, its class has
+    return f"{of.__module__}:{of.__qualname__}"
+
+
+def make_rewards(
+    given: Sequence[str | Reward], task: Task, weights: Sequence[float] | None = None
+) -> tuple[list[Reward], list[float] | None]:
+    """The functions that settings name, checked, with the task's columns, and their weights; None where all are 1.
+
+    Weights stand behind the names, or beside all of them as TRL's `reward_weights`.
+    """
+    names, own = zip(*(_split(one) if isinstance(one, str) else (one, None) for one in given or (VERIFIER,)), strict=True)
+    if weights is not None and (len(weights) != len(names) or any(weight is not None for weight in own)):
+        raise RunError(
+            f"`reward_weights` are {list(weights)}, and the rewards {', '.join(map(path_of, given)) or VERIFIER}. Give one for "
+            f"each and none behind the names, or leave `reward_weights` out."
+        )
+    if any(weight is not None for weight in own):
+        weights = [1.0 if weight is None else weight for weight in own]
+    return [_function(one, label, task) for one, label in zip(names, _labels(names), strict=True)], weights
+
+
+def check_columns(task: Task, problem: str) -> None:
+    """Refuse columns that cannot be passed beside the trainer's own arguments."""
+    if taken := sorted(TAKEN & columns_of(task, [problem]).keys()):
+        raise RunError(
+            f"{task.name} has a column `{taken[0]}`, and reward functions get something else under that name from the trainer. "
+            f"Rename the column."
+        )
+
+
+def verifier(task: Task) -> Reward:
+    """The task's own verifier as a reward function."""
+
+    def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
+        return verify_all(task, problem, [text_of(completion) for completion in completions])
+
+    return checked(f"{task.name}.verify", score)
+
+
+def checked(name: str, score: Reward, label: str | None = None) -> Reward:
+    """`score`, with a clear error that names it and the completion whenever it fails; TRL logs it as `label`."""
+
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        try:
+            rewards = _call(score, prompts=prompts, completions=completions, **columns)
+        except Exception as error:  # whatever a user's function raises
+            culprit = _culprit(score, prompts, completions, columns)
+            raise RewardError(
+                f"the reward function {name} raised {type(error).__name__}: {error}. The completion was {culprit!r}."
+            ) from error
+        if len(rewards) != len(completions):
+            raise RewardError(
+                f"the reward function {name} gave {len(rewards)} rewards for {len(completions)} completions, the first of "
+                f"which was {text_of(completions[0])!r}. It must give one for each."
+            )
+        return [None if value is None else _finite(name, value, one) for value, one in zip(rewards, completions, strict=True)]
+
+    reward.__name__ = label or name
+    return reward
+
+
+def _split(text: str) -> tuple[str, float | None]:
+    """`module:function=weight` as path and weight."""
+    path, equals, weight = text.rpartition("=")
+    if not equals:
+        return text, None
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise RunError(f"{HOW}; got {text!r}.")
+    return path, number
+
+
+def _labels(rewards: Sequence[str | Reward]) -> list[str]:
+    """What TRL logs each reward as: the function's name, or the whole path where two have the same."""
+    paths = [path_of(one) for one in rewards]
+    short = [path.rpartition(":")[2].rpartition(".")[2] for path in paths]
+    labels = [path if Counter(short)[name] > 1 else name for path, name in zip(paths, short, strict=True)]
+    twice = next((label for label, count in Counter(labels).items() if count > 1), None)
+    if twice is not None:
+        raise RunError(f"two rewards are {twice}. Give it once, with the weight of both, or name functions apart.")
+    return labels
+
+
+def _function(reward: str | Reward, label: str, task: Task) -> Reward:
+    if reward == VERIFIER:
+        return verifier(task)
+    function = reward
+    if isinstance(reward, str):
+        try:
+            function = by_path(reward, HOW)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+    if not callable(function):
+        raise RunError(f"{HOW}, and {reward!r} is {type(function).__name__}, which cannot be called.")
+    return checked(path_of(reward), _with_columns(function, task), label)
+
+
+def _with_columns(function: Reward, task: Task) -> Reward:
+    """`function` with the task's columns as keyword lists, as TRL passes a dataset's. They need not fit into Arrow's types."""
+
+    def score(problem: list[str], **others: Any) -> Any:
+        return function(problem=problem, **columns_of(task, problem), **others)
+
+    return score
+
+
+def _call(score: Reward, **arguments: Any) -> list[Any]:
+    """The rewards, of an `async` function too."""
+    found = score(**arguments)
+    return list(asyncio.run(found) if inspect.iscoroutine(found) else found)
+
+
+def _finite(name: str, value: Any, completion: Any) -> float:
+    """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(
+            f"the reward function {name} gave {value!r} for the completion {text_of(completion)!r}. A reward is a finite "
+            f"number, or None where there is nothing to judge."
+        )
+    return number
+
+
+def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns: Mapping[str, Any]) -> str:
+    """The first completion that fails by itself; the first of all if none does."""
+    for index, completion in enumerate(completions):
+        one = {key: [value[index]] if isinstance(value, list) else value for key, value in columns.items()}
+        try:
+            _call(score, prompts=[prompts[index]], completions=[completion], **one)
+        except Exception:  # the same function, so the same freedom
+            return text_of(completion)
+    return text_of(completions[0])
