@@ -11,7 +11,7 @@ from torch import Tensor
 from corral import TokenBatch, categorical_kl, gather_support, lm_head, make_objective, top_k_support
 from corral.kernels.gathered import gather_logp
 from corral.kernels.logits import LogitSpec
-from corral.support import extend_support, tail_gap
+from corral.support import extend_support, hidden_kl, tail_gap
 from tolerance import assert_close
 
 F64 = torch.float64
@@ -48,6 +48,8 @@ def test_on_the_old_support_the_row_is_invisible_but_for_the_tails_maximum():
     assert make_objective("dppo", estimator="topk")(batch_on(new, old)).metrics["tr/active_frac"] == 0
     # p_new = .58 on the token; the likeliest one outside was the 65th, p_old = 1 / (65 · 11.4) = 1.35e-3.
     assert 400 < out.metrics["tr/rest_max_ratio"] < 450
+    # .58 · (log(.58 / 1.35e-3) − 1 + …) of the 6.2 nats are certain to be hidden.
+    assert 2.9 < out.metrics["tr/hidden_kl_max"] < 3.1
 
 
 @pytest.mark.parametrize(
@@ -111,11 +113,33 @@ def test_a_tail_that_all_goes_to_the_support_leaves_a_millionth():
     assert_close(wide.rest.exp(), torch.tensor([0.5e-6]), atol=1e-9)
 
 
+@given(st.integers(0, 10_000), st.floats(0.1, 4.0))
+def test_what_is_said_to_be_hidden_is_hidden(seed, size):
+    # KL(new‖old) = what the support and its bucket see + the tail's own; of the latter this is a lower bound.
+    draw = torch.Generator().manual_seed(seed)
+    logp_old = (2 * torch.randn(6, 30, generator=draw, dtype=F64)).log_softmax(-1)
+    logp_new = (logp_old + size * torch.randn(6, 30, generator=draw, dtype=F64)).log_softmax(-1)
+    old = top_k_support(logp_old, torch.zeros(6, dtype=torch.int64), 4)
+    new = gather_support(logp_new, old.ids)
+    hidden = hidden_kl(new.rest, new.rest_max, old.rest, old.rest_max)
+    truth = categorical_kl(logp_new, logp_old) - categorical_kl(new.with_rest(), old.with_rest())
+    assert (hidden <= truth + 1e-12).all()
+    assert (hidden >= 0).all()
+
+
+def test_golden_hidden_kl():
+    # Tails of mass ½; the old one's likeliest has a quarter of it, the new one's all: ½ (log 4 − 1 + ¼).
+    half, quarter, eighth = (torch.tensor([x], dtype=F64).log() for x in (0.5, 0.25, 0.125))
+    assert_close(hidden_kl(half, half, half, eighth), torch.tensor([0.5 * (math.log(4) - 0.75)], dtype=F64))
+    assert hidden_kl(half, eighth, half, quarter).item() == 0  # it lost
+    nothing = torch.tensor([-math.inf], dtype=F64)
+    assert hidden_kl(nothing, nothing, nothing, nothing).item() == 0
+
+
 def test_the_gap_of_tails_that_are_empty_is_none():
     inf = torch.tensor([-math.inf])
     assert tail_gap(inf, inf).item() == 0
     assert tail_gap(torch.tensor([-1.0]), inf).item() == math.inf
-    assert tail_gap(None, inf) is None
 
 
 @pytest.mark.parametrize("spec", [LogitSpec(), LogitSpec(1.7, 3.0, 0.6)], ids=["plain", "capped, scaled, tempered"])

@@ -120,13 +120,28 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
 
 
 @torch.no_grad()
-def tail_gap(new: Float[Tensor, "*b"] | None, old: Float[Tensor, "*b"] | None) -> Float[Tensor, "*b"] | None:
+def hidden_kl(
+    rest_new: Float[Tensor, "*b"], max_new: Float[Tensor, "*b"], rest_old: Float[Tensor, "*b"], max_old: Float[Tensor, "*b"]
+) -> Float[Tensor, "*b"]:
+    """A lower bound on the part of KL(new‖old) that a support with one bucket for its tail cannot see.
+
+        r (q log(q/b) − q + b)          where q > b, else 0
+
+    r is the tail's mass under the new policy, q the share of it on its likeliest token, and b the share that this token had at
+    most: that of the old policy's likeliest. (1 − q) log((1 − q)/(1 − b)) ≥ b − q gives the bound from the two-way KL.
+    """
+    log_q, log_b = at_least_float32(max_new) - rest_new, at_least_float32(max_old) - rest_old
+    moved = log_q > log_b  # not where a tail is empty: −inf + inf is NaN
+    log_q, log_b = torch.where(moved, log_q, 0.0), torch.where(moved, log_b, 0.0)
+    return torch.where(moved, rest_new.exp() * (log_q.exp() * (log_q - log_b - 1) + log_b.exp()), 0.0)
+
+
+@torch.no_grad()
+def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
     """log (max π / max π_old) over the tokens outside a support, from both `rest_max`; 0 where there is no tail.
 
     A lower bound on the largest log-ratio outside the support: some token there has become so many times likelier.
     """
-    if new is None or old is None:
-        return None
     return (at_least_float32(new) - at_least_float32(old)).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 

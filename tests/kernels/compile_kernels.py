@@ -83,7 +83,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     *((inspect_batch._order_kernel, ORDER, {"FORMED_FIRST": x}, 8) for x in (True, False)),
     *((kernel, FORMED, {"INDEX": True, "LOSS_OWN": True, "LOSS_KEPT": True, "WEIGHED": True}, 1) for kernel in COMPARISONS),
     (difference._median_kernel, FORMED, {"BLOCK": 1024}, 4),
-    (loss_rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
+    (loss_rows._metrics_kernel, {}, {"BLOCK": 2048, "TAIL": True}, 8),
     (troll_loss._troll_kernel, {}, {"GRADIENT": 0}, 1),
     *((token_loss._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(5)),
     (row_factor._sampled_kernel, HEAD | {"index": "*i64"}, {"INDEX": True, "COUNTER": True, "BLOCK": 1024}, 2),

@@ -10,6 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from corral.kernels import head_rows, lm_head, logits
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11 says so, once
+
 ROWS, COLUMNS, HIDDEN, K = 32, 256, 16, 5
 BLOCK = ROWS * COLUMNS * 4
 """Bytes of one block of logits."""

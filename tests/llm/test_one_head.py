@@ -11,6 +11,7 @@ from tiny_models import Spy, make_trainer, measured, nudge, rollouts, tiny_model
 from corral import objective_names
 from corral.llm.trainer import FUSED
 from device import DEVICE
+from tolerance import assert_close
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*may slow down:UserWarning"),
@@ -72,10 +73,13 @@ def test_log_probs_of_the_old_pass_are_those_of_the_update_to_the_last_bit(
     for inputs in rollouts(trainer):
         trainer.compute_loss(trainer.model, inputs)
     assert len(spy.batches) == 4
+    # TRL shuffles between the passes, and in float32 cuBLAS rounds some rows of the network's own GEMMs by their place.
+    atol = 3e-6 if DEVICE == "cuda" and not precision else 0.0
     for batch in spy.batches:
-        assert torch.equal(batch.logp_new[batch.mask], batch.logp_old[batch.mask])
-        if batch.dist_new is not None:
-            assert torch.equal(batch.dist_new.with_rest()[batch.mask], batch.dist_old.with_rest()[batch.mask])
+        assert_close(batch.logp_new[batch.mask], batch.logp_old[batch.mask], atol=atol, rtol=0.0)
+        if batch.dist_new is not None:  # on a GPU an own tail is summed in another order than a given one
+            new, old = (x.with_rest()[batch.mask] for x in (batch.dist_new, batch.dist_old))
+            assert_close(new, old, atol=3e-6 if DEVICE == "cuda" else 0.0, rtol=0.0)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)

@@ -70,7 +70,8 @@ def test_supports_that_held_their_mass_are_left_alone(tmp_path: Path) -> None:
 def test_as_published_such_tokens_have_next_to_no_old_probability(tmp_path: Path) -> None:
     case = {"objective": "troll", "objective_config": {"tail": "fill", "vocab_size": VOCABULARY}}
     trainer, batch, _ = moved(tmp_path, case)
-    brought = (torch.arange(batch.dist_old.ids.shape[-1]) >= 4) & (batch.dist_old.ids >= 0) & batch.mask[..., None]
+    ids = batch.dist_old.ids
+    brought = (torch.arange(ids.shape[-1], device=ids.device) >= 4) & (ids >= 0) & batch.mask[..., None]
     assert brought.any()
     assert batch.dist_old.logp[brought].unique().tolist() == pytest.approx([math.log(1e-12)])
     assert trainer.old_policy.hidden is None, "nothing is kept for it"

@@ -210,7 +210,7 @@ def test_half_precision_is_computed_in_float32(case, dtype):
 def test_metrics_are_finite_numbers_without_gradient(case):
     batch, _ = batch_of(case)
     metrics = objective_of(case)(batch).metrics
-    everyones = {"active_frac", "ratio_max", "kl_before", "kl_max", "rest_mass", "rest_max_ratio", "mismatch"}
+    everyones = {"active_frac", "ratio_max", "kl_before", "kl_max", "rest_mass", "rest_max_ratio", "hidden_kl_max", "mismatch"}
     trolls = {"kl_after", "dual", "unconverged"} if case.startswith("troll") else set()
     assert set(metrics) == {f"tr/{name}" for name in everyones | trolls}
     for key, value in metrics.items():

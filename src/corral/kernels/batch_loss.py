@@ -109,7 +109,7 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     if supported and new.dist is not None:
         kept = new.dist.logp.float()  # rows may lie apart, as a head's do; their slots may not
         support = (kept if kept.stride(-1) == 1 else kept.contiguous()), new.dist.rest.float().contiguous()
-    found["rest_max"] = None if new.dist is None else new.dist.rest_max
+    found["rest_max"] = None if tail is None or new.dist is None else new.dist.rest_max
     limits = Limits.of(new.logp, batch.logp_old, new.dist, old) if objective.check else Limits()
     loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, limits, found)
     metrics, flawed = metrics_of(found["loss"], found["rows"], anchor, projects=rule.projects)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corral.kernels.head_rows import HeadRows
 from corral.kernels.project_row import LOG_RATIO_MAX
-from corral.support import ANCHOR_TOLERANCE, Limits, tail_gap
+from corral.support import ANCHOR_TOLERANCE, Limits
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED = range(10)
 """Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
@@ -71,11 +71,12 @@ def blank_fields(like: Tensor) -> Tensor:
 
 def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) -> tuple[dict[str, Tensor], Tensor]:
     """What the objective reports, and how many tokens are flawed."""
-    out = torch.empty(FIELDS, device=rows.lse.device)
-    support, count = old.rest is not None, len(rows.lse)
+    out = torch.empty(FIELDS + 2, device=rows.lse.device)
+    support, tail, count = old.rest is not None, old.rest is not None and old.rest_max is not None, len(rows.lse)
     _metrics_kernel[(1,)](
-        loss.fields, old.rest, out, count, SUPPORT=support, BLOCK=min(2048, triton.next_power_of_2(count)), num_warps=8
-    )
+        loss.fields, old.rest, rows.rest, rows.rest_max, old.rest_max, out, count, SUPPORT=support, TAIL=tail,
+        BLOCK=min(2048, triton.next_power_of_2(count)), num_warps=8,
+    )  # fmt: skip
     names = {"tr/active_frac": ACTED, "tr/ratio_max": LOG_RHO, "tr/kl_before": KL_MEAN, "tr/kl_max": KL_MAX}
     if support:
         names["tr/rest_mass"] = LOSS  # whose own mean nobody asks for
@@ -83,10 +84,9 @@ def metrics_of(loss: LossRows, rows: HeadRows, old: OldRows, *, projects: bool) 
         names |= {"tr/kl_after": KL_AFTER, "tr/dual": DUAL, "tr/unconverged": CONVERGED}
     if old.rollout is not None:
         names["tr/mismatch"] = MISMATCH
-    metrics = {name: out[place] for name, place in names.items()}
-    if (gap := tail_gap(rows.rest_max, old.rest_max)) is not None:
-        metrics["tr/rest_max_ratio"] = gap.amax().clamp(max=LOG_RATIO_MAX.value).exp()
-    return metrics, out[FLAWED]
+    if tail:
+        names |= {"tr/rest_max_ratio": FIELDS, "tr/hidden_kl_max": FIELDS + 1}
+    return {name: out[place] for name, place in names.items()}, out[FLAWED]
 
 
 @triton.jit
@@ -105,9 +105,12 @@ def no_distribution(mass, slack):
 
 @triton.jit
 @no_type_check
-def _metrics_kernel(fields, rest, out, count, SUPPORT: tl.constexpr, BLOCK: tl.constexpr):
+def _metrics_kernel(
+    fields, rest, rest_new, max_new, max_old, out, count, SUPPORT: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """One program, so that the sums are the same every time."""
     zero = tl.zeros((BLOCK,), tl.float32)
+    tail_gap, hidden = zero - float("inf"), zero
     acted, kl, after, dual, projected, unconverged, mismatch, flawed, mass = (
         zero,
         zero,
@@ -139,6 +142,17 @@ def _metrics_kernel(fields, rest, out, count, SUPPORT: tl.constexpr, BLOCK: tl.c
         flawed += tl.load(here + 9 * count, mask=live, other=0.0)
         if SUPPORT:
             mass += tl.exp(tl.load(rest + row, mask=live, other=-float("inf")).to(tl.float32))
+        if TAIL:  # `support.tail_gap` and `support.hidden_kl`
+            new = tl.load(max_new + row, mask=live, other=-float("inf")).to(tl.float32)
+            old = tl.load(max_old + row, mask=live, other=float("inf")).to(tl.float32)
+            empty = (new == -float("inf")) & (old == -float("inf"))
+            tail_gap = tl.maximum(tail_gap, tl.where(empty, 0.0, new - old))
+            left_new = tl.load(rest_new + row, mask=live, other=0.0).to(tl.float32)
+            log_q, log_b = new - left_new, old - tl.load(rest + row, mask=live, other=0.0).to(tl.float32)
+            moved = log_q > log_b
+            log_q, log_b = tl.where(moved, log_q, 0.0), tl.where(moved, log_b, 0.0)
+            unseen = tl.exp(left_new) * (tl.exp(log_q) * (log_q - log_b - 1.0) + tl.exp(log_b))
+            hidden = tl.maximum(hidden, tl.where(moved, unseen, 0.0))
     tl.store(out + 0, tl.sum(mass, 0) / count)
     tl.store(out + 1, tl.exp(tl.minimum(tl.max(log_rho, 0), LOG_RATIO_MAX)))
     tl.store(out + 2, tl.sum(acted, 0) / count)
@@ -149,3 +163,6 @@ def _metrics_kernel(fields, rest, out, count, SUPPORT: tl.constexpr, BLOCK: tl.c
     tl.store(out + 7, tl.sum(unconverged, 0))
     tl.store(out + 8, tl.sum(mismatch, 0) / count)
     tl.store(out + 9, tl.sum(flawed, 0))
+    if TAIL:
+        tl.store(out + 10, tl.exp(tl.minimum(tl.max(tail_gap, 0), 20.0)))
+        tl.store(out + 11, tl.max(hidden, 0))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TAIL_RATIO = 10.0
-"""How many times likelier the likeliest token of the tail may become before it is worth a sentence."""
+HIDDEN_KL = 0.05
+"""Nats that are certain to have happened outside the support, at one token, before they are worth a sentence: TROLL's bound."""
 
 
 def on_any_process(flag: bool) -> bool:
@@ -124,14 +124,14 @@ class SelfCheck(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         """A tail that moved behind the support's back; the union of both supports would have seen it."""
-        ratio = logs.get("tr/rest_max_ratio", 1.0)
-        if self.tail_said or not ratio > TAIL_RATIO or self.trainer.union:
+        hidden = logs.get("tr/hidden_kl_max", 0.0)
+        if self.tail_said or not hidden > HIDDEN_KL or self.trainer.union:
             return
         self.tail_said = True
         if state.is_world_process_zero:
             self.say(
-                f"tr/rest_max_ratio is {ratio:.3g}: outside the support a token became at least that many times likelier, and "
-                f"the region sees no more of it than the tail's whole mass. Use support='union', or a larger support_size."
+                f"tr/hidden_kl_max is {hidden:.3g}: at some token at least so many nats of KL happened outside the support, "
+                f"where the region sees the tail's mass alone. Use support='union', or a larger support_size."
             )
 
     def _active(self) -> list[float]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from corral.divergence import binary_tv, categorical_kl
 from corral.numerics import expm1_minus
 from corral.objective.ratio import bounded, live, sampled_kl
-from corral.support import tail_gap
+from corral.support import hidden_kl, tail_gap
 from corral.types import TokenBatch
 
 
@@ -53,8 +53,10 @@ def region_metrics(
     metrics = {"tr/active_frac": fraction(acted, mask), "tr/ratio_max": live_max(bounded(log_rho), mask).exp()}
     if batch.dist_new is not None and batch.dist_old is not None:
         metrics["tr/rest_mass"] = live_mean(live(batch.dist_old.rest, mask).exp(), mask)
-        if (gap := tail_gap(batch.dist_new.rest_max, batch.dist_old.rest_max)) is not None:
-            metrics["tr/rest_max_ratio"] = live_max(bounded(gap), mask).exp()
+        new, old = batch.dist_new, batch.dist_old
+        if new.rest_max is not None and old.rest_max is not None:
+            metrics["tr/rest_max_ratio"] = live_max(bounded(tail_gap(new.rest_max, old.rest_max)), mask).exp()
+            metrics["tr/hidden_kl_max"] = live_max(hidden_kl(new.rest, new.rest_max, old.rest, old.rest_max), mask)
         kl = token_kl(batch) if kl is None else kl
     if kl is not None:
         metrics |= {"tr/kl_before": live_mean(kl, mask), "tr/kl_max": live_max(kl, mask)}
