@@ -152,9 +152,8 @@ class TestTriton:
         trainer.model.lm_head.weight.requires_grad_(not frozen)
         results = {}
         lm_head, batch_loss = corral.llm.policy_head.lm_head, corral.llm.trainer.batch_loss
-        monkeypatch.setattr(
-            corral.llm.policy_head._HeadFunction, "_one_implementation", lambda *_: {}
-        )  # of so small a V: torch
+        # On a GPU so small a vocabulary would take the torch path throughout.
+        monkeypatch.setattr(corral.llm.policy_head._HeadFunction, "_one_implementation", lambda *_: {})
         for impl in ("torch", "triton"):
             monkeypatch.setattr(corral.llm.policy_head, "lm_head", functools.partial(lm_head, impl=impl))
             monkeypatch.setattr(corral.llm.trainer, "batch_loss", functools.partial(batch_loss, kernels=impl == "triton"))
