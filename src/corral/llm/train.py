@@ -136,7 +136,9 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     check, guard = trainer.self_check, session.guard
     check.say = guard.tell
     said = (text for line in session.lines for text in line.get("warnings", ()))
-    check.drift_said = guard.mode == "off" or any("before any update" in text for text in said)
+    off = guard.mode == "off"
+    check.drift_said = off or any("before any update" in text for text in said)
+    check.tail_said = off or any("tr/hidden_kl_max" in text for text in said)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(session.guard)
     trainer.add_callback(RunCallback(trainer))
