@@ -46,7 +46,6 @@ TARGETS = {
 """Where a test with such a marker runs, the first that it has; without any, in CI."""
 
 UNTESTED = (
-    ("kept: the whole door on a GPU", "TRL"),
     ("model: vision-language models", "TRL"),
     ("model: float16 with a gradient scaler", "TRL"),
     ("anchor: a vLLM server", "TRL"),

@@ -40,7 +40,7 @@ def unmoved(tmp: Path, *, dtype: torch.dtype = torch.float32, bf16: bool = False
     return make_trainer(tmp, model=tiny_model().to(dtype), **given)
 
 
-@pytest.mark.supports("precision: ratios of exactly 1 at unchanged weights", door="TRL")
+@pytest.mark.supports("model: ratios of exactly 1 at unchanged weights, float32, bf16 autocast and bf16 weights", door="TRL")
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("given", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_at_unchanged_weights_every_ratio_is_one(tmp_path: Path, given: dict[str, Any], precision: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def test_a_reference_that_is_the_policy_has_no_kl(tmp_path: Path, lora: bool, pr
     assert [line["kl"] for line in trainer.state.log_history if "kl" in line] == [0.0, 0.0]
 
 
-@pytest.mark.supports("LoRA: dropout is off unless asked for", door="TRL")
+@pytest.mark.supports("kept: dropout, off unless asked for", door="TRL")
 @pytest.mark.parametrize("asked", [True, False])
 def test_dropout_moves_no_ratio_unless_it_is_asked_for(tmp_path: Path, asked: bool) -> None:
     adapter = LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear", init_lora_weights=False)

@@ -202,6 +202,7 @@ class TestTriton:
         assert asked == [TOLERANCE]
 
 
+@pytest.mark.supports("kept: the whole door on a GPU", door="TRL")
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", ["troll", "dppo", "ppo_clip", "gspo"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])

@@ -45,7 +45,7 @@ def moved(tmp: Path, case: dict[str, Any]) -> tuple[Any, Any, Any]:
     return trainer, spy.batches[-1], old
 
 
-@pytest.mark.supports("support: the union with the new policy's", door="TRL")
+@pytest.mark.supports("anchor: the union with the new policy's support", door="TRL")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_old_policy_is_exact_on_the_union(tmp_path: Path, case: dict[str, Any]) -> None:
     _, batch, dense = moved(tmp_path, case)

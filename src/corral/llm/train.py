@@ -135,7 +135,7 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     trainer.session = session
     check, guard = trainer.self_check, session.guard
     check.say = guard.tell
-    said = (text for line in session.lines for text in line.get("warnings", ()))
+    said = [text for line in session.lines for text in line.get("warnings", ())]
     off = guard.mode == "off"
     check.drift_said = off or any("before any update" in text for text in said)
     check.tail_said = off or any("tr/hidden_kl_max" in text for text in said)
