@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import VOCABULARY, Spy, dense_logp, make_trainer, measured, nudge, rollouts, tiny_model
+from tiny_models import VOCABULARY, Spy, dense_logp, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 
 from corral import gather_support
 from corral.llm import CorralConfig
@@ -75,6 +75,19 @@ def test_as_published_such_tokens_have_next_to_no_old_probability(tmp_path: Path
     assert brought.any()
     assert batch.dist_old.logp[brought].unique().tolist() == pytest.approx([math.log(1e-12)])
     assert trainer.old_policy.hidden is None, "nothing is kept for it"
+
+
+def test_an_evaluation_in_between_leaves_the_old_policy_alone(tmp_path: Path) -> None:
+    losses = []
+    for evaluated in (False, True):
+        trainer = make_trainer(tmp_path, "troll", per_device_eval_batch_size=4, **CUT_OFF)
+        inputs = rollouts(trainer)[1]
+        nudge(trainer.model, 0.6)
+        if evaluated:
+            trainer.evaluate(prompts(4))
+            trainer.model.train()
+        losses.append(trainer.compute_loss(trainer.model, inputs).item())
+    assert losses[0] == losses[1]
 
 
 def test_what_the_old_support_misses_is_reported_and_the_union_sees_it(tmp_path: Path) -> None:

@@ -24,9 +24,7 @@ from corral.llm.ledger import Ledger, ratio_sums
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
-from corral.objective.dppo import dppo
 from corral.objective.metrics import live_max
-from corral.objective.troll import troll
 from corral.types import SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -74,7 +72,9 @@ class CorralTrainer(GRPOTrainer):
         own = replace(self.own_support(), union=self.union) if self.needs_support else SupportRequest()
         models = [base] if self.ref_model is None else [base, self.ref_model]
         self.policy_head = PolicyHead(models, self.temperature, own)
-        self.old_policy = OldPolicy(args.support_mass, fill=getattr(self.objective.config, "tail", None) == "fill")
+        fill = getattr(self.objective.config, "tail", None) == "fill"  # which only troll has
+        # An evaluation may come in the middle of a batch, and has rollouts of its own.
+        self._old_policies = {mode: OldPolicy(args.support_mass, fill) for mode in ("train", "eval")}
         self._request: SupportRequest | None = None
         self._scored: Scored | None = None
         self._rewards: Tensor | None = None
@@ -93,6 +93,11 @@ class CorralTrainer(GRPOTrainer):
     def at_rest(self) -> bool:
         """Whether the new policy always is its anchor: one update per batch, and no other sampler for an anchor."""
         return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps)
+
+    @property
+    def old_policy(self) -> OldPolicy:
+        """What is kept of the policy that drew the rollouts at hand."""
+        return self._old_policies["train" if self.model.training else "eval"]
 
     @property
     def _not_yet_updated(self) -> bool:
@@ -247,7 +252,7 @@ class CorralTrainer(GRPOTrainer):
         """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
         if "corral_ids" in inputs:
             return replace(self.own_support() if self.union else SupportRequest(), ids=inputs["corral_ids"])
-        return self.own_support() if self.needs_support and not _plain_at_rest(self.objective) else SupportRequest()
+        return self.own_support() if self.needs_support and not self.objective.config.plain_on_policy else SupportRequest()
 
     def _foresee(self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, live: Live) -> Expect | None:
         """What `_policy_loss` will be, as far as the head's results go; None where other terms read them too."""
@@ -394,14 +399,6 @@ class CorralTrainer(GRPOTrainer):
         if metrics.get("policy_loss"):  # there with an entropy bonus, and before accumulation is divided out
             scale = 1.0 if self.loss_type == "dapo" else self._accumulation(mode)
             metrics["policy_loss"][-1] += (self.accelerator.gather(policy) * scale).nanmean().item()
-
-
-def _plain_at_rest(objective: Objective) -> bool:
-    """Whether at π = π_old the objective is known to be the plain policy gradient, whatever the support."""
-    config: Any = objective.config  # one of the two's, once the function is known
-    if objective.function is troll:
-        return config.ratio_cap is None and config.tail == "bucket"
-    return objective.function is dppo and config.ratio_cap is None
 
 
 def _check_surroundings(args: CorralConfig) -> None:

@@ -45,6 +45,11 @@ class ObjectiveConfig:
         return None
 
     @property
+    def plain_on_policy(self) -> bool:
+        """Whether at π = π_old the loss is known to be the plain policy gradient, whatever the support: then none is needed."""
+        return False
+
+    @property
     def regresses(self) -> bool:
         """Whether the loss has a part beside the policy gradient, `ObjectiveOutput.regression`."""
         return False

@@ -61,6 +61,10 @@ class DPPOConfig(ObjectiveConfig):
         return "seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean"
 
     @property
+    def plain_on_policy(self) -> bool:
+        return self.ratio_cap is None
+
+    @property
     def needs(self) -> frozenset[str]:
         return NEEDS_TOKENS if self.estimator == "binary" else NEEDS_TOKENS | NEEDS_SUPPORT
 

@@ -63,6 +63,10 @@ class TROLLConfig(ObjectiveConfig):
         return self.level == "token"
 
     @property
+    def plain_on_policy(self) -> bool:
+        return self.ratio_cap is None and self.tail == "bucket"
+
+    @property
     def regresses(self) -> bool:
         return self.regression > 0
 
