@@ -34,7 +34,7 @@ from update_tables import LARGE, MIDDLE, OWN, SMALL
 
 from corral.llm import CorralConfig, CorralTrainer
 from corral.llm.models import load_model
-from corral.llm.trainer import SUPPORT_KEYS
+from corral.llm.policy_head import SupportRequest
 
 PROMPT, COMPLETION = 16, 48
 """Tokens of a sequence."""
@@ -130,7 +130,7 @@ def as_buffered(trainer: GRPOTrainer, ids: Tensor, prompt: int) -> dict[str, Ten
     tokens = ids.shape[1] - prompt
     support = isinstance(trainer, CorralTrainer) and trainer.needs_support
     if isinstance(trainer, CorralTrainer):
-        trainer._ask(trainer.own_support() if support else None)
+        trainer._ask(trainer.own_support() if support else SupportRequest())
     with torch.no_grad():
         logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), tokens, 8)[0]
     draw = torch.Generator(ids.device).manual_seed(1)
@@ -141,10 +141,7 @@ def as_buffered(trainer: GRPOTrainer, ids: Tensor, prompt: int) -> dict[str, Ten
         "num_items_in_batch": torch.tensor(ids[:, prompt:].numel(), device=ids.device),
     }  # fmt: skip
     if support:
-        dist = trainer._scored.support()
-        slots = max(1, int((dist.ids >= 0).sum(-1).max()))
-        kept = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest
-        inputs |= dict(zip(SUPPORT_KEYS, kept, strict=True))
+        trainer.old_policy.store(inputs, trainer._scored)
     return inputs
 
 

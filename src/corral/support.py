@@ -130,7 +130,8 @@ def hidden_kl(
     r is the tail's mass under the new policy, q the share of it on its likeliest token, and b the share that this token had at
     most: that of the old policy's likeliest. (1 − q) log((1 − q)/(1 − b)) ≥ b − q gives the bound from the two-way KL.
     """
-    log_q, log_b = at_least_float32(max_new) - rest_new, at_least_float32(max_old) - rest_old
+    rest_new, max_new, rest_old, max_old = (at_least_float32(x) for x in (rest_new, max_new, rest_old, max_old))
+    log_q, log_b = max_new - rest_new, max_old - rest_old
     moved = log_q > log_b  # not where a tail is empty: −inf + inf is NaN
     log_q, log_b = torch.where(moved, log_q, 0.0), torch.where(moved, log_b, 0.0)
     return torch.where(moved, rest_new.exp() * (log_q.exp() * (log_q - log_b - 1) + log_b.exp()), 0.0)

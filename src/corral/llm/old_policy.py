@@ -75,7 +75,7 @@ class OldPolicy:
         brought = (place >= members[..., None]) & (ids >= 0)
         if not self.fill:
             dropped = brought & (inputs[ROW] < 0)[..., None]
-            rest = torch.logaddexp(rest, logsumexp(torch.where(dropped, logp, -torch.inf)))
+            rest = logsumexp(torch.cat([rest[..., None], torch.where(dropped, logp, -torch.inf)], -1))
             ids, logp = torch.where(dropped, -1, ids), torch.where(dropped, -torch.inf, logp)
             brought = brought & ~dropped
         most = max(1, int(brought.sum(-1).max()))

@@ -301,9 +301,10 @@ class CorralTrainer(GRPOTrainer):
         batch = self._token_batch(inputs, scored.logp, scored.support() if new is None else None, mask)
         objective = self._objective_for(batch.dist_old)
         weights = self._policy_weights(inputs, batch, chosen)
-        # A kernel knows the sum of the policy term and the regression alone.
-        apart = weights is not None and objective.config.regresses
-        out = batch_loss(objective, batch, new, kernels=False if apart else None)
+        if weights is not None and objective.config.regresses:  # a kernel knows the sum of policy term and regression alone
+            out = objective(batch if new is None else new.within(batch))
+        else:
+            out = batch_loss(objective, batch, new)
         if type(self)._look is not CorralTrainer._look:
             self._look(inputs, batch if new is None else new.within(batch), objective)
         metrics = {**out.metrics, **ratio_sums(batch)}
