@@ -24,7 +24,9 @@ from corral.llm.ledger import Ledger, ratio_sums
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
+from corral.objective.dppo import dppo
 from corral.objective.metrics import live_max
+from corral.objective.troll import troll
 from corral.types import SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -252,7 +254,9 @@ class CorralTrainer(GRPOTrainer):
         """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
         if "corral_ids" in inputs:
             return replace(self.own_support() if self.union else SupportRequest(), ids=inputs["corral_ids"])
-        return self.own_support() if self.needs_support and not self.objective.config.plain_on_policy else SupportRequest()
+        # Functions of others may share these settings and mean something else by them.
+        plain = self.objective.function in (troll, dppo) and self.objective.config.plain_on_policy
+        return self.own_support() if self.needs_support and not plain else SupportRequest()
 
     def _foresee(self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, live: Live) -> Expect | None:
         """What `_policy_loss` will be, as far as the head's results go; None where other terms read them too."""
