@@ -46,7 +46,7 @@ def warm_up() -> None:
 
 def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering: bool = False) -> None:
     """Make an open file a standard stream, under both its names in `sys`: `stdin` and `__stdin__`."""
-    binary: Any = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
+    binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
     stream = io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)
     for attribute in (name, f"__{name}__"):
         setattr(sys, attribute, stream)
@@ -111,7 +111,8 @@ def prepare(plan: Plan, code: int, streams: list[int], rules: filter.Filter, pro
 def run(source: bytes) -> None:
     """Run `source` as `python program.py` would, up to and including the exit status. Does not return."""
     sys.argv = ["program.py"]
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # private; else it is the worker's, as the machine outside counts
+    # A new number for the main thread, else it is the worker's, as the machine outside counts; private, so typeshed lacks it.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
@@ -165,7 +166,7 @@ def _finish(main: types.ModuleType) -> int:
     """Wait for threads, run what was left for the end, let go of the program's objects, flush. The interpreter itself is not
     taken down: that takes longer than most programs. 120 where output is lost, as the interpreter has it."""
     code = 0
-    wait_for_threads = threading._shutdown  # type: ignore[attr-defined]  # private: what the interpreter calls at its own end
+    wait_for_threads = threading._shutdown  # type: ignore[attr-defined]  # private: the interpreter's own way at its end
     for step in (wait_for_threads, atexit._run_exitfuncs, main.__dict__.clear):
         try:
             step()
