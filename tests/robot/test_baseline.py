@@ -147,7 +147,7 @@ def test_who_says_nothing_of_success_has_not_failed() -> None:
     world = Plant(gymnasium.vector.SyncVectorEnv([Fuse] * 4), Tracking(joints=(0, 1), velocities=(1, 2)), 4)
     envs = StepEnvironments(world, 4, seed=0)
     envs.begin(0)
-    envs._seeds = np.array([[0, 3, 6, 9]])  # two steps each, the first and the third told
+    envs._context_seeds = np.array([[0, 3, 6, 9]])  # two steps each, the first and the third told
     envs.reset()
     for _ in range(2):
         envs.step_async(np.zeros((4, 1), np.float32))

@@ -98,8 +98,8 @@ def evaluated(arguments: argparse.Namespace) -> None:
     """Settings from the flags, the evaluation, and the comparison if one is wanted."""
     from corral.llm.eval_view import comparison, make_eval_view
     from corral.llm.evaluate import evaluate
-    from corral.llm.passk import LEVEL
     from corral.llm.results import compare, read_evaluation
+    from corral.run.interval import LEVEL
 
     if arguments.against is not None:
         read_evaluation(arguments.against)  # what is wrong with it is told now, not hours later

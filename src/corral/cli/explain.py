@@ -92,7 +92,7 @@ def field_docs(cls: type) -> dict[str, str]:
     statements = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     found = {}
     for field, text in itertools.pairwise(statements):
-        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            found[field.target.id] = inspect.cleandoc(text.value.value)
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                found[name] = inspect.cleandoc(meaning)
     return found

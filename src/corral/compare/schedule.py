@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from corral.compare.command import resume_words, start_words
 from corral.compare.engine import Engine, Job
 from corral.compare.folder import Progress, found_state, log_of, log_size, summary, why_failed
-from corral.compare.plan import Chosen, pairs
+from corral.compare.plan import Chosen, State, pairs
 from corral.compare.record import ENDED, Comparison, Record
 from corral.run.files import RunError
 from corral.run.interrupt import Interruptible
@@ -156,7 +156,7 @@ class Schedule(Interruptible):
         """Something that changes whenever a run writes metrics or log."""
         return self._known(record).position, log_size(self.comparison.folder(record))
 
-    def _change(self, record: Record, state: str, error: str | None = None) -> None:
+    def _change(self, record: Record, state: State, error: str | None = None) -> None:
         record.state, record.error = state, error
         self.comparison.save()
         self.view.changed(record, self._known(record))

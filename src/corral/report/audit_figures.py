@@ -82,10 +82,10 @@ def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Saf
     cells, most = _cells(across * CELLS[1] + upward, kinds(columns, columns["clipped"], outside_ball(columns, rules, "tv")))
     parts = up.grid(number)
     for cell, counts in cells.items():
-        x, y = divmod(cell, CELLS[1])
+        column, row = divmod(cell, CELLS[1])
         shade = 0.3 + 0.7 * math.log1p(sum(counts.values())) / math.log1p(most)
         said = tag("title", "; ".join(f"{count:,} {REGIONS[name][1]}" for name, count in counts.items() if count))
-        place = {"x": _at(LEFT + x * inner / CELLS[0]), "y": _at(height - bottom - (y + 1) * tall / CELLS[1])}
+        place = {"x": _at(LEFT + column * inner / CELLS[0]), "y": _at(height - bottom - (row + 1) * tall / CELLS[1])}
         size = {"width": _at(inner / CELLS[0] - 0.5), "height": _at(tall / CELLS[1] - 0.5)}
         box = tag("rect", said, **place, **size, fill_opacity=f"{shade:.2f}", class_="cell")
         parts.append(tag("g", box, class_=REGIONS[max(counts, key=lambda name: counts[name])][0]))

@@ -7,7 +7,7 @@ from corral.report import figures, outcomes
 from corral.report.content import Report
 from corral.report.html import shortened, visible
 from corral.report.read import Run
-from corral.report.sweep import value_text
+from corral.report.sweep import number_at, value_text
 from corral.report.sweeps import Sweep
 
 MOST_TEXT = 4000
@@ -94,7 +94,7 @@ def _finals(report: Report) -> list[dict[str, Any]]:
 def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
     """Lines of a sweep: one per contestant and other settings, with a cell per value of the axis and its seeds' numbers."""
     names = list(dict.fromkeys([*objectives, *(row.contestant for row in sweep.rows)]))
-    found, values = [], sorted({float(row.setting[sweep.key]) for row in sweep.rows})
+    found, values = [], sorted({number_at(row.setting, sweep.key) for row in sweep.rows})
     for index, line in enumerate(sweep.ranges):
         mine = sweep.rows_of(line)
         chosen = sweep.chosen.get(line.contestant, {})
@@ -106,7 +106,7 @@ def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
                 "dash": sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4,
                 "usable": [values.index(value) for value in line.own],
                 "overall": [values.index(value) for value in line.overall],
-                "chosen": values.index(chosen[sweep.key]) if here else None,
+                "chosen": values.index(number_at(chosen, sweep.key)) if here else None,
                 "cells": [
                     {
                         name: [_number(getattr(row, field)) for row in mine if row.setting[sweep.key] == value]

@@ -75,7 +75,7 @@ def draw(on: Callable[[Any], None], stem: Path) -> list[Path]:
     on(axes)
     paths = [stem.with_name(f"{stem.name}{ending}") for ending in (".svg", ".png")]
     for path in paths:
-        write_whole(path, lambda beside, kind=path.suffix[1:]: figure.savefig(beside, format=kind, dpi=200))
+        write_whole(path, partial(figure.savefig, format=path.suffix[1:], dpi=200))
     return paths
 
 

@@ -160,19 +160,26 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
         best = max(cell.final for cell in rivals)
         # Where all failed, or nobody got above a zero that is the least there is, nothing is usable.
         least = best - (1 - share) * abs(best) if math.isfinite(best) and not best == 0 <= lowest else math.inf
-        return tuple(float(cell.setting[key]) for cell in members if cell.final >= least)
+        return tuple(number_at(cell.setting, key) for cell in members if cell.final >= least)
 
     return [
         UsableRange(
             contestant=members[0].contestant,
             key=key,
             setting={name: value for name, value in members[0].setting.items() if name != key},
-            tried=tuple(float(cell.setting[key]) for cell in members),
+            tried=tuple(number_at(cell.setting, key) for cell in members),
             own=within(members, [cell for cell in found if cell.contestant == members[0].contestant]),
             overall=within(members, found),
         )
         for members in groups.values()
     ]
+
+
+def number_at(setting: Mapping[str, object], key: str) -> float:
+    """The value of a swept setting that has numbers alone for values, as `usable_range` makes sure."""
+    value = setting[key]
+    assert isinstance(value, int | float), f"{key} is {value!r}"
+    return float(value)
 
 
 def value_text(value: object) -> str:

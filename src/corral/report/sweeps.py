@@ -12,7 +12,7 @@ from corral.report.groups import once, own_settings, pairs_of, problems_of, shar
 from corral.report.outcomes import COUNTED, Measure
 from corral.report.read import Run
 from corral.report.statistics import area_under_curve, collapsed
-from corral.report.sweep import Cell, SweepRow, UsableRange, cells, usable_range
+from corral.report.sweep import Cell, SweepRow, UsableRange, cells, number_at, usable_range
 
 KL = "tr/kl_before"
 """How far the new policy went from the old one, before anything was done about it."""
@@ -153,7 +153,7 @@ def table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
     for sweep in sweeps:
         ranges = {(found.contestant, *found.setting.items()): found for found in sweep.ranges}
         for cell in sweep.cells:
-            value = float(cell.setting[sweep.key])
+            value = number_at(cell.setting, sweep.key)
             others = tuple(sweep.others(cell.setting).items())
             found = ranges[cell.contestant, *others]
             rows.append(

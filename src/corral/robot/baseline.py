@@ -13,11 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from corral.numerics import number_in
+from corral.robot.env.vector import reset_each
 from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, told_by
 from corral.robot.tracking import Array
 
 try:
     from stable_baselines3 import PPO, SAC
+    from stable_baselines3.common.buffers import ReplayBuffer
     from stable_baselines3.common.vec_env import VecEnv
 except ImportError as error:
     raise ImportError("corral.robot.baseline needs stable-baselines3: pip install corral[robot].") from error
@@ -77,7 +79,7 @@ class Baseline:
         self.plant, self.name, self.config, self.seed, self.iteration = plant, algorithm, config, seed, 0
         self.envs = StepEnvironments(plant, config.episodes, seed)
         kind, gsde = BASELINES[algorithm]
-        common = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde, "device": "cpu"}
+        common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde, "device": "cpu"}
         common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
         with seeded(episode_seeds(seed, 0, 1, UPDATES)[0]):
             if kind is PPO:
@@ -150,9 +152,9 @@ class Baseline:
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
         if isinstance(self.model, SAC):
-            buffer = self.model.replay_buffer
+            buffer, log_ent_coef = sac_state(self.model)
             state |= {key: torch.from_numpy(getattr(buffer, key)[: buffer.size()]) for key in REPLAYED}
-            state |= {"log_ent_coef": self.model.log_ent_coef.detach()}
+            state |= {"log_ent_coef": log_ent_coef.detach()}
         return deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -161,12 +163,19 @@ class Baseline:
         self.model._n_updates = state["updates"]
         self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device="cpu")
         if isinstance(self.model, SAC):
-            buffer, size = self.model.replay_buffer, len(state["rewards"])
+            (buffer, log_ent_coef), size = sac_state(self.model), len(state["rewards"])
             for key in REPLAYED:
                 getattr(buffer, key)[:size] = state[key].numpy()
             # A row holds one step of every environment; once all are taken, the oldest is written over.
             buffer.full, buffer.pos = size == buffer.buffer_size, self.env_steps // self.envs.num_envs % buffer.buffer_size
-            self.model.log_ent_coef.data.copy_(state["log_ent_coef"])
+            log_ent_coef.data.copy_(state["log_ent_coef"])
+
+
+def sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
+    """What SAC remembers, and the logarithm of its entropy coefficient, which it learns by default: both are always there."""
+    assert model.replay_buffer is not None
+    assert model.log_ent_coef is not None
+    return model.replay_buffer, model.log_ent_coef
 
 
 class StepEnvironments(VecEnv):
@@ -187,12 +196,13 @@ class StepEnvironments(VecEnv):
     def begin(self, iteration: int) -> None:
         """The contexts of this batch come next."""
         self.finished.clear()
-        self._seeds = np.array(episode_seeds(self.run_seed, iteration, self.rounds * self.num_envs)).reshape(-1, self.num_envs)
+        seeds = episode_seeds(self.run_seed, iteration, self.rounds * self.num_envs)
+        self._context_seeds = np.array(seeds).reshape(-1, self.num_envs)
         self._played = np.zeros(self.num_envs, int)
 
     def reset(self) -> Array:
         self._returns = np.zeros(self.num_envs)
-        observation, _ = self.envs.reset(seed=self._next_seeds())
+        observation, _ = reset_each(self.envs, self._next_seeds())
         return np.asarray(observation, np.float32)
 
     def step_async(self, actions: Array) -> None:
@@ -212,13 +222,13 @@ class StepEnvironments(VecEnv):
             self._returns[over] = 0.0
             self._played += over
             options = None if over.all() else {"reset_mask": over}
-            fresh, _ = self.envs.reset(seed=self._next_seeds(), options=options)
+            fresh, _ = reset_each(self.envs, self._next_seeds(), options)
             observation = np.where(over[:, None], np.asarray(fresh, np.float32), observation)
         return observation, np.asarray(reward, np.float32), over, infos
 
     def _next_seeds(self) -> list[int]:
         """Of each environment's next episode; one more than the batch holds begins in its last step, and is never played."""
-        return [int(x) for x in self._seeds[self._played.clip(max=self.rounds - 1), np.arange(self.num_envs)]]
+        return [int(x) for x in self._context_seeds[self._played.clip(max=self.rounds - 1), np.arange(self.num_envs)]]
 
     def close(self) -> None:
         self.envs.close()

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from corral.robot.env.vector import reset_each
 from corral.robot.tracking import Array, Tracking
 
 Flags = NDArray[np.bool_]
@@ -89,6 +90,7 @@ class Plant:
             )
         if type(steps) is not int or steps < 1:
             raise ValueError(f"Plant: `steps` is a whole number ≥ 1; got {steps!r}.")
+        self.observation_size, self.action_space = space.shape[0], actions
 
     def rounds(self, count: int) -> list[slice]:
         """Which of `count` episodes are played together."""
@@ -98,7 +100,7 @@ class Plant:
         """New episodes, at most one per environment; their first observations [E O] are the contexts."""
         if not 1 <= len(seeds) <= self.envs.num_envs:
             raise ValueError(f"Plant: from 1 to {self.envs.num_envs} episodes at a time, one an environment; got {len(seeds)}.")
-        observation, _ = self.envs.reset(seed=[*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))])
+        observation, _ = reset_each(self.envs, [*seeds, *[seeds[-1]] * (self.envs.num_envs - len(seeds))])
         return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
@@ -107,7 +109,7 @@ class Plant:
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
         """Let `policy(t, observations [E O])` choose the actions [E D] from where `start` left off; they are clipped."""
-        space, steps, count = self.envs.single_action_space, self.steps, len(context)
+        space, steps, count = self.action_space, self.steps, len(context)
         observations = np.repeat(context[:, None], steps + 1, 1)
         rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, space.shape[0]))
         mask, told = np.zeros((count, steps), bool), {name: np.full(count, np.nan) for name in TOLD}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from corral.robot import exported
@@ -68,7 +67,8 @@ def export_policy(
     loader, program = path.with_suffix(".py"), Path(exported.__file__).read_bytes()
     if path.suffix != ".npz" or not path.with_suffix("").name.isidentifier():
         raise ValueError(f"export_policy: `path` ends in .npz, with a name that Python can import; got {str(path)!r}.")
-    if limits is not None and (contexts is None or not len(contexts)):
+    count = 0 if contexts is None else len(contexts)
+    if limits is not None and not count:
         raise ValueError("export_policy: limits are checked over contexts; pass some, as plant.start(seeds) returns them.")
     if loader.exists() and loader.read_bytes().splitlines()[:1] != program.splitlines()[:1]:
         raise ValueError(f"export_policy: {loader} is there already and is no loader of a policy. Choose another name.")
@@ -76,7 +76,7 @@ def export_policy(
     found = policy.violations(contexts) if limits is not None else []
     if found and refuse:
         raise ValueError(
-            f"export_policy: plans for {len(contexts)} contexts leave the limits: {'; '.join(found)}. Train with a penalty, "
+            f"export_policy: plans for {count} contexts leave the limits: {'; '.join(found)}. Train with a penalty, "
             f"widen the limits, or pass refuse=False to write a file whose loader refuses such plans one by one."
         )
     arrays = {"times": policy.times, "basis": policy.basis, "start": policy.start, "limits": policy.limits}
@@ -123,7 +123,7 @@ def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
     return basis.detach(), torch.stack([*design.start.unbind(1), acceleration[:, prodmp.columns :]]).detach()
 
 
-def _save(path: Path, **arrays: NDArray[Any]) -> None:
+def _save(path: Path, **arrays: Any) -> None:
     with path.open("wb") as file:  # given a name, NumPy would add its own ending
         np.savez(file, **arrays)
 

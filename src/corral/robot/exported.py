@@ -9,13 +9,14 @@ A plan beyond the limits that the file carries is refused.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 FORMAT = "corral plan 1"
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0.0),
     "leaky_relu": lambda x: np.where(x > 0, x, 0.01 * x),

@@ -83,7 +83,7 @@ class Learner(ABC):
         self.plant, self.prodmp, self.config, self.seed, self.dtype = plant, prodmp, config, seed, dtype
         self.times = dt * torch.arange(1, plant.steps + 1, dtype=torch.float64)
         self.design = prodmp.design(self.times)
-        size, activation = plant.envs.single_observation_space.shape[0], config.activation
+        size, activation = plant.observation_size, config.activation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.policy = GaussianPolicy(
@@ -184,7 +184,8 @@ class Learner(ABC):
             metrics |= self.improve_policy(context, plans, credit, log_old)
         if self.config.set_covariance:
             with torch.no_grad():
-                self.policy.set_cholesky(self.project(*self.policy(context), plans)[1])
+                mean, chol = self.policy(context)
+                self.policy.set_cholesky(self.project(mean, chol, plans)[1])
         return {key: float(value) for key, value in metrics.items()}
 
     def improve_critic(self, credit: Credit) -> Tensor:
@@ -231,9 +232,9 @@ class Learner(ABC):
             return projected, projected.chol
         last = config.entropy_floor * self.prodmp.parameters
         floor = self.first_entropy + (last - self.first_entropy) * self.progress
-        ball = {"old_chol": old.chol, "cov_bound": config.cov_bound}
         inside = config.floor_in_region and config.projection == "kl"
-        return projected, project_entropy_floor(projected.chol, floor, **(ball if inside else {})).chol
+        old_chol, cov_bound = (old.chol, config.cov_bound) if inside else (None, None)
+        return projected, project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed run needs, as it is now: later steps do not change it."""

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -160,7 +161,10 @@ def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path:
 
 
 def _write(frames: list[Image], path: Path, fps: float) -> None:
-    settings = {".gif": {"duration": 1000 / fps, "loop": 0}, ".mp4": {"fps": fps, "plugin": "FFMPEG"}}
+    settings: dict[str, dict[str, Any]] = {
+        ".gif": {"duration": 1000 / fps, "loop": 0},
+        ".mp4": {"fps": fps, "plugin": "FFMPEG"},
+    }
     if path.suffix not in settings:
         raise ValueError(f"render_video: `path` ends in .gif or .mp4; got {str(path)!r}.")
     if path.suffix == ".mp4":

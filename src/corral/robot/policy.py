@@ -35,6 +35,8 @@ class GaussianPolicy(nn.Module):
     One covariance makes the projection and the likelihood of a whole batch a matter of one matrix each.
     """
 
+    _below: Tensor
+
     def __init__(
         self,
         context: int,
@@ -86,6 +88,10 @@ class Normaliser(nn.Module):
 
     In float64 whatever comes in: a float32 count stands still from 2²⁴ on, and its means of constants are not those constants.
     """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
 
     def __init__(self, size: int) -> None:
         super().__init__()

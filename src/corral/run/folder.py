@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -162,7 +163,7 @@ class RunFolder:
         if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
             tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
         for path, table in tables.items():
-            write_whole(path, lambda beside, table=table: pq.write_table(table, beside))
+            write_whole(path, partial(pq.write_table, table))
 
     def publish(self, name: str, step: int, keep: int) -> None:
         """Give the checkpoint in `writing` its manifest and its name, and remove all but the `keep` newest."""
@@ -185,7 +186,7 @@ class RunFolder:
 
     def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint whose files are all as written, and why newer ones are not used."""
-        complaints = []
+        complaints: list[str] = []
         for path in self.named():
             why = damage(path)
             if why is None:

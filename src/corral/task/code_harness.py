@@ -29,7 +29,7 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
-    function = getattr(module, entry, None)
+    function: Any = getattr(module, entry, None)
     if function is None and hasattr(module, "Solution"):
         function = getattr(module.Solution(), entry)
     for line in requests:
@@ -83,9 +83,12 @@ class Function:
         if is_strange(request):
             raise Stranger("an argument of the function is no plain data")
         self.called = True
-        sys.__stdout__.write(json.dumps(request) + "\n")
-        sys.__stdout__.flush()
-        answer = json.loads(sys.__stdin__.readline() or '{"error": "EOFError", "text": "the program has ended"}')
+        calls, answers = sys.__stdout__, sys.__stdin__
+        assert calls is not None  # None only where Python was started without streams
+        assert answers is not None
+        calls.write(json.dumps(request) + "\n")
+        calls.flush()
+        answer = json.loads(answers.readline() or '{"error": "EOFError", "text": "the program has ended"}')
         if "error" in answer:
             kind = getattr(builtins, answer["error"], Raised)
             known = isinstance(kind, type) and issubclass(kind, Exception)
@@ -127,4 +130,6 @@ def check(setup: str, tests: list[str], entry: str) -> None:
 
 def say(**report: Any) -> None:
     """The verdict, for the host."""
-    sys.__stderr__.write(json.dumps(report) + "\n")
+    verdicts = sys.__stderr__
+    assert verdicts is not None
+    verdicts.write(json.dumps(report) + "\n")

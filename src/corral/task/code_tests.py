@@ -26,7 +26,8 @@ def tests_from_code(source: str, entry: str) -> Tests:
     """
     source = source.replace(ROOT, MENDED_ROOT)
     tree = _parsed(source)
-    values = {name: _literal(node.value) for node in ast.walk(tree) if (name := _target(node)) in ("inputs", "results")}
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    values = {name: _literal(node.value) for node in assigned if (name := _target(node)) in ("inputs", "results")}
     inputs, results, compared = values.get("inputs"), values.get("results"), _compared(tree, entry)
     if compared and isinstance(inputs, list) and inputs and all(isinstance(one, list | tuple) for one in inputs):
         arguments = [dumps(list(one)) for one in inputs]

@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-KINDS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+KINDS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Opaque:

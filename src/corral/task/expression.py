@@ -134,7 +134,8 @@ def _is_allowed(node: ast.AST) -> bool:
 def evaluated(tree: ast.expr, x: int) -> int | None:
     """The value of a tree that `parsed` allowed; None where it divides by zero or leaves ±BOUND."""
     if isinstance(tree, ast.Constant):
-        value = int(tree.value)
+        assert isinstance(tree.value, int)
+        value = tree.value
     elif isinstance(tree, ast.Name):
         value = x
     elif isinstance(tree, ast.UnaryOp):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from corral.run.cores import cores
 from corral.task.sandbox.result import Job, SandboxResult
@@ -74,7 +74,7 @@ class Pool:
         one, other = self._with_workers(2, lambda workers: run_connected((workers[0], workers[1]), first, second))
         return one, other
 
-    def map(self, function: Callable[..., Result], *items: Sequence) -> list[Result]:
+    def map(self, function: Callable[..., Result], *items: Sequence[Any]) -> list[Result]:
         """`function` of every item, several at a time, in order; it may call `run_one` and `run_connected`."""
         self._check()
         rows = list(zip(*items, strict=True))

@@ -45,7 +45,8 @@ class MetaWorld(gymnasium.Env):
         self.action_space = gymnasium.spaces.Box(
             np.array([*self.inner.mocap_low, -1.0], np.float32), np.array([*self.inner.mocap_high, 1.0], np.float32)
         )
-        self.position, self.velocity = np.zeros(4), np.zeros(4)
+        self.position: Array = np.zeros(4)
+        self.velocity: Array = np.zeros(4)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)

@@ -45,8 +45,8 @@ class Threads(VectorEnv):
             if mask is not None:
                 if not mask[part].any():  # Gymnasium refuses to begin none
                     return self._seen[part], {}
-                own = {**options, "reset_mask": mask[part]}
-            return block.reset(seed=None if seeds is None else seeds[part], options=own)
+                own = {**(options or {}), "reset_mask": mask[part]}
+            return reset_each(block, None if seeds is None else seeds[part], own)
 
         observations, infos = zip(*self._pool.map(begin, self.blocks, self._slices), strict=True)
         self._seen = np.concatenate(observations)
@@ -70,6 +70,11 @@ class Threads(VectorEnv):
             for key, value in info.items():
                 whole.setdefault(key, np.zeros((self.num_envs, *value.shape[1:]), value.dtype))[part] = value
         return whole
+
+
+def reset_each(envs: VectorEnv, seeds: list[int] | None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+    """Begin an episode in every environment, each from a seed of its own."""
+    return envs.reset(seed=seeds, options=options)  # type: ignore[arg-type]  # all take a list; their base class says int
 
 
 def make_envs(name: str, count: int, *, workers: int | None = None, **kwargs: Any) -> VectorEnv:

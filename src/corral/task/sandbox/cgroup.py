@@ -35,7 +35,8 @@ class Group:
 
     def __init__(self, parent: Path, version: int) -> None:
         sweep(parent)
-        self.path, self._files, self._bound = parent / f"{PREFIX}{os.urandom(8).hex()}", [], 0
+        self.path, self._bound = parent / f"{PREFIX}{os.urandom(8).hex()}", 0
+        self._files: list[int] = []
         limit, events = NAMES[version]
         self.limit = self.path / limit
         self.path.mkdir()

@@ -20,7 +20,7 @@ from typing import Any
 from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
 from corral.task.sandbox.cgroup import lent, make
 from corral.task.sandbox.files import Input, Pipe, memory_file
-from corral.task.sandbox.result import Job, SandboxResult, encode
+from corral.task.sandbox.result import Job, SandboxResult, Status, encode
 from corral.task.sandbox.view import SandboxUnavailable, view
 
 START = 30.0
@@ -56,7 +56,7 @@ class Worker:
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._log = os.memfd_create("log")
         seen = view().plain() if backend == "unshare" else None
-        told = memory_file(payload({"mode": backend, "control": theirs.fileno(), "proc": proc, "view": seen, "group": passed}))
+        told = memory_file(payload({"control": theirs.fileno(), "proc": proc, "view": seen, "group": passed}))
         try:
             self.process = subprocess.Popen(
                 command(backend, told),
@@ -192,7 +192,7 @@ class Running:
     def result(self) -> SandboxResult:
         """Once it has ended."""
         assert self.report is not None
-        status = "output" if self.overflowed else self.report["status"]
+        status: Status = "output" if self.overflowed else self.report["status"]
         texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
         return SandboxResult(status, texts[0] if len(texts) > 1 else "", texts[-1], self.report["seconds"])
 

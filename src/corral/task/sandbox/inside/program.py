@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import types
+from typing import Any
 
 from corral.task.sandbox.inside import filter, kernel
 
@@ -37,21 +38,24 @@ def warm_up() -> None:
         os.dup2(file, number)
     for file in (reader, writer, source):
         os.close(file)
-    sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")
-    sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")
-    sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", line_buffering=True)
+    _open_stream("stdin", 0, "r", "surrogateescape")
+    _open_stream("stdout", 1, "w", "surrogateescape")
+    _open_stream("stderr", 2, "w", "backslashreplace", line_buffering=True)
     exec(compile("", NAME, "exec", dont_inherit=True), {})
 
 
-def _stream(number: int, mode: str, errors: str, line_buffering: bool = False) -> io.TextIOWrapper:
+def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering: bool = False) -> None:
+    """Make an open file a standard stream, under both its names in `sys`: `stdin` and `__stdin__`."""
     binary = open(number, mode + "b", closefd=False)  # noqa: SIM115 - the program's for as long as it runs
-    return io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)
+    stream = io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=line_buffering)
+    for attribute in (name, f"__{name}__"):
+        setattr(sys, attribute, stream)
 
 
 class Plan:
     """All of a program's surroundings that can be worked out before the fork, where it costs no copies of memory pages."""
 
-    def __init__(self, limits: dict[str, int | float], address_space: int) -> None:
+    def __init__(self, limits: dict[str, Any], address_space: int) -> None:
         memory = int(limits["memory_mb"]) << 20
         folder = min(limits["folder_size"], memory)
         self.timeout = limits["timeout"]
@@ -107,7 +111,8 @@ def prepare(plan: Plan, code: int, streams: list[int], rules: filter.Filter, pro
 def run(source: bytes) -> None:
     """Run `source` as `python program.py` would, up to and including the exit status. Does not return."""
     sys.argv = ["program.py"]
-    threading.main_thread()._set_native_id()  # else it is the worker's, as the machine outside counts
+    # A new number for the main thread, else it is the worker's, as the machine outside counts; private, so typeshed lacks it.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
@@ -161,7 +166,8 @@ def _finish(main: types.ModuleType) -> int:
     """Wait for threads, run what was left for the end, let go of the program's objects, flush. The interpreter itself is not
     taken down: that takes longer than most programs. 120 where output is lost, as the interpreter has it."""
     code = 0
-    for step in (threading._shutdown, atexit._run_exitfuncs, main.__dict__.clear):
+    wait_for_threads = threading._shutdown  # type: ignore[attr-defined]  # private: the interpreter's own way at its end
+    for step in (wait_for_threads, atexit._run_exitfuncs, main.__dict__.clear):
         try:
             step()
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 import _socket
 import os
+from typing import Any
 
 from corral.task.sandbox.inside import kernel
 
@@ -14,7 +15,7 @@ HOST = "sandbox"
 ALL = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOSTNAME | kernel.NEW_CGROUP
 
 
-def leave(view: dict[str, list], proc: int) -> None:
+def leave(view: dict[str, list[Any]], proc: int) -> None:
     """Go where nothing of the outside is left but its processes: new namespaces, a new root.
 
     Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
@@ -43,7 +44,7 @@ def leave(view: dict[str, list], proc: int) -> None:
         kernel.drop_capabilities()
 
 
-def build(view: dict[str, list]) -> None:
+def build(view: dict[str, list[Any]]) -> None:
     """Mount what stays visible under a new root, and make that the root."""
     kernel.keep_mounts_private()
     quiet = kernel.READ_ONLY | kernel.NO_SETUID

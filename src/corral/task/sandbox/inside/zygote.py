@@ -17,6 +17,7 @@ import select
 import signal
 import site
 import time
+from typing import Any, TypedDict
 
 from corral.task.sandbox.inside import filter, kernel, program, root
 from corral.task.sandbox.inside.memory import Memory
@@ -28,7 +29,20 @@ TICK = 0.02
 """Seconds between two looks at the memory of the program."""
 
 
-def main(config: dict[str, object]) -> None:
+class Config(TypedDict):
+    """What the outside says at the start; numbers are of open files."""
+
+    control: int
+    """The socket for orders."""
+    proc: int
+    """The folder /proc."""
+    view: dict[str, list[Any]] | None
+    """What stays visible, see corral.task.sandbox.view; None where bubblewrap has left the outside already."""
+    group: list[int]
+    """Members and events of the cgroup to enter; empty where there is none."""
+
+
+def main(config: Config) -> None:
     """Leave the outside, say so, and serve until the other end of the socket closes."""
     control = _socket.socket(fileno=config["control"])
     events = join(*config["group"]) if config["group"] else None
@@ -37,7 +51,7 @@ def main(config: dict[str, object]) -> None:
     site.setquit()  # exit() and quit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # first processes have copies of our handlers, and must have none
     try:
-        if config["mode"] == "unshare":
+        if config["view"] is not None:
             root.leave(config["view"], config["proc"])
         root.settle(config["proc"])
         zygote = Zygote(control, Memory(config["proc"], events))
@@ -93,7 +107,7 @@ class Zygote:
             if "run" in order:  # a late order to end a program that has ended needs nothing
                 send(self.control, {"done": order["run"], **self.run(order, files)})
 
-    def receive(self) -> tuple[dict | None, list[int]]:
+    def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         """An order and the files that come with it; None when the other end has closed."""
         files = array.array("i")
         text, extra, _, _ = self.control.recvmsg(4096, _socket.CMSG_SPACE(4 * files.itemsize))
@@ -101,7 +115,7 @@ class Zygote:
             files.frombytes(data)
         return (json.loads(text) if text else None), list(files)
 
-    def run(self, order: dict, files: list[int]) -> dict[str, object]:
+    def run(self, order: dict[str, Any], files: list[int]) -> dict[str, object]:
         """One program, from its first process to its last; how it ended."""
         started, child, handles = time.monotonic(), 0, []
         self.first = 0
@@ -179,7 +193,7 @@ class Zygote:
 
 def end(first: int) -> dict[int, int]:
     """Kill a first process, and with it, by the kernel, all that is left inside; the wait status of every child of ours."""
-    statuses = {}
+    statuses: dict[int, int] = {}
     if first:
         os.kill(first, signal.SIGKILL)
     while True:
