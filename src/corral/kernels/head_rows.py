@@ -65,7 +65,7 @@ class Outside:
     """The logits outside the support, exponentiated; memory that the next rows overwrite."""
 
     mass: Tensor
-    """e^(z − m) [n, V]; 0 on the support."""
+    """e^(z − m) [n, V]; 0 on the support, if there is one."""
     peak: Tensor
     """m [n]."""
 
@@ -129,7 +129,10 @@ def _read(
     if given is None and request.top_k is None:
         nothing, everything = tokens.new_empty((len(tokens), 0)), torch.zeros_like(whole.lse)
         rows = HeadRows(whole.lse, sampled[:, 0], nothing, sampled[:, :0], everything, whole.entropy, -whole.log_total)
-        return rows, Outside(_exponentiate(z, whole.peak), whole.peak) if outside else None
+        if not outside:
+            return rows, None
+        _mass(z, whole.peak, None)
+        return rows, Outside(z, whole.peak)
     support = given
     if request.top_k is not None:
         ranked, values = shard.rank(z, request.top_k)
@@ -138,10 +141,10 @@ def _read(
     kept = whole.logp(shard.pick(z, support))
     shard.drop_(z, support)
     peak = shard.largest(z)
-    mass = _exponentiate(z, peak)
     rest_max = whole.logp(peak[:, None])[:, 0]
-    rest = rest_max + shard.sum_(mass.sum(-1)).log()
-    return HeadRows(whole.lse, sampled[:, 0], support, kept, rest, whole.entropy, rest_max), Outside(mass, peak)
+    rest = rest_max + shard.sum_(_mass(z, peak, None if outside else scratch)).log()
+    rows = HeadRows(whole.lse, sampled[:, 0], support, kept, rest, whole.entropy, rest_max)
+    return rows, Outside(z, peak) if outside else None
 
 
 class _Normaliser:
@@ -154,28 +157,30 @@ class _Normaliser:
 
     def __init__(self, z: Tensor, entropy: bool, shard: Shard, scratch: Scratch) -> None:
         self.peak = shard.largest(z)
-        base = torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None]
-        total = torch.zeros_like(self.peak)
-        weighted = torch.zeros_like(self.peak) if entropy else None
+        total = shard.sum_(_mass(z, self.peak, scratch))
+        self.log_total, self.lse = total.log(), self.peak + total.log()
+        self.entropy = torch.zeros_like(total)
+        if entropy:
+            self.entropy = self.log_total - shard.sum_(self._weighted(z, scratch)) / total
+
+    def _weighted(self, z: Tensor, scratch: Scratch) -> Tensor:
+        """W."""
+        base, weighted = torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None], torch.zeros_like(self.peak)
         for block in slices(z.shape[-1], COLUMNS):
-            shape = (len(z), block.stop - block.start)
-            gap = torch.sub(z[:, block], base, out=scratch("gap", shape, z.dtype))
-            if weighted is None:
-                total += gap.exp_().sum(-1)
-            else:
-                e = torch.exp(gap.clamp_(min=IMPOSSIBLE), out=scratch("e", shape, z.dtype))
-                total += e.sum(-1)
-                weighted += gap.mul_(e).sum(-1)
-        total = shard.sum_(total)
-        self.log_total = total.log()
-        self.entropy = torch.zeros_like(total) if weighted is None else self.log_total - shard.sum_(weighted) / total
-        self.lse = self.peak + self.log_total
+            gap = torch.sub(z[:, block], base, out=scratch("gap", z[:, block].shape, z.dtype)).clamp_(min=IMPOSSIBLE)
+            weighted += torch.exp(gap, out=scratch("e", gap.shape, z.dtype)).mul_(gap).sum(-1)
+        return weighted
 
     def logp(self, z: Tensor) -> Tensor:
         """Log-probabilities of logits [n, m]: relative to the largest first, since a normaliser is as large as they are."""
         return (z - self.peak[:, None]) - self.log_total[:, None]
 
 
-def _exponentiate(z: Tensor, peak: Tensor) -> Tensor:
-    """e^(z − peak), in place; 0 where nothing is possible."""
-    return z.sub_(torch.where(peak > -torch.inf, peak, 0.0)[:, None]).exp_()
+def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
+    """Σ e^(z − peak) [n], a block at a time; the logits become their exponentials where there is no scratch memory for them."""
+    base, total = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
+    for block in slices(z.shape[-1], COLUMNS):
+        some = z[:, block]
+        out = some if scratch is None else scratch("gap", some.shape, z.dtype)
+        total += torch.sub(some, base, out=out).exp_().sum(-1)
+    return total
