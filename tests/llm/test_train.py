@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral import objective_names
+from corral.llm import CorralConfig
 from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import prepare
@@ -526,6 +527,7 @@ class NothingHeldOut(Digits):
         (Digits, {"lora": {"lora_alfa": 8}}, "Did you mean 'lora_alpha'"),
         (Digits, {"correction": "tis"}, "transformers' generation reports none"),
         (Digits, {"num_generations": 3}, "divisible"),
+        (Digits, {"max_completion_length": None}, "`max_completion_length` is None"),
         (Digits, {"model": "/no/such/folder"}, "could not be loaded"),
         (Digits, {"model": "smollm2"}, "make smollm2"),
     ],
@@ -629,9 +631,7 @@ def test_measuring_success_changes_nothing_else(model: str, tmp_path: Path) -> N
 
 
 def test_updates_per_step() -> None:
-    class Arguments:
-        gradient_accumulation_steps, steps_per_generation, num_iterations = 2, 4, 3
-
+    counts = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 3}
     trainer = RunTrainer.__new__(RunTrainer)
-    trainer.args = Arguments()
+    trainer.args = CorralConfig(output_dir="out", use_cpu=True, bf16=False, **counts)
     assert trainer.updates_per_step == 6

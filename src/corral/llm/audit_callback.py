@@ -64,7 +64,7 @@ def audit(
         trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
     )
     if trainer.accelerator.is_main_process:
-        trainer._generate_and_score_completions = callback.watched(  # type: ignore[method-assign]  # this one alone
+        trainer._generate_and_score_completions = callback.watched(  # type: ignore[method-assign]  # of this trainer alone
             trainer._generate_and_score_completions
         )
         trainer.add_callback(callback)
@@ -84,8 +84,8 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
     if trainer.importance_sampling_level == "sequence":
         if delta is not None:
             raise ValueError(
-                f"audit: delta={delta} together with importance_sampling_level='sequence' is no clipping that "
-                f"corral knows. Audit a run with one of them."
+                f"audit: delta={delta} together with importance_sampling_level='sequence' is no clipping that corral knows. "
+                f"Audit a run with one of them."
             )
         return Rules(clip=make_objective("gspo", **clip), own=True, **bounds)
     return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=delta), own=True, **bounds)
@@ -148,7 +148,7 @@ class AuditCallback(TrainerCallback):
 
     @property
     def model(self) -> nn.Module:
-        """What is trained; a trainer without a model trains nothing."""
+        """What is trained; transformers types it as perhaps None."""
         return cast(nn.Module, self.trainer.model)
 
     def watched(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

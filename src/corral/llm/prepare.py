@@ -46,7 +46,7 @@ def prepare(settings: Settings) -> Parts:
     except ValueError as error:
         raise RunError(str(error)) from error
     if config.max_completion_length is None:
-        raise RunError("`max_completion_length` is None, and a run needs to know how much room a completion takes: give a number.")
+        raise RunError("`max_completion_length` is None, but a run must know how long a completion may be. Give a number.")
     adapter = lora_config(settings.lora)
     if adapter is not None and is_peft_model(model):
         raise RunError(

@@ -49,16 +49,16 @@ class CorralTrainer(GRPOTrainer):
     other term, TRL's loss is left as soon as it has scored the tokens.
     """
 
+    # What TRL and transformers leave untyped, or type as None until they have filled it in.
     args: CorralConfig
     model: nn.Module
     num_generations: int
     num_generations_eval: int
-    objective: Objective
     _logs: dict[str, Any]
-
+    objective: Objective
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name = "corral"
-    _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # the objectives are many; each has its reference in docs/objectives
+    _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: CorralConfig | None = None, *more: Any, **kwargs: Any
@@ -365,23 +365,20 @@ class CorralTrainer(GRPOTrainer):
     def _weights(self, inputs: dict[str, Any], mask: Tensor, mode: str) -> float | Tensor:
         """What TRL multiplies every live token's loss with before it adds them up: a number, or [B 1], or [B T]."""
         accumulation = self._accumulation(mode)
-        weights: float | Tensor
         if self.loss_type == "dapo":
             # The count spans the batch of rollouts, so it is scaled to one optimizer step.
             steps = self.args.steps_per_generation if mode == "train" else 1.0
             assert steps is not None  # TRL has filled it in
             count = inputs["num_items_in_batch"].clamp(min=1.0)
-            weights = steps * self.accelerator.num_processes / accumulation / count
-        elif self.loss_type == "grpo":
-            weights = 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
-        elif self.loss_type == "bnpo":
-            weights = 1 / accumulation / mask.sum().clamp(min=1)
-        elif self.loss_type == "dr_grpo":
+            return steps * self.accelerator.num_processes / accumulation / count
+        if self.loss_type == "grpo":
+            return 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
+        if self.loss_type == "bnpo":
+            return 1 / accumulation / mask.sum().clamp(min=1)
+        if self.loss_type == "dr_grpo":
             assert self.max_completion_length is not None  # CorralConfig refuses it
-            weights = 1 / (len(mask) * self.max_completion_length * accumulation)
-        else:  # luspo
-            weights = 1 / (len(mask) * accumulation)
-        return weights
+            return 1 / (len(mask) * self.max_completion_length * accumulation)
+        return 1 / (len(mask) * accumulation)  # luspo
 
     def _accumulation(self, mode: str) -> float:
         return self.current_gradient_accumulation_steps if mode == "train" else 1.0
