@@ -64,9 +64,8 @@ def audit(
         trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
     )
     if trainer.accelerator.is_main_process:
-        trainer._generate_and_score_completions = callback.watched(  # type: ignore[method-assign]  # of this trainer alone
-            trainer._generate_and_score_completions
-        )
+        watched = callback.watched(trainer._generate_and_score_completions)
+        trainer._generate_and_score_completions = watched  # type: ignore[method-assign]  # of this trainer alone
         trainer.add_callback(callback)
     return callback
 
@@ -80,7 +79,7 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
     if trainer.loss_type not in CLIPPED:
         return Rules(**bounds)
     clip: dict[str, Any] = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
-    delta = args_of(trainer).delta
+    delta = cast(GRPOConfig, trainer.args).delta
     if trainer.importance_sampling_level == "sequence":
         if delta is not None:
             raise ValueError(
@@ -89,11 +88,6 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
             )
         return Rules(clip=make_objective("gspo", **clip), own=True, **bounds)
     return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=delta), own=True, **bounds)
-
-
-def args_of(trainer: GRPOTrainer) -> GRPOConfig:
-    """TRL's settings; transformers types those of every trainer as its own."""
-    return cast(GRPOConfig, trainer.args)
 
 
 def model_name(model: Any) -> str:
@@ -140,6 +134,7 @@ class AuditCallback(TrainerCallback):
         seed: int,
     ) -> None:
         self.trainer, self.folder, self.rules = trainer, folder, rules
+        self.args = cast(GRPOConfig, trainer.args)  # transformers types them as its own
         self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
         self.pending: list[Kept] = []
         self.due = 0
@@ -189,7 +184,7 @@ class AuditCallback(TrainerCallback):
             logger.warning("The audit in %s stops here, training goes on. %s", self.folder.path, self.failed)
 
     def _described(self) -> dict[str, Any]:
-        trainer, args = self.trainer, args_of(self.trainer)
+        trainer, args = self.trainer, self.args
         return {
             "kind": "trainer",
             "what": "compared with the old policy after the updates on their batch",
@@ -216,7 +211,7 @@ class AuditCallback(TrainerCallback):
         live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion
         generator = torch.Generator().manual_seed(self.seed + trainer.state.global_step)
         chosen = choose(live.sum(-1).cpu(), self.sequences, self.tokens, generator, whole=self.rules.whole_sequences)
-        batch = steps_per_batch(args_of(trainer))
+        batch = steps_per_batch(self.args)
         kept = []
         with undisturbed(self.model), trainer.accelerator.autocast():
             for row, ranks in chosen:

@@ -149,7 +149,8 @@ class CorralConfig(GRPOConfig):
             )
         if self.support not in ("old", "union"):
             raise ValueError(f"CorralConfig: `support` is old or union; got {self.support!r}.")
-        _raise_first([*self._trl_refusals(), *sampling_refusals(self, self._generation())])
+        generation = _settings("generation_kwargs", self.generation_kwargs)
+        _raise_first([*self._trl_refusals(), *sampling_refusals(self, generation)])
         if self.use_vllm:
             self.check_sampler("vllm")
 
@@ -163,9 +164,6 @@ class CorralConfig(GRPOConfig):
         if self.correction is None and settings:
             raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")
         return None if self.correction is None else make_correction(self.correction, **settings)
-
-    def _generation(self) -> dict[str, Any]:
-        return _settings("generation_kwargs", self.generation_kwargs)
 
     @property
     def other_reduction(self) -> str | None:
@@ -204,7 +202,7 @@ class CorralConfig(GRPOConfig):
         """
         rollout = self.resolve_anchor() == "rollout"
         reports = sampler != "transformers"
-        generation = self._generation()
+        generation = _settings("generation_kwargs", self.generation_kwargs)
         top_p, top_k, min_p = (generation.get(key, getattr(self, key)) for key in TRUNCATIONS)
         regex = sampler == "vllm" and getattr(self, "vllm_structured_outputs_regex", None)  # not every release has it
         truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p or regex)

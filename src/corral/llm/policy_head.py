@@ -27,7 +27,7 @@ from corral.types import SparseDist
 
 Forward = Callable[..., Any]
 
-trl_utils: Any = trl.trainer.utils  # mypy lets nobody replace a class
+trl_utils: Any = trl.trainer.utils  # one of its classes is replaced while a pass is scored
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
