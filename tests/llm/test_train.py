@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -576,8 +575,10 @@ def test_the_banner_says_when_the_region_cannot_act(
 @pytest.mark.parametrize(("anchor", "still"), [("old", True), ("rollout", False)])
 def test_one_update_on_another_samplers_batch(anchor: str, still: bool) -> None:
     trainer = RunTrainer.__new__(RunTrainer)
-    trainer.args = SimpleNamespace(gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=1, use_vllm=True)
-    trainer.num_iterations, trainer.anchor, trainer.reports_logps = 1, anchor, True
+    trainer.args = CorralConfig(
+        output_dir="out", use_cpu=True, bf16=False, gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=1
+    )
+    trainer.anchor, trainer.reports_logps = anchor, True
     trainer.objective = make_objective("ppo_clip")
     assert bool(why_inactive(trainer)) is still
 
