@@ -159,6 +159,8 @@ class TestRefusals:
             ({"objective_config": {"bond": 1.0}}, "there is no setting `bond`"),
             ({"objective_config": "bound=1"}, "`objective_config` is a dictionary"),
             ({"objective_config": {"bound": -1.0}}, "must be ≥ 0"),
+            ({"generation_kwargs": "max_tokens=3"}, "`generation_kwargs` is a dictionary, or JSON"),
+            ({"loss_type": "dr_grpo", "max_completion_length": None}, "divides by `max_completion_length`, which is None"),
             ({"correction": "tiss"}, "Did you mean 'tis'"),
             ({"correction": ""}, "no correction"),
             ({"correction_config": {"cap": 1.0}}, "there is no `correction` to set"),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral import objective_names
+from corral.llm import CorralConfig
 from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import prepare
@@ -526,6 +526,7 @@ class NothingHeldOut(Digits):
         (Digits, {"lora": {"lora_alfa": 8}}, "Did you mean 'lora_alpha'"),
         (Digits, {"correction": "tis"}, "transformers' generation reports none"),
         (Digits, {"num_generations": 3}, "divisible"),
+        (Digits, {"max_completion_length": None}, "`max_completion_length` is None"),
         (Digits, {"model": "/no/such/folder"}, "could not be loaded"),
         (Digits, {"model": "smollm2"}, "make smollm2"),
     ],
@@ -574,8 +575,10 @@ def test_the_banner_says_when_the_region_cannot_act(
 @pytest.mark.parametrize(("anchor", "still"), [("old", True), ("rollout", False)])
 def test_one_update_on_another_samplers_batch(anchor: str, still: bool) -> None:
     trainer = RunTrainer.__new__(RunTrainer)
-    trainer.args = SimpleNamespace(gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=1, use_vllm=True)
-    trainer.num_iterations, trainer.anchor, trainer.reports_logps = 1, anchor, True
+    trainer.args = CorralConfig(
+        output_dir="out", use_cpu=True, bf16=False, gradient_accumulation_steps=2, steps_per_generation=2, num_iterations=1
+    )
+    trainer.anchor, trainer.reports_logps = anchor, True
     trainer.objective = make_objective("ppo_clip")
     assert bool(why_inactive(trainer)) is still
 
@@ -629,9 +632,7 @@ def test_measuring_success_changes_nothing_else(model: str, tmp_path: Path) -> N
 
 
 def test_updates_per_step() -> None:
-    class Arguments:
-        gradient_accumulation_steps, steps_per_generation, num_iterations = 2, 4, 3
-
+    counts = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 3}
     trainer = RunTrainer.__new__(RunTrainer)
-    trainer.args = Arguments()
+    trainer.args = CorralConfig(output_dir="out", use_cpu=True, bf16=False, **counts)
     assert trainer.updates_per_step == 6

@@ -5,18 +5,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules
 from corral.llm.audit_scoring import choose, logp_at, undisturbed
+from corral.llm.config import steps_per_batch
+from corral.llm.models import base_model
 from corral.llm.trainer import CorralTrainer
 from corral.objective import make_objective
 from corral.run.files import RunError
@@ -63,33 +64,35 @@ def audit(
         trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
     )
     if trainer.accelerator.is_main_process:
-        trainer._generate_and_score_completions = callback.watched(trainer._generate_and_score_completions)
+        watched = callback.watched(trainer._generate_and_score_completions)
+        trainer._generate_and_score_completions = watched  # type: ignore[method-assign]  # of this trainer alone
         trainer.add_callback(callback)
     return callback
 
 
 def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
     """The clipping that this trainer does, or the usual one if it does none."""
-    bounds = {"kl_bound": kl_bound, "tv_bound": tv_bound}
+    bounds: dict[str, Any] = {"kl_bound": kl_bound, "tv_bound": tv_bound}
     if isinstance(trainer, CorralTrainer):
         own = trainer.objective.name in CLIPPING
         return Rules(clip=trainer.objective, own=True, **bounds) if own else Rules(**bounds)
     if trainer.loss_type not in CLIPPED:
         return Rules(**bounds)
-    clip = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
+    clip: dict[str, Any] = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
+    delta = cast(GRPOConfig, trainer.args).delta
     if trainer.importance_sampling_level == "sequence":
-        if trainer.args.delta is not None:
+        if delta is not None:
             raise ValueError(
-                f"audit: delta={trainer.args.delta} together with importance_sampling_level='sequence' is no clipping that "
-                f"corral knows. Audit a run with one of them."
+                f"audit: delta={delta} together with importance_sampling_level='sequence' is no clipping that corral knows. "
+                f"Audit a run with one of them."
             )
         return Rules(clip=make_objective("gspo", **clip), own=True, **bounds)
-    return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=trainer.args.delta), own=True, **bounds)
+    return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=delta), own=True, **bounds)
 
 
 def model_name(model: Any) -> str:
     """A name on the hub, the last part of a folder's, or the class of a model that came from nowhere."""
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_model(model)
     name = getattr(base.config, "_name_or_path", "") or type(base).__name__  # set by from_pretrained
     return Path(name).name if Path(name).is_dir() else name
 
@@ -131,11 +134,17 @@ class AuditCallback(TrainerCallback):
         seed: int,
     ) -> None:
         self.trainer, self.folder, self.rules = trainer, folder, rules
+        self.args = cast(GRPOConfig, trainer.args)  # transformers types them as its own
         self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
         self.pending: list[Kept] = []
         self.due = 0
         self.failed: str | None = None
         """Why the audit stopped before training did."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained; transformers types it as perhaps None."""
+        return cast(nn.Module, self.trainer.model)
 
     def watched(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         """TRL's method, with an eye on what it returns."""
@@ -143,7 +152,7 @@ class AuditCallback(TrainerCallback):
         def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = generate(inputs)
             update = self.trainer.state.global_step
-            if self.trainer.model.training and self.failed is None and update >= self.due:
+            if self.model.training and self.failed is None and update >= self.due:
                 self.due = update + (self.every or max(1, int(self.trainer.state.logging_steps)))
                 self._guarded(lambda: self.pending.extend(self._keep(output)))
             return output
@@ -175,20 +184,20 @@ class AuditCallback(TrainerCallback):
             logger.warning("The audit in %s stops here, training goes on. %s", self.folder.path, self.failed)
 
     def _described(self) -> dict[str, Any]:
-        trainer = self.trainer
+        trainer, args = self.trainer, self.args
         return {
             "kind": "trainer",
             "what": "compared with the old policy after the updates on their batch",
-            "model": model_name(trainer.model),
+            "model": model_name(self.model),
             "trainer": type(trainer).__name__,
             "loss": trainer.objective.name if isinstance(trainer, CorralTrainer) else trainer.loss_type,
             "rules": self.rules.described(),
             "settings": {
                 "every": self.every, "sequences": self.sequences, "tokens": self.tokens, "seed": self.seed,
                 "temperature": trainer.temperature, "num_iterations": trainer.num_iterations,
-                "steps_per_generation": trainer.args.steps_per_generation,
-                "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
-                "learning_rate": trainer.args.learning_rate,
+                "steps_per_generation": args.steps_per_generation,
+                "gradient_accumulation_steps": args.gradient_accumulation_steps,
+                "learning_rate": args.learning_rate,
             },
             "command": sys.argv,
         }  # fmt: skip
@@ -202,9 +211,9 @@ class AuditCallback(TrainerCallback):
         live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion
         generator = torch.Generator().manual_seed(self.seed + trainer.state.global_step)
         chosen = choose(live.sum(-1).cpu(), self.sequences, self.tokens, generator, whole=self.rules.whole_sequences)
-        batch = trainer.args.steps_per_generation * trainer.num_iterations
+        batch = steps_per_batch(self.args)
         kept = []
-        with undisturbed(trainer.model), trainer.accelerator.autocast():
+        with undisturbed(self.model), trainer.accelerator.autocast():
             for row, ranks in chosen:
                 places = live[row].nonzero()[:, 0][ranks.to(live.device)]
                 start = int(prompt[row].sum())
@@ -216,7 +225,7 @@ class AuditCallback(TrainerCallback):
                         ids,
                         start,
                         positions,
-                        logp_at(trainer.model, ids, positions, trainer.temperature).cpu(),
+                        logp_at(self.model, ids, positions, trainer.temperature).cpu(),
                         (advantages.expand(len(live[row])) if advantages.ndim == 0 else advantages)[places].cpu(),
                         None if rollout is None else rollout[row][places].cpu(),
                         (trainer._step // batch + 1) * batch,
@@ -227,10 +236,10 @@ class AuditCallback(TrainerCallback):
     def _compare(self, done: list[Kept]) -> list[dict[str, Any]]:
         trainer, rows = self.trainer, []
         processor = trainer.processing_class
-        tokenizer = getattr(processor, "tokenizer", processor)  # a processor has one, a tokenizer is one
-        with undisturbed(trainer.model), trainer.accelerator.autocast():
+        tokenizer: Any = getattr(processor, "tokenizer", processor)  # a processor has one, a tokenizer is one
+        with undisturbed(self.model), trainer.accelerator.autocast():
             for kept in done:
-                new = logp_at(trainer.model, kept.ids, kept.positions, trainer.temperature)
+                new = logp_at(self.model, kept.ids, kept.positions, trainer.temperature)
                 tokens = kept.ids[kept.positions]
                 columns = measure(tokens, kept.old, new, kept.advantages, self.rules, kept.logp_rollout)
                 rows.append(

@@ -74,7 +74,7 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
 def _audit(pairs: Sequence[Pair], job: Job, rules: Rules, out: Path, what: str, say: Say) -> Path:
     folder = AuditFolder(out)
     info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.described(), "settings": job.plan()}
-    folder.check(info["rules"])
+    folder.check(rules.described())
     found: dict[int, list[dict[str, Any]]] = {}
     for pair in pairs:
         say(f"{pair.old.model} → {pair.new.model}: {len(job.held_out)} problems, {job.samples} completions each")
@@ -129,7 +129,7 @@ def _measured(
 def _loaded(subject: Subject, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """In float32: half precision rounds logits to an eighth, and that is no movement of the policy."""
     model, tokenizer = load_model(subject.model, torch.float32)
-    return model.to(device), padded(tokenizer)
+    return model.to(device), padded(tokenizer)  # type: ignore[arg-type]  # transformers wraps `to`, losing its signature
 
 
 def _sampled(

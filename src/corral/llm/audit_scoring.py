@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from accelerate.utils import is_peft_model
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from corral.llm.models import base_model
 from corral.run.files import RunError
 
 
@@ -34,7 +34,7 @@ def logp_at(
 
     The head is computed at these positions alone, so memory is that of N × V numbers however long the sequence is.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_model(model)
     before = positions - 1  # a position's logits predict the token after it
     few = "logits_to_keep" in inspect.signature(base.forward).parameters
     output = model(
@@ -59,7 +59,8 @@ def choose(
     """
     order = [row for row in torch.randperm(len(lengths), generator=generator).tolist() if lengths[row] > 0]
     if whole:
-        fitting, left = [], tokens
+        fitting: list[int] = []
+        left = tokens
         for row in order:
             if lengths[row] <= left and len(fitting) < sequences:
                 fitting.append(row)

@@ -26,7 +26,6 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     parameters = short(sum(p.numel() for p in trainer.model.parameters())) + " parameters"
     if is_peft_model(trainer.model):
         parameters += f", {short(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))} of them trained (LoRA)"
-    prompts = args.generation_batch_size // args.num_generations
     updates = count(trainer.updates_per_step, "update")
     chosen = ", ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
     lines = [
@@ -35,7 +34,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
         ("anchor", anchor(trainer)),
         ("support", support(trainer)),
-        ("step", f"{count(prompts, 'prompt')} × {args.num_generations} completions, then {updates}"),
+        ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", device(trainer)),
         ("run", str(where)),
     ]

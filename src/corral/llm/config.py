@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import trl
 from packaging.version import Version
@@ -51,6 +51,12 @@ def check_trl(version: str) -> None:
 check_trl(trl.__version__)
 
 
+def steps_per_batch(config: GRPOConfig) -> int:
+    """Micro-batches that are trained on between one batch of rollouts and the next."""
+    assert config.steps_per_generation is not None  # TRL has filled it in
+    return config.steps_per_generation * config.num_iterations
+
+
 @dataclass
 class CorralConfig(GRPOConfig):
     """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it.
@@ -58,7 +64,7 @@ class CorralConfig(GRPOConfig):
     Once made, `loss_type` is one of TRL's: "auto" has become the objective's own.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
     objective: str = field(
         default="troll", metadata={"help": "Objective: a name from corral.objective_names(), such as troll, dppo or ppo_clip."}
@@ -105,7 +111,7 @@ class CorralConfig(GRPOConfig):
         default=True,
         metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},
     )
-    use_cache: bool | None = field(
+    use_cache: bool | None = field(  # type: ignore[assignment]  # transformers has no None
         default=None,
         metadata={"help": "What a saved model's configuration says of its cache; None leaves that as it is."},
     )
@@ -143,7 +149,8 @@ class CorralConfig(GRPOConfig):
             )
         if self.support not in ("old", "union"):
             raise ValueError(f"CorralConfig: `support` is old or union; got {self.support!r}.")
-        _raise_first([*self._trl_refusals(), *sampling_refusals(self)])
+        generation = _settings("generation_kwargs", self.generation_kwargs)
+        _raise_first([*self._trl_refusals(), *sampling_refusals(self, generation)])
         if self.use_vllm:
             self.check_sampler("vllm")
 
@@ -170,6 +177,13 @@ class CorralConfig(GRPOConfig):
         )
 
     @property
+    def prompts_per_batch(self) -> int:
+        """Prompts of one batch of rollouts, over all processes."""
+        assert self.generation_batch_size is not None  # TRL has filled it in
+        assert self.num_generations is not None
+        return self.generation_batch_size // self.num_generations
+
+    @property
     def needs_support(self) -> bool:
         """Whether the objective looks at more than the sampled token."""
         return bool(self.make_objective().needs & NEEDS_SUPPORT)
@@ -177,7 +191,7 @@ class CorralConfig(GRPOConfig):
     def resolve_anchor(self) -> Anchor:
         """The anchor, with "auto" settled: the objective's own, but a support needs the policy that the trainer recomputes."""
         if self.anchor != "auto":
-            return self.anchor
+            return cast(Anchor, self.anchor)  # nothing else gets through __post_init__
         return "old" if self.needs_support else self.make_objective().config.anchor
 
     def check_sampler(self, sampler: Sampler, generation_config: GenerationConfig | None = None) -> None:
@@ -188,7 +202,7 @@ class CorralConfig(GRPOConfig):
         """
         rollout = self.resolve_anchor() == "rollout"
         reports = sampler != "transformers"
-        generation = self.generation_kwargs or {}
+        generation = _settings("generation_kwargs", self.generation_kwargs)
         top_p, top_k, min_p = (generation.get(key, getattr(self, key)) for key in TRUNCATIONS)
         regex = sampler == "vllm" and getattr(self, "vllm_structured_outputs_regex", None)  # not every release has it
         truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p or regex)
@@ -256,6 +270,10 @@ class CorralConfig(GRPOConfig):
                 Version(trl.__version__) < Version(WRONG_BEFORE.get(self.loss_type, trl.__version__)),
                 f"loss_type={self.loss_type!r} is averaged over the wrong count by TRL {trl.__version__}. Install TRL "
                 f"{WRONG_BEFORE.get(self.loss_type)} or newer, or use grpo, bnpo or dr_grpo.",
+            ),
+            (
+                self.loss_type == "dr_grpo" and self.max_completion_length is None,
+                "loss_type='dr_grpo' divides by `max_completion_length`, which is None. Give it a number.",
             ),
             (
                 self.epsilon != 0.2 or self.epsilon_high is not None,

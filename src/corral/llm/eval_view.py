@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from corral.llm.passk import Estimate
+from corral.run.interval import Estimate
 from corral.run.view import Clock, PatientConsole, TimeLeft
 
 LINES = 20
@@ -100,9 +100,8 @@ def make_eval_view(*, quiet: bool) -> EvalView:
 
 def table(result: Mapping[str, Any]) -> Table:
     """Every estimate with its interval."""
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, justify in (("", "left"), ("value", "right"), (f"{result['level']:.0%} interval", "left")):
-        rows.add_column(name, justify=justify)
+    columns = "", Column("value", justify="right"), f"{result['level']:.0%} interval"
+    rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, found in result["estimates"].items():
         rows.add_row(name, f"{found['value']:.3f}", f"{found['low']:.3f} – {found['high']:.3f}")
     return rows
@@ -128,10 +127,11 @@ def last_words(result: Mapping[str, Any], where: Path) -> str:
 
 def comparison(found: Mapping[str, Estimate], level: float) -> Table:
     """Differences with their intervals; those that leave 0 out are marked."""
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, justify in (("", "left"), ("difference", "right"), (f"{level:.0%} interval", "left"), ("", "left")):
-        rows.add_column(name, justify=justify)
+    columns = "", Column("difference", justify="right"), f"{level:.0%} interval", ""
+    rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, one in found.items():
+        assert one.low is not None  # differences have both
+        assert one.high is not None
         clear = "" if one.low <= 0 <= one.high else "leaves 0 out"
         rows.add_row(name, f"{one.value:+.3f}", f"{one.low:+.3f} … {one.high:+.3f}", clear)
     return rows

@@ -211,7 +211,7 @@ def _run(job: Job, problems: Problems, sampler: Sampler, folder: EvalFolder, vie
     score = verifier(job.task)
     ids = problems.tokens(job.held_out)
     batches = list(job.batches())
-    kept = {index: rows for index in range(len(batches)) if (rows := folder.part(index)) is not None}
+    kept = {index: part for index in range(len(batches)) if (part := folder.part(index)) is not None}
     view.begin(heading(job, folder.path), sum(map(len, batches)), sum(map(len, kept.values())))
     if kept:
         view.say(f"going on after {len(kept)} of {len(batches)} batches, kept in {folder.parts}")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from corral.llm.config import steps_per_batch
 from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.settings import GuardMode
 from corral.run.watch import Limits
@@ -54,11 +55,12 @@ class GuardCallback(Guard, TrainerCallback):
             self.zero_gradients = line.get("zero_gradients", 0)
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Gradients are clipped by now, which spreads a NaN to all of them. fp16 has a scaler that skips such steps itself."""
         if self.mode == "off" or args.fp16:
             return
+        model: nn.Module = kwargs["model"]
         finite, zero = gradient_state(model.parameters())
         poisoned = on_any_process(not (self.loss_is_finite and finite))
         self.zero_gradients = 0 if on_any_process(not zero) else self.zero_gradients + 1
@@ -67,10 +69,9 @@ class GuardCallback(Guard, TrainerCallback):
         if poisoned:
             drop_gradients(model.parameters())
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A line of metrics; a collapse ends the run with a checkpoint if that was asked for."""
+        logs: dict[str, Any] = kwargs["logs"]
         if self.mode == "off" or "loss" not in logs:
             return
         self.observe({**logs, "zero_gradients": self.zero_gradients})
@@ -90,10 +91,9 @@ class SelfCheck(TrainerCallback):
         """The same for the tail."""
         self._before: int | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse to train nothing."""
+        model: nn.Module = kwargs["model"]
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 "CorralTrainer: no parameter of the model requires a gradient, so nothing would be learned. Load an adapter "
@@ -102,7 +102,7 @@ class SelfCheck(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """An update begins; on new rollouts, the new policy is still the old one."""
-        fresh = self.trainer._step % (self.trainer.args.steps_per_generation * self.trainer.num_iterations) == 0
+        fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0
         self._before = len(self._active()) if fresh and not self.drift_said else None
 
     def on_pre_optimizer_step(
@@ -120,11 +120,9 @@ class SelfCheck(TrainerCallback):
                 f"anchor: the sampler, or dropout, differs from the trainer. Use anchor='old', a correction, or no dropout."
             )
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A tail that moved behind the support's back; the union of both supports would have seen it."""
-        hidden = logs.get("tr/hidden_kl_max", 0.0)
+        hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0)
         if self.tail_said or not hidden > HIDDEN_KL or self.trainer.union:
             return
         self.tail_said = True

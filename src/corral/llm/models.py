@@ -2,8 +2,10 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -23,7 +25,12 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
     Weights of a folder or the hub come in `dtype`, and the three others in float32. An adapter comes inside its base model.
     """
     model, tokenizer = load_trainable(name, dtype)
-    return model.get_base_model() if isinstance(model, PeftModel) else model, tokenizer
+    return base_model(model), tokenizer
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """The model inside an adapter, or the model itself. `Any`: torch types whatever a module holds as a tensor or a module."""
+    return model.get_base_model() if is_peft_model(model) else model
 
 
 def load_trainable(
@@ -41,7 +48,7 @@ def load_trainable(
         return load_smollm2()
     try:
         if (base := base_of_adapter(name)) is not None:
-            model = PeftModel.from_pretrained(load_model(base, dtype)[0], name, is_trainable=True)
+            model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(load_model(base, dtype)[0], name, is_trainable=True)
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import trl.trainer.utils as trl_utils
+import trl.trainer.utils
 from torch import Tensor, nn
 
 from corral.kernels import lm_head
@@ -26,6 +26,8 @@ from corral.support import gather_support, top_k_support
 from corral.types import SparseDist
 
 Forward = Callable[..., Any]
+
+trl_utils: Any = trl.trainer.utils  # one of its classes is replaced while a pass is scored
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -185,8 +187,8 @@ class PolicyHead:
             trl_utils._ChunkedLogProbFunction = original
         if head.said is not None:
             self.passes.append(head.said)
-            if head.said.rows.report is not None and torch.is_grad_enabled():
-                self.backward_reports.append(head.said.rows.report)
+            if (rows := head.said.rows) is not None and rows.report is not None and torch.is_grad_enabled():
+                self.backward_reports.append(rows.report)
         return output
 
     def take_backward_reports(self) -> Tensor | None:
@@ -248,7 +250,7 @@ class _HeadFunction:
                 expect=expect, tolerance=tolerance, **self._one_implementation(hidden, weight),
             )  # fmt: skip
         head = _without_rows(head) if empty else head
-        kept = (None, None)
+        kept: tuple[Tensor, HeadInputs] | tuple[None, None] = (None, None)
         if self.request.keep:
             spec = LogitSpec(scale, softcap, temperature)
             kept = hidden[: len(head.logp)].detach(), HeadInputs(weight, bias, spec)
@@ -258,7 +260,7 @@ class _HeadFunction:
             results = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, every, x) for x in results]
         return (*results, None, None, None)
 
-    def _one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, str]:
+    def _one_implementation(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
         """On a GPU the torch path for every pass where one of them has no kernel: two heads would round differently."""
         if not hidden.is_cuda:
             return {}

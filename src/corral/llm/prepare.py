@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from corral.llm.config import REDUCTIONS, CorralConfig
+from corral.llm.config import REDUCTIONS, CorralConfig, steps_per_batch
 from corral.llm.models import load_trainable
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
@@ -45,6 +45,8 @@ def prepare(settings: Settings) -> Parts:
         model, tokenizer = load_trainable(settings.model)
     except ValueError as error:
         raise RunError(str(error)) from error
+    if config.max_completion_length is None:
+        raise RunError("`max_completion_length` is None, but a run must know how long a completion may be. Give a number.")
     adapter = lora_config(settings.lora)
     if adapter is not None and is_peft_model(model):
         raise RunError(
@@ -91,7 +93,7 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
         "shuffle_dataset": False,  # problems are drawn at random already
     }
     config = CorralConfig(output_dir="runs", **chosen | settings.trainer)
-    cycle = math.lcm(config.gradient_accumulation_steps, config.steps_per_generation * config.num_iterations)
+    cycle = math.lcm(config.gradient_accumulation_steps, steps_per_batch(config))
     config.logging_steps = cycle // config.gradient_accumulation_steps
     config.max_steps = settings.steps * config.logging_steps
     return config
@@ -99,9 +101,9 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
 
 def problems_needed(settings: Settings, config: CorralConfig) -> int:
     """Problems that the run will see, each once: nothing is repeated, so a resumed run has nothing to get wrong."""
-    every = config.steps_per_generation * config.num_iterations
+    every = steps_per_batch(config)
     rollouts = settings.steps * math.lcm(config.gradient_accumulation_steps, every) // every
-    return rollouts * config.generation_batch_size // config.num_generations
+    return rollouts * config.prompts_per_batch
 
 
 def described(settings: Settings, parts: Parts) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -33,12 +34,12 @@ class Problems:
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
         """The same as token ids, as the trainer makes them."""
-        prompts = [self.prompt(problem) for problem in problems]
-        if self.tokenizer.chat_template:
-            texts = [self.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
-            ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self.tokenizer(prompts)["input_ids"]
+        texts = [
+            p if isinstance(p, str) else self.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True)
+            for p in map(self.prompt, problems)
+        ]
+        # A chat template writes special tokens itself.
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
         return ids
 
     def dataset(self, count: int, seed: int) -> Dataset:
@@ -102,7 +103,8 @@ def generate(
         no_repeat_ngram_size=0,
         **({"do_sample": False} if greedy else sampling),
     )
-    tokens = model.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
+    writer: Any = model  # causal models can generate; transformers' base class does not say so
+    tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
     return [until(row, ends) for row in tokens]
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from corral.llm.passk import LEVEL, RIGHT, Estimate, difference, estimate, sampled_estimates
+from corral.llm.passk import RIGHT, difference, estimate, sampled_estimates
 from corral.run.files import RunError, disk_sentence, lock, write_json, write_whole
+from corral.run.interval import LEVEL, Estimate
 
 Row = dict[str, Any]
 
@@ -181,4 +182,5 @@ def compare(first: Path, second: Path) -> dict[str, Estimate]:
     greedy = [[float(reward >= RIGHT) for reward in rewards] for rewards, _ in found]
     rights = [[sum(reward >= RIGHT for reward in row) / len(row) for row in sampled] for _, sampled in found]
     means = [[min(1.0, math.fsum(row) / len(row)) for row in sampled] for _, sampled in found]
-    return {"greedy": difference(*greedy), "pass@1": difference(*rights), "avg": difference(*means)}
+    pairs = (("greedy", greedy), ("pass@1", rights), ("avg", means))
+    return {name: difference(before, after) for name, (before, after) in pairs}

@@ -47,7 +47,7 @@ def path_of(reward: str | Reward) -> str:
 
 
 def make_rewards(
-    given: Sequence[str | Reward], task: Task, weights: Sequence[float] | None = None
+    given: Sequence[str | Reward], task: Task, weights: list[float] | None = None
 ) -> tuple[list[Reward], list[float] | None]:
     """The functions that settings name, checked, with the task's columns, and their weights; None where all are 1.
 

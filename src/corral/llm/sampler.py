@@ -78,7 +78,7 @@ class TransformersSampler:
     def __init__(self, subject: Subject, device: str) -> None:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model, self.tokenizer = load_model(subject.model, dtype)
-        self.model = model.to(device).eval()
+        self.model = model.to(device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
         self.config = self.model.config
         padded(self.tokenizer)
 

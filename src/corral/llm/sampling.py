@@ -4,6 +4,8 @@ Ratios and gradients are of softmax(logits / temperature). Whatever else reshape
 makes the completions another policy's.
 """
 
+from typing import Any
+
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
@@ -40,9 +42,9 @@ WHY = "completions must be drawn from the policy that is trained, or its ratios 
 Refusals = list[tuple[bool, str]]
 
 
-def sampling_refusals(config: GRPOConfig) -> Refusals:
-    """What is wrong with `repetition_penalty` and `generation_kwargs`, whoever samples."""
-    given, temperature = config.generation_kwargs or {}, config.temperature
+def sampling_refusals(config: GRPOConfig, given: dict[str, Any]) -> Refusals:
+    """What is wrong with `repetition_penalty` and the `given` generation_kwargs, whoever samples."""
+    temperature = config.temperature
     neutral = NEUTRAL | {"temperature": temperature}
     changing = [key for key in given if key not in (*HARMLESS, *ELSEWHERE) and neutral.get(key) != given[key]]
     return [

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.models.utils import unwrap_model_for_generation
 
+from corral.llm.config import steps_per_batch
 from corral.llm.guard import GuardCallback, on_any_process
+from corral.llm.models import base_model
 from corral.llm.problems import Problems, answer
 from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
@@ -61,6 +62,8 @@ class Session(Interruptible):
 class RunTrainer(CorralTrainer):
     """CorralTrainer whose checkpoints appear in a run folder whole or not at all, and whose guard hears of every loss."""
 
+    processing_class: PreTrainedTokenizerBase
+    max_completion_length: int
     session: Session
     looked: tuple[Few, Objective] | None = None
     """Completions of the last update of a step, until its line is written."""
@@ -68,8 +71,8 @@ class RunTrainer(CorralTrainer):
     @property
     def updates_per_step(self) -> int:
         """Updates until the next batch of rollouts begins together with a new update: there, nothing is half done."""
-        every = self.args.steps_per_generation * self.args.num_iterations
-        return math.lcm(self.args.gradient_accumulation_steps, every) // self.args.gradient_accumulation_steps
+        per_update = self.args.gradient_accumulation_steps
+        return math.lcm(per_update, steps_per_batch(self.args)) // per_update
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -95,13 +98,14 @@ class RunTrainer(CorralTrainer):
         """Rows of tokens.parquet for the step that just ended."""
         looked, self.looked = self.looked, None
         update = self.state.global_step
-        about = {"step": update // self.updates_per_step, "update": update}
+        about: dict[str, Any] = {"step": update // self.updates_per_step, "update": update}
         return [] if looked is None else token_rows(*looked, self.processing_class, **about)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None: config.json says it all, and TRL's card would be written in pieces."""
 
     def _get_output_dir(self, trial: Any) -> str:
+        assert self.args.output_dir is not None  # build_trainer has set it
         return os.path.join(self.args.output_dir, ".writing")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -120,7 +124,8 @@ class RunTrainer(CorralTrainer):
             if folder is not None:
                 folder.drop_unfinished()
             if isinstance(error, OSError) or is_disk_full(error):
-                raise RunError(disk_sentence(error, Path(self.args.output_dir) / f"checkpoint-{update}")) from error
+                place = Path(self._get_output_dir(trial)).parent / f"checkpoint-{update}"
+                raise RunError(disk_sentence(error, place)) from error
             raise
 
     def measure(self) -> dict[str, float]:
@@ -135,8 +140,7 @@ class RunTrainer(CorralTrainer):
                 torch.random.fork_rng(devices=devices),
                 unwrap_model_for_generation(self.model_wrapped, process) as unwrapped,
             ):
-                # An adapter sits inside the layers of its base.
-                model = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+                model = base_model(unwrapped)  # an adapter sits inside the layers of its base
                 for greedy in (False, True):
                     torch.manual_seed(session.settings.seed + process.process_index)  # the same draws at every measurement
                     scores.append(sum(self._scores(model, mine, greedy)))
@@ -153,7 +157,7 @@ class RunTrainer(CorralTrainer):
         for start in range(0, len(problems), size):
             batch = problems[start : start + size]
             ids = session.problems.tokens(batch)
-            texts = answer(model, self.processing_class, ids, self.args.max_completion_length, greedy=greedy)
+            texts = answer(model, self.processing_class, ids, self.max_completion_length, greedy=greedy)
             for text, score in zip(texts, session.success(prompts=batch, completions=texts, problem=batch), strict=True):
                 if score is None:
                     name = session.problems.task.name
@@ -214,10 +218,9 @@ class RunCallback(TrainerCallback):
         if on_any_process(self.session.interrupted):
             self.session.interrupted = control.should_save = control.should_training_stop = True
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Every step has a line. The guard has read it by now."""
+        logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return
         session, seconds = self.session, self._seconds()

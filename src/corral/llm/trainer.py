@@ -4,23 +4,24 @@ import functools
 import logging
 import sys
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import trl
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import DistributedType
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from corral.advantage import group_advantages
+from corral.advantage import Advantage, group_advantages
 from corral.kernels.batch_loss import NewRows, batch_loss
 from corral.kernels.foreseen import Expect, foresee
 from corral.kernels.live import Live
 from corral.kernels.policy_loss import TOLERANCE
-from corral.llm.config import CorralConfig, Sampler
+from corral.llm.config import CorralConfig, Sampler, steps_per_batch
 from corral.llm.guard import SelfCheck
 from corral.llm.ledger import Ledger, ratio_sums
+from corral.llm.models import base_model
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
@@ -50,9 +51,16 @@ class CorralTrainer(GRPOTrainer):
     other term, TRL's loss is left as soon as it has scored the tokens.
     """
 
-    _tag_names: ClassVar[list[str]] = ["trl", "corral"]
+    # What TRL and transformers leave untyped, or type as None until they have filled it in.
+    args: CorralConfig
+    model: nn.Module
+    num_generations: int
+    num_generations_eval: int
+    _logs: dict[str, Any]
+    objective: Objective
+    _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name = "corral"
-    _paper: ClassVar[dict[str, str]] = {}  # the objectives are many; each has its reference in docs/objectives
+    _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: CorralConfig | None = None, *more: Any, **kwargs: Any
@@ -70,7 +78,7 @@ class CorralTrainer(GRPOTrainer):
         args.check_sampler(sampler, getattr(self.model, "generation_config", None))  # a model may be without one
         self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
         self.needs_support = args.needs_support
-        base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        base = base_model(self.model)
         own = replace(self.own_support(), union=self.union) if self.needs_support else SupportRequest()
         models = [base] if self.ref_model is None else [base, self.ref_model]
         self.policy_head = PolicyHead(models, self.temperature, own)
@@ -89,7 +97,7 @@ class CorralTrainer(GRPOTrainer):
     @property
     def off_policy(self) -> bool:
         """Whether a batch of rollouts outlives an update, so that its policy is an old one: then TRL keeps its log-probs."""
-        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+        return self.args.gradient_accumulation_steps % steps_per_batch(self.args) != 0
 
     @property
     def at_rest(self) -> bool:
@@ -105,7 +113,7 @@ class CorralTrainer(GRPOTrainer):
     def _not_yet_updated(self) -> bool:
         """Whether no update has followed on the rollouts yet, so that every ratio to the old policy should be 1."""
         done, every = self._step, self.args.gradient_accumulation_steps
-        started = done - done % (self.args.steps_per_generation * self.num_iterations)
+        started = done - done % steps_per_batch(self.args)
         return self.off_policy and done // every == started // every
 
     @property
@@ -189,7 +197,8 @@ class CorralTrainer(GRPOTrainer):
         compared = scored & (torch.bincount(group, scored.float())[group] > 1)
         advantages = torch.zeros_like(rewards)
         if bool(compared.any()):
-            advantages[compared] = group_advantages(rewards[compared], group[compared], self.args.advantage)
+            how = cast(Advantage, self.args.advantage)  # CorralConfig refuses any other
+            advantages[compared] = group_advantages(rewards[compared], group[compared], how)
         log = self._logs["advantages"]  # TRL's own are the last ones in there
         for _ in range(min(len(log), len(advantages))):
             log.pop()
@@ -287,9 +296,10 @@ class CorralTrainer(GRPOTrainer):
         # This talks to the other processes, which may have live tokens where this one has none.
         chosen = None
         if self.top_entropy_quantile < 1.0:
+            assert scored.entropy is not None
             chosen = self.get_high_entropy_mask(scored.entropy, mask.int(), 1 - self.top_entropy_quantile)
         if not tokens:  # every completion of this micro-batch is masked out
-            loss, metrics = scored.logp * 0.0, {}
+            loss, metrics = scored.logp * 0.0, dict[str, Tensor]()
         else:
             loss, metrics = self._token_loss(inputs, scored, mask, new, chosen)
             if self._leaves and entropy is not None:
@@ -360,21 +370,20 @@ class CorralTrainer(GRPOTrainer):
     def _weights(self, inputs: dict[str, Any], mask: Tensor, mode: str) -> float | Tensor:
         """What TRL multiplies every live token's loss with before it adds them up: a number, or [B 1], or [B T]."""
         accumulation = self._accumulation(mode)
-        weights: float | Tensor
         if self.loss_type == "dapo":
             # The count spans the batch of rollouts, so it is scaled to one optimizer step.
             steps = self.args.steps_per_generation if mode == "train" else 1.0
+            assert steps is not None  # TRL has filled it in
             count = inputs["num_items_in_batch"].clamp(min=1.0)
-            weights = steps * self.accelerator.num_processes / accumulation / count
-        elif self.loss_type == "grpo":
-            weights = 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
-        elif self.loss_type == "bnpo":
-            weights = 1 / accumulation / mask.sum().clamp(min=1)
-        elif self.loss_type == "dr_grpo":
-            weights = 1 / (len(mask) * self.max_completion_length * accumulation)
-        else:  # luspo
-            weights = 1 / (len(mask) * accumulation)
-        return weights
+            return steps * self.accelerator.num_processes / accumulation / count
+        if self.loss_type == "grpo":
+            return 1 / (len(mask) * accumulation) / mask.sum(-1, keepdim=True).clamp(min=1)
+        if self.loss_type == "bnpo":
+            return 1 / accumulation / mask.sum().clamp(min=1)
+        if self.loss_type == "dr_grpo":
+            assert self.max_completion_length is not None  # CorralConfig refuses it
+            return 1 / (len(mask) * self.max_completion_length * accumulation)
+        return 1 / (len(mask) * accumulation)  # luspo
 
     def _accumulation(self, mode: str) -> float:
         return self.current_gradient_accumulation_steps if mode == "train" else 1.0
