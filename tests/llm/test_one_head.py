@@ -36,9 +36,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 PATHS = ("ppo_clip", "gspo", "dppo on a support", "troll", "troll on a union")
 """One objective for each way through the head, a ratio of whole sequences among them: the others differ behind it."""
 CELLS = [
-    pytest.param(
-        given, precision, id=f"{name}-{kind}", marks=[] if kind == "float32" or name in PATHS else pytest.mark.slow
-    )
+    pytest.param(given, precision, id=f"{name}-{kind}", marks=[] if kind == "float32" or name in PATHS else pytest.mark.slow)
     for name, given in OBJECTIVES.items()
     for kind, precision in PRECISIONS.items()
 ]
