@@ -15,7 +15,7 @@ MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu clean
 
 setup: $(READY)
 
@@ -30,11 +30,15 @@ demo: setup
 	$(RUN) -m corral.cli report runs --out runs/report.html
 
 test: setup
+	$(PYTEST) -m 'not slow'
+
+# And what is marked `slow`: more sizes and precisions of what `make test` shows already, models of their real size.
+test-all: setup
 	$(PYTEST)
 
-# The same with a table of lines that no test reaches: about half as long again.
+# `make test` with a table of lines that no test reaches: about half as long again.
 coverage: setup
-	$(PYTEST) --cov --cov-report term
+	$(PYTEST) -m 'not slow' --cov --cov-report term
 
 # The TRL door with the oldest and the newest release that it accepts, each in an environment of its own. Ten to twenty minutes.
 test-trl-versions: setup
@@ -106,7 +110,7 @@ mutants: setup
 	$(RUN) scripts/mutants.py
 
 check: lint types
-	$(PYTEST) -m 'not llm and not wheel'
+	$(PYTEST) -m 'not llm and not wheel and not slow'
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -51,7 +51,8 @@ def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str] 
     """Their result in this tree; None where they do not end."""
     # Compiled files are told apart by size and time alone: a mutant may have those of the file before it.
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command += [f"tests/{test}" for test in tests]
     try:
         return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

@@ -42,6 +42,7 @@ TARGETS = {
     "gpu": "GPU",
     "vllm": "`make test-vllm`",
     "trl_versions": "`make test-trl-versions`",
+    "slow": "`make test-all`",
 }
 """Where a test with such a marker runs, the first that it has; without any, in CI."""
 

@@ -1,5 +1,6 @@
 """Shared set-up: float64 draws, one thread per worker, one hypothesis profile, no GPU needed."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.llm)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: transformers collects garbage in every run, and would look through all of it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

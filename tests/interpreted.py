@@ -4,6 +4,9 @@
 """
 
 import inspect
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +46,55 @@ def _patch_builtins_once(place: object, builder: object, scope: object) -> None:
             interpreter._patch_attr(place, name, member, builder, scope)
 
 
+def _remember_by_name(function: Callable[[tl.dtype], Any]) -> Callable[[tl.dtype], Any]:
+    """One answer per type; types of pointers and blocks cannot be hashed, and a name tells each of them apart."""
+    answers: dict[str, Any] = {}
+
+    def look_up(kind: tl.dtype) -> Any:
+        if kind.name not in answers:
+            answers[kind.name] = function(kind)
+        return answers[kind.name]
+
+    return look_up
+
+
+def _set_tuple(self: tl.tuple, args: Any, type: Any = None) -> None:
+    """As in Triton, but for the type, which is made when somebody asks for it: hardly ever."""
+    self.values = list(args)
+    if type is not None:
+        self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
+
+
+def _set_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    """As in Triton, but for the shape, which is made when somebody asks for it."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+
+
+_set_block, BLOCKS = tl.block_type.__init__, {}
+
+
+def _set_block_once(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    """As in Triton, but the shape is checked and the name written once per type."""
+    key = (element_ty.name, *[x.value if isinstance(x, tl.constexpr) else x for x in shape])
+    if key not in BLOCKS:
+        _set_block(self, element_ty, shape)
+        BLOCKS[key] = vars(self)
+    vars(self).update(BLOCKS[key])
+
+
+def _make_lazy(place: type, name: str, value: Callable[[Any], Any]) -> None:
+    """An attribute computed when it is first read; one that is assigned takes its place."""
+    setattr(place, name, lazy := cached_property(value))
+    lazy.__set_name__(place, name)
+
+
+# Each operation of the interpreter makes several types and shapes, and reads few of them: half of these tests' time.
+if DEVICE == "cpu":  # a compiler is left alone
+    interpreter._get_np_dtype = _remember_by_name(interpreter._get_np_dtype)
+    tl.tuple.__init__, tl.tensor.__init__, tl.block_type.__init__ = _set_tuple, _set_tensor, _set_block_once
+    _make_lazy(tl.tuple, "type", lambda self: tl.core._type_for_tuple_values(self.values))
+    _make_lazy(tl.tensor, "shape", lambda self: tl.tuple([tl.constexpr(x) for x in getattr(self.type, "shape", ())]))
+    _make_lazy(tl.tensor, "numel", lambda self: tl.constexpr(getattr(self.type, "numel", 1)))
 # On a GPU the smaller of NaN and a number is the number.
 interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)

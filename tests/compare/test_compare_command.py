@@ -199,13 +199,13 @@ SMALL = ["--smoke", "--eval-size", "1", "--jobs", "2"]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A finished comparison of two objectives with two seeds, and what was printed."""
+    """A finished comparison of two objectives with one seed, and what was printed."""
     import contextlib
     import io
 
     out, printed = tmp_path_factory.mktemp("llm") / "out", io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main(["compare", "--objectives", "ppo_clip,troll", "--seeds", "2", *SMALL, "--out", str(out)]) == 0
+        assert main(["compare", "--objectives", "ppo_clip,troll", "--seeds", "1", *SMALL, "--out", str(out)]) == 0
     return out, printed.getvalue()
 
 
@@ -215,8 +215,8 @@ def test_two_objectives_from_end_to_end(llm: tuple[Path, str]) -> None:
     content = json.loads((out / FILE).read_text())
     assert (content["version"], content["kind"], content["recipe"]) == (1, "llm", "demo")
     assert (content["contestants"], content["sweep"], content["chosen"]) == (["ppo_clip", "troll"], {}, {})
-    assert (content["choose_seeds"], content["report_seeds"]) == ([], [0, 1])
-    assert [entry["folder"] for entry in content["runs"]] == ["ppo_clip_seed0", "troll_seed0", "ppo_clip_seed1", "troll_seed1"]
+    assert (content["choose_seeds"], content["report_seeds"]) == ([], [0])
+    assert [entry["folder"] for entry in content["runs"]] == ["ppo_clip_seed0", "troll_seed0"]
     assert all(entry["state"] == "finished" and entry["error"] is None for entry in content["runs"])
     assert content["runs"][1] == {
         "folder": "troll_seed0", "contestant": "troll", "setting": {}, "seed": 0, "stage": "report", "state": "finished",
@@ -237,7 +237,7 @@ def test_a_finished_comparison_is_shown_again_and_runs_nothing(
 ) -> None:
     out, printed = llm
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/metrics.jsonl")}
-    assert main(["compare", "--resume", str(out), "--objectives", "ppo_clip,troll", "--seeds", "2", "--eval-size", "1"]) == 0
+    assert main(["compare", "--resume", str(out), "--objectives", "ppo_clip,troll", "--seeds", "1", "--eval-size", "1"]) == 0
     again = capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/metrics.jsonl")} == before
     assert "running" not in again
@@ -248,15 +248,15 @@ def test_a_finished_comparison_is_shown_again_and_runs_nothing(
     ("argv", "message"),
     [
         (
-            ["--out", "{}", "--objectives", "ppo_clip,troll", "--seeds", "2", *SMALL],
+            ["--out", "{}", "--objectives", "ppo_clip,troll", "--seeds", "1", *SMALL],
             "holds this comparison already. Go on with",
         ),
         (
-            ["--out", "{}", "--objectives", "ppo_clip,dppo", "--seeds", "2", *SMALL],
+            ["--out", "{}", "--objectives", "ppo_clip,dppo", "--seeds", "1", *SMALL],
             "contestants is ppo_clip,troll there and ppo_",
         ),
-        (["--out", "{}", "--objectives", "ppo_clip,troll", *SMALL], "report_seeds is 0,1 there and 0,1,2 here"),
-        (["--resume", "{}", "--seeds", "3"], "is another comparison: seeds is 2 there and 3 here"),
+        (["--out", "{}", "--objectives", "ppo_clip,troll", *SMALL], "report_seeds is 0 there and 0,1,2 here"),
+        (["--resume", "{}", "--seeds", "3"], "is another comparison: seeds is 1 there and 3 here"),
         (["--resume", "{}", "--objectives", "dppo,troll"], "contestants is ppo_clip,troll there and dppo,troll here"),
         (["--resume", "{}", "--learning-rate", "1e-3"], "learning_rate is not given there and 1e-3 here"),
         (["--resume", "{}", "--sweep", "learning_rate=1e-3"], "sweep learning_rate is not given there and 0.001 here"),

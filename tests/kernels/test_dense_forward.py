@@ -38,6 +38,11 @@ OBJECTIVES = {
     "gate": ("sapo", {}),
     "penalty": ("spo", {}),
 }
+TOPS = [
+    pytest.param(0.5, id="flat"),
+    pytest.param(3.0, id="medium", marks=pytest.mark.slow),  # as in every other test here
+    pytest.param(8.0, id="peaked"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +124,7 @@ def check(problem: Problem, name: str = "troll", lost: tuple[int, ...] = (), **s
 
 
 @pytest.mark.parametrize(("name", "settings"), OBJECTIVES.values(), ids=OBJECTIVES)
-@pytest.mark.parametrize("top", [0.5, 3.0, 8.0], ids=["flat", "medium", "peaked"])
+@pytest.mark.parametrize("top", TOPS)
 def test_every_objective_on_every_policy(name, settings, top):
     check(draw(top), name, **settings)
 
@@ -321,7 +326,7 @@ def test_all_but_the_gradients_is_known_before_the_last_products(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["troll", "ppo_clip"])
-@pytest.mark.parametrize("top", [0.5, 3.0, 8.0], ids=["flat", "medium", "peaked"])
+@pytest.mark.parametrize("top", TOPS)
 def test_bfloat16_costs_no_more_than_its_rounding(name, top):
     problem, objective = draw(top, rows=12), corral.make_objective(name)
     problem.moved, problem.weight = (x.bfloat16().double() for x in (problem.moved, problem.weight))

@@ -26,8 +26,14 @@ def run(hidden, weight, tokens, ids, form, *, entropy=False, rows=slice(None)):
     return lm_head(hidden[rows], weight, tokens[rows], entropy=entropy, impl="torch", **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "threads"),
+    [
+        *(pytest.param(dtype, 1, id=f"{name}-1") for name, dtype in DTYPES.items()),
+        pytest.param(torch.float32, 2, id="float32-2"),
+        *(pytest.param(DTYPES[name], 2, id=f"{name}-2", marks=pytest.mark.slow) for name in ("bfloat16", "float64")),
+    ],
+)
 def test_log_probs_are_the_same_bits_for_every_request_and_every_number_of_rows(dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

