@@ -189,12 +189,13 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
     device. So where the k-th value equals the next one, the lowest ids are taken, and then all are put in order.
     """
     values, ids = logp.topk(min(k + 1, logp.shape[-1]), dim=-1)
-    last = values[..., k - 1 : k]
-    if bool((values[..., k:] == last).any()):
-        position = torch.arange(logp.shape[-1], device=logp.device)
-        order = torch.where(logp == last, position, torch.where(logp > last, -1, logp.shape[-1]))
-        ids = order.topk(k, dim=-1, largest=False).indices
-    ids = ids[..., :k].sort(dim=-1).values
+    last, ids = values[..., k - 1 : k], ids[..., :k]
+    tied = (values[..., k:] == last).any(-1)
+    if bool(tied.any()):
+        rows, bar, position = logp[tied], last[tied], torch.arange(logp.shape[-1], device=logp.device)
+        order = torch.where(rows == bar, position, torch.where(rows > bar, -1, logp.shape[-1]))
+        ids[tied] = order.topk(k, dim=-1, largest=False).indices
+    ids = ids.sort(dim=-1).values
     by_value = torch.sort(logp.gather(-1, ids), dim=-1, descending=True, stable=True).indices
     return ids.gather(-1, by_value)
 
