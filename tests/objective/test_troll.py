@@ -661,3 +661,13 @@ def test_fill_refuses_a_vocabulary_smaller_than_the_support():
     batch, _ = policies([[0.5, 0.3, 0.2]], [[0.4, 0.3, 0.3]], [1.0], k=3)
     with pytest.raises(ValueError, match="`vocab_size` counts every token, and a support has 3 of them; got 2"):
         make_objective("troll", tail="fill", vocab_size=2)(batch)
+
+
+def test_a_tail_that_was_summed_in_another_order_moves_no_ratio():
+    # On a GPU the tail of an own support and that of a given one may differ in their last digits; the sampled tokens do not.
+    logp = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    old = top_k_support(logp, torch.zeros(2, 3, dtype=torch.int64), 3)
+    new = replace(old, rest=old.rest + 2e-6)
+    sampled, mask = old.logp[..., 0], torch.ones(2, 3, dtype=torch.bool)
+    metrics = make_objective("troll")(TokenBatch(sampled, sampled, torch.ones(2), mask, new, old)).metrics
+    assert metrics["tr/ratio_max"] == 1.0
