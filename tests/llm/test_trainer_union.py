@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from tiny_models import VOCABULARY, Spy, dense_logp, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 
+import corral.llm.trainer
 from corral import gather_support
 from corral.llm import CorralConfig
 from corral.llm.trainer import FUSED
@@ -105,6 +106,12 @@ def test_what_the_old_support_misses_is_reported_and_the_union_sees_it(tmp_path:
     assert found["old"]["tr/rest_max_ratio"] > 2
     assert found["union"]["tr/rest_max_ratio"] < found["old"]["tr/rest_max_ratio"]
     assert found["union"]["tr/kl_max"] > found["old"]["tr/kl_max"]
+
+
+def test_a_trl_that_hands_over_no_hidden_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corral.llm.trainer, "FUSED", False)
+    with pytest.raises(ValueError, match="needs the old hidden states"):
+        make_trainer(tmp_path, "troll", **CUT_OFF)
 
 
 def test_an_unknown_support_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,11 @@ class CorralTrainer(GRPOTrainer):
         models = [base] if self.ref_model is None else [base, self.ref_model]
         self.policy_head = PolicyHead(models, self.temperature, own)
         fill = getattr(self.objective.config, "tail", None) == "fill"  # which only troll has
+        if self.union and not fill and not FUSED:
+            raise ValueError(
+                f"CorralTrainer: support='union' needs the old hidden states, which TRL {trl.__version__} does not hand over. "
+                f"Install TRL 1.15 or newer, or use support='old'."
+            )
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
         self._old_policies = {mode: OldPolicy(args.support_mass, fill) for mode in ("train", "eval")}
         self._request: SupportRequest | None = None
