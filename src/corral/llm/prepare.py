@@ -17,7 +17,7 @@ from corral.llm.models import load_trainable
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.run.files import RunError, plain
 from corral.task import make_task
 

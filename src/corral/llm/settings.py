@@ -10,8 +10,8 @@ from typing import Any, Literal, get_type_hints
 
 from corral.llm.config import REDUCTIONS, CorralConfig, suggest
 from corral.llm.rewards import Reward, as_rewards, path_of
+from corral.naming import nearest
 from corral.objective import OBJECTIVES, make_objective
-from corral.objective.naming import nearest
 from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
 from corral.task import TASKS

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.task.answer import one_number
 from corral.task.code.problem import grade_all
 from corral.task.code.rows import problem_from_tests
