@@ -11,7 +11,7 @@ from accelerate.utils import is_peft_model
 
 import corral
 from corral.llm.config import REDUCTIONS
-from corral.llm.session import RunTrainer
+from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
 from corral.llm.trainer import FUSED
 from corral.run.view import count

@@ -14,7 +14,8 @@ from corral.llm.banner import banner
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import Parts, described, prepare
 from corral.llm.rewards import verifier
-from corral.llm.session import RunCallback, RunTrainer, Session
+from corral.llm.run_callback import RunCallback
+from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
 from corral.run.ending import Outcome, attempt, close, last_words, summarise
 from corral.run.files import RunError

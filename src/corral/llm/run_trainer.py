@@ -1,4 +1,4 @@
-"""What happens around the updates of a run: success is measured, lines and checkpoints are written, signals are obeyed."""
+"""The trainer of `corral train`: measures held-out success, and writes whole checkpoints into a run folder."""
 
 import math
 import os
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.config import steps_per_batch
-from corral.llm.guard import GuardCallback, on_any_process
+from corral.llm.guard import GuardCallback
 from corral.llm.models import base_model
 from corral.llm.problems import Problems, answer
 from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
-from corral.llm.tokens import Few, thinned, token_rows
+from corral.llm.tokens import Few, token_rows
 from corral.llm.trainer import CorralTrainer
 from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
@@ -28,9 +28,6 @@ from corral.run.interrupt import Interruptible
 from corral.run.view import View
 from corral.task import text_of
 from corral.types import TokenBatch
-
-NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
-"""What a line says where nothing was measured."""
 
 
 @dataclass(kw_only=True)
@@ -187,65 +184,3 @@ def _weighted(rewards: Sequence[float], weights: Sequence[float]) -> float:
     """The sum that a completion is paid; NaN where every function left it out."""
     judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
     return sum(judged) if judged else math.nan
-
-
-class RunCallback(TrainerCallback):
-    """Acts at the ends of steps, where no rollout is half used: the places to measure, to save and to stop."""
-
-    def __init__(self, trainer: RunTrainer) -> None:
-        self.trainer, self.session = trainer, trainer.session
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Success before any update."""
-        session = self.session
-        if not session.lines:
-            measured = self.trainer.measure()
-            session.add({"step": 0, "update": 0, "seconds": self._seconds(), **NOT_MEASURED, **measured})
-            session.guard.restore(session.lines)  # a run that only falls has its best success here
-        session.patient = True
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """TRL calls every update a step; a step of ours is over after `updates_per_step` of them."""
-        step, within = divmod(state.global_step, self.trainer.updates_per_step)
-        if within:
-            return
-        settings = self.session.settings
-        if step % settings.eval_every == 0 or step == settings.steps:
-            for name, value in self.trainer.measure().items():
-                self.trainer._metrics["train"][name].append(value)
-        if step % settings.checkpoint_every == 0 or step == settings.steps:
-            control.should_save = True
-        if on_any_process(self.session.interrupted):
-            self.session.interrupted = control.should_save = control.should_training_stop = True
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Every step has a line. The guard has read it by now."""
-        logs: dict[str, Any] = kwargs["logs"]
-        if "loss" not in logs:
-            return
-        session, seconds = self.session, self._seconds()
-        step, last = state.global_step // self.trainer.updates_per_step, session.lines[-1]
-        tokens = logs.get("num_tokens", 0) - (last.get("num_tokens") or 0)
-        line = {
-            "step": step,
-            "update": state.global_step,
-            "seconds": seconds,
-            **NOT_MEASURED,
-            **logs,
-        }
-        line |= {"tokens_per_second": tokens / max(seconds - last["seconds"], 1e-9), "skipped": session.guard.skipped}
-        if session.guard.zero_gradients:
-            line["zero_gradients"] = session.guard.zero_gradients
-        if session.guard.news:
-            line["warnings"], session.guard.news = session.guard.news, []
-        session.add(line)
-        rows = self.trainer.newest_completions(session.settings.keep_completions)
-        if session.folder is not None:
-            session.folder.add_completions(rows)
-            if session.settings.keep_completions:
-                session.folder.tokens_kept = thinned(session.folder.tokens_kept, self.trainer.newest_tokens())
-        if line["success"] is not None:
-            session.view.completions(rows[:3])
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self.session.started
