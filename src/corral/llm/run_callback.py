@@ -7,24 +7,24 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from corral.llm.guard import on_any_process
 from corral.llm.run_trainer import RunTrainer
-from corral.llm.tokens import thinned
+from corral.llm.tokens import thin_rows
 
-NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
-"""What a line says where nothing was measured."""
+_NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
+"""Columns that every line has, measured or not."""
 
 
 class RunCallback(TrainerCallback):
-    """Acts at the ends of steps, where no rollout is half used: the places to measure, to save and to stop."""
+    """Measures, saves and stops at the ends of steps, where no rollout is half used."""
 
     def __init__(self, trainer: RunTrainer) -> None:
         self.trainer, self.session = trainer, trainer.session
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Success before any update."""
+        """Measure success before any update."""
         session = self.session
         if not session.lines:
             measured = self.trainer.measure()
-            session.add({"step": 0, "update": 0, "seconds": self._seconds(), **NOT_MEASURED, **measured})
+            session.add({"step": 0, "update": 0, "seconds": self._seconds(), **_NOT_MEASURED, **measured})
             session.guard.restore(session.lines)  # a run that only falls has its best success here
         session.patient = True
 
@@ -43,7 +43,7 @@ class RunCallback(TrainerCallback):
             self.session.interrupted = control.should_save = control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Every step has a line. The guard has read it by now."""
+        """Write a line of metrics per step, which the guard has read by now, and sample completions."""
         logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return
@@ -54,7 +54,7 @@ class RunCallback(TrainerCallback):
             "step": step,
             "update": state.global_step,
             "seconds": seconds,
-            **NOT_MEASURED,
+            **_NOT_MEASURED,
             **logs,
         }
         line |= {"tokens_per_second": tokens / max(seconds - last["seconds"], 1e-9), "skipped": session.guard.skipped}
@@ -67,7 +67,7 @@ class RunCallback(TrainerCallback):
         if session.folder is not None:
             session.folder.add_completions(rows)
             if session.settings.keep_completions:
-                session.folder.tokens_kept = thinned(session.folder.tokens_kept, self.trainer.newest_tokens())
+                session.folder.tokens_kept = thin_rows(session.folder.tokens_kept, self.trainer.newest_tokens())
         if line["success"] is not None:
             session.view.completions(rows[:3])
 

@@ -19,7 +19,7 @@ from corral.llm.models import base_model
 from corral.llm.problems import Problems, answer
 from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
-from corral.llm.tokens import Few, token_rows
+from corral.llm.tokens import CompletionSample, token_rows
 from corral.llm.trainer import CorralTrainer
 from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
@@ -32,24 +32,24 @@ from corral.types import TokenBatch
 
 @dataclass(kw_only=True)
 class Session(Interruptible):
-    """What the parts of one running run share. Only the main process has a folder."""
+    """State that the trainer, the callback and `train` share during a run. Only the main process has a folder."""
 
     settings: Settings
     problems: Problems
     held_out: list[str]
     success: Reward
-    """What counts as success on them."""
+    """The task's verifier, which decides success on them."""
     folder: RunFolder | None
     guard: GuardCallback
     view: View
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Metrics so far; after a resume, those that were kept."""
+    """Lines of metrics.jsonl so far."""
 
     def __post_init__(self) -> None:
         self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
 
     def add(self, line: dict[str, Any]) -> None:
-        """One more line of metrics, for the folder and the eyes."""
+        """Append a line of metrics, to the folder and to the view."""
         self.lines.append(line)
         if self.folder is not None:
             self.folder.append(line)
@@ -57,17 +57,17 @@ class Session(Interruptible):
 
 
 class RunTrainer(CorralTrainer):
-    """CorralTrainer whose checkpoints appear in a run folder whole or not at all, and whose guard hears of every loss."""
+    """CorralTrainer that measures held-out success and whose checkpoints appear in a run folder whole or not at all."""
 
     processing_class: PreTrainedTokenizerBase
     max_completion_length: int
     session: Session
-    looked: tuple[Few, Objective] | None = None
-    """Completions of the last update of a step, until its line is written."""
+    _sample: tuple[CompletionSample, Objective] | None = None
+    """For tokens.parquet: completions of the last update of a step, until its line is written."""
 
     @property
     def updates_per_step(self) -> int:
-        """Updates until the next batch of rollouts begins together with a new update: there, nothing is half done."""
+        """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
         per_update = self.args.gradient_accumulation_steps
         return math.lcm(per_update, steps_per_batch(self.args)) // per_update
 
@@ -89,17 +89,17 @@ class RunTrainer(CorralTrainer):
         """In the last update of a step the policy has moved furthest."""
         last = self.state.global_step % self.updates_per_step == self.updates_per_step - 1
         if last and self.model.training and self.session.folder is not None:
-            self.looked = Few.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
+            self._sample = CompletionSample.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
 
     def newest_tokens(self) -> list[dict[str, Any]]:
         """Rows of tokens.parquet for the step that just ended."""
-        looked, self.looked = self.looked, None
+        sample, self._sample = self._sample, None
         update = self.state.global_step
         about: dict[str, Any] = {"step": update // self.updates_per_step, "update": update}
-        return [] if looked is None else token_rows(*looked, self.processing_class, **about)
+        return [] if sample is None else token_rows(*sample, self.processing_class, **about)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """None: config.json says it all, and TRL's card would be written in pieces."""
+        """No model card: config.json has it all, and TRL's card is not written atomically."""
 
     def _get_output_dir(self, trial: Any) -> str:
         assert self.args.output_dir is not None  # build_trainer has set it
@@ -126,7 +126,7 @@ class RunTrainer(CorralTrainer):
             raise
 
     def measure(self) -> dict[str, float]:
-        """Success on the held-out problems, sampled at temperature 1 and greedy. Training draws the same numbers afterwards."""
+        """Success on the held-out problems, sampled at temperature 1 and greedy; the random state is left as it was."""
         session, process = self.session, self.accelerator
         mine = session.held_out[process.process_index :: process.num_processes]
         devices = [process.device] if process.device.type == "cuda" else []
@@ -165,7 +165,7 @@ class RunTrainer(CorralTrainer):
         """The first completions of the newest rollouts, those of one prompt together."""
         logs, update = self._logs, self.state.global_step
         weights = self.reward_weights.tolist()
-        rewards = (_weighted(each, weights) for each in zip(*logs["rewards"].values(), strict=True))
+        rewards = (_weighted_sum(each, weights) for each in zip(*logs["rewards"].values(), strict=True))
         columns = zip(logs["prompt"], logs["completion"], rewards, logs["advantages"], strict=False)
         return [
             {
@@ -180,7 +180,7 @@ class RunTrainer(CorralTrainer):
         ]
 
 
-def _weighted(rewards: Sequence[float], weights: Sequence[float]) -> float:
-    """The sum that a completion is paid; NaN where every function left it out."""
+def _weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
+    """A completion's reward over all functions; NaN where each of them gave none."""
     judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
     return sum(judged) if judged else math.nan
