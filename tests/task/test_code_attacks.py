@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 from sandboxes import needs_a_sandbox
 
-from corral.task import code_problem, code_tests
 from corral.task.code import Code
-from corral.task.code_compare import same_output
-from corral.task.code_problem import Agreement, Calls, Checks, Problem, grade_all
-from corral.task.code_value import dumps
+from corral.task.code import problem as code_problem
+from corral.task.code import tests as code_tests
+from corral.task.code.compare import same_output
+from corral.task.code.problem import Agreement, Calls, Checks, Problem, grade_all
+from corral.task.code.value import dumps
 from corral.task.grader import grader_counts
 from corral.task.pool import Pool, shared_pool
 from corral.task.sandbox import Job, Limits, SandboxResult

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from corral.task import code_harness
 from corral.task.answer import extract, one_number
 from corral.task.arithmetic import Arithmetic
-from corral.task.code_compare import COMPARISONS, same_output
-from corral.task.code_extract import defines, extract_program
-from corral.task.code_value import dumps
+from corral.task.code import harness as code_harness
+from corral.task.code.compare import COMPARISONS, same_output
+from corral.task.code.extract import defines, extract_program
+from corral.task.code.value import dumps
 from corral.task.countdown import Countdown
 from corral.task.expression import Expression
 from corral.task.grader import pool

@@ -9,7 +9,7 @@ from typing import Any
 
 from corral.compare.command import Training, layer
 from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, planned
-from corral.objective.naming import check_keys
+from corral.naming import check_keys
 from corral.report.sweep.ranges import setting_text
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes

@@ -15,12 +15,12 @@ from trl import GRPOConfig
 from corral.advantage import Advantage
 from corral.llm import TRL_RANGE
 from corral.llm.sampling import TRUNCATIONS, model_refusals, sampling_refusals
-from corral.numerics import number_in
+from corral.naming import nearest
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
-from corral.objective.naming import nearest
 from corral.objective.reduction import Reduction
+from corral.validate import number_in
 
 REDUCTIONS: dict[str, Reduction] = {
     "grpo": "seq-mean-token-mean",

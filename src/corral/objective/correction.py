@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import kl_k2
-from corral.numerics import number_in
+from corral.naming import build_config, nearest
 from corral.objective.check import check_batch
-from corral.objective.naming import build_config, nearest
 from corral.objective.ratio import bounded, live
 from corral.types import TokenBatch
+from corral.validate import number_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_kl, categorical_tv
-from corral.numerics import number_in
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio, sampled_kl
 from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import number_in
 
 Divergence = Literal["tv", "kl", "ratio"]
 Estimator = Literal["binary", "topk", "full"]

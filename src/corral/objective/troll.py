@@ -8,13 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import categorical_kl
-from corral.numerics import at_least_float32, number_in
+from corral.numerics import at_least_float32
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
 from corral.objective.metrics import live_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+from corral.validate import number_in
 
 Tail = Literal["bucket", "fill"]
 Level = Literal["token", "sequence"]

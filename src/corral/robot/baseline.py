@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from corral.numerics import number_in
 from corral.robot.env.vector import reset_each
 from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, told_by
 from corral.robot.tracking import Array
+from corral.validate import number_in
 
 try:
     from stable_baselines3 import PPO, SAC

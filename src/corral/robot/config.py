@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from corral.numerics import number_in
 from corral.projection.gaussian import GaussianProjection
 from corral.projection.gaussian_frobenius import project_gaussian_frobenius
 from corral.projection.gaussian_kl import project_gaussian_kl
 from corral.projection.gaussian_wasserstein import project_gaussian_wasserstein
 from corral.robot.policy import ACTIVATIONS
+from corral.validate import number_in
 
 FINITE = sys.float_info.max
 

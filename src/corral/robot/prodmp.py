@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32, expm1_minus, number_in, without_autocast
+from corral.numerics import at_least_float32, expm1_minus, without_autocast
+from corral.validate import number_in
 
 Built = TypeVar("Built")
 

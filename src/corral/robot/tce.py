@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from corral.numerics import number_in
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
 from corral.robot.event import rewards_at_event
@@ -20,6 +19,7 @@ from corral.robot.segment import (
     segment_jitter,
     segment_log_prob,
 )
+from corral.validate import number_in
 
 AS_PUBLISHED = {"closing_segment": False, "common_jitter": True, "floor_in_region": False}
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.task.answer import one_number
-from corral.task.code_problem import grade_all
-from corral.task.code_rows import problem_from_tests
+from corral.task.code.problem import grade_all
+from corral.task.code.rows import problem_from_tests
 from corral.task.imports import by_path
 from corral.task.math import MathTask, same_mathematics, same_number
 from corral.task.messages import Message, conversation

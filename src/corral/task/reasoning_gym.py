@@ -10,7 +10,7 @@ from itertools import chain, islice
 from itertools import count as from_zero
 from typing import Any, ClassVar
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.task.draws import checked_count, checked_whole, digest, in_held_out_share, shown, shuffled, uniform
 from corral.task.grader import pool
 from corral.task.imports import library

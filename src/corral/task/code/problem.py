@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from corral.task import grader
-from corral.task.code_compare import same_output
-from corral.task.code_extract import defines, extract_program
+from corral.task.code.compare import same_output
+from corral.task.code.extract import defines, extract_program
 from corral.task.pool import Pool
 from corral.task.sandbox import Job, Limits
 from corral.task.sandbox.result import LONGEST, encode
@@ -49,7 +49,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a function: (arguments, result) of each, as lines of `code_value`."""
+    """Calls of a function: (arguments, result) of each, as lines of `value.dumps`."""
 
     entry: str
     cases: tuple[tuple[str, str], ...]
@@ -164,8 +164,8 @@ def share_right(how: str, tolerance: float, output: str, expected: Sequence[str]
 @cache
 def _harness() -> bytes:
     """What is put in front of every function under test, compiled once."""
-    texts = [Path(__file__).with_name(name).read_text() for name in ("code_value.py", "code_harness.py")]
-    text = "\n".join(texts).replace("from corral.task.code_value import", "#")
+    texts = [Path(__file__).with_name(name).read_text() for name in ("value.py", "harness.py")]
+    text = "\n".join(texts).replace("from corral.task.code.value import", "#")
     return marshal.dumps(compile(text, "<harness>", "exec", dont_inherit=True))
 
 
@@ -175,7 +175,7 @@ def harness(last_line: str) -> str:
 
 
 _references: dict[Agreement, tuple[str, ...]] = {}
-"""Results of references, as lines of `code_value`."""
+"""Results of references, as lines of `value.dumps`."""
 
 
 def run_references(tests: Sequence[Agreement], pool: Pool, limits: Limits) -> None:
