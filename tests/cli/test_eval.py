@@ -116,7 +116,7 @@ def test_an_interruption_says_how_to_go_on(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("corral.llm.evaluate.answers", interrupt)
+    monkeypatch.setattr("corral.llm.evaluate.answer_batch", interrupt)
     assert main(["eval", model, *SMALL.split(), "--out", str(tmp_path / "e")]) == 130
     assert "the same command goes on with it" in capsys.readouterr().err
 

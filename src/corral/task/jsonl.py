@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from corral.naming import nearest
 from corral.task.answer import one_number
-from corral.task.code_problem import grade_all
-from corral.task.code_rows import problem_from_tests
+from corral.task.code.problem import grade_all
+from corral.task.code.rows import problem_from_tests
 from corral.task.imports import by_path
 from corral.task.math import MathTask, same_mathematics, same_number
 from corral.task.messages import Message, conversation
-from corral.task.pool import shared_pool
 from corral.task.rows import Malformed, Row, text_column
 from corral.task.sandbox import Limits
+from corral.task.sandbox.pool import shared_pool
 
 VERIFIERS = ("math", "number", "exact", "code")
 
