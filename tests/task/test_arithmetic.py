@@ -152,6 +152,6 @@ def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"arithmetic: `count` .* cannot be negative; got -1"):
         TASK.train_prompts(-1, 0)
     monkeypatch.setattr(module, "in_held_out_share", lambda text: False)
-    monkeypatch.setattr(module, "PATIENCE", 20)
+    monkeypatch.setattr(module, "MAX_MISSES", 20)
     with pytest.raises(ValueError, match="no held-out problem in 20 draws"):
         TASK.held_out_prompts(1, 0)

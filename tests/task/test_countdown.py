@@ -321,6 +321,6 @@ def test_a_negative_count_is_refused() -> None:
 
 
 def test_drawing_gives_up_where_there_is_nothing_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 20)
+    monkeypatch.setattr(module, "MAX_MISSES", 20)
     with pytest.raises(ValueError, match="no held-out problem in 20 draws; try a smaller `n`"):
         Countdown(n=9, n_max=99).held_out_prompts(1, 0)

@@ -144,7 +144,7 @@ def test_what_a_busy_machine_may_have_done_is_asked_again(monkeypatch: pytest.Mo
             return [next(self.verdicts) for _ in questions]
 
     monkeypatch.setattr(module, "grader_pool", lambda kind: Moody())
-    monkeypatch.setattr(module, "KNOWN", {})
+    monkeypatch.setattr(module, "VERDICTS", {})
     assert [right("42", "6 \\cdot 7") for _ in range(4)] == [False, False, True, True]
 
 
@@ -156,11 +156,11 @@ def test_a_verdict_is_remembered() -> None:
 
 
 def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KNOWN_LIMIT", 2)
-    monkeypatch.setattr(module, "KNOWN", {})
+    monkeypatch.setattr(module, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(module, "VERDICTS", {})
     assert same_mathematics(["5", "6", "7"], ["2+3", "2+3", "2+5"], 2.0) == [True, False, True]
     assert same_mathematics(["5", "8"], ["2+3", "9-1"], 2.0) == [True, True]
-    assert len(module.KNOWN) <= 3
+    assert len(module.VERDICTS) <= 3
 
 
 def test_whole_numbers_and_equal_texts_need_no_grader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def find_task(name: str) -> type[Any]:
     found = by_path(name, "a task of your own is module:Class")
     if not isinstance(found, type):
         raise ValueError(f"a task of your own is module:Class, and {name!r} is {type(found).__name__}, not a class.")
-    missing = [part for part in PARTS if not hasattr(found, part) and part not in _fields(found)]
+    missing = [part for part in _PARTS if not hasattr(found, part) and part not in _fields(found)]
     if missing:
         raise ValueError(f"{name} is not a task: it has no {', '.join(missing)}. corral.task.Task says what they are.")
     return found
@@ -148,7 +148,7 @@ def messages_of(task: Task, prompt: str) -> list[Message]:
     return chat
 
 
-PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
+_PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
 """What makes a class a task."""
 
 

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from corral.task.draws import PATIENCE, ProceduralTask, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import MAX_MISSES, ProceduralTask, checked_whole, in_held_out_share, quote, uniform
 
 OPERATORS = "+-*"
 
 # Numbers carry no leading zeros: they read as people write them, are shorter than two-digit fields (11.9 characters an
 # answer instead of 14 at the default settings), and completions differ in length, as they do in every real task. The result
 # of a step is the left operand of the next without being written twice. Digits are ASCII: \d would also take "٣".
-NUMBER = re.compile(r"[1-9][0-9]*")
-PROMPT = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
-STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[1-9][0-9]*")
+_PROMPT = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
+_STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class Countdown(ProceduralTask):
             completion: any text at all, without the tokens that end it.
         """
         numbers, target = self.parse_prompt(prompt)
-        first = NUMBER.match(completion)
+        first = _NUMBER.match(completion)
         if first is None or len(completion) > self.max_completion_length:  # nothing below reads an enormous number
             return 0.0
         used, value, at = [int(first[0])], int(first[0]), first.end()
-        while step := STEP.match(completion, at):
+        while step := _STEP.match(completion, at):
             operator, number, result = step.groups()
             used.append(int(number))
             value = apply(operator, value, used[-1])
@@ -79,9 +79,9 @@ class Countdown(ProceduralTask):
 
     def parse_prompt(self, prompt: str) -> tuple[list[int], int]:
         """The numbers and the target of a prompt; ValueError where these settings could not have drawn it."""
-        match = PROMPT.fullmatch(prompt)
+        match = _PROMPT.fullmatch(prompt)
         if match is None:
-            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {shown(prompt)}. Is it another task's?")
+            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {quote(prompt)}. Is it another task's?")
         numbers, target = [int(number) for number in match[1].split(" ")], int(match[2])
         if len(numbers) != self.n or max(numbers) > self.n_max or target > self.value_max:
             raise ValueError(f"countdown: {prompt!r} is no problem of {self}. Was it drawn with other settings?")
@@ -94,7 +94,7 @@ class Countdown(ProceduralTask):
         """
         draw = uniform(self.name, seed, held_out=held_out)
         misses = 0
-        while misses < PATIENCE:
+        while misses < MAX_MISSES:
             misses += 1
             numbers = [1 + int(draw() * self.n_max) for _ in range(self.n)]
             value, answer = numbers[0], str(numbers[0])
@@ -110,7 +110,7 @@ class Countdown(ProceduralTask):
                     yield f"{' '.join(map(str, numbers))}>{value}:", answer
                     misses = 0
         split = "held-out" if held_out else "training"
-        raise ValueError(f"{self}: no {split} problem in {PATIENCE} draws; try a smaller `n` or a larger `value_max`.")
+        raise ValueError(f"{self}: no {split} problem in {MAX_MISSES} draws; try a smaller `n` or a larger `value_max`.")
 
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:

@@ -13,7 +13,7 @@ from corral.task.rows import Row, read_file
 from corral.task.sandbox import SandboxLimits
 from corral.task.sandbox.pool import SandboxPool, shared_pool
 
-PACKAGED = Path(__file__).parents[1] / "data" / "code"
+_PACKAGED = Path(__file__).parents[1] / "data" / "code"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class CodeTask(FiniteTask):
         self.limits  # noqa: B018 - refuses impossible ones
         super().__post_init__()
 
-    def kept(self, row: Row) -> Row:
+    def reward_columns(self, row: Row) -> Row:
         """Nothing: tests can be millions of characters, and the verifier has them already."""
         return {}
 
@@ -85,7 +85,7 @@ class Code(CodeTask):
 
     def _sources(self) -> tuple[Rows | None, Rows | None]:
         if self.path is None and self.held_out is None:
-            return read_file(PACKAGED / "train.jsonl", self.name), read_file(PACKAGED / "test.jsonl", self.name)
+            return read_file(_PACKAGED / "train.jsonl", self.name), read_file(_PACKAGED / "test.jsonl", self.name)
         return super()._sources()
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 SandboxStatus = Literal["ok", "error", "timeout", "memory", "output"]
 
-LONGEST = 86_400.0
+MAX_TIMEOUT = 86_400.0
 """Seconds that a program may be given: a day."""
 
 
@@ -44,7 +44,7 @@ class SandboxLimits:
     """Files in it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= LONGEST:
+        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= MAX_TIMEOUT:
             raise ValueError(f"sandbox: `timeout` is a number of seconds above 0, at most a day; got {self.timeout!r}.")
         if type(self.memory_mb) is not int or not 1 <= self.memory_mb <= 1 << 20:
             raise ValueError(f"sandbox: `memory_mb` is a whole number of MiB in 1..{1 << 20}; got {self.memory_mb!r}.")
