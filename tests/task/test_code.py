@@ -854,7 +854,7 @@ def test_repeated_prompts_with_other_tests_are_malformed(tmp_path: Path) -> None
     [
         ({"timeout": 0.0}, "`timeout`"),
         ({"memory_mb": 0}, "`memory_mb`"),
-        ({"workers": -1}, "`workers` is a whole number in 0..1024"),
+        ({"workers": -1}, "`workers` is a whole number in [0, 1024]"),
         ({"path": "/no/such/file.jsonl", "held_out": 0.5}, "cannot be read"),
     ],
 )

@@ -164,7 +164,7 @@ def test_the_text_of_a_completion(chat: Any, text: str) -> None:
         ),
         ({"path": "mine.jsonl", "prompt_column": "text"}, "there is no `text`; the row has prompt, answer"),
         ({"path": "mine.jsonl", "verifier": "number"}, "line 1: `answer` should be one number; got 'x'"),
-        ({"path": "mine.jsonl", "unsafe_code_execution": "no"}, "`unsafe_code_execution` is true or false; got 'no'"),
+        ({"path": "mine.jsonl", "unsafe_code_execution": "no"}, "`unsafe_code_execution` is one of True, False; got 'no'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -266,10 +266,10 @@ def test_numbers_never_raise(completion: str, gold: int) -> None:
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"format_weight": 1.5}, "one: `format_weight` is a number from 0 to 1; got 1.5"),
-        ({"format_weight": True}, "one: `format_weight` is a number"),
-        ({"time_limit": 0}, "one: `time_limit` is above 0"),
-        ({"form": "box"}, "one: `form` is boxed or ####; got 'box'"),
+        ({"format_weight": 1.5}, r"one: `format_weight` must lie in \[0, 1\]; got 1.5"),
+        ({"format_weight": True}, "one: `format_weight` must lie in"),
+        ({"time_limit": 0}, r"one: `time_limit` is a number of seconds and must lie in \(0, 3600\]"),
+        ({"form": "box"}, "one: `form` is one of boxed, ####; got 'box'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -111,7 +111,7 @@ def test_settings_reach_the_generator() -> None:
         ({"generator": "chain_sum", "settings": {"min_terms": -1}}, r"chain_sum refuses \{'min_terms': -1\}: AssertionError"),
         ({"generator": "chain_sum", "settings": {"seed": 1}}, "`seed` is decided by the task"),
         ({"generator": "composite"}, "composite refuses {}: AssertionError"),
-        ({"time_limit": 0.0}, "`time_limit` is above 0"),
+        ({"time_limit": 0.0}, "`time_limit` is a number of seconds"),
         ({"max_completion_length": 0}, "`max_completion_length` is a whole number"),
     ],
 )

@@ -512,13 +512,13 @@ def test_two_programs_that_talk_the_unsafe_way() -> None:
 @pytest.mark.parametrize(
     ("settings_", "words"),
     [
-        ({"timeout": 0}, "`timeout` is a number of seconds above 0"),
+        ({"timeout": 0}, "`timeout` is a number of seconds and must lie in (0, 86400.0]"),
         ({"timeout": -1.0}, "got -1.0"),
         ({"timeout": float("inf")}, "got inf"),
         ({"timeout": float("nan")}, "got nan"),
-        ({"memory_mb": 0}, "`memory_mb` is a whole number of MiB"),
+        ({"memory_mb": 0}, "`memory_mb` is a number of MiB, a whole number in [1, 1048576]"),
         ({"memory_mb": 1 << 40}, "`memory_mb`"),
-        ({"output": 0}, "`output` is a whole number above 0"),
+        ({"output": 0}, "`output` is a whole number ≥ 1"),
         ({"processes": -1}, "`processes`"),
     ],
 )

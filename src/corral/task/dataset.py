@@ -8,8 +8,9 @@ from itertools import count as from_zero
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from corral.task.draws import checked_whole, digest, permutation, quote, require_count, uniform
+from corral.task.draws import digest, permutation, quote, require_count, uniform
 from corral.task.rows import Malformed, Row, find_split, read_file, read_hub
+from corral.validate import require
 
 _MAX_LISTED = 10
 """How many rows an error or a warning shows; it counts them all."""
@@ -64,7 +65,7 @@ class FiniteTask(_Slots):
     """Tokens that a right completion may need."""
 
     def __post_init__(self) -> None:
-        checked_whole(self.name, "max_completion_length", self.max_completion_length, 1, 1_000_000)
+        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
         if isinstance(self.held_out, bool | int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
             raise ValueError(f"{self.name}: `held_out` is a file, or a share above 0 and up to 1; got {self.held_out!r}.")
         train, held_out = self._load()

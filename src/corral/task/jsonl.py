@@ -15,6 +15,7 @@ from corral.task.messages import Message, conversation
 from corral.task.rows import Malformed, Row, text_column
 from corral.task.sandbox import SandboxLimits
 from corral.task.sandbox.pool import shared_pool
+from corral.validate import require
 
 _VERIFIERS = ("math", "number", "exact", "code")
 
@@ -51,8 +52,7 @@ class Jsonl(MathTask):
             raise ValueError(
                 f"jsonl: there is no verifier {self.verifier!r}.{nearest(self.verifier, _VERIFIERS)} Or module:function."
             )
-        if not isinstance(self.unsafe_code_execution, bool):
-            raise ValueError(f"jsonl: `unsafe_code_execution` is true or false; got {self.unsafe_code_execution!r}.")
+        require(self, "unsafe_code_execution", one_of=(True, False))
         if self.verifier not in ("math", "number") and self.format_weight:
             raise ValueError(f"jsonl: `format_weight` is for the verifiers math and number; got {self.verifier!r}.")
         super().__post_init__()

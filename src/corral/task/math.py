@@ -9,6 +9,7 @@ from typing import Literal
 from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
 from corral.task.dataset import FiniteTask
 from corral.task.grader import Verdict, grader_pool
+from corral.validate import require
 
 VERDICTS: dict[tuple[str, str, float], bool] = {}
 """Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
@@ -32,14 +33,9 @@ class MathTask(FiniteTask):
     """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
 
     def __post_init__(self) -> None:
-        if self.form not in ("boxed", "####"):
-            raise ValueError(f"{self.name}: `form` is boxed or ####; got {self.form!r}.")
-        for key, high in (("format_weight", 1.0), ("time_limit", 3600.0)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
-                raise ValueError(f"{self.name}: `{key}` is a number from 0 to {high:g}; got {value!r}.")
-        if self.time_limit == 0:
-            raise ValueError(f"{self.name}: `time_limit` is above 0.")
+        require(self, "form", one_of=("boxed", "####"))
+        require(self, "format_weight", at_least=0, at_most=1)
+        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
         super().__post_init__()
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:

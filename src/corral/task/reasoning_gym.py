@@ -11,9 +11,10 @@ from itertools import count as from_zero
 from typing import Any, ClassVar
 
 from corral.naming import nearest
-from corral.task.draws import checked_whole, digest, in_held_out_share, permutation, quote, require_count, uniform
+from corral.task.draws import digest, in_held_out_share, permutation, quote, require_count, uniform
 from corral.task.grader import grader_pool
 from corral.task.imports import library
+from corral.validate import require
 
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Generators whose scorers pass an answer to eval(). Here they get nothing but literals, and right answers."""
@@ -72,9 +73,8 @@ class ReasoningGym(_Slots):
     """Seconds of processor time for one answer; whatever takes longer scores 0."""
 
     def __post_init__(self) -> None:
-        checked_whole(self.name, "max_completion_length", self.max_completion_length, 1, 1_000_000)
-        if not 0 < self.time_limit <= 3600:
-            raise ValueError(f"reasoning_gym: `time_limit` is above 0 and up to 3600 seconds; got {self.time_limit!r}.")
+        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
+        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
         object.__setattr__(self, "_drawn", {})
         known = library("reasoning_gym.factory", "the task reasoning_gym").DATASETS
         if self.generator not in known:
