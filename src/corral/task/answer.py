@@ -13,8 +13,10 @@ answer, whatever stands elsewhere; one that is never closed is no box.
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from typing import Literal
 
 AnswerForm = Literal["boxed", "####", "number"]
@@ -64,21 +66,30 @@ def extract(completion: str) -> Answer | None:
 
 def last_box(text: str) -> str | None:
     r"""The content of the outermost \boxed{…} that was closed last; a box that holds but a box is that box."""
-    opened: list[tuple[bool, int]] = []  # whether it is a box, and where its content starts
+    opened: list[re.Match[str]] = []
     closed: tuple[int, int] | None = None
-    for token in _BRACE.finditer(text):
-        if token[0][-1] == "{" and token[0] != r"\{":
-            opened.append((len(token[0]) > 1, token.end()))
-        elif token[0] == "}" and opened:
-            is_box, start = opened.pop()
-            if is_box:
-                closed = (start, token.start())
+    for step, token in _braces(text):
+        if step > 0:
+            opened.append(token)
+        elif opened:
+            start = opened.pop()
+            if len(start[0]) > 1:  # a box's
+                closed = (start.end(), token.start())
     if closed is None:
         return None
     found = text[slice(*closed)].strip()
     while (inner := re.match(r"\\boxed\s*\{", found)) and len(found) <= LONGEST and _closes_at_end(found):
         found = found[inner.end() : -1].strip()
     return found
+
+
+def _braces(text: str) -> Iterator[tuple[int, re.Match[str]]]:
+    r"""+1 for every { or \boxed{, −1 for every }, each with its place; \{ and \} are not braces."""
+    for token in _BRACE.finditer(text):
+        if token[0] == "}":
+            yield -1, token
+        elif token[0][-1] == "{" and token[0] != r"\{":
+            yield 1, token
 
 
 def ascii_digits(text: str) -> str:
@@ -91,15 +102,8 @@ def ascii_digits(text: str) -> str:
 
 def is_balanced(text: str) -> bool:
     """Whether every brace of an answer has its partner, so that nothing that is put around it can be closed from inside."""
-    depth = 0
-    for token in _BRACE.finditer(text):
-        if token[0] == "}":
-            depth -= 1
-        elif token[0][-1] == "{" and token[0] != r"\{":
-            depth += 1
-        if depth < 0:
-            return False
-    return depth == 0
+    depths = list(accumulate((step for step, _ in _braces(text)), initial=0))
+    return min(depths) == depths[-1] == 0
 
 
 def one_number(answer: str) -> Fraction | None:
@@ -140,11 +144,8 @@ def _with_slash(fraction: re.Match[str]) -> str:
 def _closes_at_end(text: str) -> bool:
     r"""Whether the box that begins `text` is closed by its last character."""
     depth = 0
-    for token in _BRACE.finditer(text):
-        if token[0][-1] == "{" and token[0] != r"\{":
-            depth += 1
-        elif token[0] == "}":
-            depth -= 1
-            if depth == 0:
-                return token.end() == len(text)
+    for step, token in _braces(text):
+        depth += step
+        if depth == 0:
+            return token.end() == len(text)
     return False

@@ -29,7 +29,7 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
-    function: Any = getattr(module, entry, None)
+    function: Any = getattr(module, entry, None)  # by name: the problem says which
     if function is None and hasattr(module, "Solution"):
         function = getattr(module.Solution(), entry)
     for line in requests:
@@ -90,7 +90,7 @@ class _RemoteFunction:
         calls.flush()
         answer = json.loads(answers.readline() or '{"error": "EOFError", "text": "the program has ended"}')
         if "error" in answer:
-            kind = getattr(builtins, answer["error"], _RemoteError)
+            kind = vars(builtins).get(answer["error"], _RemoteError)
             known = isinstance(kind, type) and issubclass(kind, Exception)
             raise (kind if known else _RemoteError)(answer["text"])
         value = decode(answer["value"])

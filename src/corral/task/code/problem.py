@@ -126,8 +126,7 @@ class Problem:
         found = extract_program(completion)
         if not self.stem:
             return found
-        entry = getattr(self.tests, "entry", "")  # whole programs have no function
-        if defines(found, entry):
+        if not isinstance(self.tests, Runs) and defines(found, self.tests.entry):  # whole programs have no function
             return self.preamble + "\n" + found
         return self.stem + (found if found.lstrip("\r\n")[:1] in " \t" else textwrap.indent(found, "    "))
 
