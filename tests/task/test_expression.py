@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import corral.task.expression as module
 from corral.llm.tiny import CHARACTERS
-from corral.task import make_task
+from corral.task import draws, make_task
 from corral.task.expression import BOUND, Expression, evaluate, format_prompt, parse
 
 TASK = Expression()
@@ -142,7 +141,7 @@ def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
 
 
 def test_drawing_gives_up_where_there_is_nothing_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "in_held_out_share", lambda text: True)
-    monkeypatch.setattr(module, "MAX_MISSES", 20)
+    monkeypatch.setattr(draws, "in_held_out_share", lambda text: True)
+    monkeypatch.setattr(draws, "MAX_MISSES", 20)
     with pytest.raises(ValueError, match="no training problem in 20 draws"):
         TASK.train_prompts(1, 0)

@@ -1,12 +1,13 @@
 """Addition, subtraction and multiplication with a checked scratchpad: one place of the second number at a time."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from corral.task.countdown import apply
-from corral.task.draws import MAX_MISSES, ProceduralTask, checked_whole, in_held_out_share, quote, uniform
+from corral.task.countdown import OPERATIONS
+from corral.task.draws import ProceduralTask, quote
+from corral.validate import require
 
 _PROMPT = re.compile(r"([1-9][0-9]{0,5})([+*-])([1-9][0-9]{0,5}):")
 _CHAIN = re.compile(r"([+-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
@@ -32,7 +33,7 @@ class Arithmetic(ProceduralTask):
     """Digits of the longest operand; operands are drawn uniformly from 1 to the largest such number."""
 
     def __post_init__(self) -> None:
-        checked_whole(self.name, "digits", self.digits, 1, 6)
+        require(self, "digits", at_least=1, at_most=6, integer=True)
         given = self.operations
         if not isinstance(given, str) or not given or len(set(given)) < len(given) or not set(given) <= set("+-*"):
             raise ValueError(f"arithmetic: `operations` is one or more of + - *, each once; got {given!r}.")
@@ -49,12 +50,7 @@ class Arithmetic(ProceduralTask):
         return max(len(_solution(largest, sign, ones if sign == "-" else largest)) for sign in self.operations)
 
     def verify(self, prompt: str, completion: str) -> float:
-        """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text.
-
-        Args:
-            prompt: as drawn by this task; anything else is a ValueError, since a reward of 0 would hide the mistake.
-            completion: any text at all, without the tokens that end it.
-        """
+        """1.0 iff `completion` is a right answer to `prompt`, to the letter; 0.0 for any other text."""
         left, operation, right = self.parse_prompt(prompt)
         if len(completion) > self.max_completion_length:  # nothing below reads an enormous number
             return 0.0
@@ -71,21 +67,16 @@ class Arithmetic(ProceduralTask):
             raise ValueError(f"arithmetic: {prompt!r} is no problem of {self}. Was it drawn with other settings?")
         return left, operation, right
 
-    def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Uniform operands; answers take places from the highest to the lowest. a+b is held out together with b+a."""
-        draw = uniform(self.name, seed, held_out=held_out)
-        misses = 0
-        while misses < MAX_MISSES:
-            misses += 1
-            operation = self.operations[int(draw() * len(self.operations))]
-            left, right = (1 + int(draw() * (10**self.digits - 1)) for _ in range(2))
-            low, high = sorted((left, right))
-            if operation == "-":
-                left, right = high, low  # nothing is negative
-            if in_held_out_share(f"{low}{operation}{high}") is held_out:
-                yield f"{left}{operation}{right}:", _solution(left, operation, right)
-                misses = 0
-        raise ValueError(f"{self}: no {'held-out' if held_out else 'training'} problem in {MAX_MISSES} draws.")
+    def _propose(self, draw: Callable[[], float], wanted: Callable[[str], bool]) -> tuple[str, str] | None:
+        """Uniform operands; the answer takes places from the highest to the lowest. a+b is held out together with b+a."""
+        operation = self.operations[int(draw() * len(self.operations))]
+        left, right = (1 + int(draw() * (10**self.digits - 1)) for _ in range(2))
+        low, high = sorted((left, right))
+        if operation == "-":
+            left, right = high, low  # nothing is negative
+        if not wanted(f"{low}{operation}{high}"):
+            return None
+        return f"{left}{operation}{right}:", _solution(left, operation, right)
 
 
 def places(number: int) -> list[int]:
@@ -99,7 +90,7 @@ def _solution(left: int, operation: str, right: int) -> str:
     if operation != "*":
         text, value = str(left), left
         for place in places(right):
-            value = apply(operation, value, place)
+            value = OPERATIONS[operation](value, place)
             text += f"{operation}{place}={value}"
         return text
     products = [left * place for place in places(right)]
@@ -118,7 +109,7 @@ def _chain_steps(left: int, operation: str, text: str) -> list[int] | None:
     taken, value, at = [], left, len(str(left))
     while step := _CHAIN.match(text, at):
         taken.append(int(step[2]))
-        value = apply(operation, value, taken[-1])
+        value = OPERATIONS[operation](value, taken[-1])
         if step[1] != operation or step[3] != str(value):
             return None
         at = step.end()
@@ -128,7 +119,7 @@ def _chain_steps(left: int, operation: str, text: str) -> list[int] | None:
 def _product_steps(left: int, text: str) -> list[int] | None:
     """What "23*40=920,23*7=161,920+161=1081" multiplies 23 by; None where a step, the sum or the format is wrong."""
     steps = [_EQUATION.fullmatch(part) for part in text.split(",")]
-    if not all(step and step[4] == str(apply(step[2], int(step[1]), int(step[3]))) for step in steps):
+    if not all(step and step[4] == str(OPERATIONS[step[2]](int(step[1]), int(step[3]))) for step in steps):
         return None
     products = [step for step in steps if step and step[2] == "*"]
     sums = [step for step in steps[len(products) :] if step and step[2] == "+"]

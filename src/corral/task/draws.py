@@ -18,6 +18,8 @@ class ProceduralTask(ABC):
     """A task that draws its problems: training and held-out ones by seed, each with an answer."""
 
     name: ClassVar[str]
+    NO_PROBLEM: ClassVar[str] = "Try other settings."
+    """What to do where none is found."""
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
         """`count` prompts to learn from, drawn with replacement."""
@@ -32,8 +34,35 @@ class ProceduralTask(ABC):
         return list(islice(self._draw(seed, held_out=False), require_count(self.name, count)))
 
     @abstractmethod
+    def verify(self, prompt: str, completion: str) -> float:
+        """1.0 iff `completion` is a right answer; 0.0 for any other text.
+
+        Args:
+            prompt: as drawn by this task; anything else is a ValueError, since a reward of 0 would hide the mistake.
+            completion: any text at all, without the tokens that end it.
+        """
+
     def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
         """Endless (prompt, answer) of one split."""
+        draw, misses = uniform(self.name, seed, held_out=held_out), 0
+        while misses < MAX_MISSES:
+            misses += 1
+            problem = self._propose(draw, lambda text: in_held_out_share(text) is held_out)
+            if problem is not None:
+                yield problem
+                misses = 0
+        raise ValueError(
+            f"{self}: no {'held-out' if held_out else 'training'} problem in {MAX_MISSES} draws. {self.NO_PROBLEM}"
+        )
+
+    @abstractmethod
+    def _propose(self, draw: Callable[[], float], wanted: Callable[[str], bool]) -> tuple[str, str] | None:
+        """One (prompt, answer), or None where what was drawn is no problem or of the other split.
+
+        Args:
+            draw: random numbers in 0..1.
+            wanted: whether a problem, written in one way only, is of the split that is drawn from.
+        """
 
 
 def uniform(task: str, seed: int, *, held_out: bool) -> Callable[[], float]:
@@ -63,12 +92,6 @@ def require_count(task: str, count: int) -> int:
     if count < 0:
         raise ValueError(f"{task}: `count` is a number of prompts and cannot be negative; got {count}.")
     return count
-
-
-def checked_whole(task: str, key: str, value: object, low: int, high: int) -> None:
-    """Refuse a setting that is no whole number in low..high."""
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{task}: `{key}` is a whole number in {low}..{high}; got {value!r}.")
 
 
 def quote(prompt: str, length: int = 60) -> str:
