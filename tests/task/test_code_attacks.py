@@ -14,8 +14,8 @@ from corral.task.code.compare import same_output
 from corral.task.code.problem import Agreement, Calls, Checks, Problem, grade_all
 from corral.task.code.value import dumps
 from corral.task.grader import grader_counts
-from corral.task.pool import Pool, shared_pool
 from corral.task.sandbox import Job, Limits, SandboxResult
+from corral.task.sandbox.pool import SandboxPool, shared_pool
 
 pytestmark = needs_a_sandbox
 QUICK = Limits(timeout=2.0)
@@ -189,7 +189,7 @@ def test_references_are_run_before_any_program(monkeypatch: pytest.MonkeyPatch) 
     """Beside a program with 56 processes, a reference that has run out of time would end the run."""
     ran: list[str] = []
 
-    class Watched(Pool):
+    class Watched(SandboxPool):
         def run_one(self, job: Job) -> SandboxResult:
             ran.append("reference" if "ref_func" in job.code else "program")
             return super().run_one(job)

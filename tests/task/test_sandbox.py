@@ -396,7 +396,7 @@ def test_installed_packages_are_hidden_and_paths_of_the_user_absent(backend: str
 
 
 def test_without_namespaces_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sandbox, "available_backend", lambda _: backends.choose(lambda name: "it is switched off"))
+    monkeypatch.setattr(sandbox.pool, "available_backend", lambda _: backends.choose(lambda name: "it is switched off"))
     touched = tmp_path / "touched"
     with pytest.raises(SandboxUnavailable) as refused:
         run_python(f"open({str(touched)!r}, 'w')")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from corral.compare.command import Training, layer
-from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, pairs, planned
+from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, planned
 from corral.naming import check_keys
+from corral.report.sweep.ranges import setting_text
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes
 
@@ -38,7 +39,7 @@ def check_plan(plan: Plan, training: Training, config: Path | None = None) -> Bu
     for contestant in plan.contestants:
         for setting in plan.settings:
             run = planned(contestant, setting, plan.report_seeds[0], "report")
-            name = " ".join([contestant, *pairs(setting)])
+            name = f"{contestant} {setting_text(setting)}".strip()
             try:
                 budget = budget_of(plan.kind, resolved(plan.kind, training, run, config))
             except (RunError, ValueError, TypeError, ImportError) as error:

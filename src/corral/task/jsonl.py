@@ -12,9 +12,9 @@ from corral.task.code.rows import problem_from_tests
 from corral.task.imports import by_path
 from corral.task.math import MathTask, same_mathematics, same_number
 from corral.task.messages import Message, conversation
-from corral.task.pool import shared_pool
 from corral.task.rows import Malformed, Row, text_column
 from corral.task.sandbox import Limits
+from corral.task.sandbox.pool import shared_pool
 
 VERIFIERS = ("math", "number", "exact", "code")
 

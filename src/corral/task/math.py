@@ -8,7 +8,7 @@ from typing import Literal
 
 from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
 from corral.task.dataset import Finite
-from corral.task.grader import Verdict, pool
+from corral.task.grader import Verdict, grader_pool
 
 KNOWN: dict[tuple[str, str, float], bool] = {}
 """Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
@@ -95,7 +95,7 @@ def _graded(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Ver
         return []
     if find_spec("math_verify") is None:
         raise ValueError("grading mathematics needs math-verify. Install it: pip install 'corral[task]'.")
-    return pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
+    return grader_pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:

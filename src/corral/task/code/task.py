@@ -9,9 +9,9 @@ from corral.task.code.problem import Problem, grade_all
 from corral.task.code.rows import apps_row, human_eval_row, mbpp_row, own_row
 from corral.task.dataset import Finite, Hub, Rows
 from corral.task.draws import checked_whole
-from corral.task.pool import Pool, shared_pool
 from corral.task.rows import Row, read_file
 from corral.task.sandbox import Limits
+from corral.task.sandbox.pool import SandboxPool, shared_pool
 
 PACKAGED = Path(__file__).parents[1] / "data" / "code"
 
@@ -53,7 +53,7 @@ class CodeTask(Finite):
         return Limits(timeout=self.timeout, memory_mb=self.memory_mb)
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> SandboxPool:
         """Where programs run; shared by all tasks with the same settings, started at the first use."""
         return shared_pool(self.workers or None, unsafe_code_execution=self.unsafe_code_execution)
 

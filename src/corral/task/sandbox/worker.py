@@ -17,6 +17,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
+from corral.task.pool import WorkerLost
 from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
 from corral.task.sandbox.cgroup import lent, make
 from corral.task.sandbox.files import Input, Pipe, memory_file
@@ -33,14 +34,6 @@ CHUNK = 1 << 16
 
 CGROUP = "memory bounded by a cgroup"
 LOOK = "memory bounded by limits, a look at all processes every 20 ms, and the filter: no cgroup is lent"
-
-
-class WorkerLost(RuntimeError):
-    """The interpreter behind the wall has gone or hangs; `hung` says which."""
-
-    def __init__(self, message: str, *, hung: bool) -> None:
-        super().__init__(message)
-        self.hung = hung
 
 
 class Worker:
