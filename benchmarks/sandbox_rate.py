@@ -17,9 +17,9 @@ from typing import Any
 
 from results import arguments, finish
 
-from corral.task.pool import USES, Pool
-from corral.task.sandbox import Job, run_python
+from corral.task.sandbox import SandboxJob, run_python
 from corral.task.sandbox.backend import BACKENDS
+from corral.task.sandbox.pool import USES, SandboxPool
 from corral.task.sandbox.view import interpreter
 from corral.task.sandbox.worker import why_not
 
@@ -36,12 +36,12 @@ def one_by_one(count: int, backend: str) -> None:
         assert run_python(PROGRAM, STDIN, backend=backend).stdout == STDOUT
 
 
-def pooled(count: int, pool: Pool) -> None:
-    results = pool.run([Job(code=PROGRAM, stdin=STDIN)] * count)
+def pooled(count: int, pool: SandboxPool) -> None:
+    results = pool.run([SandboxJob(code=PROGRAM, stdin=STDIN)] * count)
     assert all(result.stdout == STDOUT for result in results)
 
 
-def processor_seconds(pool: Pool) -> float:
+def processor_seconds(pool: SandboxPool) -> float:
     """Of this process, the pool's workers, and all programs that they have run."""
     workers = {worker.process.pid for worker, _ in pool._idle}
     ticks = 0
@@ -56,7 +56,7 @@ def processor_seconds(pool: Pool) -> float:
     return own.user + own.system + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: Pool, rounds: int) -> dict[str, float]:
+def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: SandboxPool, rounds: int) -> dict[str, float]:
     """Programs per second of each, the median of rounds taken in turns; and per processor second, of the pool."""
     taken: dict[str, list[float]] = {name: [] for name in (*runs, "processor")}
     for _ in range(1 + rounds):
@@ -70,7 +70,7 @@ def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: Pool, rounds
 
 def measure(backend: str, programs: int, workers: int, rounds: int) -> dict[str, Any]:
     few = max(1, programs // 20)
-    with Pool(workers, backend=backend) as pool:
+    with SandboxPool(workers, backend=backend) as pool:
         ways: dict[str, tuple[int, Callable[[int], None]]] = {
             "bare": (few, bare),
             "run_python": (few, lambda count: one_by_one(count, backend)),

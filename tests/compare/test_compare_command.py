@@ -13,7 +13,8 @@ from corral.compare.command import Training, start_words
 from corral.compare.engine import Job
 from corral.compare.estimate import duration, seconds_per_step
 from corral.compare.plan import make_plan, planned
-from corral.compare.record import FILE, read
+from corral.compare.record import read
+from corral.report.comparison import FILE
 from corral.report.read import read_run
 from corral.run.files import RunError
 

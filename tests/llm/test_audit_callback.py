@@ -19,7 +19,7 @@ from corral.audit.folder import read_audit
 from corral.audit.summary import columns_of
 from corral.llm import audit
 from corral.llm.audit_callback import rules_of
-from corral.llm.audit_scoring import choose, logp_at, undisturbed
+from corral.llm.audit_scoring import choose, logp_at, preserve_state
 from corral.run.files import RunError
 from device import drawing_on_the_cpu
 from tolerance import assert_close
@@ -95,7 +95,7 @@ class TestTrainingIsTheSame:
         before = [module.training for module in model.modules()], torch.get_rng_state()
 
         def fail() -> None:
-            with undisturbed(model):
+            with preserve_state(model):
                 assert not any(module.training for module in model.modules())
                 assert not torch.is_grad_enabled()
                 torch.rand(3)

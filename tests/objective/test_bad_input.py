@@ -201,12 +201,12 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ],
     ("cispo", "cap_low", "weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high", (-0.1, 5.1, *NOT_GIVEN)),
     ("cispo", "cap_high", "weights lie in [`cap_low`, `cap_high`] with 0 ≤ cap_low ≤ cap_high", (-0.1, *NOT_GIVEN)),
-    ("sapo", "tau_positive", "`tau_positive` is a temperature and must be > 0 and finite", (0.0, -1.0, INF, *NOT_GIVEN)),
-    ("sapo", "tau_negative", "`tau_negative` is a temperature and must be > 0 and finite", (0.0, -1.0, INF, *NOT_GIVEN)),
+    ("sapo", "tau_positive", "`tau_positive` is a temperature and must be finite and > 0", (0.0, -1.0, INF, *NOT_GIVEN)),
+    ("sapo", "tau_negative", "`tau_negative` is a temperature and must be finite and > 0", (0.0, -1.0, INF, *NOT_GIVEN)),
     ("gmpo", "clip", "`clip` is a distance in log-ratio and must be ≥ 0", (-0.1, *NOT_GIVEN)),
     ("spo", "epsilon", "`epsilon` is a distance from ratio 1 and must be > 0", (0.0, -0.1, *NOT_GIVEN)),
     *[
-        ("dppo", key, f"`{key}` is a divergence and must be ≥ 0 (inf switches it off)", (-0.1, *NO_NUMBER))
+        ("dppo", key, f"`{key}` is a divergence and must be ≥ 0, or None (inf switches it off)", (-0.1, *NO_NUMBER))
         for key in ("bound", "bound_low", "bound_high")
     ],
     ("dppo", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
@@ -227,7 +227,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
 ]
 """Every setting of every objective and correction: what is said of it, and impossible values."""
 
-OWNER = {"clip_higher": "ppo_clip", "dual_clip": "ppo_clip", "seq_tis": "tis"}
+OWNER = {"seq_tis": "tis"}
 """Whose settings they are, where a name shares another's."""
 
 

@@ -14,9 +14,9 @@ from corral.audit.measure import measure
 from corral.audit.rules import Rules
 from corral.audit.summary import summarise
 from corral.objective import make_objective
-from corral.report.audit import audit_page, write_audit_page
-from corral.report.audit_figures import LogAxis
-from corral.report.audit_tokens import shown
+from corral.report.audit.figures import LogAxis
+from corral.report.audit.page import audit_page, write_audit_page
+from corral.report.audit.tokens import shown
 from corral.run.files import RunError
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>\"'\u202egnp"

@@ -11,10 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from corral.report.content import Report, make_report
-from corral.report.document import LARGEST
 from corral.report.figures import BUDGET, METRICS, curve, points, stride
 from corral.report.groups import group_runs
-from corral.report.html import data_block, join, shortened, table, tag, visible
+from corral.report.html import LARGEST, data_block, join, shortened, table, tag, visible
 from corral.report.page import page, write_page
 from corral.report.read import read_run, read_runs
 from corral.run.files import RunError

@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.numerics import number_in
 from corral.objective import Objective, make_objective
 from corral.run.settings import guess
+from corral.validate import number_in
 
 CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
 """Objectives that leave a token without a gradient once its ratio, or its sequence's, is out of range."""

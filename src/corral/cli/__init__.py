@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import corral
-from corral.objective.naming import nearest
+from corral.naming import nearest
 
 COMMANDS = {
     "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",

@@ -151,7 +151,7 @@ def shown(folder: Path, page: Path, *, quiet: bool) -> None:
     from corral.audit.folder import read_audit
     from corral.audit.summary import summarise
     from corral.cli.audit_view import show
-    from corral.report.audit import write_audit_page
+    from corral.report.audit.page import write_audit_page
 
     info, table = read_audit(folder)
     summary = summarise(table, info["rules"])

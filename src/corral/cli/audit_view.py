@@ -9,7 +9,7 @@ from rich.text import Text
 
 from corral.audit.summary import Row, Summary
 from corral.audit.words import RULES, number, percent, sentences
-from corral.report.audit_tokens import shown
+from corral.report.audit.tokens import shown
 from corral.report.html import visible
 from corral.run.view import PatientConsole
 

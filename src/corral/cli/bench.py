@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from corral.cli import refuse
-from corral.objective.naming import nearest
+from corral.naming import nearest
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 BENCHMARKS = {

@@ -12,7 +12,7 @@ from corral.cli import refuse
 from corral.cli.kind import Kind, kind_of, missing
 from corral.cli.report import NEEDED
 from corral.cli.train import FLAGS, INTERRUPTED, REWARD, UNSAFE, flags, hush
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.run.files import RunError
 
 EPILOG = """

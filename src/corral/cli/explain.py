@@ -10,10 +10,10 @@ import textwrap
 from typing import Any
 
 from corral.cli import refuse
+from corral.naming import nearest
 from corral.objective import OBJECTIVES
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
-from corral.objective.naming import nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

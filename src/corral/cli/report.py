@@ -51,11 +51,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def reported(arguments: argparse.Namespace) -> list[str]:
     """Make the page and the exports; what was found and where it is, line by line."""
-    from corral.report.compared import read_comparisons
+    from corral.report.comparison import read_comparisons
     from corral.report.content import make_report
     from corral.report.export import export
-    from corral.report.findings import count
     from corral.report.page import write_page
+    from corral.report.page.findings import count
     from corral.report.read import read_runs
 
     runs = read_runs(arguments.runs)

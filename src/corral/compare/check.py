@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from corral.compare.command import Training, layer
-from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, pairs, planned
-from corral.objective.naming import check_keys
+from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, planned
+from corral.naming import check_keys
+from corral.report.sweep.ranges import setting_text
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes
 
@@ -38,7 +39,7 @@ def check_plan(plan: Plan, training: Training, config: Path | None = None) -> Bu
     for contestant in plan.contestants:
         for setting in plan.settings:
             run = planned(contestant, setting, plan.report_seeds[0], "report")
-            name = " ".join([contestant, *pairs(setting)])
+            name = f"{contestant} {setting_text(setting)}".strip()
             try:
                 budget = budget_of(plan.kind, resolved(plan.kind, training, run, config))
             except (RunError, ValueError, TypeError, ImportError) as error:
@@ -132,7 +133,7 @@ def with_common(
     for key in WEIGHTS:
         if key in sweep:
             raise RunError(f"--common keeps `{key}` the same for all, and --sweep {key} would not. Leave out one of the two.")
-    from corral.llm.config import REDUCTIONS
+    from corral.llm.trl_api import REDUCTIONS
 
     configs = trainer_configs(contestants, training, config)
     own = [args.make_objective().config.reductions for args in configs.values()]

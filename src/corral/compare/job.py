@@ -17,7 +17,7 @@ from corral.compare.results import choose, report_lines, write_report
 from corral.compare.schedule import Schedule
 from corral.compare.view import CompareView, columns, run_cells
 from corral.report.statistics import ENOUGH
-from corral.report.sweep import value_text
+from corral.report.sweep.ranges import value_text
 from corral.run.files import RunError
 from corral.run.view import count
 

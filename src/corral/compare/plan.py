@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from corral.report.sweep import value_text
+from corral.report.sweep.ranges import setting_pairs, value_text
 from corral.run.files import RunError
 from corral.run.settings import guess
 
@@ -47,7 +47,7 @@ class PlannedRun:
     @property
     def label(self) -> str:
         """`troll learning_rate=1e-4 seed 0`."""
-        return " ".join([self.contestant, *pairs(self.setting), f"seed {self.seed}"])
+        return " ".join([self.contestant, *setting_pairs(self.setting), f"seed {self.seed}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def make_plan(
 
 def planned(contestant: str, setting: Setting, seed: int, stage: Stage) -> PlannedRun:
     """A run, with a name that says what it is."""
-    name = "_".join([contestant, *pairs(setting), f"seed{seed}"])
+    name = "_".join([contestant, *setting_pairs(setting), f"seed{seed}"])
     return PlannedRun(folder=slug(name), contestant=contestant, setting=dict(setting), seed=seed, stage=stage)
 
 
@@ -172,8 +172,3 @@ def refuse_twice(what: str, values: Sequence[Any]) -> None:
 def slug(text: str) -> str:
     """A text without anything that has a meaning in a path."""
     return re.sub(r"[^\w.=+-]", "-", text)
-
-
-def pairs(setting: Setting) -> list[str]:
-    """`key=value` of each swept setting."""
-    return [f"{key}={value_text(value)}" for key, value in setting.items()]

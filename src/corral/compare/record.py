@@ -1,21 +1,17 @@
 """compare.json: what a comparison is, and how far it has come. Written whole after every change; nothing else is remembered."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from corral.compare.command import Training
 from corral.compare.folder import found_state, refuse_busy, summary
-from corral.compare.plan import Chosen, Plan, PlannedRun, State
+from corral.compare.plan import Chosen, Plan, PlannedRun, Stage, State
+from corral.report.comparison import FILE, VERSION, SavedRun, read_comparison
 from corral.run.files import RunError, disk_sentence, lock, write_json
-from corral.run.settings import guess
-
-VERSION = 1
-FILE = "compare.json"
 
 ENDED: tuple[State, ...] = ("finished", "collapsed", "failed")
 """States after which a run is left alone."""
@@ -173,38 +169,33 @@ def read(path: Path) -> Comparison:
             f"{path} holds no comparison: it has no {FILE}. --resume takes the folder that `corral compare` printed."
         )
     try:
-        content = json.loads(file.read_text())
-        if content["version"] != VERSION:
-            raise RunError(f"{file} is of version {content['version']}, and this corral reads version {VERSION}.")
+        saved = read_comparison(path)
+        if not saved.kind or not saved.train:
+            raise ValueError("it does not say what all runs share (`kind` and `train`), so none can be started.")
         plan = Plan(
-            kind=content["kind"],
-            contestants=tuple(content["contestants"]),
-            sweep={key: tuple(map(guess, values)) for key, values in content["sweep"].items()},
-            choose_seeds=tuple(content["choose_seeds"]),
-            report_seeds=tuple(content["report_seeds"]),
+            kind=saved.kind,
+            contestants=tuple(saved.contestants),
+            sweep={key: tuple(values) for key, values in saved.sweep.items()},
+            choose_seeds=tuple(saved.choose_seeds),
+            report_seeds=tuple(saved.report_seeds),
         )
         return Comparison(
             path=path,
             plan=plan,
-            training=Training(**content["train"]),
-            command=content["command"],
-            chosen={name: as_setting(setting) for name, setting in content["chosen"].items()},
-            records=[as_record(entry) for entry in content["runs"]],
+            training=Training(**saved.train),
+            command=saved.command,
+            chosen=saved.chosen,
+            records=[_as_record(run) for run in saved.runs],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def as_record(entry: Mapping[str, Any]) -> Record:
+def _as_record(saved: SavedRun) -> Record:
     """A run from compare.json."""
-    entry = dict(entry)
-    state, error = entry.pop("state"), entry.pop("error")
-    return Record(run=PlannedRun(**{**entry, "setting": as_setting(entry["setting"])}), state=state, error=error)
-
-
-def as_setting(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A setting from compare.json; JSON has no infinity."""
-    return {key: guess(value) for key, value in entry.items()}
+    stage, state = cast(Stage, saved.stage), cast(State, saved.state)
+    run = PlannedRun(folder=saved.path.name, contestant=saved.contestant, setting=saved.setting, seed=saved.seed, stage=stage)
+    return Record(run=run, state=state, error=saved.error)
 
 
 def differences(there: Comparison, new: Comparison) -> list[str]:

@@ -8,14 +8,14 @@ from typing import Any
 from corral.compare.plan import Chosen
 from corral.compare.record import COUNTED, Comparison
 from corral.compare.view import columns
-from corral.report.compared import read_comparison
+from corral.report.comparison import read_comparison
 from corral.report.content import Report, make_report
 from corral.report.outcomes import Measure, main_metric
 from corral.report.page import write_page
 from corral.report.read import read_run, read_runs
 from corral.report.statistics import plain
-from corral.report.sweep import SHARE, SweepRow, choose_setting, value_text
-from corral.report.sweeps import Sweep, sweep_row
+from corral.report.sweep.find import Sweep, sweep_row
+from corral.report.sweep.ranges import SHARE, SweepRow, choose_setting, value_text
 
 PAGE = "report.html"
 

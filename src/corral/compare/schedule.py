@@ -8,8 +8,9 @@ from typing import Protocol, runtime_checkable
 from corral.compare.command import resume_words, start_words
 from corral.compare.engine import Engine, Job
 from corral.compare.folder import Progress, found_state, log_of, log_size, summary, why_failed
-from corral.compare.plan import Chosen, State, pairs
+from corral.compare.plan import Chosen, State
 from corral.compare.record import ENDED, Comparison, Record
+from corral.report.sweep.ranges import setting_pairs
 from corral.run.files import RunError
 from corral.run.interrupt import Interruptible
 
@@ -140,7 +141,7 @@ class Schedule(Interruptible):
         self.comparison.add_runs()
         self.comparison.save()
         for name, setting in self.comparison.chosen.items():
-            self.view.say(f"chosen for {name}: {', '.join(pairs(setting))}")
+            self.view.say(f"chosen for {name}: {', '.join(setting_pairs(setting))}")
 
     def _end_hung(self) -> None:
         now = time.monotonic()

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from corral.compare.estimate import duration
 from corral.compare.folder import Progress
-from corral.compare.plan import pairs
 from corral.compare.record import Comparison, Record
+from corral.report.sweep.ranges import setting_text
 from corral.run.view import PatientConsole, View, number
 
 COLOURS = {
@@ -143,7 +143,7 @@ def run_cells(records: Sequence[Record], progress: dict[str, Progress]) -> list[
     rows = [names + (["what went wrong"] if failed else [])]
     for record in records:
         seen = progress.get(record.run.folder)
-        row = [record.run.contestant, *([" ".join(pairs(record.run.setting))] if swept else []), str(record.run.seed)]
+        row = [record.run.contestant, *([setting_text(record.run.setting)] if swept else []), str(record.run.seed)]
         row += [record.state, f"{seen.step}/{seen.steps}" if seen and seen.inode is not None else ""]
         row += ["" if seen is None or seen.success is None else number(seen.success)]
         row += [seen.left if seen and record.state == "running" else "", *([record.error or ""] if failed else [])]

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corral.report import across, figures, outcomes, sweeps, tables
-from corral.report.compared import Comparison, split_runs
+from corral.report import across, figures, outcomes, tables
+from corral.report.comparison import SavedComparison, split_runs
 from corral.report.groups import Group, group_runs
 from corral.report.html import shortened
 from corral.report.read import Run
+from corral.report.sweep.find import Sweep, find_sweeps, sweep_table
 from corral.run.files import RunError
 
 
@@ -22,8 +23,8 @@ class Report:
     """Those that the page is about."""
     swept: Sequence[Group]
     """Runs on which a comparison chose its settings: they are in the sweep and in the lists, and count for nothing else."""
-    sweeps: Sequence[sweeps.Sweep]
-    comparisons: Sequence[Comparison]
+    sweeps: Sequence[Sweep]
+    comparisons: Sequence[SavedComparison]
     measure: outcomes.Measure
     threshold: float | None
     """For the steps to it; None where every problem has its own."""
@@ -40,7 +41,7 @@ class Report:
 
 def make_report(
     runs: Sequence[Run],
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[SavedComparison] = (),
     *,
     title: str | None = None,
     threshold: float | None = None,
@@ -62,7 +63,7 @@ def make_report(
     by_problem = [[group for group in groups if group.problem == name] for name in dict.fromkeys(g.problem for g in groups)]
     thresholds = [outcomes.default_threshold(own, measure.key) if threshold is None else threshold for own in by_problem]
     metrics = figures.drawn_metrics(shown)
-    found = sweeps.find_sweeps(runs, comparisons, measure)
+    found = find_sweeps(runs, comparisons, measure)
     differ, same = tables.configuration(groups)
     return Report(
         title=title or headline(groups),
@@ -82,7 +83,7 @@ def make_report(
             ],
             "comparisons": outcomes.comparisons(groups, measure),
             "overall": across.overall(groups, measure),
-            "sweep": sweeps.table(found),
+            "sweep": sweep_table(found),
             "runs": tables.run_table([*groups, *swept], measure.key),
             "events": [*tables.events([*groups, *swept]), *tables.plan_events(comparisons, runs), *tables.file_events(notes)],
             "differences": differ,

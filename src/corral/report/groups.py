@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.report.read import Run
+from corral.report.sweep.ranges import setting_text
 
 ASIDE = {
     "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device", "workers",
@@ -55,8 +56,8 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
     for run in runs:
         peers = [peer for peer in runs if peer.objective == run.objective and problems[id(peer)] == problems[id(run)]]
         objective, setting = chosen.get(run.path) or (
-            " ".join([run.objective, *pairs_of(varied(run, peers, own))]),
-            " ".join(pairs_of(varied(run, peers, shared))),
+            f"{run.objective} {setting_text(varied(run, peers, own))}".strip(),
+            setting_text(varied(run, peers, shared)),
         )
         found.setdefault((problems[id(run)], setting, objective), []).append(run)
 
@@ -112,7 +113,7 @@ def problems_of(runs: Sequence[Run]) -> dict[int, str]:
     read, found = once(task_settings, runs), {}
     for run in runs:
         same = [peer for peer in runs if peer.task == run.task]
-        task = " ".join([run.task, *pairs_of(varied(run, same, read))])
+        task = f"{run.task} {setting_text(varied(run, same, read))}".strip()
         found[id(run)] = task if run.is_robot else " with ".join(filter(None, (task, run.model)))
     return found
 
@@ -143,11 +144,6 @@ def varied(run: Run, peers: Iterable[Run], read: Callable[[Run], dict[str, str]]
     mine, others = read(run), [read(peer) for peer in peers]
     keys = sorted({key for other in [mine, *others] for key in other if not SECRET.search(key)})
     return {key: mine.get(key, "default") for key in keys if len({other.get(key) for other in others}) > 1}
-
-
-def pairs_of(settings: Mapping[str, Any]) -> list[str]:
-    """`key=value` of each."""
-    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def _inner(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

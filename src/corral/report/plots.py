@@ -9,8 +9,8 @@ from corral.report import figures
 from corral.report.groups import Group
 from corral.report.html import visible
 from corral.report.outcomes import Measure
-from corral.report.sweep import value_text
-from corral.report.sweeps import Sweep
+from corral.report.sweep.find import Sweep
+from corral.report.sweep.ranges import value_text
 
 COLOURS = ("#1f5fa8", "#c2500a", "#1a7f5a", "#9c3d88", "#8a6d00", "#117a8b", "#b3263c", "#555d6b")
 """As on the page."""

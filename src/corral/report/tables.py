@@ -5,10 +5,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from corral.report.compared import Comparison, setting_text
+from corral.report.comparison import SavedComparison
 from corral.report.groups import SECRET, Group, flat
 from corral.report.outcomes import COUNTED
 from corral.report.read import Run
+from corral.report.sweep.ranges import setting_text
 
 Row = dict[str, Any]
 
@@ -69,10 +70,10 @@ def _events(run: Run, again: Sequence[Run]) -> Iterator[Row]:
         yield {"step": None, "kind": "file", "what": note}
 
 
-def plan_events(comparisons: Sequence[Comparison], runs: Sequence[Run]) -> list[Row]:
+def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[Row]:
     """Runs of comparisons that left no folder to tell of them: not begun, or failed at once."""
     there = {run.path.resolve() for run in runs}
-    missing = [entry for plan in comparisons for entry in plan.entries if entry.path.resolve() not in there]
+    missing = [entry for plan in comparisons for entry in plan.runs if entry.path.resolve() not in there]
     rows = []
     for entry in missing:
         label = f"{entry.contestant} {setting_text(entry.setting)}".strip()

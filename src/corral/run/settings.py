@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.run.files import RunError
 
 GuardMode = Literal["warn", "stop", "off"]

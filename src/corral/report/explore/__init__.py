@@ -1,11 +1,10 @@
 """The page of `corral explore`: three trust regions around a policy that one drags. Built from the parts beside this file."""
 
-import base64
-import hashlib
 from pathlib import Path
 from string import Template
 
 import corral
+from corral.report.html import csp_hash
 
 PARTS = Path(__file__).parent
 SCRIPTS = ("maths.js", "simplex.js", "methods.js", "page.js")
@@ -17,7 +16,7 @@ def explore_page() -> str:
     style = _read("style.css")
     script = "\n".join(_read(name) for name in SCRIPTS)
     policy = (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        f"default-src 'none'; img-src data:; style-src {csp_hash(style)}; script-src {csp_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
     return Template(_read("page.html")).substitute(policy=policy, style=style, script=script, version=corral.__version__)
@@ -25,8 +24,3 @@ def explore_page() -> str:
 
 def _read(name: str) -> str:
     return (PARTS / name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    """As a Content-Security-Policy names what may run."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -6,15 +6,23 @@ from typing import Any
 
 import pyarrow as pa
 
-import corral
 from corral.audit.summary import Ball, Row, Summary, columns_of
 from corral.audit.words import RULES, number, percent, sentences
-from corral.report.audit_figures import bucket_figure, ratio_figure, update_figure
-from corral.report.audit_tokens import completions, shown
-from corral.report.document import document, write_document
-from corral.report.html import Safe, join, note, shortened, table, tag, visible
-
-THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
+from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
+from corral.report.audit.tokens import completions, shown
+from corral.report.html import (
+    Safe,
+    document,
+    join,
+    note,
+    page_body,
+    sections,
+    shortened,
+    table,
+    tag,
+    visible,
+    write_document,
+)  # fmt: skip
 
 VERDICTS = {"rule": "Rule", "share": "Acts on", "right": "…of which outside", "false": "…of which inside", "missed": "Missed"}
 
@@ -60,27 +68,8 @@ def body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary
         "completions": ("Completions", completions(columns, rules)),
         "measured": ("How this was measured", measured(info)),
     }
-    made = [tag("section", tag("h2", heading), content, id=name) for name, (heading, content) in parts.items()]
-    links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
-    return join(
-        tag("a", "Skip to the findings", href="#findings", class_="skip"),
-        tag(
-            "header",
-            tag("div", tag("h1", title), themes(), class_="top"),
-            tag("p", said[0], class_="lead"),
-            tag("nav", tag("ul", *links), aria_label="Sections"),
-        ),
-        tag("main", *made),
-        tag("footer", tag("p", f"Made by corral {corral.__version__} from {len(tokens):,} audited tokens.")),
-    )
-
-
-def themes() -> Safe:
-    """Radio buttons, as on the page of a report."""
-    labels = []
-    for index, (key, text) in enumerate(THEMES.items()):
-        labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
-    return tag("fieldset", tag("legend", "Theme"), *labels, class_="choice", id="choose-theme")
+    main = tag("main", *sections(parts).values())
+    return page_body(title, said[0], parts, main, f"{len(tokens):,} audited tokens")
 
 
 def verdicts(summary: Summary, rules: Mapping[str, Any]) -> Safe:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from corral.report import across, outcomes
-from corral.report.compared import read_comparison, read_comparisons, split_runs
+from corral.report.comparison import read_comparison, read_comparisons, split_runs
 from corral.report.content import Report, make_report
 from corral.report.groups import group_runs, pairs
 from corral.report.page import page
 from corral.report.read import read_runs
-from corral.report.sweeps import axis, find_sweeps, sweep_row
+from corral.report.sweep.find import axis, find_sweeps, sweep_row
 from report.synthetic import CHOSEN, RATES, write_comparison, write_robot_run, write_run, write_small_set
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from corral.report.content import Report
-from corral.report.findings import count, spread, value
 from corral.report.html import Safe, join, note, table, tag
+from corral.report.page.findings import count, spread, value
 from corral.report.tables import compare_command
 
 EVENTS = {"objective": "Objective", "seed": "Seed", "step": "Step", "kind": "Kind", "what": "What happened"}

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from corral.report.content import Report
-from corral.report.data import page_data
-from corral.report.document import document, write_document
-from corral.report.sections import body
+from corral.report.html import document, write_document
+from corral.report.page.body import body
+from corral.report.page.data import page_data
 
 SCRIPTS = ("base.js", "curves.js", "sweep.js", "tokens.js", "page.js")
 """In static/; each needs those before it."""

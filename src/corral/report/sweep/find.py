@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from corral.report.compared import Comparison
-from corral.report.groups import once, own_settings, pairs_of, problems_of, shared_settings, varied
+from corral.report.comparison import SavedComparison
+from corral.report.groups import once, own_settings, problems_of, shared_settings, varied
 from corral.report.outcomes import COUNTED, Measure
 from corral.report.read import Run
 from corral.report.statistics import area_under_curve, collapsed
-from corral.report.sweep import Cell, SweepRow, UsableRange, cells, number_at, usable_range
+from corral.report.sweep.ranges import Cell, SweepRow, UsableRange, cells, number_at, setting_text, usable_range
 
 KL = "tr/kl_before"
 """How far the new policy went from the old one, before anything was done about it."""
@@ -66,12 +66,12 @@ class Sweep:
         return {name: value for name, value in setting.items() if name != self.key}
 
 
-def find_sweeps(runs: Sequence[Run], comparisons: Sequence[Comparison], measure: Measure) -> list[Sweep]:
+def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], measure: Measure) -> list[Sweep]:
     """Those of comparisons, and of runs that belong to none."""
     places = {run.path.resolve(): run for run in runs}
     found, planned, about = [], set(), problems_of(runs)
     for comparison in comparisons:
-        planned |= {entry.path.resolve() for entry in comparison.entries}
+        planned |= {entry.path.resolve() for entry in comparison.runs}
         entries = comparison.of_stage("sweep")
         key = axis(comparison.sweep)
         rows: dict[tuple[str, str, int], SweepRow] = {}  # a file that names a run twice is no reason to count it twice
@@ -103,7 +103,7 @@ def inferred(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
         seeds = sorted({run.seed for run in members})
         for run in members:
             peers = [peer for peer in members if peer.objective == run.objective]
-            name = " ".join([run.objective, *pairs_of(varied(run, peers, own))])
+            name = f"{run.objective} {setting_text(varied(run, peers, own))}".strip()
             settings = {RATES.get(key, key): _number(text) for key, text in varied(run, peers, shared).items()}
             seed = seeds.index(run.seed)
             rows[name, json.dumps(settings, default=str), run.seed] = sweep_row(name, settings, seed, run, measure)
@@ -147,7 +147,7 @@ def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
     return next((key for key in numeric if key.endswith("rate")), numeric[0] if numeric else None)
 
 
-def table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
+def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
     """One row per contestant and setting."""
     rows = []
     for sweep in sweeps:

@@ -7,8 +7,8 @@ from corral.report import figures, outcomes
 from corral.report.content import Report
 from corral.report.html import shortened, visible
 from corral.report.read import Run
-from corral.report.sweep import number_at, value_text
-from corral.report.sweeps import Sweep
+from corral.report.sweep.find import Sweep
+from corral.report.sweep.ranges import number_at, value_text
 
 MOST_TEXT = 4000
 """Characters of a completion that a page shows."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from corral.report.content import Report
-from corral.report.findings import sentences_of, value
 from corral.report.html import Safe, join, note, table, tag
-from corral.report.sweep import SHARE, value_text
-from corral.report.sweeps import Sweep
+from corral.report.page.findings import sentences_of, value
+from corral.report.sweep.find import Sweep
+from corral.report.sweep.ranges import SHARE, setting_text, value_text
 
 MEASURES = {
     "final": "Final", "area": "Mean over the run", "greedy": "Greedy", "collapsed": "Collapsed", "kl": "KL before projection",
@@ -61,7 +61,7 @@ def said(sweep: Sweep) -> Safe:
     tried = _seeds(sweep.choose_seeds)
     if not sweep.chosen:
         return tag("p", f"The sweep is run on {tried}. No settings are chosen yet.", class_="count")
-    chosen = "; ".join(f"{name} {_setting(setting)}" for name, setting in sweep.chosen.items())
+    chosen = "; ".join(f"{name} {setting_text(setting)}" for name, setting in sweep.chosen.items())
     text = f"Settings were chosen on {tried}, and are reported on {_seeds(sweep.report_seeds)}, which the choice never saw."
     return tag("p", f"{text} Chosen: {chosen}.", class_="count")
 
@@ -69,10 +69,6 @@ def said(sweep: Sweep) -> Safe:
 def _seeds(seeds: Sequence[int]) -> str:
     """`seed 0`, `seeds 0, 1`."""
     return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
-
-
-def _setting(setting: Any) -> str:
-    return " ".join(f"{key}={value_text(item)}" for key, item in setting.items())
 
 
 def _table(report: Report, rows: list[dict[str, Any]], kept: dict[str, str]) -> Safe:

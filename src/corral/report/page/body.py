@@ -1,17 +1,15 @@
 """The body of a page: its parts in order, the filters, and the places where its script draws."""
 
-import corral
-from corral.report.appendix import configuration, event_table, reproduce, run_table
 from corral.report.content import Report
-from corral.report.findings import count, findings
-from corral.report.html import Safe, join, note, tag
-from corral.report.sweep_section import headline, sweep_section
+from corral.report.html import Safe, join, note, page_body, sections, tag
+from corral.report.page.appendix import configuration, event_table, reproduce, run_table
+from corral.report.page.findings import count, findings
+from corral.report.page.sweep import headline, sweep_section
 
 AXES = {"update": "updates", "env_steps": "environment steps", "tokens": "tokens", "seconds": "seconds"}
 LOGGED = {"env_steps": "env_steps", "tokens": "num_tokens"}
 """What a line of metrics calls them."""
 BANDS = {"interval": "95 % interval", "range": "range of seeds", "seeds": "each seed"}
-THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
 ACTIONS = {"projected": "projected back", "masked": "masked", "clipped": "clipped"}
 SIGNS = {"": "any", "high": "above its group's mean", "low": "below"}
 
@@ -47,20 +45,15 @@ def body(report: Report) -> Safe:
         "reproduce": ("Reproduce", reproduce(report)),
     }
     parts = {name: part for name, part in wanted.items() if part is not None}
-    made = {name: tag("section", tag("h2", heading), content, id=name) for name, (heading, content) in parts.items()}
-    links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
+    made = sections(parts)
     middle = tag("div", controls(report), *(made.pop(name) for name in FILTERED if name in made))
-    return join(
-        tag("a", "Skip to the findings", href="#findings", class_="skip"),
-        tag(
-            "header",
-            tag("div", tag("h1", report.title), choice("theme", "Theme", THEMES), class_="top"),
-            tag("p", summary(report), class_="lead"),
-            tag("nav", tag("ul", *links), aria_label="Sections"),
-        ),
-        tag("noscript", note("Figures need this page's script; tables do not.")),
+    return page_body(
+        report.title,
+        summary(report),
+        parts,
         tag("main", made.pop("findings"), made.pop("sweep", None), middle, *made.values()),
-        tag("footer", tag("p", f"Made by corral {corral.__version__} from the files of {count(len(report.runs), 'run')}.")),
+        f"the files of {count(len(report.runs), 'run')}",
+        tag("noscript", note("Figures need this page's script; tables do not.")),
     )
 
 
@@ -150,14 +143,6 @@ def completions(report: Report) -> Safe:
         tag("p", id="completion-count", class_="count", role="status"),
         tag("ol", id="completion-list", class_="completions"),
     )
-
-
-def choice(name: str, heading: str, options: dict[str, str]) -> Safe:
-    """A set of radio buttons, the first one chosen."""
-    labels = []
-    for index, (key, text) in enumerate(options.items()):
-        labels.append(tag("label", tag("input", type="radio", name=name, value=key, checked=index == 0), text))
-    return tag("fieldset", tag("legend", heading), *labels, class_="choice", id=f"choose-{name}")
 
 
 def select(name: str, heading: str, options: dict[str, str] | dict[int, str]) -> Safe:
