@@ -18,7 +18,7 @@ from typing import Any
 
 from results import save_results
 
-from corral.task.sandbox import Job, run_python
+from corral.task.sandbox import SandboxJob, run_python
 from corral.task.sandbox.backend import BACKENDS
 from corral.task.sandbox.pool import USES, SandboxPool
 from corral.task.sandbox.view import interpreter
@@ -38,7 +38,7 @@ def one_by_one(count: int, backend: str) -> None:
 
 
 def pooled(count: int, pool: SandboxPool) -> None:
-    results = pool.run([Job(code=PROGRAM, stdin=STDIN)] * count)
+    results = pool.run([SandboxJob(code=PROGRAM, stdin=STDIN)] * count)
     assert all(result.stdout == STDOUT for result in results)
 
 

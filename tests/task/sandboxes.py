@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.task.sandbox import Job, Limits, SandboxResult
+from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxResult
 from corral.task.sandbox.backend import BACKENDS
 from corral.task.sandbox.pool import SandboxPool
 from corral.task.sandbox.worker import why_not
@@ -35,7 +35,9 @@ def pool(backend: str) -> SandboxPool:
 
 def run(backend: str, code: str, stdin: str = "", timeout: float = 5.0, memory_mb: int = 256, **limits: int) -> SandboxResult:
     """One program in that worker."""
-    return pool(backend).run_one(Job(code=code, stdin=stdin, limits=Limits(timeout=timeout, memory_mb=memory_mb, **limits)))
+    return pool(backend).run_one(
+        SandboxJob(code=code, stdin=stdin, limits=SandboxLimits(timeout=timeout, memory_mb=memory_mb, **limits))
+    )
 
 
 def group(leader: int) -> list[str]:

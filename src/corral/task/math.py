@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
-from corral.task.dataset import Finite
+from corral.task.dataset import FiniteTask
 from corral.task.grader import Verdict, grader_pool
 
 KNOWN: dict[tuple[str, str, float], bool] = {}
@@ -17,7 +17,7 @@ KNOWN_LIMIT = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathTask(Finite):
+class MathTask(FiniteTask):
     r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the asked form], with w = `format_weight`.
 
     "In the asked form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is

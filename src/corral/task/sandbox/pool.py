@@ -7,10 +7,10 @@ from functools import cache
 
 from corral.run.cores import cores
 from corral.task.pool import WorkerLost, WorkerPool
-from corral.task.sandbox.result import Job, SandboxResult
+from corral.task.sandbox.result import SandboxJob, SandboxResult
 from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
 from corral.task.sandbox.view import SandboxUnavailable
-from corral.task.sandbox.worker import Worker, available_backend, run_connected
+from corral.task.sandbox.worker import SandboxWorker, available_backend, run_connected
 
 LOG = logging.getLogger("corral.task")
 
@@ -18,7 +18,7 @@ USES = 2000
 """Programs after which a worker is replaced."""
 
 
-class SandboxPool(WorkerPool[Worker]):
+class SandboxPool(WorkerPool[SandboxWorker]):
     """Workers that run programs of unknown origin; a context manager.
 
     A program whose worker died is run once more, since it may not have been its fault; one whose worker hung counts as timed
@@ -43,15 +43,15 @@ class SandboxPool(WorkerPool[Worker]):
             self.backend = None
         super().__init__(size, USES)
 
-    def _start(self) -> Worker:
+    def _start(self) -> SandboxWorker:
         assert self.backend is not None
-        return Worker(self.backend)
+        return SandboxWorker(self.backend)
 
-    def run(self, jobs: Iterable[Job]) -> list[SandboxResult]:
+    def run(self, jobs: Iterable[SandboxJob]) -> list[SandboxResult]:
         """Run every program; results in the order of the jobs."""
         return self.map(self.run_one, list(jobs))
 
-    def run_one(self, job: Job) -> SandboxResult:
+    def run_one(self, job: SandboxJob) -> SandboxResult:
         """Run one program, in this thread."""
         if self.backend is None:
             return run_unsafe(job)
@@ -60,7 +60,7 @@ class SandboxPool(WorkerPool[Worker]):
         except WorkerLost as lost:
             return _result_of_lost(lost, job)
 
-    def run_connected(self, first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
+    def run_connected(self, first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
         """Run two programs side by side, each in a worker of its own and reading what the other writes, in this thread."""
         if self.backend is None:
             return run_unsafe_connected(first, second)
@@ -70,7 +70,7 @@ class SandboxPool(WorkerPool[Worker]):
             return _result_of_lost(lost, first), _result_of_lost(lost, second)
 
 
-def _result_of_lost(lost: WorkerLost, job: Job) -> SandboxResult:
+def _result_of_lost(lost: WorkerLost, job: SandboxJob) -> SandboxResult:
     LOG.warning("%s The program counts as %s.", lost, "timed out" if lost.hung else "failed")
     if lost.hung:
         return SandboxResult("timeout", "", str(lost), job.limits.timeout)
