@@ -24,22 +24,28 @@ LIMITS: list[tuple[dict[str, Any], list[Any], list[Any], str]] = [
     ({"above": 0}, [1e-9, INF], [0, -0.0, NAN, False], "must be > 0"),
     ({"at_most": 1}, [1, -INF], [1.5, INF, NAN], "must be ≤ 1"),
     ({"below": 1}, [0.99], [1, INF], "must be < 1"),
-    ({"at_least": 0, "at_most": 1}, [0, 1, 0.5], [-0.1, 1.1, NAN], "must be in [0, 1]"),
-    ({"above": 0, "at_most": 1}, [1, 0.5], [0, 1.1], "must be in (0, 1]"),
-    ({"at_least": 0, "below": 1}, [0, 0.5], [1, -1], "must be in [0, 1)"),
+    ({"at_least": 0, "at_most": 1}, [0, 1, 0.5], [-0.1, 1.1, NAN], "must lie in [0, 1]"),
+    ({"above": 0, "at_most": 1}, [1, 0.5], [0, 1.1], "must lie in (0, 1]"),
+    ({"at_least": 0, "below": 1}, [0, 0.5], [1, -1], "must lie in [0, 1)"),
     ({"above": 0, "finite": True}, [1, 1e308], [INF, 0], "must be finite and > 0"),
-    ({"finite": True}, [-5, 0.0], [INF, -INF, NAN, None], "must be finite"),
-    ({}, [0, INF, -INF], [NAN, "a", True], "must be a number"),
-    ({"integer": True, "at_least": 1}, [1, 7], [0, 1.0, INF, True, "1"], "must be a whole number ≥ 1"),
+    ({"finite": True}, [-5, 0.0], [10**400, INF, -INF, NAN, None], "is a finite number"),
+    ({}, [0, INF, -INF], [NAN, "a", True], "is a number"),
+    ({"integer": True, "at_least": 1}, [1, 7], [0, 1.0, INF, True, "1"], "is a whole number ≥ 1"),
     (
         {"integer": True, "at_least": 1, "at_most": 1_000_000},
         [1, 10**6],
         [0, 10**6 + 1],
-        "must be a whole number in [1, 1000000]",
+        "is a whole number in [1, 1000000]",
     ),
-    ({"integer": True}, [-3], [0.5], "must be a whole number"),
+    ({"integer": True}, [-3], [0.5], "is a whole number"),
     ({"one_of": ("old", "union")}, ["old", "union"], ["new", None, 1], "is one of old, union"),
     ({"one_of": (True, False)}, [True, False], [1, 0, "true", None], "is one of True, False"),
+    (
+        {"integer": True, "at_least": 1, "each": True},
+        [(64,), [1, 2]],
+        [(), [0], (1, 2.0), 5],
+        "holds at least one entry, each of which is a whole number ≥ 1",
+    ),
     ({"above": 1, "optional": True}, [2, None], [1, NAN], "must be > 1, or None"),
     ({"one_of": ("a",), "optional": True}, ["a", None], ["b"], "is one of a, or None"),
 ]
@@ -61,6 +67,8 @@ def test_the_sentence_says_what_the_field_is_and_anything_more() -> None:
     with pytest.raises(ValueError, match="ppo_clip") as caught:
         require(PPOClipConfig(1, -1), "x", "y", at_least=0, what="a divergence", note="inf switches it off")
     assert str(caught.value) == "ppo_clip: `y` is a divergence and must be ≥ 0 (inf switches it off); got -1."
+    with pytest.raises(ValueError, match="ppo_clip: `x` is a number of tokens, a whole number ≥ 1, or None; got 0"):
+        require(PPOClipConfig(0), "x", at_least=1, integer=True, optional=True, what="a number of tokens")
 
 
 class ProDMP:

@@ -25,12 +25,12 @@ from corral.task.code.tests import called_function
 from corral.task.code.value import Opaque, dumps, loads, same
 from corral.task.competition import MATH500, DAPOMath
 from corral.task.gsm8k import GSM8K
-from corral.task.pool import shared_pool
 from corral.task.rows import Malformed
-from corral.task.sandbox import Limits
+from corral.task.sandbox import SandboxLimits
+from corral.task.sandbox.pool import shared_pool
 
 TASK = Code()
-QUICK = Limits(timeout=2.0)
+QUICK = SandboxLimits(timeout=2.0)
 
 
 def grade(problem: Problem, completion: str, partial: bool = False) -> float:

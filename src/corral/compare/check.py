@@ -133,7 +133,7 @@ def share_reduction(
     for key in WEIGHTS:
         if key in sweep:
             raise RunError(f"--common keeps `{key}` the same for all, and --sweep {key} would not. Leave out one of the two.")
-    from corral.llm.config import REDUCTIONS
+    from corral.llm.trl_api import REDUCTIONS
 
     configs = trainer_configs(contestants, training, config)
     own = [args.make_objective().config.reductions for args in configs.values()]
