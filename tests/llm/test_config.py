@@ -117,9 +117,6 @@ class TestReduction:
         assert (seen, args.loss_type, args.to_dict()["loss_type"], args.other_reduction) == ([own], own, own, None)
         assert config(objective=objective, loss_type=args.loss_type).loss_type == own
 
-    def test_none_is_forgotten(self) -> None:
-        assert self.OWN.keys() == OBJECTIVES.keys()
-
     def test_settings_of_the_objective_decide_too(self) -> None:
         args = config(loss_type="auto", objective_config='{"level": "sequence"}')  # JSON, as on a command line
         assert (args.loss_type, args.objective_config) == ("grpo", {"level": "sequence"})

@@ -8,7 +8,7 @@ from pathlib import Path
 from corral.cli import refuse
 from corral.naming import nearest
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
+_FOLDER = Path(__file__).parents[3] / "benchmarks"
 BENCHMARKS = {
     "head": ("head.py", "the language-model head: time, memory and errors against full logits, fused heads and another tree"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         arguments.name, rest = "head", ["--out", GPU_ROWS, *rest]
     if arguments.name not in BENCHMARKS:
         return refuse(f"there is no benchmark {arguments.name!r}.{nearest(arguments.name, BENCHMARKS)}")
-    script = FOLDER / BENCHMARKS[arguments.name][0]
+    script = _FOLDER / BENCHMARKS[arguments.name][0]
     if not script.exists():
         return refuse(
             f"bench runs from a source checkout, and there is no {script}. Benchmarks are not part of the installed package: "
