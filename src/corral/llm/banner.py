@@ -10,10 +10,10 @@ import trl
 from accelerate.utils import is_peft_model
 
 import corral
-from corral.llm.config import REDUCTIONS
 from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
 from corral.llm.trainer import FUSED
+from corral.llm.trl_api import REDUCTIONS
 from corral.run.view import count
 
 _NO_REGION = {"reinforce"}

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from corral.llm.eval_view import EvalView
+from corral.llm.models import choose_device
 from corral.llm.passk import RIGHT
 from corral.llm.problems import Problems
 from corral.llm.results import EvalFolder, Row, summarise
@@ -23,6 +22,7 @@ from corral.llm.subject import Subject, find_subject
 from corral.run.files import RunError, plain
 from corral.run.folder import commit, versions
 from corral.task import Task, make_task
+from corral.validate import require
 
 _PROCEDURAL = 512
 """Problems of a procedural task, which can draw any number of them."""
@@ -65,14 +65,12 @@ class EvalSettings:
     backend: Literal["auto", "transformers", "vllm"] = "auto"
 
     def __post_init__(self) -> None:
-        for key, least in (("problems", 1), ("samples", 1), ("max_tokens", 1), ("batch_size", 1), ("seed", 0)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise RunError(f"`{key}` must be at least {least}; got {value}.")
-        if not self.temperature > 0:
-            raise RunError(f"`temperature` must be above 0; got {self.temperature}. The greedy answer is given in any case.")
-        if not 0 < self.top_p <= 1:
-            raise RunError(f"`top_p` must be in (0, 1]; got {self.top_p}.")
+        require(self, "problems", "max_tokens", "batch_size", at_least=1, integer=True, optional=True, name="", error=RunError)
+        require(self, "samples", at_least=1, integer=True, name="", error=RunError)
+        require(self, "seed", at_least=0, integer=True, name="", error=RunError)
+        note = "the greedy answer is given in any case"
+        require(self, "temperature", above=0, note=note, name="", error=RunError)
+        require(self, "top_p", above=0, at_most=1, name="", error=RunError)
         if self.instruction is not None and "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
 
@@ -190,14 +188,6 @@ def default_problems(task: Task) -> int:
     """All held-out problems of a data set, which has `sizes`; 512 of a procedural task."""
     sizes = getattr(task, "sizes", None)  # (to train on, held out); no part of the protocol
     return _PROCEDURAL if sizes is None else max(1, sizes[1])
-
-
-def choose_device(requested: str) -> str:
-    """`auto` is the GPU if there is one."""
-    there = torch.cuda.is_available()
-    if requested == "cuda" and not there:
-        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
-    return "cuda" if there and requested != "cpu" else "cpu"
 
 
 def _default_folder(job: EvalJob, plan: dict[str, Any]) -> Path:

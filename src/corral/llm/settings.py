@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from corral.llm.config import REDUCTIONS, CorralConfig, suggest
+from corral.llm.config import CorralConfig, suggest
 from corral.llm.rewards import Reward, as_rewards, path_of
+from corral.llm.trl_api import REDUCTIONS
 from corral.naming import nearest
 from corral.objective import OBJECTIVES, make_objective
 from corral.run.files import RunError
-from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
+from corral.run.settings import GuardMode, add_layer, coerce, read_named, recipes
 from corral.task import TASKS
+from corral.validate import require
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -94,8 +96,9 @@ class Settings:
     """Settings of CorralConfig, checked but not yet applied."""
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "eval_every": 1, "eval_size": 1, "eval_batch_size": 1, "seed": 0}
-        check_least(self, least | {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_completions": 0})
+        counts = ("steps", "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints")
+        require(self, *counts, at_least=1, integer=True, name="", error=RunError)
+        require(self, "seed", "keep_completions", at_least=0, integer=True, name="", error=RunError)
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         for kind, name, known in (("objective", self.objective, OBJECTIVES), ("task", self.task, TASKS)):
