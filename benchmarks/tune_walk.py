@@ -10,7 +10,7 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from corral.kernels.logits import LogitSpec
-from corral.kernels.stream import stream, tile_of
+from corral.kernels.triton.gemm_stats import stream, tile_of
 from corral.kernels.walk import CANDIDATES, Walk, remember, usual_walk
 
 CLEARLY = 0.99

@@ -13,13 +13,13 @@ from interpreted import DEVICE, HALF, small_tiles
 
 from corral.kernels import dense_forward as module  # isort: skip  # after `interpreted`
 from corral.kernels import row_factor, stream  # isort: skip
-from corral.kernels.dense_forward import Begun, begin, dense_forward  # isort: skip
+from corral.kernels.triton.backward.dense_forward import Begun, begin, dense_forward  # isort: skip
 from corral.kernels.logits import LogitSpec  # isort: skip
-from corral.kernels.loss_rows import LOSS, OldRows  # isort: skip
-from corral.kernels.head_rows import HeadRequest, HeadRows  # isort: skip
-from corral.kernels.row_gradient import RowGradient  # isort: skip
-from corral.kernels.rule import rule_of  # isort: skip
-from corral.kernels.select import HeadInput  # isort: skip
+from corral.kernels.triton.loss.rows import LOSS, OldRows  # isort: skip
+from corral.kernels.torch.online import HeadRequest, HeadRows  # isort: skip
+from corral.kernels.triton.backward.row_gradient import RowGradient  # isort: skip
+from corral.kernels.triton.loss.rule import rule_of  # isort: skip
+from corral.kernels.triton.support.select import HeadInput  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 

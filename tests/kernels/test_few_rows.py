@@ -10,9 +10,9 @@ import corral
 from interpreted import DEVICE, HALF, small_tiles
 
 from corral.kernels import dense_backward, sparse_backward, triton_head  # isort: skip  # after `interpreted`
-from corral.kernels.route import FEW  # isort: skip
-from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
-from corral.kernels.head_rows import HeadRequest
+from corral.kernels.triton.backward.route import FEW  # isort: skip
+from corral.kernels.triton.autograd import Plan, TritonHead  # isort: skip
+from corral.kernels.torch.online import HeadRequest
 from corral.kernels.logits import LogitSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf

@@ -13,9 +13,9 @@ from corral.numerics import log1mexp
 from interpreted import DEVICE
 from tolerance import assert_close
 
-from corral.kernels.loss_rows import ACTED, FLAWED, KL_AFTER, LOSS, LossRows, OldRows, metrics_of  # isort: skip  # after `interpreted`
-from corral.kernels.head_rows import HeadRows  # isort: skip
-from corral.kernels.rule import rule_of  # isort: skip
+from corral.kernels.triton.loss.rows import ACTED, FLAWED, KL_AFTER, LOSS, LossRows, OldRows, metrics_of  # isort: skip  # after `interpreted`
+from corral.kernels.torch.online import HeadRows  # isort: skip
+from corral.kernels.triton.loss.rule import rule_of  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 

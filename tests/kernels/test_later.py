@@ -7,9 +7,9 @@ import corral
 from interpreted import DEVICE, small_tiles
 
 from corral.kernels import select  # isort: skip  # after `interpreted`
-from corral.kernels.ids_later import IdsLater  # isort: skip
-from corral.kernels.head_rows import HeadRequest
-from corral.kernels.later import Later
+from corral.kernels.triton.validate import IdsLater  # isort: skip
+from corral.kernels.torch.online import HeadRequest
+from corral.kernels.async_copy import Later
 from corral.kernels.logits import LogitSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")

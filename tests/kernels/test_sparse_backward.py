@@ -8,8 +8,8 @@ from interpreted import DEVICE
 
 from corral.kernels import sparse_backward  # isort: skip  # after `interpreted`
 from corral.kernels.few_rows import FewRows  # isort: skip
-from corral.kernels.route import FEW, Routes  # isort: skip
-from corral.kernels.row_gradient import RowGradient  # isort: skip
+from corral.kernels.triton.backward.route import FEW, Routes  # isort: skip
+from corral.kernels.triton.backward.row_gradient import RowGradient  # isort: skip
 
 ROWS, SLOTS, VOCABULARY, WIDTH = 40, 3, 10, 8  # 10 leaves two tokens in the last program
 

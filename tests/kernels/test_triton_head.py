@@ -11,8 +11,8 @@ from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
 
 from corral.kernels import dense_backward, select  # isort: skip  # after `interpreted`
-from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
-from corral.kernels.head_rows import HeadRequest, HeadRows
+from corral.kernels.triton.autograd import Plan, TritonHead  # isort: skip
+from corral.kernels.torch.online import HeadRequest, HeadRows
 from corral.kernels.logits import LogitSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf

@@ -9,9 +9,9 @@ import corral
 from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
-from corral.kernels.loss_rows import ACTED, FLAWED, LOSS, OldRows, metrics_of  # isort: skip  # after `interpreted`
-from corral.kernels.head_rows import HeadRows  # isort: skip
-from corral.kernels.token_loss import TokenLoss  # isort: skip
+from corral.kernels.triton.loss.rows import ACTED, FLAWED, LOSS, OldRows, metrics_of  # isort: skip  # after `interpreted`
+from corral.kernels.torch.online import HeadRows  # isort: skip
+from corral.kernels.triton.loss.token import TokenLoss  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 

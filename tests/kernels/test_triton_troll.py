@@ -10,9 +10,9 @@ import corral
 from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
-from corral.kernels.loss_rows import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, OldRows, metrics_of  # isort: skip  # after it
-from corral.kernels.head_rows import HeadRows  # isort: skip
-from corral.kernels.troll_loss import TrollLoss  # isort: skip
+from corral.kernels.triton.loss.rows import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, OldRows, metrics_of  # isort: skip  # after it
+from corral.kernels.torch.online import HeadRows  # isort: skip
+from corral.kernels.triton.loss.troll import TrollLoss  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import corral.llm.policy_head
 import corral.llm.trainer
-from corral.kernels.later import Later
+from corral.kernels.async_copy import Later
 from corral.llm import CorralTrainer
 from corral.llm.trainer import FUSED
 from interpreted import DEVICE

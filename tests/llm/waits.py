@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from corral.kernels.later import Later
+from corral.kernels.async_copy import Later
 
 OF_A_NUMBER = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
 BY_A_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
