@@ -18,8 +18,8 @@ from corral.kernels.packed import LossTerms, Packing, token_advantages
 from corral.kernels.precomputed import FusedLoss
 from corral.kernels.rows import Gradients, HeadInput, HeadRequest, HeadRows, join
 from corral.kernels.triton.backward.dense import dense_rows
-from corral.kernels.triton.backward.dense_forward import DenseRows, Rule, dense_forward, scale
-from corral.kernels.triton.backward.row_gradient import RowGradient, Upstream, row_gradient
+from corral.kernels.triton.backward.dense_forward import DenseRows, dense_forward, scale
+from corral.kernels.triton.backward.row_gradient import Upstream, row_gradient
 from corral.kernels.triton.gradients import head_gradients
 from corral.kernels.triton.loss.rows import ACTED, KL_AFTER, LOSS, REGRESSION, LossRows, OldRows, summarize
 from corral.kernels.triton.loss.rule import rule_of
@@ -43,20 +43,32 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     )
     if plan is None:
         return None
+    # The GEMM first: the device has work while the host packs the rest.
     packing = Packing(terms.batch.mask, plan.order, in_order=plan.sparse in (0, len(plan.order)))
     packed = _pack(source, packing, HeadRequest(top_k=own, entropy=source.request.entropy))
+    first, second = slice(0, plan.sparse), slice(plan.sparse, packing.count)
+    streamed = stream_head(packed.rows(first)) if plan.sparse else None
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
     def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
         return rule(rows, replace(old, logp=rows.logp.contiguous()) if terms.on_policy else old)
 
-    rows, loss, gradients, shares = _gradients(packed, anchor, weights, loss_of, plan.sparse, tolerance, needed)
+    parts: list[tuple[HeadRows, LossRows]] = []
+    if streamed is not None:
+        parts.append((streamed, loss_of(streamed, anchor.each(operator.itemgetter(first)))))
+    stored = None
+    if second.start < second.stop:
+        stored = dense_forward(packed.rows(second), anchor.each(operator.itemgetter(second)), weights[second], loss_of, needed)
+        parts.append((stored.rows, stored.loss))
+    rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
     metrics, total, flawed = summarize(loss, rows, anchor, weights, projects=rule.projects)
-    if number := int(AsyncCopy(flawed).wait()):
+    flaws = AsyncCopy(flawed)
+    gradients, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
+    if number := int(flaws.wait()):
         raise ValueError(
-            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes "
-            f"from the model, or from a support with a token twice; an impossible token means that both policies were not "
-            f"given the same logit masks. The objective on the output of corral.lm_head says where."
+            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, or from a "
+            f"support with a token twice; an impossible token means that both policies were not given the same logit masks. "
+            f"The objective on the output of corral.lm_head says where."
         )
     metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
     fields = loss.fields[:, None]
@@ -84,60 +96,34 @@ def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
 
 def _gradients(
     source: HeadInput,
-    old: OldRows,
-    weights: Tensor,
-    loss_of: Rule,
-    sparse: int,
-    tolerance: float,
-    needed: Sequence[bool],
-) -> tuple[HeadRows, LossRows, Gradients, Tensor]:
-    """Rows, losses and gradients of streamed rows, then of stored ones; the share of dense rows, and the most dropped [2]."""
-    count = len(source.tokens)
-    first, second = slice(0, sparse), slice(sparse, count)
-    rows = loss = None
-    if sparse:
-        rows = stream_head(source.rows(first))
-        loss = loss_of(rows, old.each(operator.itemgetter(first)))
-    if not any(needed):
-        assert rows is not None
-        assert loss is not None
-        return rows, loss, (None, None, None), weights.new_tensor([0.0, 0.0])
-    stored = None
-    if sparse < count:
-        stored = dense_forward(source.rows(second), old.each(operator.itemgetter(second)), weights[second], loss_of, needed)
-    if rows is None or loss is None:
-        assert stored is not None
-        _add_left_out(source, stored, weights, needed)
-        return stored.rows, stored.loss, stored.gradients, weights.new_tensor([1.0, 0.0])
-    gradient = row_gradient(rows, source.tokens[first], _upstream(loss, weights[first]), source.spec)
-    if stored is None:
-        gradients, routes = head_gradients(source, rows, gradient, tolerance, needed)
-        return rows, loss, gradients, routes.shares
-    gradients, shares = _add_streamed(source, rows, gradient, stored, weights, tolerance, needed)
-    return join([rows, stored.rows]), LossRows.join([loss, stored.loss]), gradients, shares
-
-
-def _upstream(loss: LossRows, weights: Tensor) -> Upstream:
-    return Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
-
-
-def _add_streamed(
-    source: HeadInput,
-    rows: HeadRows,
-    gradient: RowGradient,
-    stored: DenseRows,
+    streamed: tuple[HeadRows, LossRows] | None,
+    stored: DenseRows | None,
     weights: Tensor,
     tolerance: float,
     needed: Sequence[bool],
 ) -> tuple[Gradients, Tensor]:
-    """Gradients of the streamed rows, which come first, and of the stored ones."""
-    count, first = len(source.tokens), slice(0, len(rows.lse))
-    mean = (gradient.size.sum() + stored.sizes.sum()) / count
-    d_stored, *add_to = stored.gradients
+    """Gradients of streamed rows, which come first, and of stored ones; the share of dense rows, and the most dropped [2]."""
+    if not any(needed):
+        return (None, None, None), weights.new_zeros(2)
+    count = 0 if streamed is None else len(streamed[0].lse)
+    first, second = slice(0, count), slice(count, len(weights))
+    finished: Gradients = (None, None, None)
+    if stored is not None:
+        left_out = AsyncCopy(stored.left_out.sum())
+        finished = stored.finish()
+        if left_out.wait():
+            _add_left_out(source.rows(second), stored, weights[second], finished)
+    if streamed is None:
+        return finished, weights.new_tensor([1.0, 0.0])
+    rows, loss = streamed
+    gradient = row_gradient(rows, source.tokens[first], _upstream(loss, weights[first]), source.spec)
+    if stored is None:
+        gradients, routes = head_gradients(source, rows, gradient, tolerance, needed)
+        return gradients, routes.shares
+    mean, (d_stored, *add_to) = (gradient.size.sum() + stored.sizes.sum()) / len(weights), finished
     (d_hidden, d_weight, d_bias), routes = head_gradients(
         source.rows(first), rows, gradient, tolerance, needed, mean=mean, add_to=(add_to[0], add_to[1])
     )
-    _add_left_out(source.rows(slice(first.stop, count)), stored, weights[first.stop :], needed)
     if d_hidden is not None and d_stored is not None:
         d_hidden = torch.cat([d_hidden, d_stored])
     live = (stored.sizes > 0).sum()
@@ -146,10 +132,12 @@ def _add_streamed(
     return (d_hidden, d_weight, d_bias), shares
 
 
-def _add_left_out(source: HeadInput, stored: DenseRows, weights: Tensor, needed: Sequence[bool]) -> None:
+def _upstream(loss: LossRows, weights: Tensor) -> Upstream:
+    return Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
+
+
+def _add_left_out(source: HeadInput, stored: DenseRows, weights: Tensor, gradients: Gradients) -> None:
     """Recompute the gradients of stored rows that could not be held, and add them to the others', in place."""
-    if not int(AsyncCopy(stored.left_out.sum()).wait()):
-        return
     picked = stored.left_out.nonzero().squeeze(-1)
     gradient = row_gradient(stored.rows, source.tokens, _upstream(stored.loss, weights), source.spec)
-    dense_rows(source, stored.rows, None, gradient, picked, *stored.gradients, add=True)
+    dense_rows(source, stored.rows, None, gradient, picked, *gradients, add=True)

@@ -31,17 +31,17 @@ Rule = Callable[[HeadRows, OldRows], LossRows]
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Loss and gradient of some rows."""
+    """Loss and gradient of some rows, but for the last two GEMMs: what the host asks for before them is soon answered."""
 
     rows: HeadRows
     loss: LossRows
-    gradients: Gradients
-    """Of hidden states, weight and bias for Σ weights · loss; without the rows that are left out."""
     sizes: Tensor
     """Σ |dz| of each row [N]."""
     left_out: Tensor
     """[N] True where a row's gradient could not be stored and has to be recomputed: a sampled token that is next to impossible,
     or next to no mass off the support and yet a gradient there."""
+    finish: Callable[[], Gradients]
+    """Gradients of hidden states, weight and bias for Σ weights · loss; without the rows that are left out."""
 
 
 def dense_forward(source: HeadInput, old: OldRows, weights: Tensor, rule: Rule, needed: Sequence[bool]) -> DenseRows:
@@ -58,7 +58,19 @@ def dense_forward(source: HeadInput, old: OldRows, weights: Tensor, rule: Rule, 
     found: list[HeadRows] = []
     losses: list[LossRows] = []
     sizes = torch.empty(len(hidden), device=hidden.device)
+
+    def multiply_out(part: slice, dz: FactoredGradient) -> None:
+        if d_hidden is not None:
+            dz.times_weight(weight, d_hidden[part])
+        if d_weight is not None:
+            dz.times_hidden(hidden[part], d_weight, add=part.start > 0)
+        if d_bias is not None:
+            d_bias.add_(dz.sums())
+
+    pending: tuple[slice, FactoredGradient] | None = None
     for part in slices(len(hidden), len(memory)):
+        if pending is not None:
+            multiply_out(*pending)
         some, level = old.each(operator.itemgetter(part)), None if reference is None else reference[part]
         stored = memory[: part.stop - part.start]
         rows, loss, sizes[part], dz = _gradient_of_logits(
@@ -66,14 +78,14 @@ def dense_forward(source: HeadInput, old: OldRows, weights: Tensor, rule: Rule, 
         )
         found.append(rows)
         losses.append(loss)
-        if d_hidden is not None:
-            dz.times_weight(weight, d_hidden[part])
-        if d_weight is not None:
-            dz.times_hidden(hidden[part], d_weight, add=part.start > 0)
-        if d_bias is not None:
-            d_bias += dz.sums()
-    gradients = d_hidden, d_weight, d_bias.to(bias.dtype) if d_bias is not None and bias is not None else None
-    return DenseRows(join(found), LossRows.join(losses), gradients, sizes, left_out)
+        pending = part, dz
+
+    def finish() -> Gradients:
+        assert pending is not None
+        multiply_out(*pending)
+        return d_hidden, d_weight, d_bias.to(bias.dtype) if d_bias is not None and bias is not None else None
+
+    return DenseRows(join(found), LossRows.join(losses), sizes, left_out, finish)
 
 
 def _gradient_of_logits(
