@@ -15,7 +15,7 @@ from corral.divergence import (
     kl_k2,
     kl_k3,
 )
-from corral.kernels import HeadOutput, lm_head, policy_loss_from_hidden
+from corral.kernels import HeadOutput, PolicyLoss, lm_head, policy_loss_from_hidden
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
