@@ -1,16 +1,16 @@
-"""What is asked before the work is queued and answered behind it: ids outside the vocabulary are refused all the same."""
+"""Asynchronous copies, and ids validated behind the work that reads them: those outside the vocabulary are refused."""
 
 import pytest
 import torch
 
 import corral
+from corral.kernels.async_copy import AsyncCopy
+from corral.kernels.logits import LogitSpec
+from corral.kernels.rows import HeadInput, HeadRequest
 from interpreted import DEVICE, small_tiles
 
-from corral.kernels import select  # isort: skip  # after `interpreted`
-from corral.kernels.triton.validate import IdsLater  # isort: skip
-from corral.kernels.torch.online import HeadRequest
-from corral.kernels.async_copy import Later
-from corral.kernels.logits import LogitSpec
+from corral.kernels.triton.support import select  # isort: skip  # after `interpreted`
+from corral.kernels.triton.validate import IdCheck  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -24,9 +24,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_arrive():
     numbers = torch.tensor([3, -1], device=DEVICE)
-    later = Later(numbers)
-    assert later.numbers() == [3, -1]
-    assert Later(numbers[:1]).number() == 3
+    assert AsyncCopy(numbers).wait() == [3, -1]
+    assert AsyncCopy(numbers[0]).wait() == 3
 
 
 # Just outside, and so far that whatever is read there would not be memory.
@@ -68,14 +67,14 @@ def test_a_token_twice_in_a_support_is_refused(slots):
 def test_kernels_are_given_no_bad_ids():
     tokens, ids = torch.tensor([3, 40], device=DEVICE), torch.tensor([[39, -7], [2**33 + 5, 0]], device=DEVICE)
     weight = torch.empty(VOCABULARY, WIDTH, device=DEVICE)
-    part = select.HeadInput(weight[:2], weight, None, tokens, ids, LogitSpec(), HeadRequest())
+    part = HeadInput(weight[:2], weight, None, tokens, ids, LogitSpec(), HeadRequest())
     assert select._marks(part).tolist() == [[3, 39, -1], [-1, -1, 0]]
 
 
 def test_nothing_is_asked_of_no_ids():
     none = torch.empty(0, dtype=torch.long, device=DEVICE)
-    IdsLater("here", none, none[:, None], VOCABULARY).answer()
-    IdsLater("here", torch.tensor([39], device=DEVICE), None, VOCABULARY).answer()
+    IdCheck("here", none, none[:, None], VOCABULARY).wait()
+    IdCheck("here", torch.tensor([39], device=DEVICE), None, VOCABULARY).wait()
 
 
 def test_the_torch_path_refuses_too():

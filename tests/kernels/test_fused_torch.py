@@ -1,234 +1,220 @@
-"""Gradients formed in the forward pass: the same as those of the backward pass, whatever was expected."""
+"""Loss and gradient in one pass on the torch path: those of `lm_head`, the objective and autograd one by one."""
 
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import corral
-from corral.kernels import foreseen, head, head_backward, head_rows, lm_head, logits
-from corral.kernels.foreseen import foresee
+from corral import TokenBatch, lm_head, policy_loss_from_hidden
+from corral.kernels import logits
+from corral.kernels.torch import online
 from tolerance import assert_close
 
 F64 = torch.float64
-ROWS, VOCABULARY, WIDTH, SLOTS = 11, 33, 4, 3
+MASK = torch.tensor([[True] * 6 + [False], [False, True, True, True, False, True, True]])
+SHAPE, VOCABULARY, WIDTH = MASK.shape, 33, 4
+SPEC = {"scale": 0.7, "temperature": 1.3}
+SETTINGS = {"dppo": {"estimator": "topk"}, "troll": {"bound": 0.05}}
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 7 vocabulary entries and 4 rows at a time, so that every test crosses their borders."""
+    """Blocks of 7 vocabulary entries and 4 rows at a time: the 11 unmasked tokens are three parts."""
     monkeypatch.setitem(logits.BLOCK, "cpu", (3, 7))
-    monkeypatch.setitem(head_rows.HELD, "cpu", 1)
-    monkeypatch.setattr(head_rows, "ROWS", 4)
+    monkeypatch.setitem(online.HELD, "cpu", 1)
+    monkeypatch.setattr(online, "ROWS", 4)
 
 
-@pytest.fixture
-def backward_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows took the usual way back."""
-    seen: list[int] = []
-
-    def counted(spec: Any, state: Any, grads: Any, needed: Any) -> Any:
-        seen.append(len(grads.live()))
-        return head_backward.head_backward(spec, state, grads, needed)
-
-    for module in (foreseen, head):
-        monkeypatch.setattr(module, "head_backward", counted)
-    return seen
+def make(name: str, **more: Any) -> Any:
+    return corral.make_objective(name, **SETTINGS.get(name, {}), **more)
 
 
 class Problem:
-    """Rows, some of the support padded, one row whose support is everything that is possible."""
+    """A policy that has moved since and, with `ruled_out`, gives up token 5, which the old one thought likely here and there."""
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = F64, support: bool = True) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        self.hidden = torch.randn(ROWS, WIDTH, generator=draw, dtype=F64).to(dtype).requires_grad_()
-        self.weight = (2 * torch.randn(VOCABULARY, WIDTH, generator=draw, dtype=F64)).to(dtype).requires_grad_()
-        bias = torch.randn(VOCABULARY, generator=draw, dtype=F64)
-        bias[5] = -math.inf
-        self.bias = bias.to(dtype).requires_grad_()
-        self.tokens = torch.randint(6, VOCABULARY, (ROWS,), generator=draw)
-        self.ids = None
-        if support:
-            order = torch.rand(ROWS, VOCABULARY, generator=draw).scatter(-1, self.tokens[:, None], 2.0)
-            self.ids = order.argsort(-1)[:, :SLOTS]
-            self.ids[2, 1:] = -1
-            self.ids[::2, 0] = self.tokens[::2]
-        self.draw = draw
+    def __init__(
+        self, dtype: torch.dtype = F64, *, support: bool = True, weights: float = 1.0, ruled_out: bool = True
+    ) -> None:
+        draw = torch.Generator().manual_seed(1)
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [self.hidden, self.weight, self.bias]
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, dtype=F64)
 
-    def head(self, **more: Any) -> corral.HeadOutput:
-        return lm_head(self.hidden, self.weight, self.tokens, bias=self.bias, scale=0.7, temperature=1.3, ids=self.ids, **more)
+        hidden, weight, bias = randn(*SHAPE, WIDTH), 2 * randn(VOCABULARY, WIDTH), randn(VOCABULARY)
+        self.tokens = torch.randint(6, VOCABULARY, SHAPE, generator=draw)
+        old = lm_head(hidden, weight, self.tokens, bias=bias, top_k=5, **SPEC)
+        bias[5] = -math.inf if ruled_out else bias[5]
+        self.leaves = [x.to(dtype).requires_grad_() for x in (hidden + 0.3 * randn(*hidden.shape), weight, bias)]
+        logp_old = torch.where(MASK, old.logp, math.nan)
+        dist = old.dist.map(lambda x: x) if support else None
+        self.batch = TokenBatch(logp_old, logp_old, randn(*SHAPE), MASK, None, dist, logp_old)
+        self.weights = weights * torch.rand(SHAPE, generator=draw, dtype=F64)
+        self.policy_weights = torch.rand(SHAPE, generator=draw, dtype=F64)
+        self.policy_weights[0, 2] = 0.0
 
+    def run(self, objective: Any, **options: Any) -> Any:
+        hidden, weight, bias = self.leaves
+        how = {"weights": self.weights, "policy_weights": self.policy_weights, "impl": "torch", "bias": bias, **SPEC, **options}
+        return policy_loss_from_hidden(hidden, weight, self.tokens, self.batch, objective, **how)
 
-def weighted(weights: Tensor) -> Callable[[Tensor, corral.SparseDist | None, slice], Tensor]:
-    """A loss that is linear in everything, with other weights for every row."""
-
-    def loss(logp: Tensor, dist: corral.SparseDist | None, rows: slice) -> Tensor:
-        total = logp
-        if dist is not None:
-            kept, rest = (torch.where(x > -math.inf, x, 0.0) for x in (dist.logp, dist.rest))
-            total = logp + 0.3 * kept.sum(-1) - 0.2 * rest
-        return (weights[rows].to(logp.dtype) * total).sum()
-
-    return loss
-
-
-def loss_of(out: corral.HeadOutput, loss: Any) -> Tensor:
-    return loss(out.logp, out.dist, slice(None))
+    def one_by_one(self, objective: Any) -> tuple[corral.ObjectiveOutput, Tensor, list[Tensor]]:
+        """The objective's output of the whole batch, the sum, and gradients, in float64."""
+        hidden, weight, bias = leaves = [x.detach().to(F64).requires_grad_() for x in self.leaves]
+        ids = None if self.batch.dist_old is None else self.batch.dist_old.ids
+        head = lm_head(hidden, weight, self.tokens, bias=bias, ids=ids, impl="torch", **SPEC)
+        out = objective(dataclasses.replace(self.batch, logp_new=head.logp, dist_new=head.dist))
+        regression = 0.0 if out.regression is None else out.regression
+        loss = self.policy_weights * (out.loss - regression) + regression
+        total = torch.where(MASK, self.weights * loss, 0.0).sum()
+        return out, total, list(torch.autograd.grad(total, leaves))
 
 
-@pytest.mark.parametrize("support", [True, False], ids=["support", "sampled token alone"])
-@pytest.mark.parametrize("entropy", [True, False], ids=["with entropy", "without"])
-def test_what_was_expected_is_formed_on_the_way(support, entropy, backward_rows):
-    problem = Problem(support=support)
-    weights = torch.randn(ROWS, generator=problem.draw, dtype=F64)
-    weights[[1, 7]] = 0.0  # rows without a gradient
-    out, plain = problem.head(expect=weighted(weights), entropy=entropy), problem.head(entropy=entropy)
-    assert_close(out.logp, plain.logp)
-    if entropy:
-        assert_close(out.entropy, plain.entropy)
-    if support:
-        assert_close(out.dist.logp, plain.dist.logp)
-        assert_close(out.dist.rest, plain.dist.rest)
-    got = torch.autograd.grad(-3.0 * loss_of(out, weighted(weights)), problem.leaves)
-    assert backward_rows == []
-    wanted = torch.autograd.grad(-3.0 * loss_of(plain, weighted(weights)), problem.leaves)
-    assert max(float(x.abs().max()) for x in wanted) > 0.1
-    for actual, expected in zip(got, wanted, strict=True):
+@pytest.mark.parametrize("support", [True, False])
+@pytest.mark.parametrize("name", corral.objective_names())
+def test_every_objective_in_parts(name, support):
+    problem, objective = Problem(support=support), make(name)
+    if objective.needs and not support:
+        return
+    wanted, total, gradients = problem.one_by_one(objective)
+    out = problem.run(objective)
+    assert_close(out.loss, total)
+    assert_close(out.per_token, wanted.loss)
+    for actual, expected in zip(torch.autograd.grad(out.loss, problem.leaves), gradients, strict=True):
         assert_close(actual, expected)
+    for field in ("acted", "kl_after", "regression"):
+        got, known = getattr(out, field), getattr(wanted, field)
+        assert (got is None) == (known is None)
+        assert known is None or torch.equal(torch.where(MASK, got, 0), got)
+        assert known is None or torch.allclose(got.double(), torch.where(MASK, known, 0).double())
+    assert out.metrics.keys() == {*wanted.metrics, "head/dense_share", "head/dropped_max"}
+    for key, value in wanted.metrics.items():  # shares are float32
+        if key == "tr/dual":
+            continue
+        assert out.metrics[key].item() == pytest.approx(value.item(), rel=1e-6, abs=1e-9), key
 
 
-@given(st.integers(0, 1000), st.integers(1, 13), st.sampled_from(["other rows", "all", "nothing expected", "entropy"]))
-def test_a_wrong_guess_costs_time_and_nothing_else(seed, most, wrong):
-    head_rows.ROWS = most
-    problem = Problem(seed)
-    real = torch.randn(ROWS, generator=problem.draw, dtype=F64)
-    guess = {"all": torch.randn(ROWS, generator=problem.draw, dtype=F64), "nothing expected": torch.zeros(ROWS)}.get(
-        wrong, real
-    )
-    if wrong == "other rows":
-        guess = torch.where(torch.arange(ROWS) < 9, real, 0.0)
-    out, plain = problem.head(expect=weighted(guess), entropy=True), problem.head(entropy=True)
-    got, wanted = (
-        torch.autograd.grad(loss_of(x, weighted(real)) + (x.entropy.sum() if wrong == "entropy" else 0.0), problem.leaves)
-        for x in (out, plain)
-    )
-    for actual, expected in zip(got, wanted, strict=True):
-        assert_close(actual, expected)
+def test_the_duals_of_three_parts_count_by_projected_tokens():
+    problem, objective = Problem(ruled_out=False), make("troll")
+    wanted, out = problem.one_by_one(objective)[0].metrics, problem.run(objective)
+    assert out.metrics["tr/dual"].item() == pytest.approx(wanted["tr/dual"].item(), rel=1e-6) != 0
+    assert 0 < out.metrics["tr/active_frac"] < 1
+    assert Problem().run(objective).metrics["tr/unconverged"] > 0  # the other tests' policy
 
 
-def test_only_the_rows_that_differ_go_back_again(backward_rows):
-    problem = Problem()
-    real = 1 + torch.rand(ROWS, dtype=F64)
-    guess = real.clone()
-    guess[4] = 0.0  # the other rows fix the scale to 1 but for what this one adds: nothing
-    loss_of(problem.head(expect=weighted(guess)), weighted(real)).backward()
-    assert backward_rows == [1]
+@pytest.mark.parametrize("name", corral.objective_names())
+def test_each_token_passes_the_objective_once(name):
+    problem, objective, seen = Problem(), make(name), []
+
+    def counted(batch: TokenBatch, config: Any) -> corral.ObjectiveOutput:
+        seen.append(batch.logp_new[batch.mask].tolist())
+        return objective.function(batch, config)
+
+    out = problem.run(dataclasses.replace(objective, function=counted))
+    out.loss.backward()
+    assert len(seen) == (3 if objective.config.tokenwise else 1)
+    assert sum(seen, []) == out.logp[MASK].tolist()  # noqa: RUF017 (three parts)
 
 
-def test_a_row_that_went_wrong_spoils_no_other():
-    problem = Problem()
-    weights = torch.ones(ROWS, dtype=F64)
-    out = problem.head(expect=weighted(weights))
-    weights[3] = math.nan
-    (got,) = torch.autograd.grad(loss_of(out, weighted(weights)), problem.hidden)
-    (wanted,) = torch.autograd.grad(loss_of(problem.head(), weighted(weights)), problem.hidden)
-    assert got[3].isnan().all()
-    others = torch.arange(ROWS) != 3
-    assert_close(got[others], wanted[others])
+@pytest.mark.parametrize(("name", "settings"), [("troll", {"regression": 0.0}), ("ppo_clip", {})])
+def test_gradcheck(name, settings):
+    """Without the regression, whose gradient stops at the projection."""
+    problem, objective = Problem(), make(name, **settings)
+    bias = problem.leaves[2].detach()
+    finite = bias.isfinite()
 
+    def loss(hidden: Tensor, weight: Tensor, some: Tensor) -> Tensor:
+        problem.leaves = [hidden, weight, bias.masked_scatter(finite, some)]
+        return problem.run(objective).loss
 
-def test_gradients_may_be_taken_twice():
-    problem = Problem()
-    weights = torch.randn(ROWS, dtype=F64)
-    loss = loss_of(problem.head(expect=weighted(weights)), weighted(weights))
-    first = torch.autograd.grad(loss, problem.leaves, retain_graph=True)
-    for again, once in zip(torch.autograd.grad(loss, problem.leaves), first, strict=True):
-        assert_close(again, once)
+    class Again(torch.autograd.Function):
+        """The same, computed again for every backward pass: gradcheck asks for several."""
 
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> Tensor:
+            ctx.save_for_backward(*given)
+            return loss(*given)
 
-def test_a_frozen_head_gets_no_gradient_and_neither_does_a_frozen_trunk():
-    problem = Problem()
-    weights = torch.randn(ROWS, dtype=F64)
-    wanted = torch.autograd.grad(loss_of(problem.head(), weighted(weights)), problem.leaves)
-    for frozen in range(2):
-        problem.leaves[frozen].requires_grad_(False)
-        other = problem.leaves[1 - frozen]
-        (got,) = torch.autograd.grad(loss_of(problem.head(expect=weighted(weights)), weighted(weights)), other)
-        assert_close(got, wanted[1 - frozen])
-        problem.leaves[frozen].requires_grad_(True)
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+                return torch.autograd.grad(loss(*given), given, upstream)
+
+    assert torch.autograd.gradcheck(Again.apply, (*problem.leaves[:2], bias[finite].requires_grad_()), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_float32(dtype):
-    problem, exact = Problem(dtype=dtype), Problem()
-    for half, whole in zip(problem.leaves, exact.leaves, strict=True):
-        whole.data = half.detach().double()
-    weights = torch.randn(ROWS, dtype=F64)
-    got = torch.autograd.grad(2.0 * loss_of(problem.head(expect=weighted(weights)), weighted(weights)), problem.leaves)
-    wanted = torch.autograd.grad(2.0 * loss_of(exact.head(), weighted(weights)), exact.leaves)
-    for actual, expected in zip(got, wanted, strict=True):
+    """And in float16 weights of 1e-7 are not lost, times a gradient scaler's 65536."""
+    problem, objective = Problem(dtype, weights=1e-7), make("reinforce")
+    got = torch.autograd.grad(65536 * problem.run(objective).loss, problem.leaves)
+    for actual, expected in zip(got, problem.one_by_one(objective)[2], strict=True):
         assert actual.dtype == dtype
-        assert (actual.double() - expected).norm() < 2 * torch.finfo(dtype).eps * expected.norm()
+        assert (actual.double() - 65536 * expected).norm() < 2 * torch.finfo(dtype).eps * (65536 * expected).norm()
 
 
-@pytest.mark.parametrize("more", [{"softcap": 5.0}, {"top_k": 4}], ids=["soft cap", "own support"])
-def test_where_nothing_is_formed_on_the_way_the_gradient_is_the_same(more, backward_rows):
-    problem = Problem(support=False)
-    weights = torch.randn(ROWS, dtype=F64)
-    out, plain = problem.head(expect=weighted(weights), **more), problem.head(**more)
-    got, wanted = (torch.autograd.grad((weights * x.logp).sum(), problem.leaves) for x in (out, plain))
-    assert backward_rows == [ROWS, ROWS]
+@pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
+def test_what_is_frozen_gets_no_gradient(frozen):
+    problem, objective = Problem(), make("troll")
+    _, total, gradients = problem.one_by_one(objective)
+    for i in frozen:
+        problem.leaves[i].requires_grad_(False)
+    out = problem.run(objective)
+    assert_close(out.loss, total)
+    assert out.loss.requires_grad is (len(frozen) < 3)
+    if len(frozen) < 3:
+        out.loss.backward()
+    for i, (leaf, expected) in enumerate(zip(problem.leaves, gradients, strict=True)):
+        assert (leaf.grad is None) == (i in frozen)
+        assert i in frozen or torch.allclose(leaf.grad, expected)
+
+
+def test_without_a_gradient_and_with_the_entropy():
+    problem, objective = Problem(), make("troll")
+    with torch.no_grad():
+        out = problem.run(objective, entropy=True)
+    logp = (0.7 * (problem.leaves[0] @ problem.leaves[1].T + problem.leaves[2]) / 1.3).log_softmax(-1)
+    entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
+    assert_close(out.entropy, torch.where(MASK, entropy, 0.0))
+    assert_close(out.logp, torch.where(MASK, logp.gather(-1, problem.tokens[..., None])[..., 0], 0.0))
+    assert_close(out.loss, problem.one_by_one(objective)[1])
+    assert not out.loss.requires_grad
+    assert_close(problem.run(objective, entropy=True).loss, out.loss)
+
+
+def test_the_gradient_is_handed_over_once_and_times_one_number():
+    problem, objective = Problem(), make("troll")
+    out, gradients = problem.run(objective), problem.one_by_one(objective)[2]
+    (-3 * out.loss).backward(retain_graph=True)
+    (0.5 * problem.run(objective).loss).backward()  # as in accumulation
+    for leaf, expected in zip(problem.leaves, gradients, strict=True):
+        assert_close(leaf.grad, -2.5 * expected)
+    with pytest.raises(RuntimeError, match="its gradients were handed over by the first backward pass"):
+        out.loss.backward()
+
+
+def test_on_policy_the_anchor_is_the_new_policy():
+    """Every ratio is 1, and the gradient is that of − Σ w c Â log π."""
+    problem, objective = Problem(support=False), make("ppo_clip")
+    problem.batch.logp_old.fill_(math.nan)  # not read
+    problem.batch = dataclasses.replace(problem.batch, logp_rollout=None)
+    got = torch.autograd.grad(problem.run(objective, on_policy=True).loss, problem.leaves)
+    hidden, weight, bias = problem.leaves
+    logp = lm_head(hidden, weight, problem.tokens, bias=bias, impl="torch", **SPEC).logp
+    credit = problem.weights * problem.policy_weights * problem.batch.advantages
+    wanted = torch.autograd.grad(-torch.where(MASK, credit * logp, 0.0).sum(), problem.leaves)
     for actual, expected in zip(got, wanted, strict=True):
         assert_close(actual, expected)
 
 
-def objective_batch(problem: Problem) -> corral.TokenBatch:
-    """The rows as one sequence, under a policy that has moved since."""
-    with torch.no_grad():
-        old = lm_head(
-            problem.hidden + 0.3 * torch.randn(ROWS, WIDTH, generator=problem.draw, dtype=F64), problem.weight,
-            problem.tokens, bias=problem.bias, top_k=5,
-        )  # fmt: skip
-    problem.ids = old.dist.ids
-    mask = torch.ones(1, ROWS, dtype=torch.bool)
-    mask[0, :5] = False  # all of the first four rows, which are taken together
-    dist = corral.SparseDist(old.dist.ids[None], old.dist.logp[None], old.dist.rest[None])
-    advantages = torch.randn(1, generator=problem.draw, dtype=F64)
-    return corral.TokenBatch(old.logp[None], old.logp[None], advantages, mask, None, dist, old.logp[None])
-
-
-@pytest.mark.parametrize("name", corral.objective_names())
-def test_what_an_objective_will_ask_for_is_known(name, backward_rows):
-    """Token by token it is; of a sequence nothing is foreseen, and nothing is wrong."""
-    problem = Problem()
-    batch, weights = objective_batch(problem), torch.rand(1, ROWS, dtype=F64)
-    objective = corral.make_objective(name, **({"estimator": "topk"} if name == "dppo" else {}))
-
-    def gradients(expect: Any) -> tuple[Tensor, ...]:
-        out = problem.head(expect=expect)
-        dist = corral.SparseDist(batch.dist_old.ids, out.dist.logp[None], out.dist.rest[None])
-        b = batch
-        full = corral.TokenBatch(out.logp[None], b.logp_old, b.advantages, b.mask, dist, b.dist_old, b.logp_rollout)
-        return torch.autograd.grad((objective(full).loss * weights).sum(), problem.leaves)
-
-    expect = foresee(objective, batch, lambda x: x.flatten(0, 1), weights)
-    assert (expect is not None) is (name not in ("gspo", "gmpo"))
-    got = gradients(expect)
-    assert len(backward_rows) == (expect is None)
-    for actual, expected in zip(got, gradients(None), strict=True):
-        assert_close(actual, expected)
-
-
-def test_of_a_function_and_of_sequences_nothing_is_foreseen():
-    batch = objective_batch(Problem())
-    for objective in (lambda batch: batch, corral.make_objective("troll", level="sequence")):
-        assert foresee(objective, batch, lambda x: x.flatten(0, 1)) is None
+def test_tokens_without_a_weight_may_be_anything():
+    problem, objective = Problem(), make("reinforce")
+    problem.weights[0, 1] = 0.0
+    problem.batch.advantages[0, 1] = 1e300  # whose loss overflows
+    out = problem.run(objective)
+    assert out.loss.isfinite()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.loss, problem.leaves))

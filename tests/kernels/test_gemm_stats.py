@@ -1,12 +1,12 @@
-"""The streamed product: what its tiles leave, and what it stores for a dense gradient; compiled or interpreted."""
+"""The streamed GEMM: what its tiles leave, and what it stores for a dense gradient; compiled or interpreted."""
 
 import pytest
 import torch
 
+from corral.kernels.logits import LogitSpec
 from interpreted import DEVICE, small_tiles
 
-from corral.kernels import stream  # isort: skip  # after `interpreted`
-from corral.kernels.logits import LogitSpec
+from corral.kernels.triton.gemm_stats import gemm_stats, tile_of  # isort: skip  # after `interpreted`
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
@@ -33,11 +33,11 @@ def test_what_is_stored_relative_to_a_reference(spec, bias):
     hidden, weight, shift = problem(bias)
     z = spec.scale * (hidden.double() @ weight.double().T + (0.0 if shift is None else shift.double()))
     z = (z if spec.softcap is None else spec.softcap * torch.tanh(z / spec.softcap)) / spec.temperature
-    width = stream.tile_of(hidden).columns
+    width = tile_of(hidden).columns
     tiles = -(-VOCABULARY // width)
     store = torch.full((ROWS, tiles * width), torch.nan, device=DEVICE)
     reference = z[:, 0].float() - 1.5
-    stream.stream(hidden, weight, shift, spec, entropy=False, store=store, reference=reference)
+    gemm_stats(hidden, weight, shift, spec, entropy=False, store=store, reference=reference)
     wanted = torch.nn.functional.pad((z - reference.double()[:, None]).exp(), (0, tiles * width - VOCABULARY))
     torch.testing.assert_close(store.double(), wanted, rtol=1e-4, atol=1e-12)
 
@@ -47,9 +47,9 @@ def test_what_would_be_infinite_is_stored_as_a_large_number(step):
     # All logits are 300 and more: e^(300 − 0) is no float32, and about 2¹⁰⁰ is what is kept of it.
     z = 300.0 + step * torch.arange(VOCABULARY).remainder(7).expand(ROWS, -1)
     hidden, weight = with_logits(z)
-    width = stream.tile_of(hidden).columns
+    width = tile_of(hidden).columns
     store = torch.full((ROWS, -(-VOCABULARY // width) * width), torch.nan, device=DEVICE)
-    stream.stream(hidden, weight, None, LogitSpec(), entropy=False, store=store, reference=torch.zeros(ROWS, device=DEVICE))
+    gemm_stats(hidden, weight, None, LogitSpec(), entropy=False, store=store, reference=torch.zeros(ROWS, device=DEVICE))
     kept = store[:, :VOCABULARY]
     assert bool(((kept >= 2.0**96) & (kept <= 2.0**100)).all())
     assert not store[:, VOCABULARY:].any()
@@ -77,8 +77,8 @@ CASES = {
 def test_statistics_are_those_of_float64(case, scale):
     z = CASES[case](torch.Generator().manual_seed(1))
     hidden, weight = with_logits(z)
-    got = stream.stream(hidden, weight, None, LogitSpec(scale, None, 1.0), entropy=True)
-    width = stream.tile_of(hidden).columns
+    got = gemm_stats(hidden, weight, None, LogitSpec(scale, None, 1.0), entropy=True)
+    width = tile_of(hidden).columns
     tiles = (scale * torch.nn.functional.pad(z, (0, -VOCABULARY % width), value=-torch.inf).double()).unflatten(-1, (-1, width))
     (peak, second), order = tiles.topk(2, -1).values.unbind(-1), tiles.sort(stable=True, dim=-1, descending=True)[1]
     others = tiles.scatter(-1, order[..., :1], -torch.inf) - second[..., None]
@@ -97,7 +97,7 @@ def test_a_second_largest_far_below_still_counts():
     z = torch.zeros(ROWS, VOCABULARY)
     z[:, ::16] = 200.0
     hidden, weight = with_logits(z)
-    got = stream.stream(hidden, weight, None, LogitSpec(), entropy=False)
+    got = gemm_stats(hidden, weight, None, LogitSpec(), entropy=False)
     whole = got.others[:, :-1] if DEVICE == "cpu" else got.others  # the last tile is not whole, and exact
     assert bool((whole >= 1.0).all())
     assert bool(got.others.isfinite().all())
