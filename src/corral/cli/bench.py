@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.name is None:
         sys.stdout.write("".join(f"{name:<12} {what}\n" for name, (_, what) in BENCHMARKS.items()))
         return 0
-    if arguments.name == "gpu":  # its name until 0.2
+    if arguments.name == "gpu":  # its old name, for one release
         sys.stderr.write(f"corral bench gpu is now corral bench head --out FILE; rows go to {GPU_ROWS}.\n")
         arguments.name, rest = "head", ["--out", GPU_ROWS, *rest]
     if arguments.name not in BENCHMARKS:
