@@ -47,5 +47,5 @@ def test_bench_gpu_is_the_head_s_for_a_release(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     assert main(["bench", "gpu", "--minutes", "3"]) == 0
-    assert commands[0][1:] == [str(bench.FOLDER / "head.py"), "--out", bench.GPU_ROWS, "--minutes", "3"]
+    assert commands[0][1:] == [str(bench._FOLDER / "head.py"), "--out", bench._GPU_ROWS, "--minutes", "3"]
     assert "is now corral bench head" in capsys.readouterr().err
