@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from audit.four_tokens import RULES, completion
 from corral.audit.folder import AuditFolder, read_audit
-from corral.audit.summary import columns_of
+from corral.audit.summary import table_columns
 from corral.cli import main
 from corral.llm.train import train
 from small_runs import save_model, small
@@ -42,7 +42,7 @@ def moved(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def audit_folder(tmp_path: Path) -> Path:
     folder = AuditFolder(tmp_path / "audit")
-    folder.begin({"what": "compared", "model": "m", "rules": {**RULES.described(), "own": True}})
+    folder.begin({"what": "compared", "model": "m", "rules": {**RULES.as_dict(), "own": True}})
     folder.add(1, [completion("[red]\x1b[31m")])
     folder.close()
     return tmp_path / "audit"
@@ -77,7 +77,7 @@ def test_two_models(model: str, moved: str, tmp_path: Path, capsys: pytest.Captu
     info, table = read_audit(out)
     assert info["rules"]["clip"]["clip_high"] == 0.3
     assert len(set(table["sequence"].to_pylist())) == 8
-    columns = columns_of(table)
+    columns = table_columns(table)
     assert columns["kl"].max() > 1e-3
     # By hand on one completion: the model's own softmax, over everything.
     here = columns["sequence"] == 3

@@ -284,8 +284,8 @@ def test_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known = {"trl": None, "transformers": "5.1.0"}
-    found = doctor.found
-    monkeypatch.setattr(doctor, "found", lambda name: known.get(name, found(name)))
+    found = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: known.get(name, found(name)))
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert f"missing: trl{doctor.TRAINING['trl']}: pip install 'corral[llm]'" in text

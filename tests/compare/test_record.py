@@ -8,7 +8,7 @@ import pytest
 
 from corral.compare.command import Training
 from corral.compare.plan import make_plan
-from corral.compare.record import Comparison, differences, read, shown
+from corral.compare.record import Comparison, differences, read, render_value
 from corral.report.comparison import FILE, read_comparison
 from corral.run.files import RunError
 
@@ -76,4 +76,4 @@ def test_differences_are_named(tmp_path: Path) -> None:
     [(None, "not given"), ((), "nothing"), ({}, "nothing"), ({"a": (1, 2)}, "a=1,2"), ("x", "x")],
 )
 def test_values_in_sentences(value: object, text: str) -> None:
-    assert shown(value) == text
+    assert render_value(value) == text

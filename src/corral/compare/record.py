@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from corral.compare.command import Training
-from corral.compare.folder import found_state, refuse_busy, summary
-from corral.compare.plan import Chosen, Plan, PlannedRun, Stage, State
+from corral.compare.folder import read_state, read_summary, refuse_busy
+from corral.compare.plan import ChosenSettings, ComparisonPlan, PlannedRun, Stage, State
 from corral.report.comparison import FILE, VERSION, SavedRun, read_comparison
 from corral.run.files import RunError, disk_sentence, lock, write_json
 
@@ -35,10 +35,10 @@ class Comparison:
     """A comparison in its folder. Only one process holds it."""
 
     path: Path
-    plan: Plan
+    plan: ComparisonPlan
     training: Training
     command: str
-    chosen: Chosen = field(default_factory=dict)
+    chosen: ChosenSettings = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     _lock: int | None = None
 
@@ -65,22 +65,22 @@ class Comparison:
         """
         known = {record.run.folder: record for record in self.records}
         runs = [*self.plan.sweep_runs(), *self.plan.report_runs(self.chosen)]
-        self.records = [known.get(run.folder) or Record(run=run, state=found_state(self.path / run.folder)) for run in runs]
+        self.records = [known.get(run.folder) or Record(run=run, state=read_state(self.path / run.folder)) for run in runs]
 
     @property
-    def sweep(self) -> list[Record]:
+    def sweep_records(self) -> list[Record]:
         """Runs on which settings are chosen."""
         return [record for record in self.records if record.run.stage == "sweep"]
 
     @property
-    def reported(self) -> list[Record]:
+    def report_records(self) -> list[Record]:
         """Runs that the comparison is about."""
         return [record for record in self.records if record.run.stage == "report"]
 
     @property
-    def choosing(self) -> bool:
+    def must_choose(self) -> bool:
         """Whether the sweep is over and the choice has to be made."""
-        return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep)
+        return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
     def folder(self, record: Record) -> Path:
         """Where a run is."""
@@ -109,25 +109,25 @@ class Comparison:
         refuse_taken(self)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.hold()
+            self._hold()
             if config is not None and self.training.config is not None:
                 shutil.copyfile(config, self.path / self.training.config)
         except OSError as error:
             raise RunError(disk_sentence(error, self.path)) from error
         self.save()
 
-    def go_on(self, *, retry_failed: bool) -> None:
+    def resume(self, *, retry_failed: bool) -> None:
         """Be where the files say it is: a process that was killed could not. Failed runs wait again if they are to be retried.
 
         If runs of the sweep are retried, the choice is made anew.
         """
-        self.hold()
+        self._hold()
         for record in self.records:
             refuse_busy(self.folder(record))
-            found = found_state(self.folder(record))
+            found = read_state(self.folder(record))
             if record.state != "failed":
                 record.state = found
-                record.error = summary(self.folder(record)).get("why") if found == "failed" else None
+                record.error = read_summary(self.folder(record)).get("why") if found == "failed" else None
             elif retry_failed:
                 record.state, record.error = ("waiting" if found == "waiting" else "interrupted"), None
                 self.chosen = {} if record.run.stage == "sweep" else self.chosen
@@ -140,7 +140,7 @@ class Comparison:
             os.close(self._lock)
             self._lock = None
 
-    def hold(self) -> None:
+    def _hold(self) -> None:
         """Keep other processes out."""
         try:
             self._lock = lock(self.path)
@@ -172,7 +172,7 @@ def read(path: Path) -> Comparison:
         saved = read_comparison(path)
         if not saved.kind or not saved.train:
             raise ValueError("it does not say what all runs share (`kind` and `train`), so none can be started.")
-        plan = Plan(
+        plan = ComparisonPlan(
             kind=saved.kind,
             contestants=tuple(saved.contestants),
             sweep={key: tuple(values) for key, values in saved.sweep.items()},
@@ -202,21 +202,23 @@ def differences(there: Comparison, new: Comparison) -> list[str]:
     """In what another comparison differs from the one that is there, in words."""
     old, now = ({**asdict(one.plan), **asdict(one.training)} for one in (there, new))
     settings = old.pop("settings"), now.pop("settings")
-    return [*unlike(old, now), *unlike(*settings)]
+    return [*list_differences(old, now), *list_differences(*settings)]
 
 
-def unlike(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
+def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
     """`key: x there, y now` where two mappings differ."""
     names = sorted(old.keys() | new.keys()) if keys is None else keys
     return [
-        f"{key} is {shown(old.get(key))} there and {shown(new.get(key))} here" for key in names if old.get(key) != new.get(key)
+        f"{key} is {render_value(old.get(key))} there and {render_value(new.get(key))} here"
+        for key in names
+        if old.get(key) != new.get(key)
     ]
 
 
-def shown(value: Any) -> str:
+def render_value(value: Any) -> str:
     """A value in a sentence."""
     if isinstance(value, Mapping):
-        return "; ".join(f"{key}={shown(inner)}" for key, inner in value.items()) or "nothing"
+        return "; ".join(f"{key}={render_value(inner)}" for key, inner in value.items()) or "nothing"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "nothing"
     return "not given" if value is None else str(value)

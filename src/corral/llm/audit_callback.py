@@ -191,7 +191,7 @@ class AuditCallback(TrainerCallback):
             "model": _model_name(self.model),
             "trainer": type(trainer).__name__,
             "loss": trainer.objective.name if isinstance(trainer, CorralTrainer) else trainer.loss_type,
-            "rules": self.rules.described(),
+            "rules": self.rules.as_dict(),
             "settings": {
                 "every": self.every, "sequences": self.sequences, "tokens": self.tokens, "seed": self.seed,
                 "temperature": trainer.temperature, "num_iterations": trainer.num_iterations,

@@ -58,7 +58,9 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
     if objective.get("name") in CLIPPING:
         rules = dataclasses.replace(rules, clip=read_objective(objective), own=True)
     steps = sorted(
-        json.loads((found / "manifest.json").read_text())["step"] for found in folder.named() if damage(found) is None
+        json.loads((found / "manifest.json").read_text())["step"]
+        for found in folder.checkpoint_paths()
+        if damage(found) is None
     )
     if not steps:
         raise RunError(f"the run in {path} has no whole checkpoint to look at.")
@@ -73,8 +75,8 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
 
 def _audit(pairs: Sequence[_Pair], job: EvalJob, rules: Rules, out: Path, what: str, say: _Say) -> Path:
     folder = AuditFolder(out)
-    info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.described(), "settings": job.plan()}
-    folder.check(rules.described())
+    info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.as_dict(), "settings": job.plan()}
+    folder.check(rules.as_dict())
     found: dict[int, list[dict[str, Any]]] = {}
     for pair in pairs:
         say(f"{pair.old.model} → {pair.new.model}: {len(job.held_out)} problems, {job.samples} completions each")

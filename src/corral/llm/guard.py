@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from corral.llm.config import steps_per_batch
 from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.settings import GuardMode
-from corral.run.watch import Limits
+from corral.run.watch import CollapseLimits
 
 if TYPE_CHECKING:
     from corral.llm.trainer import CorralTrainer
@@ -39,7 +39,7 @@ class GuardCallback(Guard, TrainerCallback):
     def __init__(
         self,
         mode: GuardMode = "warn",
-        limits: Limits | None = None,
+        limits: CollapseLimits | None = None,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
         super().__init__(mode, limits, say)

@@ -25,7 +25,7 @@ from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
-from corral.run.view import View
+from corral.run.view import RunView
 from corral.task import text_of
 from corral.types import TokenBatch
 
@@ -41,7 +41,7 @@ class Session(Interruptible):
     """The task's verifier, which decides success on them."""
     folder: RunFolder | None
     guard: GuardCallback
-    view: View
+    view: RunView
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Lines of metrics.jsonl so far."""
 

@@ -20,7 +20,7 @@ from corral.llm.settings import Settings, resolve
 from corral.run.ending import Outcome, attempt, close, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
-from corral.run.view import View, make_view
+from corral.run.view import RunView, make_view
 
 
 def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -> Outcome:
@@ -74,7 +74,7 @@ def _run(
     folder: RunFolder | None,
     checkpoint: Checkpoint | None,
     lines: list[dict[str, Any]],
-    view: View,
+    view: RunView,
 ) -> Outcome:
     """Train, and write summary.json however the run ended."""
     shared = [str(folder.path) if folder else None, checkpoint, lines]
@@ -104,7 +104,7 @@ def _run(
 
 def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint | None) -> Stopped:
     settings = session.settings
-    with session.obeying_signals(), _tensorboard_in(where):
+    with session.stop_on_signals(), _tensorboard_in(where):
         trainer = _build_trainer(session, parts, where)
         session.view.begin(banner(settings, trainer, where), settings.steps, checkpoint.step if checkpoint else 0)
         trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
@@ -146,7 +146,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     return trainer
 
 
-def _report_finished(settings: Settings, folder: RunFolder, view: View) -> Outcome:
+def _report_finished(settings: Settings, folder: RunFolder, view: RunView) -> Outcome:
     """All steps are done: write the summary again, which may be missing if the process was killed."""
     lines = folder.lines()
     summary = _summary(settings, lines, "finished", None)

@@ -19,17 +19,17 @@ from corral.run.files import RunError, write_whole
 LARGEST = 6_000_000
 """Bytes of a page."""
 
-THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
+_THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
 
-HIDDEN = re.compile(
+_HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 """Controls, invisible and bidirectional marks, lone surrogates: what makes a text look like another one. Joiners stay."""
 
-NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
+_NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
 """A cell that is read by its digits; a column of such cells stands right."""
 
-VOID = {"meta", "input", "br", "link"}
+_VOID = {"meta", "input", "br", "link"}
 
 
 class Safe(str):
@@ -43,7 +43,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Safe:
         if value is not None and value is not False:
             key = key.rstrip("_").replace("_", "-")
             head += f" {key}" if value is True else f' {key}="{escape(visible(str(value)))}"'
-    if name in VOID:
+    if name in _VOID:
         return Safe(f"<{head}>")
     return Safe(f"<{head}>{join(*children)}</{name}>")
 
@@ -62,10 +62,10 @@ def note(*children: Any, good: bool = False) -> Safe:
 
 def visible(text: str) -> str:
     """The text with everything hidden in it written out, as ⟨U+202E⟩."""
-    return HIDDEN.sub(_name, text.replace("\r\n", "\n"))
+    return _HIDDEN.sub(_name, text.replace("\r\n", "\n"))
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """The beginning of a long text, and how much more there is."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
@@ -73,7 +73,7 @@ def shortened(text: str, most: int) -> str:
 def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
     """Rows under the headings of `columns`; `show` makes a cell of a key and a row."""
     cells = [[show(key, row) for key in columns] for row in rows]
-    numeric = [all(NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
+    numeric = [all(_NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
     wordy = [any(len(str(line[index])) > 12 for line in cells) for index in range(len(columns))]
     kinds = ["number" if digits else "words" if words else None for digits, words in zip(numeric, wordy, strict=True)]
     head = tag(
@@ -110,7 +110,7 @@ def page_body(
 ) -> Safe:
     """Header with the choice of a theme and a link to every part, what is in `main`, and a footer."""
     labels = []
-    for index, (key, text) in enumerate(THEMES.items()):
+    for index, (key, text) in enumerate(_THEMES.items()):
         labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
     themes = tag("fieldset", tag("legend", "Theme"), *labels, class_="choice", id="choose-theme")
     links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
