@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
+from corral.validate import number_in as number_in
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 NEAR = 0.5
 """|x| below which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
@@ -22,11 +24,6 @@ LOG_RATIO_MAX = 20.0
 
 CERTAIN = -1e-8
 """The largest sampled log-prob a KL reads. 0 in float32 is p ≥ 1 − 6e-8, rounded, and infinitely far from any other policy."""
-
-
-def number_in(value: object, low: float, high: float = math.inf) -> bool:
-    """Whether `value` is a number in [low, high]; NaN, booleans and everything else are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -40,11 +37,11 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def without_autocast(function: Callable[P, Result]) -> Callable[P, Result]:
+def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     """Autocast would round the factors of every float32 product to half precision: here they stay what they are."""
 
     @wraps(function)
-    def exact(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def exact(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
         devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
         with ExitStack() as stack:
             for device in devices:

@@ -1,5 +1,6 @@
 """`corral bench`: a name, a script of the source checkout, and sentences where there is none."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ def test_an_unknown_name_answers_with_the_nearest(capsys: pytest.CaptureFixture[
 def test_outside_a_source_checkout_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    monkeypatch.setattr(bench, "_FOLDER", tmp_path)
     assert main(["bench", "head"]) == 1
     assert "runs from a source checkout" in capsys.readouterr().err
+
+
+def test_bench_gpu_is_the_head_s_for_a_release(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    assert main(["bench", "gpu", "--minutes", "3"]) == 0
+    assert commands[0][1:] == [str(bench._FOLDER / "head.py"), "--out", bench._GPU_ROWS, "--minutes", "3"]
+    assert "is now corral bench head" in capsys.readouterr().err

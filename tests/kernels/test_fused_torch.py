@@ -34,11 +34,9 @@ def make(name: str, **more: Any) -> Any:
 
 
 class Problem:
-    """A policy that has moved since and, with `ruled_out`, gives up token 5, which the old one thought likely here and there."""
+    """A policy that has moved since; with `ruled_out` it gives up token 5, which the old one thought likely here and there."""
 
-    def __init__(
-        self, dtype: torch.dtype = F64, *, support: bool = True, weights: float = 1.0, ruled_out: bool = True
-    ) -> None:
+    def __init__(self, dtype: torch.dtype = F64, *, support: bool = True, weights: float = 1.0, ruled_out: bool = True) -> None:
         draw = torch.Generator().manual_seed(1)
 
         def randn(*shape: int) -> Tensor:

@@ -130,5 +130,5 @@ def test_a_loss_that_is_not_finite_is_refused_before_the_optimizer_sees_it(
     old = inputs["old_per_token_logps"] = inputs["old_per_token_logps"].clone()
     old[0, 0] = torch.nan
     assert inputs["completion_mask"][0, 0]
-    with pytest.raises(ValueError, match="ppo_clip: logp_old is not finite at a live token"):
+    with pytest.raises(ValueError, match="ppo_clip: logp_old is not finite at an unmasked token"):
         trainer.compute_loss(trainer.model, inputs)

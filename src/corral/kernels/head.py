@@ -11,9 +11,9 @@ from corral.kernels.logits import LogitSpec
 from corral.kernels.rows import HeadRequest
 from corral.kernels.torch.autograd import TorchHead
 from corral.kernels.torch.sharded import Shard
-from corral.numerics import number_in
 from corral.support import check_id_dtype
 from corral.types import SparseDist
+from corral.validate import number_in
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import bounded, credit, log_ratio
+from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,7 @@ class SPOConfig(ObjectiveConfig):
     """ε: the ratio 1 ± ε at which the penalty balances the advantage; further out the gradient pulls back."""
 
     def __post_init__(self) -> None:
-        if not (number_in(self.epsilon, 0) and self.epsilon > 0):
-            raise ValueError(f"spo: `epsilon` is a distance from ratio 1 and must be > 0; got {self.epsilon!r}.")
+        require(self, "epsilon", above=0, what="a distance from ratio 1")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -39,7 +38,7 @@ def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
         Xie et al. 2025, arXiv:2401.16025 (v7 and later). Invariant: the gradient vanishes at ρ = 1 + sgn(Â) ε.
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
-    excess = torch.expm1(bounded(log_rho))
+    excess = torch.expm1(clamp_log_ratio(log_rho))
     loss = -(1 + excess) * advantages + advantages.abs() * excess**2 / (2 * config.epsilon)
     acted = excess * advantages.sign() > config.epsilon
     return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted), acted)

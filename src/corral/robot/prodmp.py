@@ -10,22 +10,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32, expm1_minus, number_in, without_autocast
+from corral.numerics import at_least_float32, expm1_minus, without_autocast
+from corral.validate import require
 
-Built = TypeVar("Built")
+_Built = TypeVar("_Built")
 
-HORIZON = 6
+_HORIZON = 6
 """Plans reach this many τ past their delay; at the usual phase the force has decayed to e^−18 by then."""
 
 NODES = 10
 """Points of the Gauss–Legendre rule inside a panel."""
 
 
-def _constant(build: Callable[["ProDMP"], Built]) -> "cached_property[Built]":
+def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
     """A cached property of plain CPU tensors, whatever mode or default device they are first asked for in."""
 
     @wraps(build)
-    def plain(prodmp: "ProDMP") -> Built:
+    def plain(prodmp: "ProDMP") -> _Built:
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             return build(prodmp)
 
@@ -95,16 +96,9 @@ class ProDMP:
     """The goal is an offset from y_b instead of a position."""
 
     def __post_init__(self) -> None:
-        for name in ("dof", "basis"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not number_in(value, 1):
-                raise ValueError(f"ProDMP: `{name}` is a whole number ≥ 1; got {value!r}.")
-        for name in ("tau", "alpha", "alpha_phase", "bandwidth", "weights_scale", "goal_scale"):
-            value = getattr(self, name)
-            if not (number_in(value, 0) and 0 < value < math.inf):
-                raise ValueError(f"ProDMP: `{name}` must be finite and > 0; got {value!r}.")
-        if not (number_in(self.delay, 0) and self.delay < math.inf):
-            raise ValueError(f"ProDMP: `delay` is in seconds, finite and ≥ 0; got {self.delay!r}.")
+        require(self, "dof", "basis", at_least=1, integer=True)
+        require(self, "tau", "alpha", "alpha_phase", "bandwidth", "weights_scale", "goal_scale", above=0, finite=True)
+        require(self, "delay", at_least=0, finite=True, what="a number of seconds")
 
     @property
     def columns(self) -> int:
@@ -187,9 +181,9 @@ class ProDMP:
         begin = torch.as_tensor(start_time, dtype=torch.float64, device="cpu")[..., None]
         s, s_b = (((t - self.delay) / self.tau).clamp(min=0) for t in (times, begin))
         for name, x in (("times", s), ("start_time", s_b)):
-            if x.numel() and not bool((x <= HORIZON * (1 + 1e-6)).all()):
+            if x.numel() and not bool((x <= _HORIZON * (1 + 1e-6)).all()):
                 raise ValueError(
-                    f"ProDMP: `{name}` must end by {HORIZON} τ + delay = {HORIZON * self.tau + self.delay:g} s; got "
+                    f"ProDMP: `{name}` must end by {_HORIZON} τ + delay = {_HORIZON * self.tau + self.delay:g} s; got "
                     f"{x.max().item() * self.tau + self.delay:g} s. Use a longer tau."
                 )
         free = _free(s - s_b, self.alpha / 2)  # [* T 2 2]
@@ -252,8 +246,8 @@ class ProDMP:
         constant of spring and phase does the same for them.
         """
         finest = max(4 * self.basis * max(1.0, self.bandwidth / 3), self.alpha, 2 * self.alpha_phase)
-        panels = math.ceil(HORIZON * finest)
-        width = HORIZON / panels
+        panels = math.ceil(_HORIZON * finest)
+        width = _HORIZON / panels
         begin = torch.arange(panels, dtype=torch.float64) * width
         pushes = self._push(begin, torch.full_like(begin, width))
         carry = _free(torch.tensor(width, dtype=torch.float64), self.alpha / 2)
@@ -268,7 +262,7 @@ class ProDMP:
         scale = torch.tensor([self.weights_scale] * self.basis + [self.goal_scale], dtype=torch.float64)
         if not self.auto_scale:
             return scale
-        s = torch.linspace(0, HORIZON, 1000 * HORIZON + 1, dtype=torch.float64)
+        s = torch.linspace(0, _HORIZON, 1000 * _HORIZON + 1, dtype=torch.float64)
         peak = torch.cat([self._response(s)[:, 0], _goal(s, self.alpha / 2)[:, :1]], -1).amax(0)
         return scale / peak
 
