@@ -88,9 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.programs} programs: {PROGRAM}")
     if args.programs * (args.rounds + 1) >= USES:
-        parser.error(
-            f"a worker is replaced after {USES} programs, which would be measured too: ask for fewer, or fewer rounds."
-        )
+        parser.error(f"a worker is replaced after {USES} programs, which would be measured too: ask for fewer.")
     rows = []
     for backend in BACKENDS:
         if reason := why_not(backend):
