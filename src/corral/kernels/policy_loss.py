@@ -89,7 +89,7 @@ def policy_loss_from_hidden(
         scale, softcap, temperature: how the model and the sampler turn h Wᵀ into logits, as in `lm_head`.
         impl: "torch", "triton", or "auto" for the best there is.
     Returns:
-        PolicyLoss. Its gradient may be asked for once; accumulation and a gradient scaler multiply it by one number.
+        PolicyLoss. Its gradient can be taken once; accumulation and a gradient scaler multiply it by one number.
     Ref:
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
@@ -234,7 +234,7 @@ def _check(
 
 
 def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
-    """Refuse a support [N K] of other tokens than those sampled [N]: nobody behind this sees both."""
+    """Refuse a support [N K] of other tokens than those sampled [N]: nothing behind this sees both."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "

@@ -126,9 +126,9 @@ def _gradients(
     )
     if d_hidden is not None and d_stored is not None:
         d_hidden = torch.cat([d_hidden, d_stored])
-    live = (stored.sizes > 0).sum()
+    with_gradient = (stored.sizes > 0).sum()
     alive, dense = routes.counts
-    shares = torch.stack([(dense + live) / (alive + live).clamp(min=1), routes.shares[1]])
+    shares = torch.stack([(dense + with_gradient) / (alive + with_gradient).clamp(min=1), routes.shares[1]])
     return (d_hidden, d_weight, d_bias), shares
 
 

@@ -55,7 +55,7 @@ class TileStatistics:
     second: Tensor
     """Largest logit but that one."""
     others: Tensor
-    """Σ e^(z − second) over all columns but `place`; where these are 150 nats below the largest, at least 1."""
+    """Σ e^(z − second) over all columns but `place`; where these are 150 below the largest, at least 1."""
     weighted: Tensor
     """Σ (z − second) e^(z − second) over the same; for the entropy, empty unless asked for."""
 
@@ -125,11 +125,11 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit
 @no_type_check
-def finish_logits(products, columns, bias, vocabulary, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr):
+def finish_logits(dots, columns, bias, vocabulary, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr):
     """z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
     if BIAS:
-        products += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
-    z = products * before
+        dots += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
+    z = dots * before
     if CAP:
         e = tl.exp(-2.0 * tl.abs(z) / cap)
         z = cap * after * tl.where(z < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
@@ -211,12 +211,12 @@ def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
 def _multiply(
     hidden, weight, row_block, column_block, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dots = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, width, DEPTH):
         h = hidden.load([row_block * ROWS, k])
         w = weight.load([column_block * COLUMNS, k])
-        products = tl.dot(h, w.T, products, input_precision="ieee")
-    return products
+        dots = tl.dot(h, w.T, dots, input_precision="ieee")
+    return dots
 
 
 @triton.jit
@@ -232,11 +232,11 @@ def _relative(e, base, is_top, top, reference, most):
 @triton.jit
 @no_type_check
 def _leave(
-    peak, place, second, others, weighted, here, live, top, at, next_top, total, gaps, ENTROPY: tl.constexpr
+    peak, place, second, others, weighted, here, valid, top, at, next_top, total, gaps, ENTROPY: tl.constexpr
 ):  # fmt: skip
-    tl.store(peak + here, top, mask=live)
-    tl.store(place + here, at.to(tl.uint8), mask=live)
-    tl.store(second + here, next_top, mask=live)
-    tl.store(others + here, total, mask=live)
+    tl.store(peak + here, top, mask=valid)
+    tl.store(place + here, at.to(tl.uint8), mask=valid)
+    tl.store(second + here, next_top, mask=valid)
+    tl.store(others + here, total, mask=valid)
     if ENTROPY:
-        tl.store(weighted + here, gaps, mask=live)
+        tl.store(weighted + here, gaps, mask=valid)
