@@ -1,4 +1,4 @@
-"""Values that cross the wall, as JSON that tells a list from a tuple: what comes back is plain data, whatever it was inside.
+"""Serialization across the sandbox: JSON that tells a list from a tuple. What comes back is plain data, whatever it was inside.
 
 This file is also run inside the sandbox, before `harness.py`; it needs the standard library alone.
 """
@@ -7,11 +7,11 @@ import json
 import math
 from typing import Any
 
-KINDS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_CONTAINERS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Opaque:
-    """Stands for a value that cannot cross: it equals nothing."""
+    """A value that cannot be serialized: it equals nothing."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -39,7 +39,7 @@ def encode(value: Any) -> Any:
         return ["complex", complex.__getattribute__(value, "real"), complex.__getattribute__(value, "imag")]
     if isinstance(value, bytes):
         return ["bytes", bytes.hex(value)]
-    for name, kind in KINDS.items():
+    for name, kind in _CONTAINERS.items():
         if isinstance(value, kind):
             return [name, *(encode(item) for item in kind.__iter__(value))]
     return ["other", f"{type(value).__name__} object"]
@@ -51,8 +51,8 @@ def decode(data: Any) -> Any:
     if not isinstance(data, list):
         return data
     name, *items = data
-    if name in KINDS:
-        return KINDS[name](decode(item) for item in items)
+    if name in _CONTAINERS:
+        return _CONTAINERS[name](decode(item) for item in items)
     if name == "int":
         return int(items[0], 16)
     if name == "dict":
@@ -65,7 +65,7 @@ def decode(data: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """One line."""
+    """A value as one line of JSON."""
     return json.dumps(encode(value))
 
 

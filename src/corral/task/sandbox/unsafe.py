@@ -1,4 +1,4 @@
-"""Without a wall, for those who asked for it: limits and a process group, and the user's files and network in full view."""
+"""Execution without isolation, where the user asked for it: resource limits and a process group, nothing else."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from corral.task.sandbox.result import SandboxJob, SandboxResult, SandboxStatus,
 from corral.task.sandbox.view import interpreter
 
 # The program is an argument of the interpreter's; limits are set by its first lines, in its own process.
-RUN = """
+_RUN = """
 import resource, sys
 memory, cpu, file_size = map(int, sys.argv[1:4])
 for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, cpu), (resource.RLIMIT_FSIZE, file_size)):
@@ -30,10 +30,10 @@ try:
 except MemoryError:
     sys.exit(137)
 """
-OUT_OF_MEMORY = 137
-BASELINE = 64 << 20
-CHUNK = 1 << 16
-FAREWELL = 2.0
+_OUT_OF_MEMORY = 137
+_BASELINE = 64 << 20
+_CHUNK = 1 << 16
+_EXIT_SECONDS = 2.0
 """Seconds within which a killed process has gone."""
 
 
@@ -54,17 +54,17 @@ def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[Sandbox
 
 
 def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
-    """`stdout` is a file to write to, closed here with `stdin` once the program has both; None keeps what is written."""
+    """`stdout` is a file to write to, closed here with `stdin` once the program has both; None captures what is written."""
     limits = job.limits
     with tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "program.py")
         with open(path, "wb") as file:
             file.write(encode(job.code))
-        numbers = [(limits.memory_mb << 20) + BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
+        numbers = [(limits.memory_mb << 20) + _BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
         started = time.monotonic()
         try:
             process = subprocess.Popen(
-                [interpreter(), "-I", "-S", "-B", "-c", RUN, *map(str, numbers), path],
+                [interpreter(), "-I", "-S", "-B", "-c", _RUN, *map(str, numbers), path],
                 stdin=stdin,
                 stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
@@ -85,10 +85,10 @@ def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
 
 def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[SandboxStatus | None, list[str]]:
     """Read both streams until the program ends, or there is a reason to end it. Daemons that keep them open are not awaited."""
-    kept = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
+    written = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
     reason: SandboxStatus | None = None
     with selectors.DefaultSelector() as selector:
-        for file in kept:
+        for file in written:
             selector.register(file, selectors.EVENT_READ)
         while selector.get_map() and reason is None:
             ended = process.poll() is not None
@@ -96,11 +96,11 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> 
             if ended and not ready:
                 break
             for key, _ in ready:
-                data = os.read(key.fd, CHUNK)
-                kept[key.fd] += data
+                data = os.read(key.fd, _CHUNK)
+                written[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
-                if len(kept[key.fd]) > output:
+                if len(written[key.fd]) > output:
                     reason = "output"
             if not ended and time.monotonic() > deadline:
                 reason = "timeout"
@@ -109,7 +109,7 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> 
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             reason = "timeout"
-    texts = [bytes(data[:output]).decode("utf-8", "replace") for data in kept.values()]
+    texts = [bytes(data[:output]).decode("utf-8", "replace") for data in written.values()]
     return reason, texts if len(texts) == 2 else ["", *texts]
 
 
@@ -117,14 +117,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel itself holds dies when it can
-        process.wait(FAREWELL)
+        process.wait(_EXIT_SECONDS)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 
 
 def _status(code: int | None) -> SandboxStatus:
-    if code == OUT_OF_MEMORY:
+    if code == _OUT_OF_MEMORY:
         return "memory"
     if code == -signal.SIGXCPU:
         return "timeout"

@@ -1,19 +1,19 @@
-"""How much memory all processes of a program hold together: the kernel's own limit counts each of them alone."""
+"""Memory of all processes of a program together, from /proc: the kernel's own limit counts each of them alone."""
 
 import _socket
 import os
 
 from corral.task.sandbox.inside import kernel
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Memory:
-    """Readings of /proc, by an open folder: inside, no path leads there."""
+    """Memory use, read from /proc through an open folder: inside, no path leads there."""
 
     def __init__(self, proc: int, events: int | None) -> None:
         self.proc, self.events = proc, events
-        self.baseline = self._pages("self")[0] * PAGE
+        self.baseline = self._pages("self")[0] * _PAGE
         """Address space of this process, which every program starts with."""
         self._shared = self._private("self")  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()
@@ -21,9 +21,9 @@ class Memory:
         self._socket = 3 * one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF) // 2  # the last message may be half as large
         one.close()
         other.close()
-        self.used()  # what cannot be read here should show now, not in the middle of a program
+        self.usage()  # what cannot be read here should show now, not in the middle of a program
 
-    def used(self) -> int:
+    def usage(self) -> int:
         """Bytes held by everything that this process has started, beyond what it was born with, and by sockets."""
         total, queue = 0, self._children("self")
         while queue:
@@ -34,7 +34,7 @@ class Memory:
             except OSError:  # it has ended meanwhile
                 continue
         sockets = self._read("self/net/unix").count("\n") - 1  # those of this network namespace, below a line of titles
-        return total * PAGE + sockets * self._socket
+        return total * _PAGE + sockets * self._socket
 
     def ran_out(self) -> bool:
         """Whether the kernel has killed for want of memory since the last question: in the cgroup, or anywhere without one."""
