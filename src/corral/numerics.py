@@ -1,4 +1,4 @@
-"""Numerics everything else leans on: precision, and logarithms that stay exact at both ends."""
+"""Numerics: precision, and logarithms that stay exact at both ends."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,6 @@ from typing import ParamSpec, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from corral.validate import number_in as number_in
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")

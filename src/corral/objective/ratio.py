@@ -1,4 +1,4 @@
-"""Probability ratios and credit, as every objective reads them: clean at padding, finite everywhere."""
+"""Probability ratios and advantages for all objectives: 0 at padding, finite everywhere."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,9 +34,6 @@ def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
 def clamp_log_ratio(log_rho: Tensor) -> Tensor:
     """log ρ, at most 20, to take exp of."""
     return log_rho.clamp(max=LOG_RATIO_MAX)
-
-
-bounded = clamp_log_ratio  # the name until 0.1
 
 
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:

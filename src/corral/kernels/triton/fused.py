@@ -20,12 +20,13 @@ from corral.kernels.rows import Gradients, HeadInput, HeadRequest, HeadRows, joi
 from corral.kernels.triton.backward.dense import dense_rows
 from corral.kernels.triton.backward.dense_forward import DenseRows, dense_forward, scale
 from corral.kernels.triton.backward.row_gradient import Upstream, row_gradient
+from corral.kernels.triton.gemm_stats import gemm_stats
 from corral.kernels.triton.gradients import head_gradients
 from corral.kernels.triton.loss.rows import ACTED, KL_AFTER, LOSS, REGRESSION, LossRows, OldRows, summarize
 from corral.kernels.triton.loss.rule import rule_of
 from corral.kernels.triton.plan_batch import plan_batch
-from corral.kernels.triton.support.select import stream_head
-from corral.support import Limits
+from corral.kernels.triton.support.select import ROWS_AT_ONCE, stream_head
+from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput
 
 
@@ -37,17 +38,26 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     # Without a given support, the policy's own carries a sparse gradient.
     own = own_top_k(source.hidden, len(source.weight)) if old is None and tolerance > 0 and any(needed) else None
     checked = getattr(terms.objective, "check", True)  # an objective with a rule is ours, and has it
-    limits = Limits.of(terms.batch.logp_old, old) if checked and not terms.on_policy else Limits()
+    limits = LogpTolerance.of(terms.batch.logp_old, old) if checked and not terms.on_policy else LogpTolerance()
     plan = plan_batch(
         terms, source.tokens, source.weight, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
     )
-    if plan is None:
+    request, stats = HeadRequest(top_k=own, entropy=source.request.entropy), None
+    hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
+    if len(hidden) <= ROWS_AT_ONCE:  # the GEMM, before the host knows how many rows it has: a third of the time at H = 896
+        stats = gemm_stats(
+            hidden, source.weight, bias, source.spec, entropy=request.entropy, counter=plan.counts
+        )  # fmt: skip
+    found = plan.wait()
+    if found is None:
         return None
-    # The GEMM first: the device has work while the host packs the rest.
-    packing = Packing(terms.batch.mask, plan.order, in_order=plan.sparse in (0, len(plan.order)))
-    packed = _pack(source, packing, HeadRequest(top_k=own, entropy=source.request.entropy))
-    first, second = slice(0, plan.sparse), slice(plan.sparse, packing.count)
-    streamed = stream_head(packed.rows(first)) if plan.sparse else None
+    sparse, count = found
+    packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
+    ids = None if source.ids is None else packing.pack(source.ids).contiguous()
+    tokens = packing.pack(source.tokens).long().contiguous()
+    packed = HeadInput(hidden[:count], source.weight, bias, tokens, ids, source.spec, request)
+    first, second = slice(0, sparse), slice(sparse, count)
+    streamed = stream_head(packed.rows(first), None if stats is None else stats.first(sparse)) if sparse else None
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
     def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
@@ -77,13 +87,6 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
         fields[REGRESSION] if rule.projects else None,
     )  # fmt: skip
     return FusedLoss(packing, total, rows, output, gradients, scale)
-
-
-def _pack(source: HeadInput, packing: Packing, request: HeadRequest) -> HeadInput:
-    """The rows in their order, as kernels read them."""
-    ids = None if source.ids is None else packing.pack(source.ids).contiguous()
-    tokens, bias = packing.pack(source.tokens).long().contiguous(), None if source.bias is None else source.bias.contiguous()
-    return HeadInput(packing.pack(source.hidden).contiguous(), source.weight, bias, tokens, ids, source.spec, request)
 
 
 def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:

@@ -59,6 +59,10 @@ class TileStatistics:
     weighted: Tensor
     """Σ (z − second) e^(z − second) over the same; for the entropy, empty unless asked for."""
 
+    def first(self, count: int) -> "TileStatistics":
+        """Those of the first tokens."""
+        return TileStatistics(*(x[:count] for x in (self.peak, self.place, self.second, self.others, self.weighted)))
+
 
 def tile_of(x: Tensor) -> Tile:
     """The tile for this dtype on this device."""
@@ -80,12 +84,13 @@ def gemm_stats(
     entropy: bool,
     store: Tensor | None = None,
     reference: Tensor | None = None,
+    counter: Tensor | None = None,
 ) -> TileStatistics:
     """Every logit of hidden [N, H] over weight [V, H], once, reduced where it was made.
 
     `store` [N, tiles · C] gets e^(z − second) of every logit but its tile's largest, where it is 0: what a dense gradient is
     made of, as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of
-    every logit, at most 2¹⁰⁰.
+    every logit, at most 2¹⁰⁰. Only the first `counter` [1] rows count, where the host does not know how many there are.
     """
     tile = tile_of(hidden)
     count, vocabulary = len(hidden), len(weight)
@@ -102,8 +107,8 @@ def gemm_stats(
         TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         None if store is None else TensorDescriptor.from_tensor(store, [tile.rows, tile.columns]),
-        bias, reference, peak, place, second, others, weighted, count, vocabulary, hidden.shape[1], tiles,
-        *spec_arguments(spec), STORE=store is not None, REFERENCE=reference is not None,
+        bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
+        *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, REFERENCE=reference is not None,
         BIAS=bias is not None, CAP=spec.softcap is not None, PLAIN=plain, ENTROPY=entropy,
         COMPILED=hidden.is_cuda and torch.version.hip is None, PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns,
         DEPTH=tile.depth, GROUP=group, num_warps=tile.warps, num_stages=stages,
@@ -154,8 +159,8 @@ def rank_key(z, ids):
 @triton.jit
 @no_type_check
 def _stats_kernel(
-    hidden, weight, store, bias, reference, peak, place, second, others, weighted, count, vocabulary, width, tiles,
-    before, cap, after, STORE: tl.constexpr, REFERENCE: tl.constexpr, BIAS: tl.constexpr,
+    hidden, weight, store, bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles,
+    before, cap, after, COUNTER: tl.constexpr, STORE: tl.constexpr, REFERENCE: tl.constexpr, BIAS: tl.constexpr,
     CAP: tl.constexpr, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -163,6 +168,8 @@ def _stats_kernel(
 
     First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
     """
+    if COUNTER:
+        count = tl.minimum(tl.load(counter), count)
     row_blocks = tl.cdiv(count, ROWS)
     whole = vocabulary // COLUMNS if PLAIN else 0
     if PLAIN:

@@ -16,7 +16,7 @@ from torch import Tensor
 from corral.kernels.async_copy import AsyncCopy
 from corral.kernels.packed import LossTerms, token_advantages
 from corral.kernels.triton.loss.rows import TOLERATED
-from corral.support import Limits
+from corral.support import LogpTolerance
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
 """Rows planned to be dense, and their share of all, below which they are not worth GEMMs of their own; nor are others."""
@@ -27,18 +27,25 @@ ROWS = 8
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """The order in which the unmasked tokens of a batch are worked on: sparse ones first."""
+    """The order in which the unmasked tokens of a batch are worked on, and how many they are, on its way to the host."""
 
     order: Tensor
-    """Their places in the flattened batch [N]."""
-    sparse: int
-    """How many are streamed, their gradient sparse unless `route` finds it dense; the others' is dense."""
+    """Their places in the flattened batch, those of streamed rows first; 0 behind the last [B · T]."""
+    counts: Tensor
+    """Streamed rows, whose gradient is sparse unless `route` finds it dense; all rows, the others being dense; and those that
+    the objective would refuse [3] int32."""
+    copy: AsyncCopy
+
+    def wait(self) -> tuple[int, int] | None:
+        """Streamed rows, and all; None where there are none, or one to refuse."""
+        streamed, count, refused = self.copy.wait()
+        return None if refused or not count else (streamed, count)
 
 
 def plan_batch(
-    terms: LossTerms, tokens: Tensor, weight: Tensor, *, dense: bool, tolerance: float, limits: Limits
-) -> BatchPlan | None:
-    """Validate a batch and put its rows in order; None where it has no token, or one that the objective would refuse.
+    terms: LossTerms, tokens: Tensor, weight: Tensor, *, dense: bool, tolerance: float, limits: LogpTolerance
+) -> BatchPlan:
+    """Validate a batch and put its rows in order.
 
     Shapes are right by now. Refused are token ids outside the vocabulary, a support whose slot 0 is not the sampled token, and
     whatever `objective.check` refuses that does not come from the new policy, its `limits` of log-probs included. Without
@@ -48,7 +55,7 @@ def plan_batch(
     length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
     small, device, every = 2 * total * weight.numel() < SMALL, batch.mask.device, dense and tolerance == 0
     counts = torch.empty(3, dtype=torch.int32, device=device)
-    order = torch.empty(total, dtype=torch.int64, device=device)
+    order = torch.zeros(total, dtype=torch.int64, device=device)
     off, size = (torch.empty(total, device=device) for _ in range(2))
     advantages = token_advantages(batch)
     slots = old.ids.shape[-1] if old is not None else 0
@@ -69,8 +76,7 @@ def plan_batch(
     _order_kernel[(1,)](
         off, size, order, counts, total, tolerance, *least, BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8
     )
-    sparse, count, refused = AsyncCopy(counts).wait()
-    return None if refused or not count else BatchPlan(order[:count], sparse)
+    return BatchPlan(order, counts, AsyncCopy(counts))
 
 
 @triton.jit
