@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.kernels.batch_loss import NewRows, batch_loss
+from corral.kernels.batch_loss import batch_loss
 from corral.kernels.packed import LossTerms, Packing
 from corral.kernels.policy_loss import TOLERANCE, PolicyLoss
 from corral.llm.ledger import ratio_sums
@@ -100,40 +100,25 @@ class PolicyTerm:
         """The loss of the pass's log-probs and support."""
         trainer, mask = self.trainer, self.mask
         assert scoring.logp is not None
-        new, entropy = scoring.packed()
-        if new is not None and "tool_mask" in self.inputs:  # of the scored tokens those that no tool wrote
-            kept = new.packing.pack(mask).nonzero().squeeze(-1)
-            new, entropy = new.only(kept, mask), None if entropy is None else entropy[kept]
-        tokens = int(mask.sum()) if new is None else new.packing.count
-        if new is not None and new.dist is not None and (trainer.union or "corral_ids" not in self.inputs):
-            new = None  # its own anchor, or on a support that the old policy has to follow
-        # This talks to the other processes, which may have unmasked tokens where this one has none.
-        chosen = None
-        if trainer.top_entropy_quantile < 1.0:
+        tokens, chosen = int(mask.sum()), None
+        if trainer.top_entropy_quantile < 1.0:  # this talks to the other processes, which may have unmasked tokens
             assert scoring.entropy is not None
             chosen = trainer.get_high_entropy_mask(scoring.entropy, mask.int(), 1 - trainer.top_entropy_quantile)
-        if not tokens:  # every completion of this micro-batch is masked out
-            loss, metrics = scoring.logp * 0.0, dict[str, Tensor]()
-        else:
-            batch = self._batch(scoring.logp, scoring.dist() if new is None else None)
-            loss, metrics = self._token_loss(batch, new, chosen)
-            if trainer.skips_trl_loss and entropy is not None:
-                metrics["entropy"] = entropy.detach().mean()  # TRL's, which would have been next
+        loss, metrics = scoring.logp * 0.0, dict[str, Tensor]()
+        if tokens:  # else every completion of this micro-batch is masked out
+            batch = self._batch(scoring.logp, scoring.dist())
+            objective, weights = self._objective(batch.dist_old), self._policy_weights(batch, chosen)
+            # A kernel knows the sum of policy term and regression alone.
+            apart = weights is not None and objective.config.regresses
+            out = objective(batch) if apart else batch_loss(objective, batch)
+            if trainer.token_observer is not None:
+                trainer.token_observer(self.inputs, batch, objective)
+            loss, metrics = out.loss if weights is None else out.weigh(weights), self._metrics(out.metrics, batch)
+            if trainer.skips_trl_loss and scoring.entropy is not None:
+                metrics["entropy"] = scoring.entropy.detach()[mask].mean()  # TRL's, which would have been next
         alike = not isinstance(self.weights, Tensor) or self.weights.ndim == 0
         total = loss.sum() * self.weights if alike else torch.where(mask, loss * self.weights, 0.0).sum()
         return total, tokens, metrics
-
-    def _token_loss(self, batch: TokenBatch, new: NewRows | None, chosen: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss of every token [B T], 0 where masked out, its policy term weighted; metrics."""
-        objective = self._objective(batch.dist_old)
-        weights = self._policy_weights(batch, chosen)
-        if weights is not None and objective.config.regresses:  # a kernel knows the sum of policy term and regression alone
-            out = objective(batch if new is None else new.within(batch))
-        else:
-            out = batch_loss(objective, batch, new)
-        if self.trainer.token_observer is not None:
-            self.trainer.token_observer(self.inputs, batch if new is None else new.within(batch), objective)
-        return out.loss if weights is None else out.weigh(weights), self._metrics(out.metrics, batch)
 
     def _metrics(self, found: dict[str, Tensor], batch: TokenBatch) -> dict[str, Tensor]:
         """The objective's metrics, terms of `tr/ess`, and before any update what should be 0."""
@@ -156,7 +141,7 @@ class PolicyTerm:
         return torch.where(batch.mask, functools.reduce(torch.mul, factors).float(), 0.0) if factors else None
 
     def _batch(self, logp_new: Tensor, new: SparseDist | None) -> TokenBatch:
-        """What the objective reads; without the new policy on a support where that is known as packed rows."""
+        """What the objective reads, with the new policy on a support where the pass has one."""
         trainer, inputs = self.trainer, self.inputs
         logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), trainer.old_policy.support(inputs)
         if new is not None and old is None:

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from corral.kernels.batch_loss import NewRows
 from corral.kernels.head import HeadOutput
 from corral.kernels.logits import LogitSpec
 from corral.kernels.packed import LossTerms, Packing
@@ -120,13 +119,6 @@ class ScoringPass:
         if result is None or result.loss is None or result.packing is None:
             return None
         return result.loss, result.packing
-
-    def packed(self) -> tuple[NewRows, Tensor | None] | tuple[None, None]:
-        """Packed log-probs, support and entropy of the scored tokens; None where several slices, or all logits, were scored."""
-        (result,) = self.results if len(self.results) == 1 else (HeadResult(),)
-        if result.rows is None or result.packing is None:
-            return None, None
-        return NewRows(result.rows.logp, result.rows.dist, result.packing), result.rows.entropy
 
     def backward_reports(self) -> list[Tensor]:
         """[2] for each slice: its backward pass will write the share of dense rows and the most that it left out there."""
