@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU then; Triton reads it when it is first imported
 
 torch.set_num_threads(1)  # two workers that each take every core are far slower than one
+gc.disable()  # until everything is imported: looking for garbage meanwhile costs a second in six, and finds none
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported stays: transformers collects garbage in every run, and would look through all of it each time."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
