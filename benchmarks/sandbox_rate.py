@@ -18,9 +18,9 @@ from typing import Any
 
 from results import save_results
 
-from corral.task.pool import USES, Pool
-from corral.task.sandbox import Job, run_python
+from corral.task.sandbox import SandboxJob, run_python
 from corral.task.sandbox.backend import BACKENDS
+from corral.task.sandbox.pool import USES, SandboxPool
 from corral.task.sandbox.view import interpreter
 from corral.task.sandbox.worker import why_not
 
@@ -37,12 +37,12 @@ def one_by_one(count: int, backend: str) -> None:
         assert run_python(PROGRAM, STDIN, backend=backend).stdout == STDOUT
 
 
-def pooled(count: int, pool: Pool) -> None:
-    results = pool.run([Job(code=PROGRAM, stdin=STDIN)] * count)
+def pooled(count: int, pool: SandboxPool) -> None:
+    results = pool.run([SandboxJob(code=PROGRAM, stdin=STDIN)] * count)
     assert all(result.stdout == STDOUT for result in results)
 
 
-def processor_seconds(pool: Pool) -> float:
+def processor_seconds(pool: SandboxPool) -> float:
     """Of this process, the pool's workers, and all programs that they have run."""
     workers = {worker.process.pid for worker, _ in pool._idle}
     ticks = 0
@@ -57,7 +57,7 @@ def processor_seconds(pool: Pool) -> float:
     return own.user + own.system + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: Pool, rounds: int) -> dict[str, float]:
+def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: SandboxPool, rounds: int) -> dict[str, float]:
     """Programs per second of each, the median of rounds taken in turns; and per processor second, of the pool."""
     taken: dict[str, list[float]] = {name: [] for name in (*runs, "processor")}
     for _ in range(1 + rounds):
@@ -71,7 +71,7 @@ def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: Pool, rounds
 
 def measure(backend: str, programs: int, workers: int, rounds: int) -> dict[str, Any]:
     few = max(1, programs // 20)
-    with Pool(workers, backend=backend) as pool:
+    with SandboxPool(workers, backend=backend) as pool:
         found = rates(
             {
                 "bare": (few, bare),

@@ -15,21 +15,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sandboxes import needs_a_sandbox
 
-from corral.task import Task, code_tests
+from corral.task import Task
 from corral.task.code import APPS, MBPP, Code, CodeTask, HumanEval
-from corral.task.code_extract import defines, extract_program
-from corral.task.code_problem import Agreement, Calls, Checks, Problem, Runs, grade_all, harness
-from corral.task.code_rows import apps_row, human_eval_row, mbpp_row, own_row
-from corral.task.code_tests import called_function
-from corral.task.code_value import Opaque, dumps, loads, same
+from corral.task.code import tests as code_tests
+from corral.task.code.extract import defines, extract_program
+from corral.task.code.problem import Agreement, Calls, Checks, Problem, Runs, grade_all, harness
+from corral.task.code.rows import apps_row, human_eval_row, mbpp_row, own_row
+from corral.task.code.tests import called_function
+from corral.task.code.value import Opaque, dumps, loads, same
 from corral.task.competition import MATH500, DAPOMath
 from corral.task.gsm8k import GSM8K
-from corral.task.pool import shared_pool
 from corral.task.rows import Malformed
-from corral.task.sandbox import Limits
+from corral.task.sandbox import SandboxLimits
+from corral.task.sandbox.pool import shared_pool
 
 TASK = Code()
-QUICK = Limits(timeout=2.0)
+QUICK = SandboxLimits(timeout=2.0)
 
 
 def grade(problem: Problem, completion: str, partial: bool = False) -> float:

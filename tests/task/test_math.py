@@ -143,7 +143,7 @@ def test_what_a_busy_machine_may_have_done_is_asked_again(monkeypatch: pytest.Mo
         def grade(self, questions: list[tuple[str, str]], seconds: float) -> list[Verdict]:
             return [next(self.verdicts) for _ in questions]
 
-    monkeypatch.setattr(module, "pool", lambda kind: Moody())
+    monkeypatch.setattr(module, "grader_pool", lambda kind: Moody())
     monkeypatch.setattr(module, "KNOWN", {})
     assert [right("42", "6 \\cdot 7") for _ in range(4)] == [False, False, True, True]
 
@@ -164,7 +164,7 @@ def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whole_numbers_and_equal_texts_need_no_grader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "pool", None)
+    monkeypatch.setattr(module, "grader_pool", None)
     answers = ["42", "-42", "042", r"\text{Evelyn}", "41"]
     assert same_mathematics(["42", "-42", "42", r"\text{Evelyn}", "42"], answers, 2.0) == [True, True, True, True, False]
 

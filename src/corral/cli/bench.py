@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from corral.cli import refuse
-from corral.objective.naming import nearest
+from corral.naming import nearest
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
+_FOLDER = Path(__file__).parents[3] / "benchmarks"
 BENCHMARKS = {
     "gpu": ("everything_on_gpu.py", "everything on docs/performance.md that needs a GPU, as far as the minutes reach"),
     "head": ("head_vs_naive.py", "the language-model head: time, memory and accuracy against full logits and fused heads"),
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return 0
     if arguments.name not in BENCHMARKS:
         return refuse(f"there is no benchmark {arguments.name!r}.{nearest(arguments.name, BENCHMARKS)}")
-    script = FOLDER / BENCHMARKS[arguments.name][0]
+    script = _FOLDER / BENCHMARKS[arguments.name][0]
     if not script.exists():
         return refuse(
             f"bench runs from a source checkout, and there is no {script}. Benchmarks are not part of the installed package: "

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from corral.objective.naming import build_config, nearest
+from corral.naming import build_config, nearest
 from corral.task.arithmetic import Arithmetic
 from corral.task.code import APPS, MBPP, Code, HumanEval
 from corral.task.competition import AIME24, AIME25, AMC, MATH500, DAPOMath

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from corral.task.countdown import apply
-from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import PATIENCE, ProceduralTask, checked_whole, in_held_out_share, shown, uniform
 
 PROMPT = re.compile(r"([1-9][0-9]{0,5})([+*-])([1-9][0-9]{0,5}):")
 CHAIN = re.compile(r"([+-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
@@ -14,7 +14,7 @@ EQUATION = re.compile(r"(0|[1-9][0-9]*)([+*])(0|[1-9][0-9]*)=(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arithmetic(Drawn):
+class Arithmetic(ProceduralTask):
     """Compute a+b, a-b or a*b, and write down every step.
 
         prompt      "47+85:"   completion  "47+80=127+5=132"                       the places of b, in any order

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import PATIENCE, ProceduralTask, checked_whole, in_held_out_share, shown, uniform
 
 OPERATORS = "+-*"
 
@@ -18,7 +18,7 @@ STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown(Drawn):
+class Countdown(ProceduralTask):
     """Combine n numbers into a target, left to right, with + − and *, using every number exactly once.
 
         prompt      "3 7 12>22:"         the numbers in any order, and the target

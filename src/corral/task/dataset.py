@@ -48,7 +48,7 @@ class _Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finite(_Data):
+class FiniteTask(_Data):
     """What all finite tasks share. One gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
 
     name: ClassVar[str]

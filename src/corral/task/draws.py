@@ -14,7 +14,7 @@ PATIENCE = 100_000
 """Draws without a problem of the wanted kind after which there is none; below 1 in 10,000 drawing would be hopeless anyway."""
 
 
-class Drawn(ABC):
+class ProceduralTask(ABC):
     """A task that draws its problems: training and held-out ones by seed, each with an answer."""
 
     name: ClassVar[str]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import PATIENCE, ProceduralTask, checked_whole, in_held_out_share, shown, uniform
 
 PROMPT = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
 ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
@@ -24,7 +24,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expression(Drawn):
+class Expression(ProceduralTask):
     """Complete `f = lambda x: …`, given f(1), f(2), …
 
         prompt      "1>3 2>5 3>7 4>9:"      inputs, always 1 to `pairs`, and outputs

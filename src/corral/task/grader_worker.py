@@ -52,10 +52,11 @@ def load_reasoning_gym() -> Callable[..., float]:
 def load_code() -> Callable[..., float]:
     """(comparison, tolerance, what the harness wrote, expected results) → how many of them are right."""
     task = Path(__file__).parent
-    for name, folder in (("corral", task.parent), ("corral.task", task)):  # empty packages, in place of those that import torch
+    packages = {"corral": task.parent, "corral.task": task, "corral.task.code": task / "code"}
+    for name, folder in packages.items():  # empty ones, in place of those that import torch
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(folder)]
-    from corral.task.code_compare import count_right
+    from corral.task.code.compare import count_right
 
     return count_right
 

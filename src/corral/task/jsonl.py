@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.task.answer import one_number
-from corral.task.code_problem import grade_all
-from corral.task.code_rows import problem_from_tests
+from corral.task.code.problem import grade_all
+from corral.task.code.rows import problem_from_tests
 from corral.task.imports import by_path
 from corral.task.math import MathTask, same_mathematics, same_number
 from corral.task.messages import Message, conversation
-from corral.task.pool import shared_pool
 from corral.task.rows import Malformed, Row, text_column
-from corral.task.sandbox import Limits
+from corral.task.sandbox import SandboxLimits
+from corral.task.sandbox.pool import shared_pool
 
 VERIFIERS = ("math", "number", "exact", "code")
 
@@ -91,7 +91,7 @@ class Jsonl(MathTask):
             return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
         if self.verifier == "code":
             pool = shared_pool(None, unsafe_code_execution=self.unsafe_code_execution)
-            return grade_all(answers, completions, pool, Limits(), partial=False) if answers else []
+            return grade_all(answers, completions, pool, SandboxLimits(), partial=False) if answers else []
         function = _function(self.verifier)
         rows = zip(prompts, completions, answers, strict=True)
         return [checked_reward(self.verifier, function(*row)) for row in rows]

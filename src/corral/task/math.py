@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import Literal
 
 from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
-from corral.task.dataset import Finite
-from corral.task.grader import Verdict, pool
+from corral.task.dataset import FiniteTask
+from corral.task.grader import Verdict, grader_pool
 
 KNOWN: dict[tuple[str, str, float], bool] = {}
 """Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
@@ -17,7 +17,7 @@ KNOWN_LIMIT = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathTask(Finite):
+class MathTask(FiniteTask):
     r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the asked form], with w = `format_weight`.
 
     "In the asked form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
@@ -95,7 +95,7 @@ def _graded(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Ver
         return []
     if find_spec("math_verify") is None:
         raise ValueError("grading mathematics needs math-verify. Install it: pip install 'corral[task]'.")
-    return pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
+    return grader_pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:

@@ -10,9 +10,9 @@ from itertools import chain, islice
 from itertools import count as from_zero
 from typing import Any, ClassVar
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.task.draws import checked_count, checked_whole, digest, in_held_out_share, shown, shuffled, uniform
-from corral.task.grader import pool
+from corral.task.grader import grader_pool
 from corral.task.imports import library
 
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
@@ -126,7 +126,7 @@ class ReasoningGym(_Data):
             for entry, answer, ok in zip(entries, answers, harmless, strict=True)
             if ok
         ]
-        scores = iter(pool("reasoning_gym").grade(asked, self.time_limit) if asked else ())
+        scores = iter(grader_pool("reasoning_gym").grade(asked, self.time_limit) if asked else ())
         return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
 
     def _questions(self, seed: int, *, held_out: bool) -> Iterator[str]:

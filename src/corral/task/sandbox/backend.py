@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.task.sandbox.inside.root import HOST
-from corral.task.sandbox.view import SandboxUnavailable, interpreter, view
+from corral.task.sandbox.view import SandboxUnavailable, file_view, interpreter
 
 BACKENDS = ("bwrap", "unshare")
 """In order of preference."""
@@ -85,7 +85,7 @@ def bubblewrap() -> list[str]:
     arguments = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--hostname", HOST]
     arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
-    seen = view()
+    seen = file_view()
     parents = {str(parent) for path in (*seen.paths, *seen.devices) for parent in Path(path).parents} - {"/"}
     for folder in sorted({*parents, "/tmp"}):  # made in passing, they would be root's alone
         arguments += ["--perms", "0755", "--dir", folder]

@@ -11,7 +11,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from corral.task.sandbox.result import Limits
+from corral.task.sandbox.result import SandboxLimits
 
 PREFIX = "corral-"
 NAMES = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
@@ -27,7 +27,7 @@ FAREWELL = 2.0
 """Seconds within which the last process has left a group."""
 
 
-class Group:
+class MemoryCgroup:
     """One cgroup below `parent`, for one worker; OSError where it cannot be made.
 
     Its folder is locked for as long as this process lives: one that is not was left by a process that was killed.
@@ -43,7 +43,7 @@ class Group:
         try:
             fcntl.flock(self._open("", os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.members, self.events = self._open("cgroup.procs", os.O_WRONLY), self._open(events, os.O_RDONLY)
-            self.bound(Limits())
+            self.bound(SandboxLimits())
             swap, value = NO_SWAP[version]
             if (self.path / swap).exists():  # not where the kernel counts no swap
                 (self.path / swap).write_text(value)
@@ -51,7 +51,7 @@ class Group:
             self.close()
             raise
 
-    def bound(self, limits: Limits) -> None:
+    def bound(self, limits: SandboxLimits) -> None:
         """What the next program may hold. The look at all processes ends it before this does, unless it is quick or finds a way
         to hold what no process is charged for."""
         memory = limits.memory_mb << 20
@@ -91,21 +91,21 @@ def sweep(parent: Path) -> None:
 
 
 @cache
-def lent() -> tuple[Path, int] | None:
+def find_cgroup_parent() -> tuple[Path, int] | None:
     """Where groups can be made, found by making one, and the version of cgroups; None where nowhere."""
     for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
-        if group := make(*place):
+        if group := make_cgroup(*place):
             group.close()
             return place
     return None
 
 
-def make(parent: Path, version: int) -> Group | None:
+def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
     """A group, or None where none can be made. Another process that sweeps may take a new one, not locked yet, for one that was
     left: hence several tries."""
     for _ in range(TRIES):
         with contextlib.suppress(OSError):
-            return Group(parent, version)
+            return MemoryCgroup(parent, version)
     return None
 
 

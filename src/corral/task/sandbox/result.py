@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "error", "timeout", "memory", "output"]
+SandboxStatus = Literal["ok", "error", "timeout", "memory", "output"]
 
 LONGEST = 86_400.0
 """Seconds that a program may be given: a day."""
@@ -13,7 +13,7 @@ LONGEST = 86_400.0
 class SandboxResult:
     """How a program ended, and what it wrote."""
 
-    status: Status
+    status: SandboxStatus
     """ok: exit status 0. error: any other end. timeout, memory, output: it went beyond that limit and was ended."""
     stdout: str
     stderr: str
@@ -23,7 +23,7 @@ class SandboxResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What one program may use, all its processes together unless said otherwise."""
 
     timeout: float = 5.0
@@ -55,12 +55,12 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SandboxJob:
     """A program, its input and its limits."""
 
     code: str
     stdin: str = ""
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
 
     def __post_init__(self) -> None:
         for name in ("code", "stdin"):

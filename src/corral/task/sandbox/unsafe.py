@@ -10,7 +10,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from corral.task.sandbox.result import Job, SandboxResult, Status, encode
+from corral.task.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
 from corral.task.sandbox.view import interpreter
 
 # The program is an argument of the interpreter's; limits are set by its first lines, in its own process.
@@ -37,7 +37,7 @@ FAREWELL = 2.0
 """Seconds within which a killed process has gone."""
 
 
-def run_unsafe(job: Job) -> SandboxResult:
+def run_unsafe(job: SandboxJob) -> SandboxResult:
     """Run a program as the user. A program that means harm can do it."""
     with tempfile.TemporaryFile() as stdin:
         stdin.write(encode(job.stdin))
@@ -45,7 +45,7 @@ def run_unsafe(job: Job) -> SandboxResult:
         return _run(job, stdin.fileno(), None)
 
 
-def run_unsafe_connected(first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
+def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
     """Run two programs as the user, each reading what the other writes."""
     (there_reader, there), (back_reader, back) = os.pipe(), os.pipe()
     with ThreadPoolExecutor(2) as threads:
@@ -53,7 +53,7 @@ def run_unsafe_connected(first: Job, second: Job) -> tuple[SandboxResult, Sandbo
         return pair[0].result(), pair[1].result()
 
 
-def _run(job: Job, stdin: int, stdout: int | None) -> SandboxResult:
+def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
     """`stdout` is a file to write to, closed here with `stdin` once the program has both; None keeps what is written."""
     limits = job.limits
     with tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder:
@@ -83,10 +83,10 @@ def _run(job: Job, stdin: int, stdout: int | None) -> SandboxResult:
     return SandboxResult(reason or _status(process.returncode), texts[0], texts[1], time.monotonic() - started)
 
 
-def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[Status | None, list[str]]:
+def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[SandboxStatus | None, list[str]]:
     """Read both streams until the program ends, or there is a reason to end it. Daemons that keep them open are not awaited."""
     kept = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
-    reason: Status | None = None
+    reason: SandboxStatus | None = None
     with selectors.DefaultSelector() as selector:
         for file in kept:
             selector.register(file, selectors.EVENT_READ)
@@ -123,7 +123,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             stream.close()
 
 
-def _status(code: int | None) -> Status:
+def _status(code: int | None) -> SandboxStatus:
     if code == OUT_OF_MEMORY:
         return "memory"
     if code == -signal.SIGXCPU:

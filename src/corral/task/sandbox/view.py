@@ -23,7 +23,7 @@ class SandboxUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class FileView:
     """Absolute paths, outer ones before inner ones; all of it is read-only."""
 
     paths: list[str]
@@ -48,7 +48,7 @@ def interpreter() -> str:
 
 
 @cache
-def view() -> View:
+def file_view() -> FileView:
     """The view for this interpreter, wherever it lives: of its prefix the executable and the libraries, not the rest."""
     python = interpreter()
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
@@ -66,7 +66,7 @@ def view() -> View:
             raise SandboxUnavailable(
                 f"sandbox: the interpreter uses {path}, and programs get a {TEMPORARY} of their own. Move it elsewhere."
             )
-    return View(
+    return FileView(
         paths=sorted(paths),
         links=links,
         hidden=sorted(path for path in packages(prefixes) if any(inside(path, other) for other in paths)),

@@ -52,7 +52,7 @@ def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering:
         setattr(sys, attribute, stream)
 
 
-class Plan:
+class LaunchPlan:
     """All of a program's surroundings that can be worked out before the fork, where it costs no copies of memory pages."""
 
     def __init__(self, limits: dict[str, Any], address_space: int) -> None:
@@ -87,7 +87,7 @@ def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
     return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
 
 
-def prepare(plan: Plan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
+def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
     """A temporary folder, limits, files 0 to 2 and no other, no powers, the filter; returns the program's text."""
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     kernel.unshare(kernel.NEW_MOUNTS)

@@ -29,7 +29,7 @@ TICK = 0.02
 """Seconds between two looks at the memory of the program."""
 
 
-class Config(TypedDict):
+class ZygoteConfig(TypedDict):
     """What the outside says at the start; numbers are of open files."""
 
     control: int
@@ -42,7 +42,7 @@ class Config(TypedDict):
     """Members and events of the cgroup to enter; empty where there is none."""
 
 
-def main(config: Config) -> None:
+def main(config: ZygoteConfig) -> None:
     """Leave the outside, say so, and serve until the other end of the socket closes."""
     control = _socket.socket(fileno=config["control"])
     events = join(*config["group"]) if config["group"] else None
@@ -120,7 +120,7 @@ class Zygote:
         started, child, handles = time.monotonic(), 0, []
         self.first = 0
         try:
-            plan = program.Plan(order["limits"], self.memory.baseline)
+            plan = program.LaunchPlan(order["limits"], self.memory.baseline)
             kernel.children_go_to(self.home)
             self.first = kernel.first_process()
             handles.append(os.pidfd_open(self.first))
@@ -136,7 +136,7 @@ class Zygote:
             close(files + handles)
         return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
 
-    def fork(self, plan: program.Plan, files: list[int]) -> int:
+    def fork(self, plan: program.LaunchPlan, files: list[int]) -> int:
         """Start the program; its number."""
         random.seed()  # else all programs would draw the same numbers
         if child := kernel.fork():
@@ -153,7 +153,7 @@ class Zygote:
         finally:
             leave(1)  # whatever happens in there, the way back here is closed
 
-    def watch(self, handle: int, id: str, started: float, plan: program.Plan) -> str:
+    def watch(self, handle: int, id: str, started: float, plan: program.LaunchPlan) -> str:
         """Wait for the program's end, "", or for a reason to end it."""
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)

@@ -3,55 +3,55 @@
 from collections.abc import Sequence
 from typing import Any
 
-from corral.report.content import Report
-from corral.report.findings import sentences_of, value
+from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, table, tag
-from corral.report.sweep import SHARE, value_text
-from corral.report.sweeps import Sweep
+from corral.report.page.findings import sentence_list, value
+from corral.report.sweep.find import Sweep
+from corral.report.sweep.ranges import SHARE, setting_text, value_text
 
-MEASURES = {
+_MEASURES = {
     "final": "Final", "area": "Mean over the run", "greedy": "Greedy", "collapsed": "Collapsed", "kl": "KL before projection",
 }  # fmt: skip
 """What a sweep is shown by."""
 
 
-def headline(report: Report) -> Safe | None:
+def sweep_headline(report: RunReport) -> Safe | None:
     """For the findings: how far off each contestant's setting may be."""
     parts = []
     for sweep in report.sweeps:
         of = f" on {sweep.problem}" if len(report.sweeps) > 1 else ""
         near = f"final {report.measure.name} within {100 * SHARE:g} % of the contestant's own best"
-        lead = f"Usable range of {sweep.key}{of}: {near}, in the mean of {sweep.repeated}."
-        parts.append(join(tag("p", tag("b", lead)), range_list(sweep)))
+        lead = f"Usable range of {sweep.key}{of}: {near}, in the mean of {sweep.seeds_text}."
+        parts.append(join(tag("p", tag("b", lead)), _range_list(sweep)))
     return join(*parts) if parts else None
 
 
-def range_list(sweep: Sweep) -> Safe:
+def _range_list(sweep: Sweep) -> Safe:
     """One sentence per contestant, the widest range first."""
     ranges = sorted(sweep.ranges, key=lambda found: -len(found.own))
-    return sentences_of([(f"{found.sentence}; by the best of all: {found.text(found.overall)}.", "range") for found in ranges])
+    return sentence_list([(f"{found.sentence}; by the best of all: {found.text(found.overall)}.", "range") for found in ranges])
 
 
-def sweep_section(report: Report) -> Safe:
+def sweep_section(report: RunReport) -> Safe:
     """Of every sweep: how it was made, figures and table."""
     return join(*(_one(report, index, sweep) for index, sweep in enumerate(report.sweeps)))
 
 
-def _one(report: Report, index: int, sweep: Sweep) -> Safe:
+def _one(report: RunReport, index: int, sweep: Sweep) -> Safe:
     rows = [row for row in report.tables["sweep"] if (row["problem"], row["axis"]) == (sweep.problem, sweep.key)]
-    kept = {key: text for key, text in MEASURES.items() if any(row[key] is not None for row in rows)}
+    kept = {key: text for key, text in _MEASURES.items() if any(row[key] is not None for row in rows)}
     options = [tag("option", text, value=key) for key, text in kept.items()]
     chooser = tag("label", "Measure ", tag("select", *options, name="measure"), class_="field")
     return join(
         tag("h3", sweep.problem) if len(report.sweeps) > 1 else None,
-        said(sweep),
+        _basis(sweep),
         tag("form", chooser, class_="controls sweep-filters", data_sweep=index),
         tag("div", class_="figures two sweep-figures", data_sweep=index),
         tag("details", tag("summary", "The sweep in numbers"), _table(report, rows, kept)),
     )
 
 
-def said(sweep: Sweep) -> Safe:
+def _basis(sweep: Sweep) -> Safe:
     """What the numbers rest on."""
     if not sweep.planned:
         return note(
@@ -61,7 +61,7 @@ def said(sweep: Sweep) -> Safe:
     tried = _seeds(sweep.choose_seeds)
     if not sweep.chosen:
         return tag("p", f"The sweep is run on {tried}. No settings are chosen yet.", class_="count")
-    chosen = "; ".join(f"{name} {_setting(setting)}" for name, setting in sweep.chosen.items())
+    chosen = "; ".join(f"{name} {setting_text(setting)}" for name, setting in sweep.chosen.items())
     text = f"Settings were chosen on {tried}, and are reported on {_seeds(sweep.report_seeds)}, which the choice never saw."
     return tag("p", f"{text} Chosen: {chosen}.", class_="count")
 
@@ -71,11 +71,7 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
 
 
-def _setting(setting: Any) -> str:
-    return " ".join(f"{key}={value_text(item)}" for key, item in setting.items())
-
-
-def _table(report: Report, rows: list[dict[str, Any]], kept: dict[str, str]) -> Safe:
+def _table(report: RunReport, rows: list[dict[str, Any]], kept: dict[str, str]) -> Safe:
     columns = {"objective": "Objective", "value": rows[0]["axis"]}
     if any(row["other"] for row in rows):
         columns["other"] = "Other settings"

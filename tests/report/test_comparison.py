@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from corral.report import across, outcomes
-from corral.report.compared import read_comparison, read_comparisons, split_runs
-from corral.report.content import Report, make_report
+from corral.report.comparison import read_comparison, read_comparisons, split_runs
+from corral.report.content import RunReport, make_report
 from corral.report.groups import group_runs, pairs
 from corral.report.page import page
 from corral.report.read import read_runs
-from corral.report.sweeps import axis, find_sweeps, sweep_row
+from corral.report.sweep.find import axis, find_sweeps, sweep_row
 from report.synthetic import CHOSEN, RATES, write_comparison, write_robot_run, write_run, write_small_set
 
 
-def report_of(folder: Path) -> Report:
+def report_of(folder: Path) -> RunReport:
     runs = read_runs([folder])
     comparisons, notes = read_comparisons([folder], runs)
     return make_report(runs, comparisons, notes=notes)
@@ -31,17 +31,17 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(compared: Path) -> Report:
+def report(compared: Path) -> RunReport:
     return report_of(compared)
 
 
-def test_a_comparison_reports_what_it_chose_on_fresh_seeds(report: Report) -> None:
+def test_a_comparison_reports_what_it_chose_on_fresh_seeds(report: RunReport) -> None:
     assert [(group.label, group.setting, group.chosen) for group in report.groups] == [
         ("ppo_clip", "learning_rate=3e-4 num_iterations=1", True),
         ("troll", "learning_rate=1e-3 num_iterations=1", True),
     ]
     assert [[run.seed for run in group.runs] for group in report.groups] == [["2", "3", "4"]] * 2
-    assert sum(len(group.runs) for group in report.swept) == 31  # 2 × 8 × 2, less the one that failed
+    assert sum(len(group.runs) for group in report.sweep_groups) == 31  # 2 × 8 × 2, less the one that failed
     assert len(report.tables["runs"]) == 37
     # They are compared though their rates differ, and nobody complains of that.
     (row,) = [row for row in report.tables["comparisons"] if row["measure"] == "final"]
@@ -64,7 +64,7 @@ def test_one_contestant_with_two_chosen_settings_has_two_names(compared: Path, t
     assert all(row["ours"] != row["theirs"] for row in report.tables["comparisons"])
 
 
-def test_the_sweep_of_a_comparison(report: Report) -> None:
+def test_the_sweep_of_a_comparison(report: RunReport) -> None:
     (sweep,) = report.sweeps
     assert (sweep.key, sweep.planned, sweep.chosen) == ("learning_rate", True, CHOSEN)
     assert len(sweep.rows) == 32
@@ -82,14 +82,14 @@ def test_the_sweep_of_a_comparison(report: Report) -> None:
     assert chosen == [("ppo_clip", 3e-4, "num_iterations=1"), ("troll", 1e-3, "num_iterations=1")]
 
 
-def test_of_how_many_seeds_a_sweep_is(report: Report) -> None:
+def test_of_how_many_seeds_a_sweep_is(report: RunReport) -> None:
     (sweep,) = report.sweeps
-    assert sweep.repeated == "2 seeds"
-    assert replace(sweep, rows=sweep.rows[1:]).repeated == "1 to 2 seeds"
-    assert replace(sweep, rows=sweep.rows[:1]).repeated == "1 seed"
+    assert sweep.seeds_text == "2 seeds"
+    assert replace(sweep, rows=sweep.rows[1:]).seeds_text == "1 to 2 seeds"
+    assert replace(sweep, rows=sweep.rows[:1]).seeds_text == "1 seed"
 
 
-def test_what_a_comparison_planned_and_did_not_run_is_said(report: Report) -> None:
+def test_what_a_comparison_planned_and_did_not_run_is_said(report: RunReport) -> None:
     rows = [row for row in report.tables["events"] if row["kind"] in ("failed", "left out")]
     assert [(row["objective"], row["seed"], row["what"]) for row in rows] == [
         ("ppo_clip learning_rate=3e-3 num_iterations=4", "1", "out of memory"),
@@ -98,7 +98,7 @@ def test_what_a_comparison_planned_and_did_not_run_is_said(report: Report) -> No
     ]
 
 
-def test_the_page_of_a_comparison(report: Report) -> None:
+def test_the_page_of_a_comparison(report: RunReport) -> None:
     found = page(report)
     assert "final success within 95 % of the contestant&#x27;s own best, in the mean of 2 seeds." in found
     assert "troll, num_iterations=1: 3e-4 … 3e-3 (3 of 4 rates)" in found
@@ -111,7 +111,7 @@ def test_the_page_of_a_comparison(report: Report) -> None:
 def test_while_the_sweep_is_running_its_runs_are_what_there_is(tmp_path: Path) -> None:
     report = report_of(write_comparison(tmp_path / "compare", reported=False))
     assert len(report.groups) == 16
-    assert report.swept == []
+    assert report.sweep_groups == []
     (sweep,) = report.sweeps
     assert sweep.chosen == {}
     assert "No settings are chosen yet." in page(report)
@@ -215,11 +215,11 @@ def robots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def moving(robots: Path) -> Report:
+def moving(robots: Path) -> RunReport:
     return report_of(robots)
 
 
-def test_robots_of_different_kinds_are_compared_on_the_same_task(moving: Report) -> None:
+def test_robots_of_different_kinds_are_compared_on_the_same_task(moving: RunReport) -> None:
     """Their models differ by nature: a plan here, a network for every step there."""
     assert {group.problem for group in moving.groups} == {"corral/BoxPushing-v0", "corral/ViaPointReacher-v0"}
     assert len(pairs(moving.groups)) == 2
@@ -230,7 +230,7 @@ def test_robots_of_different_kinds_are_compared_on_the_same_task(moving: Report)
     assert {"motion", "learning", "region"} == {metric.section for metric in moving.metrics}
 
 
-def test_robots_have_no_completions_and_nobody_misses_them(moving: Report) -> None:
+def test_robots_have_no_completions_and_nobody_misses_them(moving: RunReport) -> None:
     assert moving.tables["events"] == []
     found = page(moving)
     assert 'id="completions"' not in found
@@ -239,7 +239,7 @@ def test_robots_have_no_completions_and_nobody_misses_them(moving: Report) -> No
     assert "held-out contexts solved, without exploration" in found
 
 
-def test_returns_are_compared_besides(moving: Report) -> None:
+def test_returns_are_compared_besides(moving: RunReport) -> None:
     rows = [row for row in moving.tables["comparisons"] if row["measure"] == "return"]
     assert len(rows) == 2
     assert all("tce beats sb3-ppo on final return in corral/" in row["sentence"] for row in rows)
@@ -275,7 +275,7 @@ def test_a_task_without_success_makes_all_be_judged_by_return(robots: Path, tmp_
     assert outcomes.main_metric(read_runs([robots])).key == "success"
 
 
-def test_all_tasks_together(moving: Report) -> None:
+def test_all_tasks_together(moving: RunReport) -> None:
     rows = {row["objective"]: row for row in moving.tables["overall"]}
     assert {name: (row["tasks"], row["seeds"]) for name, row in rows.items()} == {"tce": (2, 3), "sb3-ppo": (2, 3)}
     assert rows["tce"]["chance"] == 1.0
@@ -292,7 +292,7 @@ def test_returns_are_put_on_one_scale(tmp_path: Path) -> None:
             for seed in range(2):
                 write_robot_run(tmp_path / f"{task[7:]}{algorithm}{seed}", algorithm, seed, task=task, solved=False)
     report = report_of(tmp_path)
-    scores = across.normalised(report.groups, report.measure)
+    scores = across.normalise_scores(report.groups, report.measure)
     # The best group of a task has mean 1 by construction; the other began where it began and reached half as far.
     for found in scores["tce"].values():
         assert sum(found.values()) / 2 == pytest.approx(1.0)

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from corral.audit.summary import Column, Row, kinds, outside_ball
+from corral.audit.summary import Column, Row, outside_ball, token_kinds
 from corral.audit.words import RULES, number, percent
 from corral.report.html import Safe, note, tag
 
-COLOURS = {"clipped": "c3", "dppo_binary": "c1", "dppo_topk": "c4", "troll": "c0"}
-WIDTH, LEFT, RIGHT = 860, 70, 16
+_COLOURS = {"clipped": "c3", "dppo_binary": "c1", "dppo_topk": "c4", "troll": "c0"}
+_WIDTH, _LEFT, _RIGHT = 860, 70, 16
 
-REGIONS = {
+_REGIONS = {
     "passed": ("c7", "passed, inside"),
     "false": ("c3", "blocked though inside: false alarm"),
     "right": ("c2", "blocked, outside"),
@@ -22,22 +22,22 @@ REGIONS = {
 }
 """Colours of the 2-d histogram; the first of two that share a cell is the one with more tokens."""
 
-CELLS = (72, 40)
-LOWEST_TV = 1e-6
-TICKS = (0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1000)
+_CELLS = (72, 40)
+_LOWEST_TV = 1e-6
+_TICKS = (0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1000)
 
 
 def bucket_figure(rows: Sequence[Row]) -> Safe:
     """Above, how far tokens of each bucket really went; below, on what share of them each rule acts."""
     height, top, middle, bottom = 420, 16, 190, 54
-    each = (WIDTH - LEFT - RIGHT) / len(rows)
+    each = (_WIDTH - _LEFT - _RIGHT) / len(rows)
     values = [value for row in rows for value in (row["tv"]["mean"], row["tv"]["p999"]) if value > 0]
     tv = LogAxis(min(values, default=1e-3), 1.0, top, middle - 28)
     share = LogAxis(1e-4, 1.0, middle + 12, height - bottom)
     parts = [*tv.grid(number), *share.grid(lambda value: f"{100 * value:g} %")]
     parts += [_side("true TV", top, middle - 28), _side("acts on", middle, height - bottom)]
     for place, row in enumerate(rows):
-        x = LEFT + (place + 0.5) * each
+        x = _LEFT + (place + 0.5) * each
         parts.append(_distance(row, x, tv))
         width = each * 0.8 / len(RULES)
         for index, (name, title) in enumerate(RULES.items()):
@@ -45,14 +45,14 @@ def bucket_figure(rows: Sequence[Row]) -> Safe:
                 y = share(row[name])
                 box = {"x": _at(x - each * 0.4 + index * width), "y": _at(y), "height": _at(height - bottom - y)}
                 said = tag("title", f"{row['name']}: {title} acts on {percent(row[name])}")
-                parts.append(tag("g", tag("rect", said, **box, width=_at(width - 2), class_="bar"), class_=COLOURS[name]))
+                parts.append(tag("g", tag("rect", said, **box, width=_at(width - 2), class_="bar"), class_=_COLOURS[name]))
         parts.append(_text(row["name"], x, height - bottom + 18, "middle", class_="name"))
         parts.append(_text(f"{row['tokens']:,}", x, height - bottom + 34, "middle"))
-    parts.append(_text("old probability of the sampled token, and how many there are", WIDTH - RIGHT, height - 4, "end"))
+    parts.append(_text("old probability of the sampled token, and how many there are", _WIDTH - _RIGHT, height - 4, "end"))
     caption = (
         "Above: true total variation, mean (●) and 99.9th percentile (—). Below: share of the tokens on which each rule acts."
     )
-    legend = _keys({title: COLOURS[name] for name, title in RULES.items()})
+    legend = _keys({title: _COLOURS[name] for name, title in RULES.items()})
     return _figure("Where tokens went, and who acts on them", caption, legend, parts, height)
 
 
@@ -75,42 +75,44 @@ def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Saf
     high = max(float(np.quantile(log_ratio, 0.999)), 0.5)
     tv = columns["tv"].astype(float)
     height, top, bottom = 440, 14, 44
-    up = LogAxis(LOWEST_TV, 1.0, top, height - bottom)
-    inner, tall = WIDTH - LEFT - RIGHT, height - top - bottom
-    across = _cell((log_ratio - low) / (high - low), CELLS[0])
-    upward = _cell(np.log10(tv.clip(LOWEST_TV, 1) / LOWEST_TV) / -math.log10(LOWEST_TV), CELLS[1])
-    cells, most = _cells(across * CELLS[1] + upward, kinds(columns, columns["clipped"], outside_ball(columns, rules, "tv")))
+    up = LogAxis(_LOWEST_TV, 1.0, top, height - bottom)
+    inner, tall = _WIDTH - _LEFT - _RIGHT, height - top - bottom
+    across = _cell((log_ratio - low) / (high - low), _CELLS[0])
+    upward = _cell(np.log10(tv.clip(_LOWEST_TV, 1) / _LOWEST_TV) / -math.log10(_LOWEST_TV), _CELLS[1])
+    cells, most = _cells(
+        across * _CELLS[1] + upward, token_kinds(columns, columns["clipped"], outside_ball(columns, rules, "tv"))
+    )
     parts = up.grid(number)
     for cell, counts in cells.items():
-        column, row = divmod(cell, CELLS[1])
+        column, row = divmod(cell, _CELLS[1])
         shade = 0.3 + 0.7 * math.log1p(sum(counts.values())) / math.log1p(most)
-        said = tag("title", "; ".join(f"{count:,} {REGIONS[name][1]}" for name, count in counts.items() if count))
-        place = {"x": _at(LEFT + column * inner / CELLS[0]), "y": _at(height - bottom - (row + 1) * tall / CELLS[1])}
-        size = {"width": _at(inner / CELLS[0] - 0.5), "height": _at(tall / CELLS[1] - 0.5)}
+        said = tag("title", "; ".join(f"{count:,} {_REGIONS[name][1]}" for name, count in counts.items() if count))
+        place = {"x": _at(_LEFT + column * inner / _CELLS[0]), "y": _at(height - bottom - (row + 1) * tall / _CELLS[1])}
+        size = {"width": _at(inner / _CELLS[0] - 0.5), "height": _at(tall / _CELLS[1] - 0.5)}
         box = tag("rect", said, **place, **size, fill_opacity=f"{shade:.2f}", class_="cell")
-        parts.append(tag("g", box, class_=REGIONS[max(counts, key=lambda name: counts[name])][0]))
+        parts.append(tag("g", box, class_=_REGIONS[max(counts, key=lambda name: counts[name])][0]))
 
     def at_ratio(ratio: float) -> float | None:
         inside = ratio > 0 and low <= math.log(ratio) <= high
-        return LEFT + (math.log(ratio) - low) / (high - low) * inner if inside else None
+        return _LEFT + (math.log(ratio) - low) / (high - low) * inner if inside else None
 
-    for ratio in TICKS:
+    for ratio in _TICKS:
         if (x := at_ratio(ratio)) is not None:
             parts.append(_text(f"{ratio:g}", x, height - bottom + 18, "middle"))
     for edge in _clip_edges(rules["clip"]):
         if (x := at_ratio(edge)) is not None:
             parts.append(tag("line", x1=_at(x), x2=_at(x), y1=top, y2=height - bottom, class_="bound"))
     y = _at(up(min(rules["tv_bound"], 1.0)))
-    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="bound"))
+    parts.append(tag("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="bound"))
     parts += [
         _side("true TV", top, height - bottom),
-        _text("ratio new/old of the sampled token", WIDTH - RIGHT, height - 6, "end"),
+        _text("ratio new/old of the sampled token", _WIDTH - _RIGHT, height - 6, "end"),
     ]
     caption = (
         f"Dashed: the clip range, and the ball TV ≤ {number(rules['tv_bound'])}. The stronger a cell, the more tokens; its "
         "colour is that of most of them. Tokens beyond the edges are drawn at the edge."
     )
-    legend = _keys({text: colour for colour, text in REGIONS.values()})
+    legend = _keys({text: colour for colour, text in _REGIONS.values()})
     return _figure("What clipping sees, and what happened", caption, legend, parts, height)
 
 
@@ -137,7 +139,7 @@ def update_figure(rows: Sequence[Row]) -> Safe:
     values = [row["kl"][name] for row in rows for name in lines if 0 < row["kl"][name] < math.inf]
     axis = LogAxis(min(values, default=1e-4), max(values, default=1.0), top, height - bottom)
     first, last = rows[0]["update"], rows[-1]["update"]
-    x_of = [LEFT + (row["update"] - first) / (last - first) * (WIDTH - LEFT - RIGHT) for row in rows]
+    x_of = [_LEFT + (row["update"] - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT) for row in rows]
     parts = [*axis.grid(number), _side("true KL, nats", top, height - bottom)]
     for name, colour in lines.items():
         drawn = [(x, axis(row["kl"][name])) for x, row in zip(x_of, rows, strict=True) if 0 < row["kl"][name] < math.inf]
@@ -147,7 +149,7 @@ def update_figure(rows: Sequence[Row]) -> Safe:
         parts.append(
             tag("text", f"{rows[index]['update']:,}", x=_at(x_of[index]), y=height - bottom + 18, text_anchor="middle")
         )
-    parts.append(tag("text", "updates", x=WIDTH - RIGHT, y=height - 4, text_anchor="end"))
+    parts.append(tag("text", "updates", x=_WIDTH - _RIGHT, y=height - 4, text_anchor="end"))
     names = {"mean": "mean", "99.9th percentile": "p999", "largest": "max"}
     legend = _keys({title: lines[name] for title, name in names.items()})
     return _figure(
@@ -173,23 +175,23 @@ class LogAxis:
         parts = []
         for power in range(self.high, self.low - 1, -every):
             y = _at(self(10.0**power))
-            parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
-            parts.append(_text(label(10.0**power), LEFT - 7, self(10.0**power) + 4, "end"))
+            parts.append(tag("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
+            parts.append(_text(label(10.0**power), _LEFT - 7, self(10.0**power) + 4, "end"))
         return parts
 
 
 def _cells(index: Column, found: Column) -> tuple[dict[int, dict[str, int]], int]:
     """Tokens of each kind in each cell that has any, and the most in one."""
     cells: dict[int, dict[str, int]] = {}
-    for kind in REGIONS:
+    for kind in _REGIONS:
         places, counts = np.unique(index[found == kind], return_counts=True)
         for cell, count in zip(places.tolist(), counts.tolist(), strict=True):
-            cells.setdefault(cell, dict.fromkeys(REGIONS, 0))[kind] = count
+            cells.setdefault(cell, dict.fromkeys(_REGIONS, 0))[kind] = count
     return cells, max((sum(counts.values()) for counts in cells.values()), default=1)
 
 
 def _figure(title: str, caption: str, legend: Safe, parts: Sequence[Safe], height: int) -> Safe:
-    drawn = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=f"{title}. {caption}")
+    drawn = tag("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=f"{title}. {caption}")
     scrolled = tag("div", drawn, class_="audit-figure", tabindex="0", role="region", aria_label=title)
     return tag("figure", tag("h3", title), tag("figcaption", caption), legend, scrolled)
 

@@ -2,35 +2,35 @@
 
 from typing import Any
 
-from corral.report.content import Report
-from corral.report.findings import count, spread, value
+from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, table, tag
+from corral.report.page.findings import count, spread, value
 from corral.report.tables import compare_command
 
-EVENTS = {"objective": "Objective", "seed": "Seed", "step": "Step", "kind": "Kind", "what": "What happened"}
+_EVENTS = {"objective": "Objective", "seed": "Seed", "step": "Step", "kind": "Kind", "what": "What happened"}
 
-RUNS = {
+_RUNS = {
     "objective": "Objective", "seed": "Seed", "stopped": "Ended", "steps": "Steps", "start": "Start", "best": "Best",
     "final": "Final", "greedy": "Greedy", "return": "Return",
     "seconds": "Seconds", "tokens": "Tokens", "env_steps": "Environment steps", "skipped": "Skipped updates", "run": "Folder",
 }  # fmt: skip
 
 
-def event_table(report: Report) -> Safe:
+def event_table(report: RunReport) -> Safe:
     """Warnings of the guard, ends that were none, files that could not be read."""
     rows = report.tables["events"]
     if not rows:
         return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
     return table(
         rows,
-        EVENTS,
+        _EVENTS,
         lambda key, row: "—" if row[key] is None else str(row[key]),
         aria_label="Failures and warnings",
         data_table="events",
     )
 
 
-def run_table(report: Report) -> Safe:
+def run_table(report: RunReport) -> Safe:
     """One row per run."""
 
     def show(key: str, row: dict[str, Any]) -> str:
@@ -46,11 +46,11 @@ def run_table(report: Report) -> Safe:
 
     rows = report.tables["runs"]
     optional = ("greedy", "return", "tokens", "env_steps")
-    columns = {key: text for key, text in RUNS.items() if key not in optional or any(row[key] is not None for row in rows)}
+    columns = {key: text for key, text in _RUNS.items() if key not in optional or any(row[key] is not None for row in rows)}
     return table(rows, columns, show, aria_label="Runs", data_table="runs")
 
 
-def configuration(report: Report) -> Safe:
+def configuration(report: RunReport) -> Safe:
     """What differs between groups, and what they share."""
     differ, same = report.tables["differences"], report.tables["settings"]
     first = note("The groups differ in no setting.", good=True)
@@ -65,7 +65,7 @@ def configuration(report: Report) -> Safe:
     )
 
 
-def reproduce(report: Report) -> Safe:
+def reproduce(report: RunReport) -> Safe:
     """Versions, and a command or a file of settings per run."""
     rows = report.tables["versions"]
     differ = [row["package"] for row in rows if row["differ"]]

@@ -5,9 +5,9 @@ import math
 import re
 from typing import Any
 
-from corral.task.code_problem import Agreement, Calls, Problem, Runs, Tests
-from corral.task.code_tests import CLOSE, called_function, tests_from_asserts, tests_from_code
-from corral.task.code_value import dumps
+from corral.task.code.problem import Agreement, Calls, Problem, Runs, Tests
+from corral.task.code.tests import CLOSE, called_function, tests_from_asserts, tests_from_code
+from corral.task.code.value import dumps
 from corral.task.rows import Malformed, Row, text_column
 
 

@@ -1,6 +1,6 @@
 """Values that cross the wall, as JSON that tells a list from a tuple: what comes back is plain data, whatever it was inside.
 
-This file is also run inside the sandbox, before `code_harness`; it needs the standard library alone.
+This file is also run inside the sandbox, before `harness.py`; it needs the standard library alone.
 """
 
 import json

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from corral.task import grader
-from corral.task.code_compare import same_output
-from corral.task.code_extract import defines, extract_program
-from corral.task.pool import Pool
-from corral.task.sandbox import Job, Limits
+from corral.task.code.compare import same_output
+from corral.task.code.extract import defines, extract_program
+from corral.task.grader import grader_pool
+from corral.task.sandbox import SandboxJob, SandboxLimits
+from corral.task.sandbox.pool import SandboxPool
 from corral.task.sandbox.result import LONGEST, encode
 
 LOG = logging.getLogger("corral.task")
@@ -34,12 +34,12 @@ class Runs:
     tolerance: float = 0.0
     """By how much a number may differ that is expected with a decimal point; then spaces and empty lines count less still."""
 
-    def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
+    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of runs that end well with the right output; with `stop`, none after the first that does not."""
         right = 0
         for stdin, stdout in self.cases:
             room = max(limits.output, 2 * len(encode(stdout)))  # what is expected must be allowed
-            result = pool.run_one(Job(code=program, stdin=stdin, limits=replace(limits, output=room)))
+            result = pool.run_one(SandboxJob(code=program, stdin=stdin, limits=replace(limits, output=room)))
             if result.status == "ok" and same_output(result.stdout, stdout, self.tolerance):
                 right += 1
             elif stop:
@@ -49,7 +49,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a function: (arguments, result) of each, as lines of `code_value`."""
+    """Calls of a function: (arguments, result) of each, as lines of `value.dumps`."""
 
     entry: str
     cases: tuple[tuple[str, str], ...]
@@ -58,7 +58,7 @@ class Calls:
     how: Literal["same", "apps", "sets", "presence"] = "same"
     """What counts as equal: see `COMPARISONS`."""
 
-    def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
+    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of right results, all from one process."""
         arguments, expected = zip(*self.cases, strict=True)
         output = call(program, self.entry, arguments, pool, limits, room=sum(map(len, expected)))
@@ -75,7 +75,7 @@ class Agreement:
     reference_entry: str
     tolerance: float = 0.0
 
-    def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
+    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of calls on which both agree."""
         expected = _references[self]
         output = call(program, self.entry, self.arguments, pool, limits, room=sum(map(len, expected)))
@@ -90,10 +90,12 @@ class Checks:
     setup: str
     tests: tuple[str, ...]
 
-    def passed(self, program: str, pool: Pool, limits: Limits, stop: bool) -> float:
+    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of tests that pass."""
-        tests = Job(code=harness(f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r})"), limits=limits)
-        _, result = pool.run_connected(Job(code=harness(f"serve({program!r}, {self.entry!r}, True)"), limits=limits), tests)
+        tests = SandboxJob(code=harness(f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r})"), limits=limits)
+        _, result = pool.run_connected(
+            SandboxJob(code=harness(f"serve({program!r}, {self.entry!r}, True)"), limits=limits), tests
+        )
         if result.status != "ok" or not result.stderr:  # the tests ended before their last line: no verdict is no pass
             return 0.0
         report = json.loads(result.stderr)  # nothing but the harness writes there
@@ -129,7 +131,7 @@ class Problem:
             return self.preamble + "\n" + found
         return self.stem + (found if found.lstrip("\r\n")[:1] in " \t" else textwrap.indent(found, "    "))
 
-    def grade(self, completion: str, pool: Pool, limits: Limits, partial: bool) -> float:
+    def grade(self, completion: str, pool: SandboxPool, limits: SandboxLimits, partial: bool) -> float:
         """1.0 iff every test passes, else 0.0; with `partial`, the share that does."""
         program = self.program(completion)
         if not program.strip():
@@ -139,33 +141,33 @@ class Problem:
 
 
 def grade_all(
-    problems: Sequence[Problem], completions: Sequence[str], pool: Pool, limits: Limits, partial: bool = False
+    problems: Sequence[Problem], completions: Sequence[str], pool: SandboxPool, limits: SandboxLimits, partial: bool = False
 ) -> list[float]:
     """Rewards of many completions, several at a time, in order; references that have not been run yet are run first."""
     run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
     return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
 
 
-def call(program: str, entry: str, arguments: Sequence[str], pool: Pool, limits: Limits, room: int = 0) -> str:
+def call(program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0) -> str:
     """What the harness writes for calls of a function: a line for each, unless the program forged them or ended before.
 
     `room` is the size of what is expected: twice as much may be written, as by whole programs."""
     roomy = replace(limits, output=max(limits.output, 2 * room))
     stdin = "".join(line + "\n" for line in arguments)
-    return pool.run_one(Job(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy)).stdout
+    return pool.run_one(SandboxJob(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy)).stdout
 
 
-def share_right(how: str, tolerance: float, output: str, expected: Sequence[str], limits: Limits) -> float:
+def share_right(how: str, tolerance: float, output: str, expected: Sequence[str], limits: SandboxLimits) -> float:
     """The share of right results, found in a process that can be ended; it has as much time as the program had."""
-    (verdict,) = grader.pool("code").grade([(how, tolerance, output, list(expected))], limits.timeout)
+    (verdict,) = grader_pool("code").grade([(how, tolerance, output, list(expected))], limits.timeout)
     return verdict.score / len(expected)
 
 
 @cache
 def _harness() -> bytes:
     """What is put in front of every function under test, compiled once."""
-    texts = [Path(__file__).with_name(name).read_text() for name in ("code_value.py", "code_harness.py")]
-    text = "\n".join(texts).replace("from corral.task.code_value import", "#")
+    texts = [Path(__file__).with_name(name).read_text() for name in ("value.py", "harness.py")]
+    text = "\n".join(texts).replace("from corral.task.code.value import", "#")
     return marshal.dumps(compile(text, "<harness>", "exec", dont_inherit=True))
 
 
@@ -175,10 +177,10 @@ def harness(last_line: str) -> str:
 
 
 _references: dict[Agreement, tuple[str, ...]] = {}
-"""Results of references, as lines of `code_value`."""
+"""Results of references, as lines of `value.dumps`."""
 
 
-def run_references(tests: Sequence[Agreement], pool: Pool, limits: Limits) -> None:
+def run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
     """Run every reference that has not been run yet, with no program of a model beside it. One that fails is run again, alone
     and with more time, since others may share the machine; ValueError if it fails then too."""
     missing, patience = [one for one in dict.fromkeys(tests) if one not in _references], min(PATIENCE * limits.timeout, LONGEST)
@@ -191,7 +193,7 @@ def run_references(tests: Sequence[Agreement], pool: Pool, limits: Limits) -> No
         _references[one] = results
 
 
-def _results(tests: Agreement, pool: Pool, limits: Limits) -> tuple[str, ...] | None:
+def _results(tests: Agreement, pool: SandboxPool, limits: SandboxLimits) -> tuple[str, ...] | None:
     """The reference's results; None where there is one that does not equal itself: none at all, or no plain value."""
     output = call(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=REFERENCE_ROOM)
     try:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from corral.task.code_value import decode, loads, same
+from corral.task.code.value import decode, loads, same
 
 
 def lines(text: str) -> list[str]:

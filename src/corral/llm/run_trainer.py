@@ -1,4 +1,4 @@
-"""What happens around the updates of a run: success is measured, lines and checkpoints are written, signals are obeyed."""
+"""The trainer of `corral train`: measures held-out success, and writes whole checkpoints into a run folder."""
 
 import math
 import os
@@ -10,49 +10,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.config import steps_per_batch
-from corral.llm.guard import GuardCallback, on_any_process
+from corral.llm.guard import GuardCallback
 from corral.llm.models import base_model
 from corral.llm.problems import Problems, answer
 from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
-from corral.llm.tokens import Few, thinned, token_rows
+from corral.llm.tokens import CompletionSample, token_rows
 from corral.llm.trainer import CorralTrainer
 from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
-from corral.run.view import View
+from corral.run.view import RunView
 from corral.task import text_of
 from corral.types import TokenBatch
-
-NOT_MEASURED = {"success": None, "greedy": None, "reward": None}
-"""What a line says where nothing was measured."""
 
 
 @dataclass(kw_only=True)
 class Session(Interruptible):
-    """What the parts of one running run share. Only the main process has a folder."""
+    """State that the trainer, the callback and `train` share during a run. Only the main process has a folder."""
 
     settings: Settings
     problems: Problems
     held_out: list[str]
     success: Reward
-    """What counts as success on them."""
+    """The task's verifier, which decides success on them."""
     folder: RunFolder | None
     guard: GuardCallback
-    view: View
+    view: RunView
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Metrics so far; after a resume, those that were kept."""
+    """Lines of metrics.jsonl so far."""
 
     def __post_init__(self) -> None:
         self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
 
     def add(self, line: dict[str, Any]) -> None:
-        """One more line of metrics, for the folder and the eyes."""
+        """Append a line of metrics, to the folder and to the view."""
         self.lines.append(line)
         if self.folder is not None:
             self.folder.append(line)
@@ -60,17 +57,17 @@ class Session(Interruptible):
 
 
 class RunTrainer(CorralTrainer):
-    """CorralTrainer whose checkpoints appear in a run folder whole or not at all, and whose guard hears of every loss."""
+    """CorralTrainer that measures held-out success and whose checkpoints appear in a run folder whole or not at all."""
 
     processing_class: PreTrainedTokenizerBase
     max_completion_length: int
     session: Session
-    looked: tuple[Few, Objective] | None = None
-    """Completions of the last update of a step, until its line is written."""
+    _sample: tuple[CompletionSample, Objective] | None = None
+    """For tokens.parquet: completions of the last update of a step, until its line is written."""
 
     @property
     def updates_per_step(self) -> int:
-        """Updates until the next batch of rollouts begins together with a new update: there, nothing is half done."""
+        """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
         per_update = self.args.gradient_accumulation_steps
         return math.lcm(per_update, steps_per_batch(self.args)) // per_update
 
@@ -92,17 +89,17 @@ class RunTrainer(CorralTrainer):
         """In the last update of a step the policy has moved furthest."""
         last = self.state.global_step % self.updates_per_step == self.updates_per_step - 1
         if last and self.model.training and self.session.folder is not None:
-            self.looked = Few.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
+            self._sample = CompletionSample.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
 
     def newest_tokens(self) -> list[dict[str, Any]]:
         """Rows of tokens.parquet for the step that just ended."""
-        looked, self.looked = self.looked, None
+        sample, self._sample = self._sample, None
         update = self.state.global_step
         about: dict[str, Any] = {"step": update // self.updates_per_step, "update": update}
-        return [] if looked is None else token_rows(*looked, self.processing_class, **about)
+        return [] if sample is None else token_rows(*sample, self.processing_class, **about)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """None: config.json says it all, and TRL's card would be written in pieces."""
+        """No model card: config.json has it all, and TRL's card is not written atomically."""
 
     def _get_output_dir(self, trial: Any) -> str:
         assert self.args.output_dir is not None  # build_trainer has set it
@@ -129,7 +126,7 @@ class RunTrainer(CorralTrainer):
             raise
 
     def measure(self) -> dict[str, float]:
-        """Success on the held-out problems, sampled at temperature 1 and greedy. Training draws the same numbers afterwards."""
+        """Success on the held-out problems, sampled at temperature 1 and greedy; the random state is left as it was."""
         session, process = self.session, self.accelerator
         mine = session.held_out[process.process_index :: process.num_processes]
         devices = [process.device] if process.device.type == "cuda" else []
@@ -168,7 +165,7 @@ class RunTrainer(CorralTrainer):
         """The first completions of the newest rollouts, those of one prompt together."""
         logs, update = self._logs, self.state.global_step
         weights = self.reward_weights.tolist()
-        rewards = (_weighted(each, weights) for each in zip(*logs["rewards"].values(), strict=True))
+        rewards = (_weighted_sum(each, weights) for each in zip(*logs["rewards"].values(), strict=True))
         columns = zip(logs["prompt"], logs["completion"], rewards, logs["advantages"], strict=False)
         return [
             {
@@ -183,69 +180,7 @@ class RunTrainer(CorralTrainer):
         ]
 
 
-def _weighted(rewards: Sequence[float], weights: Sequence[float]) -> float:
-    """The sum that a completion is paid; NaN where every function left it out."""
+def _weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
+    """A completion's reward over all functions; NaN where each of them gave none."""
     judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
     return sum(judged) if judged else math.nan
-
-
-class RunCallback(TrainerCallback):
-    """Acts at the ends of steps, where no rollout is half used: the places to measure, to save and to stop."""
-
-    def __init__(self, trainer: RunTrainer) -> None:
-        self.trainer, self.session = trainer, trainer.session
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Success before any update."""
-        session = self.session
-        if not session.lines:
-            measured = self.trainer.measure()
-            session.add({"step": 0, "update": 0, "seconds": self._seconds(), **NOT_MEASURED, **measured})
-            session.guard.restore(session.lines)  # a run that only falls has its best success here
-        session.patient = True
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """TRL calls every update a step; a step of ours is over after `updates_per_step` of them."""
-        step, within = divmod(state.global_step, self.trainer.updates_per_step)
-        if within:
-            return
-        settings = self.session.settings
-        if step % settings.eval_every == 0 or step == settings.steps:
-            for name, value in self.trainer.measure().items():
-                self.trainer._metrics["train"][name].append(value)
-        if step % settings.checkpoint_every == 0 or step == settings.steps:
-            control.should_save = True
-        if on_any_process(self.session.interrupted):
-            self.session.interrupted = control.should_save = control.should_training_stop = True
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Every step has a line. The guard has read it by now."""
-        logs: dict[str, Any] = kwargs["logs"]
-        if "loss" not in logs:
-            return
-        session, seconds = self.session, self._seconds()
-        step, last = state.global_step // self.trainer.updates_per_step, session.lines[-1]
-        tokens = logs.get("num_tokens", 0) - (last.get("num_tokens") or 0)
-        line = {
-            "step": step,
-            "update": state.global_step,
-            "seconds": seconds,
-            **NOT_MEASURED,
-            **logs,
-        }
-        line |= {"tokens_per_second": tokens / max(seconds - last["seconds"], 1e-9), "skipped": session.guard.skipped}
-        if session.guard.zero_gradients:
-            line["zero_gradients"] = session.guard.zero_gradients
-        if session.guard.news:
-            line["warnings"], session.guard.news = session.guard.news, []
-        session.add(line)
-        rows = self.trainer.newest_completions(session.settings.keep_completions)
-        if session.folder is not None:
-            session.folder.add_completions(rows)
-            if session.settings.keep_completions:
-                session.folder.tokens_kept = thinned(session.folder.tokens_kept, self.trainer.newest_tokens())
-        if line["success"] is not None:
-            session.view.completions(rows[:3])
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self.session.started

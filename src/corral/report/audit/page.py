@@ -6,19 +6,27 @@ from typing import Any
 
 import pyarrow as pa
 
-import corral
-from corral.audit.summary import Ball, Row, Summary, columns_of
+from corral.audit.summary import Ball, Row, Summary, table_columns
 from corral.audit.words import RULES, number, percent, sentences
-from corral.report.audit_figures import bucket_figure, ratio_figure, update_figure
-from corral.report.audit_tokens import completions, shown
-from corral.report.document import document, write_document
-from corral.report.html import Safe, join, note, shortened, table, tag, visible
+from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
+from corral.report.audit.tokens import completion_heat, render_token
+from corral.report.html import (
+    Safe,
+    document,
+    join,
+    note,
+    page_body,
+    sections,
+    shorten,
+    table,
+    tag,
+    visible,
+    write_document,
+)  # fmt: skip
 
-THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
+_VERDICTS = {"rule": "Rule", "share": "Acts on", "right": "…of which outside", "false": "…of which inside", "missed": "Missed"}
 
-VERDICTS = {"rule": "Rule", "share": "Acts on", "right": "…of which outside", "false": "…of which inside", "missed": "Missed"}
-
-MEASURED = """
+_METHOD = """
 The old policy is the one that the completions were sampled from, the new one is compared with it on their tokens, both over the
 whole vocabulary and at the temperature that was sampled with. KL is KL(new‖old) in nats, TV is ½ Σ |p − q|.
 
@@ -40,50 +48,31 @@ def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, 
 
 def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
     """The whole HTML."""
-    title = f"Audit of {shortened(str(info.get('model') or 'a run'), 80)}"
-    return document(title, body(title, info, rows, summary), {}, ["audit.js"], ["page.css", "audit.css"])
+    title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
+    return document(title, _body(title, info, rows, summary), {}, ["audit.js"], ["page.css", "audit.css"])
 
 
-def body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
+def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
     """Header, parts, footer."""
-    columns, rules = columns_of(tokens), info["rules"]
+    columns, rules = table_columns(tokens), info["rules"]
     said = sentences(summary, info)
     probability, kinds = summary.by_probability, (("Entropy, nats", summary.by_entropy), ("Advantage", summary.by_sign))
     found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
     parts = {
-        "findings": ("Findings", join(found, verdicts(summary, rules))),
-        "probability": ("By old probability", join(bucket_figure(probability), buckets("Old probability", probability))),
+        "findings": ("Findings", join(found, _verdict_tables(summary, rules))),
+        "probability": ("By old probability", join(bucket_figure(probability), _bucket_table("Old probability", probability))),
         "ratio": ("Ratio against true distance", ratio_figure(columns, rules)),
-        "tokens": ("Tokens that clipping blocks most", blocked(summary.blocked_tokens)),
-        "kinds": ("By entropy and by advantage", join(*(buckets(title, rows) for title, rows in kinds))),
+        "tokens": ("Tokens that clipping blocks most", _blocked_table(summary.blocked_tokens)),
+        "kinds": ("By entropy and by advantage", join(*(_bucket_table(title, rows) for title, rows in kinds))),
         "updates": ("Over training", update_figure(summary.by_update)),
-        "completions": ("Completions", completions(columns, rules)),
-        "measured": ("How this was measured", measured(info)),
+        "completions": ("Completions", completion_heat(columns, rules)),
+        "measured": ("How this was measured", _method(info)),
     }
-    made = [tag("section", tag("h2", heading), content, id=name) for name, (heading, content) in parts.items()]
-    links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
-    return join(
-        tag("a", "Skip to the findings", href="#findings", class_="skip"),
-        tag(
-            "header",
-            tag("div", tag("h1", title), themes(), class_="top"),
-            tag("p", said[0], class_="lead"),
-            tag("nav", tag("ul", *links), aria_label="Sections"),
-        ),
-        tag("main", *made),
-        tag("footer", tag("p", f"Made by corral {corral.__version__} from {len(tokens):,} audited tokens.")),
-    )
+    main = tag("main", *sections(parts).values())
+    return page_body(title, said[0], parts, main, f"{len(tokens):,} audited tokens")
 
 
-def themes() -> Safe:
-    """Radio buttons, as on the page of a report."""
-    labels = []
-    for index, (key, text) in enumerate(THEMES.items()):
-        labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
-    return tag("fieldset", tag("legend", "Theme"), *labels, class_="choice", id="choose-theme")
-
-
-def verdicts(summary: Summary, rules: Mapping[str, Any]) -> Safe:
+def _verdict_tables(summary: Summary, rules: Mapping[str, Any]) -> Safe:
     """How far tokens went, who acts on how many, and how that stands to two balls of true divergence."""
     far = {"what": "Distance", "mean": "Mean", "p999": "99.9th percentile", "max": "Largest"}
     rows = [{"what": "true KL, nats", **summary.kl}, {"what": "true TV", **summary.tv}]
@@ -94,7 +83,7 @@ def verdicts(summary: Summary, rules: Mapping[str, Any]) -> Safe:
         rows = [
             {"rule": title, **summary.verdicts[name], "ball": summary.verdicts[name][ball]} for name, title in RULES.items()
         ]
-        made += [tag("h3", f"Against the ball {heading}"), table(rows, VERDICTS, _verdict, aria_label=heading)]
+        made += [tag("h3", f"Against the ball {heading}"), table(rows, _VERDICTS, _verdict, aria_label=heading)]
     text = "Missed: outside the ball and pushed further out, yet left alone. TROLL acts whatever the advantage says."
     return join(distances, *made, tag("p", text, class_="count"))
 
@@ -109,7 +98,7 @@ def _verdict(key: str, row: Row) -> str:
     return row[key] if key == "rule" else percent(row[key])
 
 
-def buckets(title: str, rows: Sequence[Row]) -> Safe:
+def _bucket_table(title: str, rows: Sequence[Row]) -> Safe:
     """One row per bucket."""
     columns = {"name": title, "tokens": "Tokens", "tv": "TV: mean, 99.9 %, largest", "kl": "KL: mean, 99.9 %, largest", **RULES}
 
@@ -121,7 +110,7 @@ def buckets(title: str, rows: Sequence[Row]) -> Safe:
     return table(list(rows), columns, show, aria_label=title)
 
 
-def blocked(rows: Sequence[Row]) -> Safe:
+def _blocked_table(rows: Sequence[Row]) -> Safe:
     """The tokens most often blocked."""
     if not rows:
         return note("Clipping blocks no token here.", good=True)
@@ -130,7 +119,7 @@ def blocked(rows: Sequence[Row]) -> Safe:
 
     def show(key: str, row: Row) -> Any:
         if key == "text":
-            return tag("code", shown(row["text"]))
+            return tag("code", render_token(row["text"]))
         if key == "inside":
             return f"{row[key]:,} ({percent(row[key] / row['blocked'])})"
         return number(row[key]) if key in ("p_old", "tv") else f"{row[key]:,}"
@@ -138,16 +127,16 @@ def blocked(rows: Sequence[Row]) -> Safe:
     return table(list(rows), columns, show, aria_label="Blocked tokens")
 
 
-def measured(info: Mapping[str, Any]) -> Safe:
+def _method(info: Mapping[str, Any]) -> Safe:
     """The method, the rules and the settings."""
     rows = [
-        {"setting": f"{part} {key}", "value": shortened(str(value), 300)}
+        {"setting": f"{part} {key}", "value": shorten(str(value), 300)}
         for part in ("rules", "settings", "versions")
         for key, value in (info.get(part) or {}).items()
         if value is not None
     ]
     asked = table(rows, {"setting": "Setting", "value": "Value"}, lambda key, row: visible(row[key]), aria_label="Settings")
     return join(
-        *(tag("p", part) for part in MEASURED.strip().split("\n\n")),
+        *(tag("p", part) for part in _METHOD.strip().split("\n\n")),
         tag("details", tag("summary", f"{len(rows)} rules, settings and versions"), asked),
     )

@@ -73,7 +73,7 @@ class UsableRange:
     @property
     def label(self) -> str:
         """`troll`, or `troll, num_iterations=4`."""
-        return ", ".join([self.contestant, *(f"{key}={value_text(value)}" for key, value in self.setting.items())])
+        return ", ".join([self.contestant, *setting_pairs(self.setting)])
 
     @property
     def sentence(self) -> str:
@@ -190,6 +190,16 @@ def value_text(value: object) -> str:
         return f"{value:g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def setting_pairs(setting: Mapping[str, object]) -> list[str]:
+    """`key=value` of each."""
+    return [f"{key}={value_text(value)}" for key, value in setting.items()]
+
+
+def setting_text(setting: Mapping[str, object]) -> str:
+    """`learning_rate=1e-4 num_iterations=4`."""
+    return " ".join(setting_pairs(setting))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

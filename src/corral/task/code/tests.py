@@ -6,8 +6,8 @@ import copy
 import sys
 from typing import Any, Literal
 
-from corral.task.code_problem import Agreement, Calls, Checks, Tests
-from corral.task.code_value import dumps
+from corral.task.code.problem import Agreement, Calls, Checks, Tests
+from corral.task.code.value import dumps
 from corral.task.rows import Malformed
 
 CLOSE = 1e-6

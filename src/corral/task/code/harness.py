@@ -1,6 +1,6 @@
 """What runs inside the sandbox around a function under test, and, in another sandbox, around tests that are programs.
 
-This file is run there after `code_value`, whose names it uses without importing them; it needs the standard library alone. The
+This file is run there after `value.py`, whose names it uses without importing them; it needs the standard library alone. The
 function's side is in the hands of the function: all it can forge are its own results. The tests' side never shares a process
 with it, so no result has a method of its own, and success cannot be claimed but by the tests.
 """
@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-from corral.task.code_value import decode, encode  # inside, both are there already, and this line is left out
+from corral.task.code.value import decode, encode  # inside, both are there already, and this line is left out
 
 
 def serve(program: str, entry: str, show_changes: bool = False) -> None:

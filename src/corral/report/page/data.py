@@ -4,29 +4,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from corral.report import figures, outcomes
-from corral.report.content import Report
-from corral.report.html import shortened, visible
+from corral.report.content import RunReport
+from corral.report.html import shorten, visible
 from corral.report.read import Run
-from corral.report.sweep import number_at, value_text
-from corral.report.sweeps import Sweep
+from corral.report.sweep.find import Sweep
+from corral.report.sweep.ranges import number_at, value_text
 
-MOST_TEXT = 4000
+_MOST_TEXT = 4000
 """Characters of a completion that a page shows."""
 
-ALL_TEXT = 1_500_000
+_ALL_TEXT = 1_500_000
 """Characters of all completions together: the page stays below six megabytes whatever was sampled."""
 
-ALL_TOKENS = 25_000
+_ALL_TOKENS = 25_000
 """Tokens that are shown one by one, of all runs together: a megabyte."""
 
-LONGEST = 600
+_LONGEST = 600
 """Tokens of one completion that are."""
 
-TABLES = ("results", "comparisons", "overall", "sweep", "runs", "events")
+_TABLES = ("results", "comparisons", "overall", "sweep", "runs", "events")
 """Tables whose numbers a page can save as they are."""
 
 
-def page_data(report: Report) -> dict[str, Any]:
+def page_data(report: RunReport) -> dict[str, Any]:
     """Everything."""
     objectives, settings = (
         list(dict.fromkeys(names)) for names in zip(*((g.objective, g.setting) for g in report.groups), strict=True)
@@ -60,11 +60,11 @@ def page_data(report: Report) -> dict[str, Any]:
         "sweeps": [_sweep(sweep, objectives) for sweep in report.sweeps],
         "completions": _completions(report.runs, place),
         "tokens": _tokens(report.runs, place),
-        "tables": {name: [_plain(row) for row in report.tables[name]] for name in TABLES},
+        "tables": {name: [_plain(row) for row in report.tables[name]] for name in _TABLES},
     }  # fmt: skip
 
 
-def _bands(report: Report, metric: figures.Metric) -> dict[str, Any]:
+def _bands(report: RunReport, metric: figures.Metric) -> dict[str, Any]:
     """Bootstrap intervals of the learning curves, group by group, for groups of two seeds and more."""
     found = {}
     for group in report.groups:
@@ -73,7 +73,7 @@ def _bands(report: Report, metric: figures.Metric) -> dict[str, Any]:
     return found
 
 
-def _finals(report: Report) -> list[dict[str, Any]]:
+def _finals(report: RunReport) -> list[dict[str, Any]]:
     """Where each group ended: its seeds, their interquartile mean and its interval."""
     found = []
     for group, row in zip(report.groups, report.tables["results"], strict=True):
@@ -124,13 +124,13 @@ def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
 def _completions(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str, Any]]:
     """Sampled completions, cut to what a page can hold."""
     count = sum(len(run.completions) for run in runs)
-    most = min(MOST_TEXT, max(ALL_TEXT // max(count, 1), 200))
+    most = min(_MOST_TEXT, max(_ALL_TEXT // max(count, 1), 200))
     return [
         {
             "run": place[id(run)],
             "step": int(row["step"] or 0),
-            "prompt": visible(shortened(str(row.get("prompt") or ""), most // 2)),
-            "completion": visible(shortened(str(row["completion"] or ""), most)),
+            "prompt": visible(shorten(str(row.get("prompt") or ""), most // 2)),
+            "completion": visible(shorten(str(row["completion"] or ""), most)),
             "reward": _number(row.get("reward")),
             "advantage": _number(row.get("advantage")),
         }
@@ -142,21 +142,21 @@ def _completions(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str
 def _tokens(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str, Any]]:
     """Token by token: text, what was done to it, and how far it wanted to go. Every run has an equal share of the page."""
     kept = [run for run in runs if run.tokens]
-    return [_token_row(row, place[id(run)]) for run in kept for row in _fitting(run.tokens, ALL_TOKENS // max(len(kept), 1))]
+    return [_token_row(row, place[id(run)]) for run in kept for row in _fitting(run.tokens, _ALL_TOKENS // max(len(kept), 1))]
 
 
 def _token_row(row: Mapping[str, Any], run: int) -> dict[str, Any]:
     entry: dict[str, Any] = {"run": run, "step": int(row["step"] or 0)}
-    entry["token"] = [visible(shortened(str(text), 80)) for text in row["token"][:LONGEST]]
-    entry["action"] = [str(action or "") for action in row["action"][:LONGEST]]
+    entry["token"] = [visible(shorten(str(text), 80)) for text in row["token"][:_LONGEST]]
+    entry["action"] = [str(action or "") for action in row["action"][:_LONGEST]]
     for name in ("kl_before", "kl_after", "log_ratio"):
-        entry[name] = [_number(value) for value in row[name][:LONGEST]] if row.get(name) is not None else None
+        entry[name] = [_number(value) for value in row[name][:_LONGEST]] if row.get(name) is not None else None
     return entry | {name: _number(row.get(name)) for name in ("reward", "advantage", "bound")}
 
 
 def _fitting(rows: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
     """Every row, every other one, every fourth …: as many as have at most `most` tokens, and one at least."""
-    while len(rows) > 1 and sum(min(len(row["token"]), LONGEST) for row in rows) > most:
+    while len(rows) > 1 and sum(min(len(row["token"]), _LONGEST) for row in rows) > most:
         rows = rows[::2]
     return rows
 

@@ -5,23 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from corral.task.code_problem import Problem, grade_all
-from corral.task.code_rows import apps_row, human_eval_row, mbpp_row, own_row
-from corral.task.dataset import Finite, Hub, Rows
+from corral.task.code.problem import Problem, grade_all
+from corral.task.code.rows import apps_row, human_eval_row, mbpp_row, own_row
+from corral.task.dataset import FiniteTask, Hub, Rows
 from corral.task.draws import checked_whole
-from corral.task.pool import Pool, shared_pool
 from corral.task.rows import Row, read_file
-from corral.task.sandbox import Limits
+from corral.task.sandbox import SandboxLimits
+from corral.task.sandbox.pool import SandboxPool, shared_pool
 
-PACKAGED = Path(__file__).with_name("data") / "code"
+PACKAGED = Path(__file__).parents[1] / "data" / "code"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeTask(Finite):
+class CodeTask(FiniteTask):
     """What all code tasks share: 1 iff every test passes, or the share of tests with `partial`.
 
     The program is the last block fenced as Python; without one, the last block without a label; without one, the whole text
-    (corral.task.code_extract).
+    (corral.task.code.extract).
     """
 
     partial: bool = False
@@ -48,12 +48,12 @@ class CodeTask(Finite):
         return {}
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SandboxLimits:
         """What one program may use."""
-        return Limits(timeout=self.timeout, memory_mb=self.memory_mb)
+        return SandboxLimits(timeout=self.timeout, memory_mb=self.memory_mb)
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> SandboxPool:
         """Where programs run; shared by all tasks with the same settings, started at the first use."""
         return shared_pool(self.workers or None, unsafe_code_execution=self.unsafe_code_execution)
 

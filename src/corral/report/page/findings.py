@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from corral.report.content import Report
+from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, table, tag
 from corral.report.outcomes import BESIDE
 from corral.report.statistics import ENOUGH, plain, signed
 
-JUDGED = """
+_METHOD = """
 Final is the last measured {name}; area is its mean over the run by steps (trapezia), where a run that was stopped early keeps
 its last value to the end of its budget. Both are interquartile means over seeds, which of fewer than four seeds are plain
 means, with 95 % stratified bootstrap intervals (rliable); those of the probability of improvement are bootstrapped too. With
@@ -27,16 +27,16 @@ stopped, it is of the others alone, which flatters it too.
 """
 
 
-CHOSEN = "Each contestant has the setting that was chosen for it in the sweep, and runs with seeds that the choice never saw."
+_CHOSEN = "Each contestant has the setting that was chosen for it in the sweep, and runs with seeds that the choice never saw."
 
-ACROSS = """
+_ACROSS = """
 Over all tasks together, on one scale: success as it is; returns so that 0 is where a task's runs began and 1 what the best
 contestant ended with there. Interquartile mean and mean over tasks and seeds, with 95 % bootstrap intervals that draw runs
 within each task (rliable); chance is how likely a run ends above one of another contestant, on a task drawn at random.
 """
 
 
-def findings(report: Report, headline: Safe | None = None) -> Safe:
+def findings(report: RunReport, headline: Safe | None = None) -> Safe:
     """Sentences, the picture of where everybody ended, the table, and the method.
 
     Args:
@@ -45,36 +45,36 @@ def findings(report: Report, headline: Safe | None = None) -> Safe:
     rows = sorted(report.tables["comparisons"], key=lambda row: not row["claimed"])
     final, area, returns = ([row for row in rows if row["measure"] == name] for name in ("final", "area", "return"))
     titles = {f"On the mean {report.measure.name} over the run": area, "On the final return": returns}
-    more = [tag("details", tag("summary", title), sentences(part)) for title, part in titles.items() if part]
-    text = JUDGED.format(
+    more = [tag("details", tag("summary", title), _sentences(part)) for title, part in titles.items() if part]
+    text = _METHOD.format(
         name=report.measure.name,
         threshold="90 % of the best end" if report.threshold is None else value(report, report.threshold),
     )
     return join(
-        *warnings(report),
+        *_warnings(report),
         headline,
-        tag("p", CHOSEN, class_="count") if rows and any(group.chosen for group in report.groups) else None,
-        sentences(final) if rows else None,
+        tag("p", _CHOSEN, class_="count") if rows and any(group.chosen for group in report.groups) else None,
+        _sentences(final) if rows else None,
         *more,
-        tag("details", tag("summary", "All comparisons in numbers"), comparison_table(report)) if rows else None,
+        tag("details", tag("summary", "All comparisons in numbers"), _comparison_table(report)) if rows else None,
         tag("div", id="finals", class_="figures wide"),
-        result_table(report),
-        overall_table(report),
+        _result_table(report),
+        _overall_table(report),
         tag("details", tag("summary", "How this was judged"), *(tag("p", part) for part in text.strip().split("\n\n"))),
     )
 
 
-def sentences(rows: list[dict[str, Any]]) -> Safe:
+def _sentences(rows: list[dict[str, Any]]) -> Safe:
     """A list, claims first."""
-    return sentences_of([(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows])
+    return sentence_list([(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows])
 
 
-def sentences_of(said: list[tuple[str, str]]) -> Safe:
+def sentence_list(said: list[tuple[str, str]]) -> Safe:
     """Sentences, each with its kind, which is its mark: claim, tie or range."""
     return tag("ul", *(tag("li", text, class_=kind) for text, kind in said), class_="sentences")
 
 
-def comparison_table(report: Report) -> Safe:
+def _comparison_table(report: RunReport) -> Safe:
     """One row per pair and measure."""
     columns = {"pair": "Difference", "measure": "Of", "difference": report.measure.unit.capitalize() or "Value"}
     columns |= {"interval": "95 % interval", "p": "p", "claimed": "Claimed", "probability": "Probability of improvement"}
@@ -96,7 +96,7 @@ def comparison_table(report: Report) -> Safe:
     return table(report.tables["comparisons"], columns, show, aria_label="Comparisons", data_table="comparisons")
 
 
-def warnings(report: Report) -> list[Safe]:
+def _warnings(report: RunReport) -> list[Safe]:
     """What to know before reading on."""
     found, rows = [], report.tables["comparisons"]
     out = sum(row["kind"] == "left out" for row in report.tables["events"])
@@ -112,7 +112,7 @@ def warnings(report: Report) -> list[Safe]:
     return found
 
 
-def result_table(report: Report) -> Safe:
+def _result_table(report: RunReport) -> Safe:
     """One row per group."""
     rows, name = report.tables["results"], report.measure.name
     columns = {"group": "Objective"}
@@ -129,7 +129,7 @@ def result_table(report: Report) -> Safe:
         if key == "group":
             return row["objective"] if "setting" in columns else f"{row['objective']} {row['setting']}".strip()
         if key in ("final", "area", "greedy"):
-            return estimate(report, row[key], row[f"{key}_low"], row[f"{key}_high"])
+            return _estimate(report, row[key], row[f"{key}_low"], row[f"{key}_high"])
         if key == "return":
             return spread(row[key], row["return_low"], row["return_high"])
         number = "—" if row[key] is None else row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}"
@@ -140,7 +140,7 @@ def result_table(report: Report) -> Safe:
     return table(rows, columns, show, aria_label="Results", data_table="results")
 
 
-def overall_table(report: Report) -> Safe | None:
+def _overall_table(report: RunReport) -> Safe | None:
     """Over several tasks, where there are."""
     rows = report.tables["overall"]
     if not rows:
@@ -154,15 +154,15 @@ def overall_table(report: Report) -> Safe | None:
         return f"{row[key]:.2f}" if key == "chance" else str(row[key])
 
     shown = table(rows, columns, show, aria_label="All tasks together", data_table="overall")
-    return join(tag("h3", "All tasks together"), tag("p", ACROSS, class_="count"), shown)
+    return join(tag("h3", "All tasks together"), tag("p", _ACROSS, class_="count"), shown)
 
 
-def value(report: Report, number: float) -> str:
+def value(report: RunReport, number: float) -> str:
     """A value of the main metric."""
     return f"{100 * number:.1f} %" if report.measure.factor == 100 else plain(number)
 
 
-def estimate(report: Report, middle: float | None, low: float | None, high: float | None) -> str:
+def _estimate(report: RunReport, middle: float | None, low: float | None, high: float | None) -> str:
     """A value with its interval."""
     if middle is None:
         return "—"

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from corral.report.compared import Comparison
-from corral.report.groups import once, own_settings, pairs_of, problems_of, shared_settings, varied
+from corral.report.comparison import SavedComparison
+from corral.report.groups import own_settings, problems_of, read_once, shared_settings, varying_settings
 from corral.report.outcomes import COUNTED, Measure
 from corral.report.read import Run
-from corral.report.statistics import area_under_curve, collapsed
-from corral.report.sweep import Cell, SweepRow, UsableRange, cells, number_at, usable_range
+from corral.report.statistics import area_under_curve, has_collapsed
+from corral.report.sweep.ranges import Cell, SweepRow, UsableRange, cells, number_at, setting_text, usable_range
 
-KL = "tr/kl_before"
+_KL = "tr/kl_before"
 """How far the new policy went from the old one, before anything was done about it."""
 
-BUDGETS = ("steps", "iterations")
+_BUDGETS = ("steps", "iterations")
 """Settings that are no choice: more of them is more."""
 
-RATE = "learning_rate"
-RATES = {"learner.policy_rate": RATE, "learner.rate": RATE}
+_RATE = "learning_rate"
+_RATES = {"learner.policy_rate": _RATE, "learner.rate": _RATE}
 """What robots' algorithms call their learning rate."""
 
 
@@ -51,7 +51,7 @@ class Sweep:
         return usable_range(self.rows, self.key)
 
     @property
-    def repeated(self) -> str:
+    def seeds_text(self) -> str:
         """How many runs a mean is of: `2 seeds`, or `1 to 2 seeds` while some are missing."""
         counts = [len(cell.seeds) for cell in self.cells]
         least, most = min(counts), max(counts)
@@ -66,12 +66,12 @@ class Sweep:
         return {name: value for name, value in setting.items() if name != self.key}
 
 
-def find_sweeps(runs: Sequence[Run], comparisons: Sequence[Comparison], measure: Measure) -> list[Sweep]:
+def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], measure: Measure) -> list[Sweep]:
     """Those of comparisons, and of runs that belong to none."""
     places = {run.path.resolve(): run for run in runs}
     found, planned, about = [], set(), problems_of(runs)
     for comparison in comparisons:
-        planned |= {entry.path.resolve() for entry in comparison.entries}
+        planned |= {entry.path.resolve() for entry in comparison.runs}
         entries = comparison.of_stage("sweep")
         key = axis(comparison.sweep)
         rows: dict[tuple[str, str, int], SweepRow] = {}  # a file that names a run twice is no reason to count it twice
@@ -89,22 +89,22 @@ def find_sweeps(runs: Sequence[Run], comparisons: Sequence[Comparison], measure:
                     choose_seeds=comparison.choose_seeds, report_seeds=comparison.report_seeds,
                 )
             )  # fmt: skip
-    return found + inferred([run for path, run in places.items() if path not in planned], measure)
+    return found + _infer_sweeps([run for path, run in places.items() if path not in planned], measure)
 
 
-def inferred(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
+def _infer_sweeps(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
     """Runs of one problem that differ in a setting of numbers, and count; of two with one seed the later."""
     found = []
     counted = [run for run in runs if run.stopped in COUNTED and run.values(measure.key)]
-    about, own, shared = problems_of(runs), once(own_settings, counted), once(shared_settings, counted)
+    about, own, shared = problems_of(runs), read_once(own_settings, counted), read_once(shared_settings, counted)
     for where in dict.fromkeys(about[id(run)] for run in counted):
         rows: dict[tuple[str, str, str], SweepRow] = {}
         members = [run for run in counted if about[id(run)] == where]
         seeds = sorted({run.seed for run in members})
         for run in members:
             peers = [peer for peer in members if peer.objective == run.objective]
-            name = " ".join([run.objective, *pairs_of(varied(run, peers, own))])
-            settings = {RATES.get(key, key): _number(text) for key, text in varied(run, peers, shared).items()}
+            name = f"{run.objective} {setting_text(varying_settings(run, peers, own))}".strip()
+            settings = {_RATES.get(key, key): _number(text) for key, text in varying_settings(run, peers, shared).items()}
             seed = seeds.index(run.seed)
             rows[name, json.dumps(settings, default=str), run.seed] = sweep_row(name, settings, seed, run, measure)
         grids = [dict(row.setting) for row in rows.values()]
@@ -122,15 +122,15 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Ru
     if run is None or not points:
         worst = 0.0 if measure.key == "success" else -math.inf
         return SweepRow(contestant, setting, seed, worst, worst, False)
-    area = area_under_curve(points, run.planned)
-    greedy, kl = run.values("greedy"), run.values(KL)
+    area = area_under_curve(points, run.planned_steps)
+    greedy, kl = run.values("greedy"), run.values(_KL)
     return SweepRow(
         contestant,
         setting,
         seed,
         final=points[-1][1],
         auc=points[-1][1] if area is None else area,
-        collapsed=collapsed(points, run.stopped),
+        collapsed=has_collapsed(points, run.stopped),
         greedy=greedy[-1][1] if greedy else None,
         kl=fmean(value for _, value in kl) if kl else None,
     )
@@ -141,13 +141,13 @@ def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
     numeric = [
         key
         for key, values in grid.items()
-        if key not in BUDGETS and values and all(_is_number(value) for value in values if value is not None)
+        if key not in _BUDGETS and values and all(_is_number(value) for value in values if value is not None)
     ]
     numeric = [key for key in numeric if any(value is not None for value in grid[key])]
     return next((key for key in numeric if key.endswith("rate")), numeric[0] if numeric else None)
 
 
-def table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
+def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
     """One row per contestant and setting."""
     rows = []
     for sweep in sweeps:
