@@ -1,6 +1,8 @@
 """Shared set-up: float64 draws, one thread per worker, one hypothesis profile, no GPU needed."""
 
+import functools
 import gc
+import importlib.metadata
 import os
 from collections.abc import Iterator
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import typecheck  # noqa: F401 - its decorator is in place before corral is imported
+
 # Reproducible by default; HYPOTHESIS_PROFILE=explore draws new examples, and more of them.
 settings.register_profile(
     "corral", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -16,8 +20,12 @@ settings.register_profile(
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "corral"))
 
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # accelerate reads peft's at every update
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU then; Triton reads it when it is first imported
+    # A seed for devices that are not there is kept until they are, each time with the stack of whoever set it: milliseconds.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 
 torch.set_num_threads(1)  # two workers that each take every core are far slower than one
 gc.disable()  # until everything is imported: looking for garbage meanwhile costs a second in six, and finds none

@@ -392,9 +392,7 @@ class TestPage:
 @pytest.mark.refuses("other: other releases of TRL", door="TRL")
 def test_the_door_opens_when_it_is_used_and_to_no_other_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     light = "import sys, corral.llm; sys.exit(bool({'trl', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", light], timeout=120, check=False).returncode == 0, (
-        "it is to be light"
-    )
+    assert subprocess.run([sys.executable, "-c", light], timeout=120, check=False).returncode == 0, "it is to be light"
     assert corral.llm.CorralTrainer.__mro__[1].__name__ == "GRPOTrainer"
     with pytest.raises(AttributeError, match="Nothing"):
         corral.llm.Nothing  # noqa: B018
