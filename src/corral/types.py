@@ -12,9 +12,9 @@ from corral.numerics import at_least_float32
 
 @dataclass(frozen=True, eq=False)
 class SparseDist:
-    """A next-token distribution on the few tokens worth keeping, and the exact mass of all the others.
+    """A next-token distribution on a sparse support, with the exact mass of its tail.
 
-    Slot 0 is the sampled token; the other slots hold the rest of the support, most likely first, ties by lower id, padding
+    Slot 0 is the sampled token; the other slots hold the others of the support, most likely first, ties by lower id, padding
     last. Built by :func:`corral.top_k_support`; the same support under another policy by :func:`corral.gather_support`.
     """
 
@@ -44,7 +44,7 @@ class SparseDist:
             )
 
     def with_rest(self) -> Float[Tensor, "*b K_plus_rest"]:
-        """Log-probabilities with the rest bucket as one more category: a whole distribution, [*, K + 1]."""
+        """Log-probabilities with the tail as one more category: a whole distribution, [*, K + 1]."""
         return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SparseDist":
@@ -57,7 +57,7 @@ class SparseDist:
         return self.map(Tensor.detach)
 
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
-        """Jagged int32 + float32 storage without the padding, on the CPU unless told otherwise; detached."""
+        """Jagged int32 + float32 storage without the padding, on the CPU by default; detached."""
         kept = self.ids >= 0
         return PackedSparseDist(
             ids=self.ids[kept].to(device, torch.int32),
@@ -71,13 +71,13 @@ class SparseDist:
 
 @dataclass(frozen=True, eq=False)
 class PackedSparseDist:
-    """What a rollout buffer keeps of a :class:`SparseDist`: 8 bytes per kept token and 12 per position."""
+    """A :class:`SparseDist` as a rollout buffer stores it: 8 bytes per token of the support and 12 per position."""
 
     ids: Int[Tensor, " n"]
     logp: Float[Tensor, " n"]
     rest: Float[Tensor, "*b"]
     counts: Int[Tensor, "*b"]
-    """Tokens kept at each position; the rows of `ids` and `logp` follow one another in this order."""
+    """Tokens of the support at each position; the rows of `ids` and `logp` follow one another in this order."""
     slots: int
     """K of the distribution that was packed, padding included."""
     rest_max: Float[Tensor, "*b"] | None = None

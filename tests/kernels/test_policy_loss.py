@@ -274,7 +274,7 @@ def test_without_a_live_token_both_gradients_are_zero(impl):
 def test_nothing_to_train_on_is_refused_by_the_objective(impl):
     problem = Problem(DEVICE)
     problem.mask[:] = False
-    with pytest.raises(ValueError, match="mask has no live token"):
+    with pytest.raises(ValueError, match="mask has no unmasked token"):
         problem.run(corral.make_objective("troll"), impl=impl)
 
 

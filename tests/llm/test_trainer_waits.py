@@ -131,5 +131,5 @@ def test_a_loss_that_is_not_finite_is_refused_before_the_optimizer_sees_it(
     old[0, 0] = torch.nan
     assert inputs["completion_mask"][0, 0]
     loss = trainer.compute_loss(trainer.model, inputs)
-    with pytest.raises(ValueError, match="ppo_clip: logp_old is not finite at a live token"):
+    with pytest.raises(ValueError, match="ppo_clip: logp_old is not finite at an unmasked token"):
         loss.backward()

@@ -49,7 +49,7 @@ def reduce_by_hand(loss: np.ndarray, mask: np.ndarray, how: str) -> float:
 @pytest.mark.parametrize(
     ("how", "value", "gradient"),
     [
-        # Sequences (1, 2) and (4), and one without a live token.
+        # Sequences (1, 2) and (4), and one without an unmasked token.
         ("token-mean", 7 / 3, [[1 / 3, 1 / 3], [1 / 3, 0.0], [0.0, 0.0]]),  # 7 over 3 tokens
         ("seq-mean-token-mean", 2.75, [[1 / 4, 1 / 4], [1 / 2, 0.0], [0.0, 0.0]]),  # (1.5 + 4) / 2 sequences
         ("seq-mean-token-sum", 3.5, [[1 / 2, 1 / 2], [1 / 2, 0.0], [0.0, 0.0]]),  # (3 + 4) / 2
@@ -104,7 +104,7 @@ def test_gradcheck(how):
 
 @given(SEEDS, st.sampled_from(HOWS), st.lists(st.integers(1, 3), min_size=1, max_size=6))
 def test_micro_batches_add_up_to_the_batch(seed, how, sizes):
-    # The last sequence has no live token: a micro-batch of it alone must give 0, not an error.
+    # The last sequence has no unmasked token: a micro-batch of it alone must give 0, not an error.
     loss, mask = ragged(seed, sequences=sum(sizes) + 1)
     whole = reduce_loss(loss, mask, how, length=LENGTH)
     (expected,) = torch.autograd.grad(whole, loss)

@@ -529,7 +529,7 @@ def test_a_test_that_cannot_run_is_reported_and_not_held_against_the_model() -> 
         grade(problem, "def f(x): return 2 * x")
     for argument in ("lambda: 1", "[object()]", "{'other': [0, {1: print}]}", "1, x=iter([])"):
         problem = Problem(tests=Checks("f", "", (f"assert f({argument}) == 1",)))
-        with pytest.raises(ValueError, match="the tests of f cannot run: Stranger: an argument of the function"):
+        with pytest.raises(ValueError, match="the tests of f cannot run: NotPlainData: an argument of the function"):
             grade(problem, "def f(*x, **y): return 1")
     plain = Problem(tests=Checks("f", "", ("assert f({'other': ['other', ('other', 1)]}) != f(f(1))",)))
     assert grade(plain, "def f(x): return x") == 1.0
@@ -854,7 +854,7 @@ def test_repeated_prompts_with_other_tests_are_malformed(tmp_path: Path) -> None
     [
         ({"timeout": 0.0}, "`timeout`"),
         ({"memory_mb": 0}, "`memory_mb`"),
-        ({"workers": -1}, "`workers` is a whole number in 0..1024"),
+        ({"workers": -1}, "`workers` is a whole number in [0, 1024]"),
         ({"path": "/no/such/file.jsonl", "held_out": 0.5}, "cannot be read"),
     ],
 )

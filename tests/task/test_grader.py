@@ -48,7 +48,7 @@ def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(
     failing: GraderPool, what: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if what == "hang up":
-        monkeypatch.setattr(grader, "FAREWELL", 0.2)  # it does not go by itself
+        monkeypatch.setattr(grader, "EXIT_SECONDS", 0.2)  # it does not go by itself
     started = time.monotonic()
     assert scores(failing.grade([(what,), ("0.5",)], 0.3)) == [(status, 0.0), ("graded", 0.5)]
     assert scores(failing.grade([("0.25",)], 0.3)) == [("graded", 0.25)]
@@ -191,4 +191,4 @@ def test_one_pool_of_a_kind_per_process(monkeypatch: pytest.MonkeyPatch) -> None
     assert grader_pool("math").size == 1
     monkeypatch.setattr(grader, "_POOLS", {})
     monkeypatch.setattr(grader, "cores", lambda: 256)
-    assert grader_pool("math").size == grader.LARGEST == 4
+    assert grader_pool("math").size == grader.MAX_WORKERS == 4

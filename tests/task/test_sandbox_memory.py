@@ -12,7 +12,7 @@ from sandboxes import EVERY_BACKEND, needs_a_sandbox, run
 
 from corral.cli.doctor import sandbox as doctor_row
 from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxWorker, cgroup
-from corral.task.sandbox.worker import CGROUP, LOOK, memory_bound
+from corral.task.sandbox.worker import CGROUP, POLLING, memory_bound
 
 ROOT = str(Path(cgroup.__file__).parents[2])
 SMALL = SandboxLimits(memory_mb=64, timeout=20.0)
@@ -248,7 +248,7 @@ def test_what_bounds_memory_is_said() -> None:
     name, what, note = doctor_row()
     assert name == "sandbox"
     assert note == memory_bound(what)
-    assert note == (CGROUP if cgroup.find_cgroup_parent() else LOOK)
+    assert note == (CGROUP if cgroup.find_cgroup_parent() else POLLING)
 
 
 def test_a_missing_sandbox_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from corral.kernels.later import Later
-from corral.objective.ratio import bounded, log_ratio
+from corral.objective.ratio import clamp_log_ratio, log_ratio
 from corral.types import TokenBatch
 
 _Line = tuple[str, int, dict[str, float]]
@@ -21,7 +21,7 @@ _RATIO_SUMS = ("Σρ", "Σρ²")
 @torch.no_grad()
 def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
     """Σρ and Σρ² over the unmasked tokens, for the ledger: effective sample sizes of micro-batches cannot be averaged."""
-    rho = torch.where(batch.mask, bounded(log_ratio(batch)).exp(), 0.0)
+    rho = torch.where(batch.mask, clamp_log_ratio(log_ratio(batch)).exp(), 0.0)
     return dict(zip(_RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
 
 

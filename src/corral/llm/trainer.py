@@ -26,7 +26,7 @@ from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
-from corral.objective.metrics import live_max
+from corral.objective.metrics import masked_max
 from corral.objective.troll import troll
 from corral.types import SparseDist, TokenBatch
 
@@ -328,7 +328,7 @@ class CorralTrainer(GRPOTrainer):
             self._look(inputs, batch if new is None else new.within(batch), objective)
         metrics = {**out.metrics, **ratio_sums(batch)}
         if self._not_yet_updated:
-            metrics["tr/drift_max"] = live_max((batch.logp_new - batch.logp_old).abs(), mask)
+            metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), mask)
         return out.loss if weights is None else out.weigh(weights), metrics
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None) -> Tensor | None:

@@ -27,7 +27,7 @@ class ObjectiveConfig:
 
     @property
     def tokenwise(self) -> bool:
-        """Whether a token's loss depends on no other token: then gradients may be formed a few tokens at a time."""
+        """Whether a token's loss depends on no other token: then gradients may be computed a few tokens at a time."""
         return True
 
     @property

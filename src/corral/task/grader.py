@@ -24,19 +24,19 @@ from typing import Any, Literal
 from corral.run.cores import cores
 from corral.task.pool import WorkerLost, WorkerPool
 
-LOG = logging.getLogger("corral.task")
+_LOG = logging.getLogger("corral.task")
 SCRIPT = Path(__file__).with_name("grader_worker.py")
 
-START_SECONDS = 300.0
+_START_SECONDS = 300.0
 """After so long a worker that has not said that it is ready never will; importing sympy takes one or two seconds."""
 
-WALL_FACTOR = 4.0
+_WALL_FACTOR = 4.0
 """A worker has `seconds` of processor time, and this many times as long on the clock."""
 
-FAREWELL = 5.0
+EXIT_SECONDS = 5.0
 """Seconds within which a process that was killed has gone."""
 
-LARGEST = 4
+MAX_WORKERS = 4
 """Workers of one kind: each of them has sympy in it."""
 
 GraderStatus = Literal["graded", "timeout", "error", "died"]
@@ -61,14 +61,14 @@ class GraderWorker:
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)  # a worker that has stopped reads nothing
         self.read = b""
-        if self._line(time.monotonic() + START_SECONDS) != "ready":
+        if self._line(time.monotonic() + _START_SECONDS) != "ready":
             self.close()
             raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
 
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
         """The verdict on one question, "graded" or "error"; WorkerLost where it takes too long or kills the process."""
         question = pickle.dumps((seconds, arguments))
-        deadline = time.monotonic() + WALL_FACTOR * seconds
+        deadline = time.monotonic() + _WALL_FACTOR * seconds
         try:
             sent = self._send(len(question).to_bytes(8, "big") + question, deadline)
         except OSError as error:
@@ -99,7 +99,7 @@ class GraderWorker:
     def _exit_status(self) -> int | None:
         """Of a process that is about to end; None for one that does not."""
         try:
-            return self.process.wait(FAREWELL)
+            return self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return None
 
@@ -159,7 +159,7 @@ class GraderPool(WorkerPool[GraderWorker]):
             self.counts[status] += 1
             number = self.counts[status]
         if status != "graded" and str(number).strip("0") == "1":  # 1, 10, 100, …
-            LOG.warning("grader %s: %s, %d so far; such answers count as wrong.", self.kind, status, number)
+            _LOG.warning("grader %s: %s, %d so far; such answers count as wrong.", self.kind, status, number)
 
 
 _POOLS: dict[tuple[int, str], GraderPool] = {}
@@ -168,9 +168,9 @@ _POOLS: dict[tuple[int, str], GraderPool] = {}
 def grader_pool(kind: str) -> GraderPool:
     """This process's pool of a kind; a process that was forked has its own."""
     key = (os.getpid(), kind)
-    return _POOLS.get(key) or _POOLS.setdefault(
-        key, GraderPool(kind, min(LARGEST, cores()))
-    )  # the first thread's is everyone's
+    if key not in _POOLS:
+        _POOLS.setdefault(key, GraderPool(kind, min(MAX_WORKERS, cores())))  # of two threads, the first one's is everyone's
+    return _POOLS[key]
 
 
 def grader_counts() -> dict[str, dict[str, int]]:

@@ -21,7 +21,7 @@ class WorkerLost(RuntimeError):
 
 
 @runtime_checkable
-class PoolWorker(Protocol):
+class _PoolWorker(Protocol):
     """A process that does one job at a time, for one thread at a time; it raises WorkerLost where it cannot go on."""
 
     def kill(self) -> None:
@@ -31,7 +31,7 @@ class PoolWorker(Protocol):
         """End it, and let go of what belongs to it."""
 
 
-_Worker = TypeVar("_Worker", bound=PoolWorker)
+_Worker = TypeVar("_Worker", bound=_PoolWorker)
 _Result = TypeVar("_Result")
 _Pool = TypeVar("_Pool", bound="WorkerPool[Any]")
 

@@ -8,14 +8,14 @@ from typing import Any
 from corral.task.code.value import decode, loads, same
 
 
-def lines(text: str) -> list[str]:
+def _lines(text: str) -> list[str]:
     """Lines without the spaces at their ends, without empty ones at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def same_output(got: str, expected: str, tolerance: float) -> bool:
     """Equal lines; with a tolerance, equal words on lines that are not empty, where numbers with a decimal point may differ."""
-    if lines(got) == lines(expected):
+    if _lines(got) == _lines(expected):
         return True
     if not tolerance:
         return False

@@ -5,9 +5,9 @@ import textwrap
 
 # A fence stands alone on its line, indented or not; a block that is never closed reaches to the end: it was cut.
 # *+ and ++ give nothing back: a label of thousands of letters without an end of line would be tried in every split.
-BLOCK = re.compile(r"^[ \t]*+```++[ \t]*+(?P<label>[\w+#.-]*+)[^\n`]*+\n(?P<body>.*?)(?:^[ \t]*+```++[ \t]*$|\Z)", re.M | re.S)
-PYTHON = {"python", "python3", "py", "py3"}
-THOUGHT = "</think>"
+_BLOCK = re.compile(r"^[ \t]*+```++[ \t]*+(?P<label>[\w+#.-]*+)[^\n`]*+\n(?P<body>.*?)(?:^[ \t]*+```++[ \t]*$|\Z)", re.M | re.S)
+_PYTHON_LABELS = {"python", "python3", "py", "py3"}
+_THINK_END = "</think>"
 
 
 def extract_program(completion: str) -> str:
@@ -15,9 +15,9 @@ def extract_program(completion: str) -> str:
 
     Whatever comes before the last `</think>` does not count. A block that is indented as a whole is moved to the margin.
     """
-    text = completion.rpartition(THOUGHT)[2]
-    blocks = [(match["label"].lower(), match["body"]) for match in BLOCK.finditer(text)]
-    for wanted in (PYTHON, {""}):
+    text = completion.rpartition(_THINK_END)[2]
+    blocks = [(match["label"].lower(), match["body"]) for match in _BLOCK.finditer(text)]
+    for wanted in (_PYTHON_LABELS, {""}):
         found = [body for label, body in blocks if label in wanted]
         if found:
             return textwrap.dedent(found[-1])

@@ -29,7 +29,7 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
-    function: Any = getattr(module, entry, None)
+    function: Any = getattr(module, entry, None)  # by name: the problem says which
     if function is None and hasattr(module, "Solution"):
         function = getattr(module.Solution(), entry)
     for line in requests:
@@ -46,25 +46,25 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
             data = data[os.write(answers, data) :]
 
 
-class Raised(Exception):
+class _RemoteError(Exception):
     """Something was raised beyond the wall that has no name here."""
 
 
-class Stranger(Exception):
+class NotPlainData(Exception):
     """A test calls the function with a thing that cannot cross: an object of a class, a function, a generator."""
 
 
-def is_strange(code: Any) -> bool:
+def _is_opaque(code: Any) -> bool:
     """Whether there is such a thing in what `encode` made. What the function itself gave back as one is its own affair."""
     if not isinstance(code, list):
         return False
     kind, *items = code
     if kind == "other":
         return items != ["Opaque object"]
-    return any(is_strange(part) for item in items for part in (item if kind == "dict" else [item]))
+    return any(_is_opaque(part) for item in items for part in (item if kind == "dict" else [item]))
 
 
-class Function:
+class _RemoteFunction:
     """The function in the other sandbox: a line out, a line in for every call.
 
     Lists, dicts and sets that a call changed change here too if it gave nothing back. If it gave something back they do with
@@ -80,8 +80,8 @@ class Function:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         request = encode((list(arguments), named) if named else list(arguments))
-        if is_strange(request):
-            raise Stranger("an argument of the function is no plain data")
+        if _is_opaque(request):
+            raise NotPlainData("an argument of the function is no plain data")
         self.called = True
         calls, answers = sys.__stdout__, sys.__stdin__
         assert calls is not None  # None only where Python was started without streams
@@ -90,9 +90,9 @@ class Function:
         calls.flush()
         answer = json.loads(answers.readline() or '{"error": "EOFError", "text": "the program has ended"}')
         if "error" in answer:
-            kind = getattr(builtins, answer["error"], Raised)
+            kind = vars(builtins).get(answer["error"], _RemoteError)
             known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else Raised)(answer["text"])
+            raise (kind if known else _RemoteError)(answer["text"])
         value = decode(answer["value"])
         for mine, theirs in zip((*arguments, *named.values()), decode(answer["arguments"]), strict=True):
             if isinstance(mine, list | dict | set) and type(mine) is type(theirs) and mine != theirs:
@@ -112,23 +112,23 @@ def check(setup: str, tests: list[str], entry: str) -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what a test prints is no call, and no verdict
     passed = [True] * (1 + len(tests))
     for show_changes in (True, False):
-        function = Function(show_changes)
+        function = _RemoteFunction(show_changes)
         namespace = {"__name__": "tests", entry: function, "candidate": function}
         for number, test in enumerate([setup, *tests]):
             try:
                 exec(compile(test, "<test>", "exec", dont_inherit=True), namespace)
             except BaseException as error:
                 if not function.called:
-                    return say(unable=f"{type(error).__name__}: {error}")
+                    return _report(unable=f"{type(error).__name__}: {error}")
                 passed[number] = False
         if not function.called:
-            return say(unable="they never call it, so every program would pass")
+            return _report(unable="they never call it, so every program would pass")
         if not function.changed_too:
             break
-    return say(passed=sum(passed[1:]) if passed[0] else 0)
+    return _report(passed=sum(passed[1:]) if passed[0] else 0)
 
 
-def say(**report: Any) -> None:
+def _report(**report: Any) -> None:
     """The verdict, for the host."""
     verdicts = sys.__stderr__
     assert verdicts is not None

@@ -15,14 +15,14 @@ from corral.task.code.extract import defines, extract_program
 from corral.task.grader import grader_pool
 from corral.task.sandbox import SandboxJob, SandboxLimits
 from corral.task.sandbox.pool import SandboxPool
-from corral.task.sandbox.result import LONGEST, encode
+from corral.task.sandbox.result import MAX_TIMEOUT, encode
 
-LOG = logging.getLogger("corral.task")
+_LOG = logging.getLogger("corral.task")
 
-REFERENCE_ROOM = 8 << 20
+_REFERENCE_OUTPUT = 8 << 20
 """Bytes that a reference's results may have."""
 
-PATIENCE = 10.0
+_RETRY_FACTOR = 10.0
 """How many times longer a reference may take that has failed, since it may have been the machine that was crowded."""
 
 
@@ -34,7 +34,7 @@ class Runs:
     tolerance: float = 0.0
     """By how much a number may differ that is expected with a decimal point; then spaces and empty lines count less still."""
 
-    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of runs that end well with the right output; with `stop`, none after the first that does not."""
         right = 0
         for stdin, stdout in self.cases:
@@ -58,11 +58,11 @@ class Calls:
     how: Literal["same", "apps", "sets", "presence"] = "same"
     """What counts as equal: see `COMPARISONS`."""
 
-    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of right results, all from one process."""
         arguments, expected = zip(*self.cases, strict=True)
-        output = call(program, self.entry, arguments, pool, limits, room=sum(map(len, expected)))
-        return share_right(self.how, self.tolerance, output, expected, limits)
+        output = _call_function(program, self.entry, arguments, pool, limits, room=sum(map(len, expected)))
+        return _pass_rate(self.how, self.tolerance, output, expected, limits)
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Agreement:
     reference_entry: str
     tolerance: float = 0.0
 
-    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of calls on which both agree."""
         expected = _references[self]
-        output = call(program, self.entry, self.arguments, pool, limits, room=sum(map(len, expected)))
-        return share_right("same", self.tolerance, output, expected, limits)
+        output = _call_function(program, self.entry, self.arguments, pool, limits, room=sum(map(len, expected)))
+        return _pass_rate("same", self.tolerance, output, expected, limits)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Checks:
     setup: str
     tests: tuple[str, ...]
 
-    def passed(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
         """The share of tests that pass."""
         tests = SandboxJob(code=harness(f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r})"), limits=limits)
         _, result = pool.run_connected(
@@ -126,8 +126,7 @@ class Problem:
         found = extract_program(completion)
         if not self.stem:
             return found
-        entry = getattr(self.tests, "entry", "")  # whole programs have no function
-        if defines(found, entry):
+        if not isinstance(self.tests, Runs) and defines(found, self.tests.entry):  # whole programs have no function
             return self.preamble + "\n" + found
         return self.stem + (found if found.lstrip("\r\n")[:1] in " \t" else textwrap.indent(found, "    "))
 
@@ -136,7 +135,7 @@ class Problem:
         program = self.program(completion)
         if not program.strip():
             return 0.0
-        share = self.tests.passed(program, pool, limits, stop=not partial)
+        share = self.tests.pass_rate(program, pool, limits, stop=not partial)
         return share if partial else float(share == 1.0)
 
 
@@ -144,11 +143,13 @@ def grade_all(
     problems: Sequence[Problem], completions: Sequence[str], pool: SandboxPool, limits: SandboxLimits, partial: bool = False
 ) -> list[float]:
     """Rewards of many completions, several at a time, in order; references that have not been run yet are run first."""
-    run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
+    _run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
     return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
 
 
-def call(program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0) -> str:
+def _call_function(
+    program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0
+) -> str:
     """What the harness writes for calls of a function: a line for each, unless the program forged them or ended before.
 
     `room` is the size of what is expected: twice as much may be written, as by whole programs."""
@@ -157,7 +158,7 @@ def call(program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, 
     return pool.run_one(SandboxJob(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy)).stdout
 
 
-def share_right(how: str, tolerance: float, output: str, expected: Sequence[str], limits: SandboxLimits) -> float:
+def _pass_rate(how: str, tolerance: float, output: str, expected: Sequence[str], limits: SandboxLimits) -> float:
     """The share of right results, found in a process that can be ended; it has as much time as the program had."""
     (verdict,) = grader_pool("code").grade([(how, tolerance, output, list(expected))], limits.timeout)
     return verdict.score / len(expected)
@@ -180,25 +181,26 @@ _references: dict[Agreement, tuple[str, ...]] = {}
 """Results of references, as lines of `value.dumps`."""
 
 
-def run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
+def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
     """Run every reference that has not been run yet, with no program of a model beside it. One that fails is run again, alone
     and with more time, since others may share the machine; ValueError if it fails then too."""
-    missing, patience = [one for one in dict.fromkeys(tests) if one not in _references], min(PATIENCE * limits.timeout, LONGEST)
-    for one, results in zip(missing, pool.map(lambda one: _results(one, pool, limits), missing), strict=True):
+    missing = [one for one in dict.fromkeys(tests) if one not in _references]
+    patience = min(_RETRY_FACTOR * limits.timeout, MAX_TIMEOUT)
+    for one, results in zip(missing, pool.map(lambda one: _reference_results(one, pool, limits), missing), strict=True):
         if results is None:
-            results = _results(one, pool, replace(limits, timeout=patience))
+            results = _reference_results(one, pool, replace(limits, timeout=patience))
             if results is None:
                 raise ValueError(f"code: the reference of {one.entry} fails on some of its own inputs within {patience:g} s.")
-            LOG.warning("code: the reference of %s failed within %g s, and not with more time.", one.entry, limits.timeout)
+            _LOG.warning("code: the reference of %s failed within %g s, and not with more time.", one.entry, limits.timeout)
         _references[one] = results
 
 
-def _results(tests: Agreement, pool: SandboxPool, limits: SandboxLimits) -> tuple[str, ...] | None:
+def _reference_results(tests: Agreement, pool: SandboxPool, limits: SandboxLimits) -> tuple[str, ...] | None:
     """The reference's results; None where there is one that does not equal itself: none at all, or no plain value."""
-    output = call(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=REFERENCE_ROOM)
+    output = _call_function(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=_REFERENCE_OUTPUT)
     try:
         results = tuple(json.dumps(json.loads(line)["value"]) for line in output.splitlines())
     except (ValueError, LookupError):
         return None
-    whole = len(results) == len(tests.arguments) and share_right("same", 0.0, output, results, limits) == 1.0
+    whole = len(results) == len(tests.arguments) and _pass_rate("same", 0.0, output, results, limits) == 1.0
     return results if whole else None

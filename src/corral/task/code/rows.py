@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from corral.task.code.problem import Agreement, Calls, Problem, Runs, Tests
-from corral.task.code.tests import CLOSE, called_function, tests_from_asserts, tests_from_code
+from corral.task.code.tests import FLOAT_TOLERANCE, called_function, tests_from_asserts, tests_from_code
 from corral.task.code.value import dumps
 from corral.task.rows import Malformed, Row, text_column
 
@@ -41,7 +41,7 @@ def human_eval_row(row: Row) -> tuple[str, Problem]:
         inputs = [*_list(row, "base_input"), *_list(row, "plus_input", [])]
         if not inputs or not all(isinstance(arguments, list) for arguments in inputs):
             raise Malformed("`base_input` and `plus_input` should be lists of lists of arguments")
-        tolerance = max(_tolerance(row, "atol"), CLOSE)
+        tolerance = max(_tolerance(row, "atol"), FLOAT_TOLERANCE)
         tests: Tests = Agreement(entry, tuple(map(dumps, inputs)), prompt + solution, entry, tolerance)
     else:
         tests = tests_from_code(text_column(row, "test"), entry)
@@ -86,10 +86,11 @@ def apps_row(row: Row) -> tuple[str, Problem]:
     if name := _optional(cases, "fn_name"):
         if not all(isinstance(arguments, list) for arguments in inputs):
             raise Malformed("`inputs` of a function should be lists of arguments")
-        pairs = zip((dumps(_counted(one)) for one in inputs), (dumps(_counted(one)) for one in outputs), strict=True)
-        tests: Tests = Calls(name, tuple(pairs), CLOSE, "apps")
+        arguments, results = ([dumps(_with_int_keys(one)) for one in values] for values in (inputs, outputs))
+        tests: Tests = Calls(name, tuple(zip(arguments, results, strict=True)), FLOAT_TOLERANCE, "apps")
     else:
-        tests = Runs(tuple((_joined(given), _joined(wanted)) for given, wanted in zip(inputs, outputs, strict=True)), CLOSE)
+        given, expected = (map(_join_lines, values) for values in (inputs, outputs))
+        tests = Runs(tuple(zip(given, expected, strict=True)), FLOAT_TOLERANCE)
     return question + (f"\n\n{starter}" if starter.strip() else ""), Problem(
         tests=tests, reference=_first(row.get("solutions"))
     )
@@ -129,7 +130,7 @@ def _text(test: Row, name: str) -> str:
     return value
 
 
-def _joined(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     """APPS gives texts, and sometimes their lines."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
@@ -138,10 +139,10 @@ def _joined(value: Any) -> str:
     return value
 
 
-def _counted(value: Any) -> Any:
+def _with_int_keys(value: Any) -> Any:
     """Keys of dicts are texts in JSON; APPS means whole numbers where all of them are, in a dict or in those of a list."""
     if isinstance(value, list):
-        return [_counted(item) if isinstance(item, dict) else item for item in value]
+        return [_with_int_keys(item) if isinstance(item, dict) else item for item in value]
     if isinstance(value, dict):
         try:
             return {int(key): item for key, item in value.items()}

@@ -8,12 +8,12 @@ from typing import ClassVar
 from corral.task.code.problem import Problem, grade_all
 from corral.task.code.rows import apps_row, human_eval_row, mbpp_row, own_row
 from corral.task.dataset import FiniteTask, Hub, Rows
-from corral.task.draws import checked_whole
 from corral.task.rows import Row, read_file
 from corral.task.sandbox import SandboxLimits
 from corral.task.sandbox.pool import SandboxPool, shared_pool
+from corral.validate import require
 
-PACKAGED = Path(__file__).parents[1] / "data" / "code"
+_PACKAGED = Path(__file__).parents[1] / "data" / "code"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,12 @@ class CodeTask(FiniteTask):
     """Where the system offers no sandbox, run programs as yourself instead of refusing. See docs/safety.md."""
 
     def __post_init__(self) -> None:
-        for key in ("partial", "unsafe_code_execution"):
-            if not isinstance(value := getattr(self, key), bool):
-                raise ValueError(f"{self.name}: `{key}` is true or false; got {value!r}.")
-        checked_whole(self.name, "workers", self.workers, 0, 1024)
+        require(self, "partial", "unsafe_code_execution", one_of=(True, False))
+        require(self, "workers", at_least=0, at_most=1024, integer=True)
         self.limits  # noqa: B018 - refuses impossible ones
         super().__post_init__()
 
-    def kept(self, row: Row) -> Row:
+    def reward_columns(self, row: Row) -> Row:
         """Nothing: tests can be millions of characters, and the verifier has them already."""
         return {}
 
@@ -85,7 +83,7 @@ class Code(CodeTask):
 
     def _sources(self) -> tuple[Rows | None, Rows | None]:
         if self.path is None and self.held_out is None:
-            return read_file(PACKAGED / "train.jsonl", self.name), read_file(PACKAGED / "test.jsonl", self.name)
+            return read_file(_PACKAGED / "train.jsonl", self.name), read_file(_PACKAGED / "test.jsonl", self.name)
         return super()._sources()
 
 
@@ -117,7 +115,7 @@ class MBPP(CodeTask):
     """Assertions that the prompt shows, at least one: they name the function."""
 
     def __post_init__(self) -> None:
-        checked_whole(self.name, "shown_tests", self.shown_tests, 1, 1000)
+        require(self, "shown_tests", at_least=1, at_most=1000, integer=True)
         super().__post_init__()
 
     def problem(self, row: Row) -> tuple[str, Problem]:

@@ -10,10 +10,10 @@ from corral.task.code.problem import Agreement, Calls, Checks, Tests
 from corral.task.code.value import dumps
 from corral.task.rows import Malformed
 
-CLOSE = 1e-6
+FLOAT_TOLERANCE = 1e-6
 """EvalPlus compares floats within this."""
 
-ROOT, MENDED_ROOT = "_poly(*candidate(*inp), inp)", "min(abs(_poly(*inp, out := candidate(*inp))), abs(out - exp))"
+_BROKEN_CHECK, _FIXED_CHECK = "_poly(*candidate(*inp), inp)", "min(abs(_poly(*inp, out := candidate(*inp))), abs(out - exp))"
 """The assertion of HumanEval+/32 on the hub fails for every program: it takes a root for a polynomial. EvalPlus itself asks for
 a root; where a polynomial is so steep that the reference's own is none within the tolerance, that one will do."""
 
@@ -24,11 +24,11 @@ def tests_from_code(source: str, entry: str) -> Tests:
     Where the program is a list of inputs with results, or of assertions `f(…) == …` with plain values, these are taken and
     compared on this side. Inputs with a reference function become an Agreement. All else runs as it is, in its own sandbox.
     """
-    source = source.replace(ROOT, MENDED_ROOT)
-    tree = _parsed(source)
+    source = source.replace(_BROKEN_CHECK, _FIXED_CHECK)
+    tree = _parse(source)
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     values = {name: _literal(node.value) for node in assigned if (name := _target(node)) in ("inputs", "results")}
-    inputs, results, compared = values.get("inputs"), values.get("results"), _compared(tree, entry)
+    inputs, results, compared = values.get("inputs"), values.get("results"), _expected_expression(tree, entry)
     if compared and isinstance(inputs, list) and inputs and all(isinstance(one, list | tuple) for one in inputs):
         arguments = [dumps(list(one)) for one in inputs]
         if compared == "exp" and isinstance(results, list) and len(results) == len(inputs):
@@ -45,7 +45,7 @@ def tests_from_code(source: str, entry: str) -> Tests:
 
 def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
     """A list of assertions."""
-    body = [node for test in asserts for node in _parsed(test).body]
+    body = [node for test in asserts for node in _parse(test).body]
     if not setup.strip() and (cases := _plain_asserts(body, {entry})) and len(cases) == len(asserts):
         return Calls(entry, cases)
     return _checks(entry, setup, tuple(asserts))
@@ -53,13 +53,13 @@ def tests_from_asserts(asserts: list[str], entry: str, setup: str) -> Tests:
 
 def called_function(test: str) -> str:
     """The function that an assertion is about: the outermost call by name that is no built-in's."""
-    for node in ast.walk(_parsed(test)):
+    for node in ast.walk(_parse(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in dir(builtins):
             return node.func.id
     raise Malformed(f"no function is called in {test[:60]!r}")
 
 
-def _parsed(source: str) -> ast.Module:
+def _parse(source: str) -> ast.Module:
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -89,7 +89,7 @@ def _plain_asserts(body: list[ast.stmt], names: set[str]) -> tuple[tuple[str, st
 
 def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
     """Tests to run, if they can: of modules and names they may use the standard library's and their own, and the function."""
-    tree = _parsed("\n".join((setup, *tests)))
+    tree = _parse("\n".join((setup, *tests)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -97,7 +97,7 @@ def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
                 raise Malformed(f"the test imports {foreign[0]}, and the sandbox has the standard library alone")
     if not _uses(tree, entry):
         raise Malformed(f"the test never calls {entry}, so every program would pass it")
-    if unknown := sorted(_names(tree, ast.Load) - _defined(tree) - set(dir(builtins)) - {entry, "candidate", "__name__"}):
+    if unknown := sorted(_names(tree, ast.Load) - _defined_names(tree) - set(dir(builtins)) - {entry, "candidate", "__name__"}):
         raise Malformed(f"the test uses {unknown[0]}, which neither it nor Python defines")
     return Checks(entry, setup, tests)
 
@@ -114,7 +114,7 @@ def _names(tree: ast.Module, context: type[ast.expr_context]) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
 
 
-def _defined(tree: ast.Module) -> set[str]:
+def _defined_names(tree: ast.Module) -> set[str]:
     """Every name that is given a meaning anywhere."""
     found = _names(tree, ast.Store)
     for node in ast.walk(tree):
@@ -125,11 +125,11 @@ def _defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ExceptHandler) and node.name:
             found.add(node.name)
         elif isinstance(node, ast.alias):
-            found.add(_imported(node))
+            found.add(_import_name(node))
     return found
 
 
-def _compared(tree: ast.Module, entry: str) -> str:
+def _expected_expression(tree: ast.Module, entry: str) -> str:
     """What EvalPlus' assertion(f(*inp), …, tolerance) compares the function's bare result with; "" for any other form."""
     found = {
         ast.unparse(node.args[1])
@@ -149,15 +149,15 @@ def _equality(tree: ast.Module) -> Literal["same", "sets", "presence"]:
 
 def _without_unused_imports(source: str) -> str:
     """EvalPlus imports numpy into every test, whether or not it is used."""
-    tree = _parsed(source)
+    tree = _parse(source)
     used = _names(tree, ast.Load)
     unused = [
-        node for node in tree.body if isinstance(node, ast.Import) and not used & {_imported(alias) for alias in node.names}
+        node for node in tree.body if isinstance(node, ast.Import) and not used & {_import_name(alias) for alias in node.names}
     ]
     return ast.unparse(ast.Module([node for node in tree.body if node not in unused], [])) if unused else source
 
 
-def _imported(alias: ast.alias) -> str:
+def _import_name(alias: ast.alias) -> str:
     return (alias.asname or alias.name).partition(".")[0]
 
 
@@ -170,12 +170,12 @@ def _target(node: ast.AST) -> str | None:
 def _literal(node: ast.expr) -> Any:
     """The value of an expression that is written out; None where it has to be run."""
     try:
-        return ast.literal_eval(_Spelled().visit(copy.deepcopy(node)))
+        return ast.literal_eval(_NamedConstants().visit(copy.deepcopy(node)))
     except (ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-class _Spelled(ast.NodeTransformer):
+class _NamedConstants(ast.NodeTransformer):
     """Values that repr writes as names or calls: inf, nan, float("inf"), set()."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -198,7 +198,7 @@ def _tolerance(tree: ast.Module) -> float:
         and node.func.id == "assertion"
         and len(node.args) == 3
     ]
-    return max([CLOSE, *(float(value) for value in given if isinstance(value, int | float))])
+    return max([FLOAT_TOLERANCE, *(float(value) for value in given if isinstance(value, int | float))])
 
 
 def _standard_import(node: ast.stmt) -> bool:

@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-KINDS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_CONTAINERS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Opaque:
@@ -39,7 +39,7 @@ def encode(value: Any) -> Any:
         return ["complex", complex.__getattribute__(value, "real"), complex.__getattribute__(value, "imag")]
     if isinstance(value, bytes):
         return ["bytes", bytes.hex(value)]
-    for name, kind in KINDS.items():
+    for name, kind in _CONTAINERS.items():
         if isinstance(value, kind):
             return [name, *(encode(item) for item in kind.__iter__(value))]
     return ["other", f"{type(value).__name__} object"]
@@ -51,8 +51,8 @@ def decode(data: Any) -> Any:
     if not isinstance(data, list):
         return data
     name, *items = data
-    if name in KINDS:
-        return KINDS[name](decode(item) for item in items)
+    if name in _CONTAINERS:
+        return _CONTAINERS[name](decode(item) for item in items)
     if name == "int":
         return int(items[0], 16)
     if name == "dict":

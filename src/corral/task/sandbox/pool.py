@@ -12,7 +12,7 @@ from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
 from corral.task.sandbox.view import SandboxUnavailable
 from corral.task.sandbox.worker import SandboxWorker, available_backend, run_connected
 
-LOG = logging.getLogger("corral.task")
+_LOG = logging.getLogger("corral.task")
 
 USES = 2000
 """Programs after which a worker is replaced."""
@@ -71,7 +71,7 @@ class SandboxPool(WorkerPool[SandboxWorker]):
 
 
 def _result_of_lost(lost: WorkerLost, job: SandboxJob) -> SandboxResult:
-    LOG.warning("%s The program counts as %s.", lost, "timed out" if lost.hung else "failed")
+    _LOG.warning("%s The program counts as %s.", lost, "timed out" if lost.hung else "failed")
     if lost.hung:
         return SandboxResult("timeout", "", str(lost), job.limits.timeout)
     return SandboxResult("error", "", str(lost), 0.0)

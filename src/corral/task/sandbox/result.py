@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from corral.validate import require
+
 SandboxStatus = Literal["ok", "error", "timeout", "memory", "output"]
 
-LONGEST = 86_400.0
+MAX_TIMEOUT = 86_400.0
 """Seconds that a program may be given: a day."""
 
 
@@ -44,14 +46,10 @@ class SandboxLimits:
     """Files in it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= LONGEST:
-            raise ValueError(f"sandbox: `timeout` is a number of seconds above 0, at most a day; got {self.timeout!r}.")
-        if type(self.memory_mb) is not int or not 1 <= self.memory_mb <= 1 << 20:
-            raise ValueError(f"sandbox: `memory_mb` is a whole number of MiB in 1..{1 << 20}; got {self.memory_mb!r}.")
-        for name in ("output", "processes", "files", "file_size", "folder_size", "folder_files"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"sandbox: `{name}` is a whole number above 0; got {value!r}.")
+        require(self, "timeout", above=0, at_most=MAX_TIMEOUT, what="a number of seconds", name="sandbox")
+        require(self, "memory_mb", at_least=1, at_most=1 << 20, integer=True, what="a number of MiB", name="sandbox")
+        counts = ("output", "processes", "files", "file_size", "folder_size", "folder_files")
+        require(self, *counts, at_least=1, integer=True, name="sandbox")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,8 @@ class SandboxJob:
     limits: SandboxLimits = SandboxLimits()
 
     def __post_init__(self) -> None:
-        for name in ("code", "stdin"):
-            if not isinstance(value := getattr(self, name), str):
+        for name, value in (("code", self.code), ("stdin", self.stdin)):
+            if not isinstance(value, str):
                 raise TypeError(f"sandbox: `{name}` is text (str); got {type(value).__name__}.")
 
 

@@ -14,7 +14,7 @@ from corral.task.sandbox.result import SandboxJob, SandboxResult, SandboxStatus,
 from corral.task.sandbox.view import interpreter
 
 # The program is an argument of the interpreter's; limits are set by its first lines, in its own process.
-RUN = """
+_RUN = """
 import resource, sys
 memory, cpu, file_size = map(int, sys.argv[1:4])
 for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, cpu), (resource.RLIMIT_FSIZE, file_size)):
@@ -30,10 +30,10 @@ try:
 except MemoryError:
     sys.exit(137)
 """
-OUT_OF_MEMORY = 137
-BASELINE = 64 << 20
-CHUNK = 1 << 16
-FAREWELL = 2.0
+_OUT_OF_MEMORY = 137
+_BASELINE = 64 << 20
+_CHUNK = 1 << 16
+_EXIT_SECONDS = 2.0
 """Seconds within which a killed process has gone."""
 
 
@@ -60,11 +60,11 @@ def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
         path = os.path.join(folder, "program.py")
         with open(path, "wb") as file:
             file.write(encode(job.code))
-        numbers = [(limits.memory_mb << 20) + BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
+        numbers = [(limits.memory_mb << 20) + _BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
         started = time.monotonic()
         try:
             process = subprocess.Popen(
-                [interpreter(), "-I", "-S", "-B", "-c", RUN, *map(str, numbers), path],
+                [interpreter(), "-I", "-S", "-B", "-c", _RUN, *map(str, numbers), path],
                 stdin=stdin,
                 stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
@@ -96,7 +96,7 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> 
             if ended and not ready:
                 break
             for key, _ in ready:
-                data = os.read(key.fd, CHUNK)
+                data = os.read(key.fd, _CHUNK)
                 kept[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
@@ -117,14 +117,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel itself holds dies when it can
-        process.wait(FAREWELL)
+        process.wait(_EXIT_SECONDS)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 
 
 def _status(code: int | None) -> SandboxStatus:
-    if code == OUT_OF_MEMORY:
+    if code == _OUT_OF_MEMORY:
         return "memory"
     if code == -signal.SIGXCPU:
         return "timeout"

@@ -24,16 +24,16 @@ from corral.task.sandbox.files import Input, Pipe, memory_file
 from corral.task.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
 from corral.task.sandbox.view import SandboxUnavailable, file_view
 
-START = 30.0
+_START_SECONDS = 30.0
 """Seconds within which an interpreter behind the wall must have started, on a machine that is busy with other things."""
 GRACE = 5.0
 """Seconds after a program's own limit at which the interpreter behind the wall counts as hung."""
-FAREWELL = 2.0
+_EXIT_SECONDS = 2.0
 """Seconds to leave in peace before being killed."""
-CHUNK = 1 << 16
+_CHUNK = 1 << 16
 
 CGROUP = "memory bounded by a cgroup"
-LOOK = "memory bounded by limits, a look at all processes every 20 ms, and the filter: no cgroup is lent"
+POLLING = "memory bounded by limits, a look at all processes every 20 ms, and the filter: no cgroup is lent"
 
 
 class SandboxWorker:
@@ -48,7 +48,7 @@ class SandboxWorker:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._log = os.memfd_create("log")
-        seen = file_view().plain() if backend == "unshare" else None
+        seen = file_view().as_dict() if backend == "unshare" else None
         told = memory_file(payload({"control": theirs.fileno(), "proc": proc, "view": seen, "group": passed}))
         try:
             self.process = subprocess.Popen(
@@ -74,15 +74,15 @@ class SandboxWorker:
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
-        self.control.settimeout(START)
+        self.control.settimeout(_START_SECONDS)
         try:
-            message = json.loads(self.control.recv(CHUNK) or b"{}")
+            message = json.loads(self.control.recv(_CHUNK) or b"{}")
         except TimeoutError:
-            message = {"failed": f"it did not start within {START:g} s"}
+            message = {"failed": f"it did not start within {_START_SECONDS:g} s"}
         except OSError:
             message = {}
         if "ready" not in message:
-            log = os.pread(self._log, CHUNK, 0).decode(errors="replace").strip()
+            log = os.pread(self._log, _CHUNK, 0).decode(errors="replace").strip()
             self.close()
             raise SandboxUnavailable(message.get("failed") or (log.splitlines() or ["it ended at once"])[-1])
         if self.group and not message["grouped"]:
@@ -104,7 +104,7 @@ class SandboxWorker:
         files = array.array("i", [code, stdin, out.writer, err.writer])
         try:
             if self.group:
-                self.group.bound(job.limits)
+                self.group.set_limit(job.limits)
             self.control.settimeout(GRACE)
             self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         except OSError as error:
@@ -123,7 +123,7 @@ class SandboxWorker:
             self.control.shutdown(socket.SHUT_RDWR)  # it leaves when it sees this, even if a forked process has the socket too
         self.control.close()
         try:
-            self.process.wait(FAREWELL)
+            self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
         os.close(self._log)
@@ -135,7 +135,7 @@ class SandboxWorker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
-            self.process.wait(FAREWELL)
+            self.process.wait(_EXIT_SECONDS)
 
     def __enter__(self) -> "SandboxWorker":
         return self
@@ -158,7 +158,7 @@ class RunningProgram:
     def note(self) -> None:
         """A message from inside."""
         try:
-            text = self.worker.control.recv(CHUNK)
+            text = self.worker.control.recv(_CHUNK)
         except OSError:
             text = b""
         if not text:
@@ -170,7 +170,7 @@ class RunningProgram:
 
     def read(self, file: int) -> bool:
         """Take what is there; False at the end of the stream. Beyond the limit the program is ended, and the rest ignored."""
-        data = os.read(file, CHUNK)
+        data = os.read(file, _CHUNK)
         kept = self.streams[file]
         if len(kept) <= self.job.limits.output:
             kept += data
@@ -232,24 +232,24 @@ def run_connected(
 
 
 @cache
-def tried(backend: str) -> tuple[str, str]:
+def _probe(backend: str) -> tuple[str, str]:
     """What an empty program shows: why a backend does not work here, or ""; and what bounds the memory of all processes."""
     try:
         with SandboxWorker(backend) as worker:
             worker.run(SandboxJob(code=""))
-            return "", CGROUP if worker.group else LOOK
+            return "", CGROUP if worker.group else POLLING
     except (SandboxUnavailable, WorkerLost, OSError) as error:
         return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: "), ""
 
 
 def why_not(backend: str) -> str:
     """Why a backend does not work here; "" where it does."""
-    return tried(backend)[0]
+    return _probe(backend)[0]
 
 
 def memory_bound(backend: str) -> str:
     """What bounds the memory of all processes of a program together, behind a backend that works."""
-    return tried(backend)[1]
+    return _probe(backend)[1]
 
 
 def available_backend(backend: str | None = None) -> str:
