@@ -109,8 +109,9 @@ smollm2: setup
 mutants: setup
 	$(RUN) scripts/mutants.py
 
+# Two minutes on two cores: of the tests those that neither train, simulate nor start processes, with few examples each.
 check: lint types
-	$(PYTEST) -m 'not llm and not wheel and not slow'
+	HYPOTHESIS_PROFILE=few $(PYTEST) -m 'not long and not wheel and not slow'
 
 lint: setup
 	$(RUN) -m ruff check .

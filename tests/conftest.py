@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -12,11 +13,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import typecheck  # noqa: F401 - its decorator is in place before corral is imported
+from long import is_long
 
-# Reproducible by default; HYPOTHESIS_PROFILE=explore draws new examples, and more of them.
+# Reproducible by default; HYPOTHESIS_PROFILE=explore draws new examples, and more of them; `make check` draws a few.
 settings.register_profile(
     "corral", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("few", settings.get_profile("corral"), max_examples=12)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "corral"))
 
@@ -31,10 +34,15 @@ torch.set_num_threads(1)  # two workers that each take every core are far slower
 gc.disable()  # until everything is imported: looking for garbage meanwhile costs a second in six, and finds none
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without long tests, their files are not even imported: TRL alone takes five seconds."""
+    return True if "not long" in config.getoption("markexpr") and is_long(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"llm", "cli"} & set(item.path.parts):
-            item.add_marker(pytest.mark.llm)
+        if is_long(item.path):
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

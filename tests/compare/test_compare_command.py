@@ -18,8 +18,6 @@ from corral.report.comparison import FILE
 from corral.report.read import read_run
 from corral.run.files import RunError
 
-pytestmark = pytest.mark.llm
-
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The sentence with which a command is refused."""

@@ -292,6 +292,7 @@ def test_every_token_of_a_sequence_has_its_value_to_the_last_bit(name, settings)
     assert_close(loss[0, 0], torch.tensor(-math.exp(2.5e-3)))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while tracing
 @pytest.mark.parametrize("case", ["dppo, full", pytest.param("troll", marks=pytest.mark.slow)])
 def test_compiled_equals_eager_forward_and_backward(case):
