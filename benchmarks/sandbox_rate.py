@@ -19,9 +19,8 @@ from results import arguments, finish
 
 from corral.task.sandbox import SandboxJob, run_python
 from corral.task.sandbox.backend import BACKENDS
-from corral.task.sandbox.pool import USES, SandboxPool
+from corral.task.sandbox.pool import USES, SandboxPool, why_not
 from corral.task.sandbox.view import interpreter
-from corral.task.sandbox.worker import why_not
 
 PROGRAM, STDIN, STDOUT = "print(sum(map(int, input().split())))", "1 2 3\n", "6\n"
 

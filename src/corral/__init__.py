@@ -15,12 +15,12 @@ from corral.divergence import (
     kl_k2,
     kl_k3,
 )
-from corral.kernels import HeadOutput, lm_head, policy_loss_from_hidden
+from corral.kernels import HeadOutput, PolicyLoss, lm_head, policy_loss_from_hidden
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
 from corral.objective.improvement import ImprovementBound, improvement_bound
-from corral.objective.reduction import reduce_loss
+from corral.objective.reduction import reduce_loss, reduction_weights
 from corral.projection import (
     CategoricalProjection,
     EntropyProjection,
@@ -46,6 +46,7 @@ __all__ = [
     "ObjectiveConfig",
     "ObjectiveOutput",
     "PackedSparseDist",
+    "PolicyLoss",
     "SparseDist",
     "TokenBatch",
     "binary_kl",
@@ -74,6 +75,7 @@ __all__ = [
     "project_gaussian_kl",
     "project_gaussian_wasserstein",
     "reduce_loss",
+    "reduction_weights",
     "register_objective",
     "top_k_support",
 ]

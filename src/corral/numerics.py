@@ -1,4 +1,4 @@
-"""Numerics everything else leans on: precision, and logarithms that stay exact at both ends."""
+"""Numerics: precision, and logarithms that stay exact at both ends."""
 
 import math
 from collections.abc import Callable

@@ -217,7 +217,7 @@ def _check_logp(where: str, logp: Tensor) -> None:
 
 
 class LogpTolerance(NamedTuple):
-    """What still counts as log-probabilities: the largest of them, and how far their mass may be from 1."""
+    """Tolerances for log-probs: the largest value, and how far their mass may be from 1."""
 
     logp: float = torch.inf
     mass: float = torch.inf
@@ -268,7 +268,7 @@ def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocabulary: int) -> None:
-    """Where the least or the largest id lies outside `lowest` … V − 1."""
+    """Raise if the least or the largest id lies outside `lowest` … V − 1."""
     if low < lowest or high >= vocabulary:
         ignored = " At padding put any token, such as 0: the mask leaves it out." if low < lowest == 0 else ""  # labels of −100
         raise ValueError(
@@ -285,7 +285,7 @@ def check_unique(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_repeats(where: str, what: str, repeated: bool) -> None:
-    """Where a token is twice in one row: its mass would count twice, and no row has room for that."""
+    """Raise if a token is twice in one row: its mass would count twice."""
     if repeated:
         raise ValueError(
             f"{where}: `{what}` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."

@@ -1,7 +1,8 @@
 """The nouns: a distribution on a sparse support, a batch of tokens, what an objective returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -142,3 +143,40 @@ class ObjectiveOutput:
         if self.regression is None:
             return torch.where(weights == 0, 0.0, self.loss * weights)
         return torch.where(weights == 0, 0.0, (self.loss - self.regression) * weights) + self.regression
+
+    def total(self, weights: Float[Tensor, "B T"], policy_weights: Float[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
+        """Σ w (c · policy + regression), w = `weights` and c = `policy_weights`; what is weighted with 0 does not count."""
+        loss = self.loss if policy_weights is None else self.weigh(policy_weights)
+        return torch.where(weights == 0, 0.0, loss * weights).sum()
+
+    def detach(self) -> "ObjectiveOutput":
+        """The same as constants for autograd."""
+        regression = None if self.regression is None else self.regression.detach()
+        return ObjectiveOutput(self.loss.detach(), self.metrics, self.acted, self.kl_after, regression)
+
+
+def metric_kind(name: str) -> Literal["max", "sum", "mean"]:
+    """How a metric of several batches is made of theirs; means are over tokens."""
+    return "max" if "_max" in name else "sum" if name == "tr/unconverged" else "mean"
+
+
+def join_outputs(parts: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
+    """Outputs for some tokens each [1 n], all of them unmasked, as one [1 N]."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = parts[0].loss.new_tensor([float(part.loss.numel()) for part in parts])
+    metrics = {}
+    for name in parts[0].metrics:
+        values, kind = torch.stack([part.metrics[name].to(counts.dtype) for part in parts]), metric_kind(name)
+        # A dual belongs to the tokens that were projected.
+        counted = counts * torch.stack([part.metrics["tr/active_frac"] for part in parts]) if name == "tr/dual" else counts
+        mean = (values * counted).sum() / counted.sum().clamp(min=1)
+        metrics[name] = values.amax() if kind == "max" else values.sum() if kind == "sum" else mean
+
+    def cat(name: str) -> Tensor | None:
+        found = [getattr(part, name) for part in parts]  # one of the fields below
+        return None if found[0] is None else torch.cat(found, 1)
+
+    loss = cat("loss")
+    assert loss is not None
+    return ObjectiveOutput(loss, metrics, cat("acted"), cat("kl_after"), cat("regression"))

@@ -14,7 +14,7 @@ WassersteinForm = Literal["commuting", "bures"]
 
 
 class GaussianDistance(NamedTuple):
-    """How far apart two Gaussians are: what their means add, and what their covariances add."""
+    """A divergence of two Gaussians: the means' part and the covariances' part."""
 
     mean: Tensor
     """[*b], over the rows of the means and of whatever measures them."""

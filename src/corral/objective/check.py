@@ -1,4 +1,4 @@
-"""Bad batches are refused before they cost a training run: what was wrong, what was got, what to do."""
+"""Validation of a TokenBatch: shapes, dtypes, finite values, log-probs, one shared support."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -23,7 +23,7 @@ _SUPPLY = {
 
 
 class _Check(NamedTuple):
-    """Where [B T] a batch is wrong, what to say of it, and which number it is."""
+    """One check: where [B T] it fails, the message, and the value to show."""
 
     bad: Tensor
     message: str
@@ -83,7 +83,7 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
 
 
 def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """What may be wrong with sampled tokens; padding may hold anything."""
+    """Checks of the sampled tokens; padding may hold anything."""
     mask = batch.mask
     yield _Check(~mask.any().expand_as(mask), "mask has no unmasked token, so there is nothing to train on. Skip this batch.")
     given = (("logp_new", batch.logp_new), ("logp_old", batch.logp_old), ("logp_rollout", batch.logp_rollout))
@@ -104,7 +104,7 @@ def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
 
 
 def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
-    """The same for two policies on one support; where there is only one, nothing reads it."""
+    """Checks of both policies on one support; a single one is not read."""
     mask, new, old = batch.mask, batch.dist_new, batch.dist_old
     if new is None or old is None:
         return

@@ -1,4 +1,4 @@
-"""How much better the new policy surely is: DPPO's finite-horizon policy-improvement bound."""
+"""DPPO's finite-horizon policy-improvement bound."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What objectives report: tensors without gradients, over unmasked tokens only."""
+"""Metrics of objectives: detached tensors over unmasked tokens."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,7 +31,7 @@ live_max = masked_max  # the name until 0.1
 
 @torch.no_grad()
 def token_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
-    """How far each token's distribution has moved, 0 at padding: KL(new‖old) on the shared support.
+    """KL(new‖old) of each token on the shared support, 0 at padding.
 
     Where the batch has none, KL(old‖new) of "the sampled token or any other", which is a lower bound.
     """
@@ -49,7 +49,7 @@ def region_metrics(
     acted: Bool[Tensor, "B T"],
     kl: Float[Tensor, "B T"] | None = None,
 ) -> dict[str, Float[Tensor, ""]]:
-    """How far the policy has moved, and on how many tokens the region acted.
+    """The `tr/` metrics that all objectives share: KL, ratios, tail mass, share of active tokens.
 
     `kl` is KL(new‖old) where the objective has it, else it is taken on the shared support. Where the batch has none, from
     the sampled tokens alone: KL(old‖new), its mean by the k3 estimate, its maximum by the two-way KL, a lower bound.

@@ -1,4 +1,4 @@
-"""Probability ratios and credit, as every objective reads them: clean at padding, finite everywhere."""
+"""Probability ratios and advantages for all objectives: 0 at padding, finite everywhere."""
 
 import torch
 from jaxtyping import Bool, Float

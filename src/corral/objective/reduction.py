@@ -72,3 +72,21 @@ def reduce_loss(
         assert length is not None
         loss = loss / length
     return (loss.sum() / total).reshape(())  # a total counted on the device may come as [1]
+
+
+def reduction_weights(
+    mask: Bool[Tensor, "B T"], how: Reduction, *, total: float | Tensor | None = None, length: float | None = None
+) -> Float[Tensor, "B T"]:
+    """What a reduction multiplies each token's loss with [B T]: w with reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
+
+    Args:
+        mask, how, total, length: as in `reduce_loss`.
+    Returns:
+        Weights in float32, 0 at masked tokens.
+    Ref:
+        A reduction is linear: these are its gradient.
+    """
+    with torch.enable_grad():
+        loss = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
+        (weights,) = torch.autograd.grad(reduce_loss(loss, mask, how, total=total, length=length), loss)
+    return weights

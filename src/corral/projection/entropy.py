@@ -1,4 +1,4 @@
-"""The least entropy that a Gaussian policy may have, with or without a KL bound to keep."""
+"""Entropy floor of a Gaussian policy, alone or inside a KL ball."""
 
 import math
 from dataclasses import dataclass, replace
@@ -75,7 +75,7 @@ def project_entropy_floor(
 def _check(
     chol: Tensor, floor: float | Tensor, old_chol: Tensor | None, cov_bound: float | Tensor | None, diagonal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Everything in one dtype and on one set of rows; the bound is 0, and unused, where there is no old factor."""
+    """Checked inputs in one dtype and on one set of rows; the bound is 0, and unused, where there is no old factor."""
     if (old_chol is None) != (cov_bound is None):
         raise ValueError(f"{_NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
     for key, x in {"chol": chol, "old_chol": chol if old_chol is None else old_chol}.items():
@@ -116,7 +116,7 @@ def _scale(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
 
 
 def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> EntropyProjection:
-    """Where what the floor alone leads to lies in the ball, that is the answer; no precision is computed there."""
+    """Entropy floor inside the KL ball. Rows that the floor alone leaves there need no precision."""
     with torch.no_grad():
         known = ~(gaussian_entropy(chol, diagonal=diagonal).isnan() | kl_of_covariances(chol, old, diagonal).isnan())
         lifted = _scale(chol, floor, diagonal)

@@ -1,4 +1,4 @@
-"""What every projection of Gaussians shares: its result, its inputs, and the step of the mean."""
+"""Shared parts of the Gaussian projections: the result, checked inputs, and the step of the mean."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,7 +80,7 @@ def join_steps(mean: Step, cov: Step) -> GaussianProjection:
 
 
 def radial(distance: Tensor, bound: Tensor) -> Step:
-    """How far along a straight line of squared length `distance` the bound lies; `value` is t too, with its gradient.
+    """Step length t along a straight line of squared length `distance` up to the bound; `value` is t with its gradient.
 
         t = √(ε / distance)  where distance > ε,  else 1
 
@@ -166,7 +166,7 @@ def check_gaussians(
     cov_bound: float | Tensor,
     diagonal: bool,
 ) -> _Gaussians:
-    """Everything in one dtype and on one set of rows; `ValueError` for what no projection can read."""
+    """Checked inputs in one dtype and on one set of rows; `ValueError` for what no projection can read."""
     tensors = {"mean": mean, "chol": chol, "old_mean": old_mean, "old_chol": old_chol}
     for key, x in tensors.items():
         if not x.is_floating_point():

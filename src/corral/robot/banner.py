@@ -29,7 +29,7 @@ def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str
 
 
 def _policy(agent: Agent) -> str:
-    """What is drawn, and how often."""
+    """One line on the policy: a Gaussian over plans, or actions step by step."""
     if not isinstance(agent, Learner):
         return "one action at a time, by stable-baselines3"
     prodmp = agent.prodmp
@@ -38,7 +38,7 @@ def _policy(agent: Agent) -> str:
 
 
 def _updates(agent: Agent) -> str:
-    """What follows a batch of episodes."""
+    """One line on the updates per batch of episodes."""
     config = agent.config
     if isinstance(agent, Learner):
         alone = (

@@ -144,7 +144,7 @@ class Baseline:
         return Episodes.cat(parts)
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as it is now; of SAC, that is also all it remembers."""
+        """A checkpoint: networks, counters, and of SAC the replay buffer; a copy, which later steps do not change."""
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
         if isinstance(self.model, SAC):
@@ -169,7 +169,7 @@ class Baseline:
 
 
 def _sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
-    """What SAC remembers, and the logarithm of its entropy coefficient, which it learns by default: both are always there."""
+    """SAC's replay buffer and the logarithm of its entropy coefficient, which it learns by default: both are always there."""
     assert model.replay_buffer is not None
     assert model.log_ent_coef is not None
     return model.replay_buffer, model.log_ent_coef

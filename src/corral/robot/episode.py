@@ -26,7 +26,7 @@ _CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT = range(5)
 
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """What happened: E episodes of up to T steps. Where `mask` is False an episode was already over, and rewards are 0."""
+    """A batch of E episodes of up to T steps. Where `mask` is False an episode was already over, and rewards are 0."""
 
     observations: Float[Tensor, "E S O"]
     """s_0 … s_T, so S = T + 1; after an early end, the last one is repeated."""

@@ -1,4 +1,4 @@
-"""How well a run's policy does on held-out contexts: return, success and smoothness, with intervals, and a film."""
+"""Evaluation of a run's policy on held-out contexts: return, success and smoothness, with intervals, and a film."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -35,7 +35,7 @@ WAYS = ("mean", "exploring")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Where an evaluation is, and the content of its eval.json."""
+    """An evaluation's folder, and the content of its eval.json."""
 
     path: Path
     result: dict[str, Any]

@@ -23,7 +23,7 @@ _Bound = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class JointLimits:
-    """What joints can do; infinite where nothing is said."""
+    """Limits of joint positions, velocities and accelerations; infinite by default."""
 
     position: tuple[_Bound, _Bound] = (-np.inf, np.inf)
     """Least and largest, rad or m."""
@@ -115,7 +115,7 @@ def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
 
 
 def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
-    """What parameters [3 T M] and the state at the start [3 T 2] add to position, velocity and acceleration.
+    """Linear maps from parameters [3 T M] and start state [3 T 2] to position, velocity and acceleration.
 
     Acceleration is the derivative of the velocity's columns, each of which depends on its own time alone.
     """

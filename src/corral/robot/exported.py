@@ -60,7 +60,7 @@ class ExportedPolicy:
         return plan + np.einsum("kts,...ds->k...td", self.start, np.stack(state, -1))
 
     def violations(self, context: Any) -> list[str]:
-        """What leaves its limits, in words; nothing if all is well."""
+        """Sentences on what leaves its limits; empty if nothing does."""
         plan, found = self.unchecked(context), []
         for order, name in enumerate(_ORDERS):
             worst = plan[order].reshape(-1, plan.shape[-1])

@@ -1,4 +1,4 @@
-"""What TCE and BBRL share: draw plans, follow them, fit the critic, improve the policy inside its trust region."""
+"""The episodic learner that TCE and BBRL share: draw plans, follow them, fit the critic, improve the policy in its region."""
 
 import math
 from abc import ABC, abstractmethod
@@ -30,7 +30,7 @@ _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
 
 
 class Plans(NamedTuple):
-    """What was drawn, and the policy it was drawn from: the old one of this batch's updates."""
+    """Trajectory parameters drawn for a batch, and the Gaussian they came from: the old policy of this batch's updates."""
 
     params: Float[Tensor, "E W"]
     mean: Float[Tensor, "E W"]
@@ -38,7 +38,7 @@ class Plans(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """What a batch teaches: advantages for the policy, targets for the critic."""
+    """Learning signal of a batch: advantages for the policy, targets for the critic."""
 
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
@@ -103,10 +103,10 @@ class Learner(ABC):
 
     @abstractmethod
     def credit(self, episodes: Episodes) -> Credit:
-        """What this batch teaches, from the critic before it is fitted."""
+        """Advantages and critic targets of this batch, from the critic before it is fitted."""
 
     def begin_batch(self, chol: Tensor) -> None:  # noqa: B027  # not every learner decides anything
-        """What is decided once for a batch; `chol` is the old policy's."""
+        """Set up what stays fixed during a batch's updates; `chol` is the old policy's."""
 
     def step(self) -> dict[str, float]:
         """One batch of episodes and its updates; returns metrics."""
@@ -234,7 +234,7 @@ class Learner(ABC):
         return projected, project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as it is now: later steps do not change it."""
+        """A checkpoint: networks, optimizers and counters; a copy, which later steps do not change."""
         counters = {"iteration": self.iteration, "env_steps": self.env_steps, "first_entropy": self.first_entropy}
         return deepcopy({key: part.state_dict() for key, part in self._parts().items()} | counters)
 
@@ -245,7 +245,7 @@ class Learner(ABC):
         self.iteration, self.env_steps, self.first_entropy = (state[x] for x in ("iteration", "env_steps", "first_entropy"))
 
     def _parts(self) -> dict[str, Any]:
-        """What has a state of its own: networks and their optimizers."""
+        """Networks and optimizers, which have a state dict each."""
         return {
             "policy": self.policy,
             "critic": self.critic,

@@ -1,4 +1,4 @@
-"""What a policy is worth on held-out contexts: success, return, and how smoothly it moves, with exploration and without."""
+"""Metrics on held-out contexts: success, return and smoothness of motion, with exploration and without."""
 
 import math
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def _medians(values: dict[str, Array], prefix: str) -> dict[str, float | None]:
 
 
 def autocorrelation(exploring: Episodes, mean: Episodes, environment: Environment) -> float | None:
-    """How much of what exploration adds to the actions is still the same `LAG` seconds later; 0 for white noise.
+    """Autocorrelation of the exploration noise in the actions at a lag of `LAG` seconds; 0 for white noise.
 
     Args:
         exploring: episodes played as in training.

@@ -1,4 +1,4 @@
-"""What a policy plans, does and has learned, in pictures: trajectories, correlation over time, learning curves, films."""
+"""Figures and films: tracked trajectories, correlation of plans over time, learning curves, episodes."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -40,7 +40,7 @@ def prepare(settings: Settings) -> Agent:
 
 
 def find_environment(name: str) -> Environment:
-    """What a learner must know of an environment."""
+    """The registered environment of this name."""
     if name not in ENVIRONMENTS:
         raise RunError(f"there is no environment {name!r}.{nearest(name, ENVIRONMENTS)}")
     return ENVIRONMENTS[name]
@@ -87,12 +87,12 @@ def _baseline(settings: Settings, environment: Environment) -> Agent:
 
 
 def _networks(agent: Agent) -> list[torch.nn.Module]:
-    """What is trained."""
+    """The networks that are trained."""
     return [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
 
 
 def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
-    """What trains it, by name."""
+    """The optimizers, by the name of what they train."""
     if isinstance(agent, Learner):
         return {"critic": agent.critic_optimizer, "policy": agent.policy_optimizer}
     model = agent.model
@@ -130,5 +130,5 @@ def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
 
 
 def model_name(settings: Settings) -> str:
-    """What kind of policy it is."""
+    """The policy class, as config.json names it."""
     return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"

@@ -35,7 +35,10 @@ def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """What a plan is linear in: joint by joint, (y, v) = (`position`, `velocity`) @ params + `start` @ (y_b, v_b)."""
+    """The linear map from parameters and start state to a plan, joint by joint.
+
+    (y, v) = (position, velocity) @ params + start @ (y_b, v_b)
+    """
 
     position: Float[Tensor, "*b T M"]
     """∂y/∂params of one joint: the n weights, then the goal, scaled."""
@@ -258,7 +261,7 @@ class ProDMP:
 
     @_constant
     def _scale(self) -> Tensor:
-        """What each column is multiplied by [M]."""
+        """Scale of each column [M]."""
         scale = torch.tensor([self.weights_scale] * self.basis + [self.goal_scale], dtype=torch.float64)
         if not self.auto_scale:
             return scale

@@ -1,4 +1,4 @@
-"""Pieces of a trajectory: how likely each was under a policy over parameters, and what credit it earned."""
+"""Segments of a trajectory: their log-probs under a Gaussian over parameters, and their advantages."""
 
 import math
 
@@ -60,7 +60,7 @@ def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c 
 def segment_jitter(
     rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"], relative: float = 1e-4
 ) -> Float[Tensor, "*b N"]:
-    """What is added to a segment's variances, so that close points do not make its covariance singular.
+    """Regulariser added to a segment's variances, so that close points do not make its covariance singular.
 
         r_n = relative · max_i (C_n)_ii,   and 1 where nothing varies
 

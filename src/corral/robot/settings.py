@@ -15,8 +15,8 @@ RECIPES = Path(__file__).parent / "recipes"
 _Algorithm = Literal["tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-sac", "sb3-sac-gsde"]
 ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 
-_TABLES = ("environment_config", "prodmp", "learner")
-"""Settings that are tables: layers add to them, key by key."""
+TABLES = ("environment_config", "prodmp", "learner")
+"""Settings that are tables: layers add to them, key by key. The command line asks for them by this name, of either kind."""
 
 _ELSEWHERE = {
     "steps": "iterations",
@@ -88,8 +88,8 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
         own = layer.get(str(algorithm), {})
         if not isinstance(own, Mapping):
             raise RunError(f"`{algorithm}` is a table of settings; got {own!r}.")
-        add_layer(merged, {key: value for key, value in layer.items() if key not in ALGORITHMS}, _TABLES)
-        add_layer(merged, {"learner": own}, _TABLES)
+        add_layer(merged, {key: value for key, value in layer.items() if key not in ALGORITHMS}, TABLES)
+        add_layer(merged, {"learner": own}, TABLES)
     hints = get_type_hints(Settings)
     for key in merged:
         if key in _ELSEWHERE:

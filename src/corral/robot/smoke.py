@@ -25,5 +25,5 @@ EPISODES = 4
 
 
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What --smoke puts on top of a recipe and a file."""
+    """The layers of settings that --smoke adds to a recipe and a file."""
     return [TRAINING]

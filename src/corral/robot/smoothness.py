@@ -1,4 +1,4 @@
-"""How smooth a motion is: jerk, spectrum, torque rate, and how long exploration remembers itself."""
+"""Smoothness of motion: jerk, spectral arc length, torque rate, and the autocorrelation of exploration."""
 
 import numpy as np
 

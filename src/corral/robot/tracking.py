@@ -1,4 +1,4 @@
-"""Desired joint states → actions: how a trajectory is followed in an environment that wants something else."""
+"""Tracking controllers: desired joint states → an environment's actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -157,7 +157,7 @@ class BoxPushing(gymnasium.Env):
         return np.concatenate([self.data.qpos[:7], self.data.qvel[:7], self.box(), self.target(), [self.time / STEPS]])
 
     def outcome(self) -> dict[str, float]:
-        """What the episode came to."""
+        """Info of the last step: success, and the distances to the target."""
         box, target = self.box(), self.target()
         p, theta = float(np.linalg.norm(box[:3] - target[:3])), rotation_distance(box[3:], target[3:])
         return {"success": float(p < _REACHED[0] and theta < _REACHED[1]), "distance": p, "rotation_distance": theta}

@@ -130,7 +130,7 @@ class HopperJump(gymnasium.Env):
         return np.concatenate([self.data.qpos, self.data.qvel, offset, [self.goal, self.time / STEPS]])
 
     def outcome(self, distance: float) -> dict[str, float]:
-        """What the episode came to; the event is the step in which the foot left the floor, NaN if it never did."""
+        """Info of the last step; the event is the step in which the foot left the floor, NaN if it never did."""
         success = float(self.landing < _LANDED and self.highest > _JUMPED)
         distances = {"landing_distance": self.landing, "goal_distance": distance}
         return {"success": success, "event": self.takeoff, "highest": self.highest, **distances}

@@ -89,7 +89,7 @@ class Arms:
         return np.concatenate([self.angles, self.velocities, self.via, self.goal, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """What an episode came to: least distance to the via-point, last one to the goal, and whether both are small."""
+        """Info of the last step: least distance to the via-point, last one to the goal, and whether both are small."""
         goal = self.distance()
         return {"via_distance": self.missed, "goal_distance": goal, "success": (np.maximum(self.missed, goal) < REACHED) * 1.0}
 
