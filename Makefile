@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 # A test that waits for ever is ended after a quarter of an hour, and named.
-PYTEST := $(RUN) -m pytest --numprocesses 2 --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
+PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
