@@ -6,7 +6,7 @@ TESTS = Path(__file__).parent
 
 NAMES = """
     llm cli compare kernels
-    docs/test_support_page.py
+    docs/test_head_benchmark.py docs/test_support_page.py test_add_objective.py
     projection/test_gaussian_kl_condition.py
     report/test_comparison.py report/test_page.py report/test_report_export.py
     robot/test_baseline.py robot/test_learner.py robot/test_robot_recipes.py robot/test_robot_train.py

@@ -15,8 +15,6 @@ LINES = {path: len(path.read_text().splitlines()) for path in TREES}
 TWICE = {
     "Settings": "of a run: language models and robots have their own, each in its package's settings.py",
     "Evaluation": "of a run: language models and robots have their own, each in its package's evaluate.py",
-    "Difference": "of two means, and of two losses",
-    "Estimate": "with an interval by resampling, and from counts",
     "_Check": "private to its file",
     "_Slots": "private to its file",
     "_Tilt": "private to its file",
@@ -49,21 +47,24 @@ def test_functions_fit_a_screen() -> None:
 
 
 def test_kernels_are_ordered_in_folders() -> None:
-    assert len(list((SOURCE / "kernels").glob("*.py"))) <= 38
+    assert len(list((SOURCE / "kernels").glob("*.py"))) <= 12
 
 
 def test_contracts_are_typed_so_attributes_are_rarely_asked_for_by_name() -> None:
     names = [node.func.id for _, node in nodes(ast.Call) if isinstance(node.func, ast.Name)]
     share = sum(name in ("getattr", "hasattr") for name in names) / sum(LINES.values()) * 1000
-    assert share <= 2.0, "per 1000 lines; give the thing a type, or a default"
+    assert share <= 1.5, "per 1000 lines; give the thing a type, or a default"
 
 
 def test_a_class_name_means_one_thing() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path, node in nodes(ast.ClassDef):
         places[node.name].append(str(path.relative_to(SOURCE)))
-    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in TWICE}
-    assert not twice, "name each after what it is, or list it in TWICE with a reason"
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not {name: twice[name] for name in twice.keys() - TWICE}, (
+        "name each after what it is, or list it in TWICE with a reason"
+    )
+    assert not TWICE.keys() - twice, "once alone by now: strike it from TWICE"
 
 
 def test_what_make_check_leaves_out_is_there() -> None:

@@ -45,6 +45,14 @@ def test_golden_page(script: ModuleType) -> None:
     assert "## Models" not in text
 
 
+def test_what_ci_shows_is_not_sent_to_make_test_all(script: ModuleType) -> None:
+    for order in (("CI", "`make test-all`"), ("`make test-all`", "CI")):
+        table: dict[str, dict[str, set[str]]] = {}
+        for place in order:
+            script.add(table, "objective: troll", "TRL", place)
+        assert table == {"objective: troll": {"TRL": {"CI"}}}
+
+
 @pytest.mark.parametrize(
     ("feature", "door", "why"),
     [("troll", "TRL", "should begin with a group"), ("objective: troll", "trl", "names the door 'trl'")],

@@ -171,10 +171,10 @@ class TestRefusals:
                 "advantage: any, beside TRL's `scale_rewards`",
             ),
             ({"advantage": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "takes the place of"),
-            ({"support_size": 0}, "`support_size` must be a whole number ≥ 1; got 0"),
-            ({"support_size": True}, "`support_size` must be a whole number ≥ 1"),
-            ({"support_mass": 0.0}, "`support_mass` must be in"),
-            ({"support_mass": float("nan")}, "`support_mass` must be in"),
+            ({"support_size": 0}, "`support_size` is a whole number ≥ 1; got 0"),
+            ({"support_size": True}, "`support_size` is a whole number ≥ 1"),
+            ({"support_mass": 0.0}, "`support_mass` must lie in"),
+            ({"support_mass": float("nan")}, "`support_mass` must lie in"),
             refused({"loss_type": "cispo"}, "Did you mean objective='cispo'", "other: TRL's `loss_type` cispo"),
             refused({"loss_type": "sapo"}, "Did you mean objective='sapo'", "other: TRL's `loss_type` sapo"),
             refused({"loss_type": "vespo"}, "chooses the reduction here", "other: TRL's `loss_type` vespo"),
@@ -247,7 +247,7 @@ class TestRefusals:
     @pytest.mark.usefixtures("unchecked_shapes")
     @pytest.mark.parametrize("given", [{"support_size": 8.5}, {"support_mass": "0.9"}], ids=str)
     def test_other_types(self, given: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=r"`support_(size` must be a whole number ≥ 1|mass` must be in \(0, 1\])"):
+        with pytest.raises(ValueError, match=r"`support_(size` is a whole number ≥ 1|mass` must lie in \(0, 1\])"):
             config(**given)
 
     SAMPLING: ClassVar[list[tuple[dict[str, Any], str]]] = [
@@ -396,7 +396,7 @@ def test_the_door_opens_when_it_is_used_and_to_no_other_trl(monkeypatch: pytest.
     assert corral.llm.CorralTrainer.__mro__[1].__name__ == "GRPOTrainer"
     with pytest.raises(AttributeError, match="Nothing"):
         corral.llm.Nothing  # noqa: B018
-    for module in ("corral.llm.trainer", "corral.llm.config"):  # to be imported again
+    for module in ("corral.llm.trainer", "corral.llm.config", "corral.llm.trl_api"):  # to be imported again
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr("trl.__version__", "1.6.0")
     with pytest.raises(ImportError, match=r"found 1\.6\.0"):
