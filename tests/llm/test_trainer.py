@@ -218,7 +218,9 @@ class TestSameAsStock:
     @pytest.mark.supports("kept: {feature}", door="TRL")
     @pytest.mark.parametrize("feature", known(FEATURES))
     @pytest.mark.parametrize(
-        ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
+        ("objective", "given", "epsilon"),
+        [pytest.param("ppo_clip", {}, {}, marks=pytest.mark.slow), ("troll", UNBOUNDED, UNCLIPPED)],
+        ids=["ppo_clip", "troll"],
     )
     def test_every_feature_of_trl_is_kept(
         self, tmp_path: Path, feature: str, objective: str, given: dict[str, Any], epsilon: dict[str, Any]

@@ -142,7 +142,13 @@ class TestTriton:
                 monkeypatch.setitem(gemm_stats.TILES, dtype, gemm_stats.Tile(16, 16, 16, warps=4, stages=1))
 
     @pytest.mark.parametrize(
-        ("case", "frozen"), [("troll", False), ("dppo on a support", False), ("ppo_clip", False), ("troll", True)]
+        ("case", "frozen"),
+        [
+            ("troll", False),
+            pytest.param("dppo on a support", False, marks=pytest.mark.slow),
+            ("ppo_clip", False),
+            ("troll", True),
+        ],
     )
     def test_updates_are_those_of_the_torch_path(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, frozen: bool
