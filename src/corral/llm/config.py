@@ -22,12 +22,6 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 """Who draws the completions: the trainer's own model, vLLM, or a function of the user's."""
 
 
-def steps_per_batch(config: GRPOConfig) -> int:
-    """Micro-batches that are trained on between one batch of rollouts and the next."""
-    assert config.steps_per_generation is not None  # TRL has filled it in
-    return config.steps_per_generation * config.num_iterations
-
-
 @dataclass
 class CorralConfig(GRPOConfig):
     """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it.

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.kernels.torch.gathered import gather_logp
-from corral.llm.policy_head import HeadInputs, Scored
+from corral.llm.scoring_pass import HeadInputs, ScoringPass
 from corral.numerics import logsumexp
 from corral.objective.troll import FILL
 from corral.support import extend_support
@@ -36,18 +36,18 @@ class OldPolicy:
     head: HeadInputs | None = None
     hidden: Float[Tensor, "M H"] | None = None
 
-    def store(self, output: dict[str, Any], scored: Scored) -> None:
+    def store(self, output: dict[str, Any], scoring: ScoringPass) -> None:
         """Write the support that a pass reported into TRL's buffer `output`, and keep what a union needs besides."""
-        dist = scored.support()
+        dist = scoring.dist()
         assert dist is not None
         assert dist.rest_max is not None
         slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
         values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
         output.update(zip(KEYS, values, strict=True))
         self.head = self.hidden = None
-        if (inputs := scored.inputs()) is None:
+        if (kept := scoring.hidden()) is None:
             return
-        hidden, where, head = inputs  # where: place of each row in the flattened [B T]
+        hidden, where, head = kept  # where: place of each row in the flattened [B T]
         self.head = head.freeze()
         cut_off = dist.rest.flatten()[where] > math.log1p(-self.support_mass) if self.support_mass < 1 else where >= 0
         self.hidden = hidden[cut_off]
