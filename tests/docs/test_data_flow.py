@@ -33,6 +33,12 @@ def test_there_is_one_for_a_prompt_of_corral_train() -> None:
     assert [rows[0][0], rows[-1][0]] == ["cli/train.py", "llm/tokens.py"]
 
 
+def test_there_is_one_for_the_fused_loss_and_one_for_tce() -> None:
+    starts = {title.split("`")[1] if "`" in title else title.split(",")[0]: rows[0][0] for title, rows in walks().items()}
+    assert starts["policy_loss_from_hidden"] == "kernels/policy_loss.py"
+    assert starts["A batch of TCE"] == "cli/train.py"
+
+
 @pytest.mark.parametrize(("title", "rows"), walks().items(), ids=list(walks()))
 def test_every_file_is_entered_once_at_something_that_it_has(title: str, rows: list[tuple[str, list[str]]]) -> None:
     files = [file for file, _ in rows]
