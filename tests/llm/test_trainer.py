@@ -597,7 +597,7 @@ class TestNoNeedlessWork:
             ("dppo", {"estimator": "topk", "ratio_cap": 0.5}),
         ],
     )
-    def test_what_is_not_the_plain_gradient_at_rest_keeps_its_own(
+    def test_what_is_not_the_plain_gradient_on_policy_keeps_its_own(
         self, tmp_path: Path, objective: str, config: dict[str, Any], outsider: None
     ) -> None:
         trainer = make_trainer(tmp_path, objective, objective_config=config, gradient_accumulation_steps=2)
