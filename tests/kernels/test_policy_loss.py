@@ -206,6 +206,16 @@ def test_gradients_reach_what_is_behind_the_weight(way):
         assert (actual - expected).norm() < 2e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_weights_that_change_between_forward_and_backward_are_refused(impl):
+    problem = Problem(DEVICE)
+    out = problem.loss(corral.make_objective("troll"), impl=impl)
+    with torch.no_grad():
+        problem.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
 def test_what_a_backward_pass_leaves_out_is_known_before_it_unless_autograd_runs_it():
     problem = Problem(DEVICE)
     assert problem.loss(corral.make_objective("troll"), impl="triton").metrics["head/dense_share"].isfinite()
