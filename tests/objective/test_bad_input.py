@@ -214,6 +214,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ],
     ("dppo", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
     ("dppo", "divergence", "`divergence` is one of tv, kl, ratio", ("js", None, 1, ["tv"])),
+    ("dppo", "mask", "`mask` is one of outward, symmetric, predictive", ("both", None, True)),
     ("dppo", "estimator", "`estimator` is one of binary, topk, full", ("top_k", None, 20)),
     ("troll", "bound", "`bound` is a KL in nats and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN)),
     ("troll", "regression", "`regression` is a weight and must be finite and ≥ 0", (-0.1, INF, *NOT_GIVEN)),

@@ -36,6 +36,7 @@ DEFAULTS = {
         "bound": None,
         "bound_low": None,
         "bound_high": None,
+        "mask": "outward",
         "ratio_cap": None,
     },
     "troll": {
