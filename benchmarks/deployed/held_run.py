@@ -145,9 +145,10 @@ class Hold(TrainerCallback):
             begun.ema = {k: torch.lerp(x, begun.deployed[k], held.ema) for k, x in raw.items()}
             place(trainer.model, begun.ema)
         before = after = summarise(measure.kl())
-        bound = aim * held.slack * LEVEL.get(held.retract or "mean", 1.0)
-        for _ in range(REDOS if held.redo else 0):
-            needed = math.sqrt(bound / after[held.retract]) if math.isfinite(after[held.retract]) else 0.1
+        by = held.retract or held.control or "mean"
+        bound = aim * held.slack * LEVEL[by]
+        for _ in range(REDOS if held.redo or (held.first and step == 0) else 0):
+            needed = math.sqrt(bound / after[by]) if math.isfinite(after[by]) else 0.1
             if needed >= REDO_BELOW:
                 break
             redone *= needed

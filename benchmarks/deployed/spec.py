@@ -20,6 +20,8 @@ class Arm:
     """A learning rate controlled after every update, as rsl_rl does it: by 1.5, outside half and twice the target of k3."""
     redo: bool = False
     """Updates again at a smaller rate, from the old weights and Adam's old state, where less than half would be kept."""
+    first: bool = False
+    """The same for the first batch alone: it finds the rate that `control` starts from."""
     accept: bool = False
     """A quarter of the batch is not trained on; nothing is kept where the surrogate on it does not improve."""
     stop: bool = False

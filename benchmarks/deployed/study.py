@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/deployed/study.py --plan gate0 --workers 16 --minutes 9 --out results
 
 Runs that a file under --out or --done already has are skipped, so that a study can be done in pieces. Seeds are outermost: what
-is there after any piece is balanced. `--list` says what would run, `--table` what the results are.
+is there after any piece is balanced; runs that would not end in time are left to the next piece. `--list` says what would run, `--table` what the results are.
 """
 
 import argparse
@@ -25,44 +25,57 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="
 from held_run import run  # after the environment: torch reads it once
 from spec import Arm, Spec
 
-TUNED = (1e-4, 2e-4, 4e-4)
-"""Rates at which nothing needs to be held."""
+TUNED = (2e-4, 4e-4)
+"""Rates at which nothing needs to be held: the best, and the largest that is not far behind."""
+DEAD_AT = {1e-2: ("none", "calm", "stop", "rate_k3", "rate_mean", "rate_update")}
+"""Arms that end at 0 at a rate: two seeds show that."""
 SHARE = {1e-3: 0.25, 1e-2: 0.03}
 """Lookahead's share of a step: about what retraction keeps at that rate."""
 
 ARMS = {
+    "auto": Arm(control="mean", retract="p999", slack=2.0),
+    "auto_redo": Arm(control="mean", retract="mean", slack=2.0, redo=True),
+    "rate_first": Arm(control="k3", first=True),
     "mean": Arm(retract="mean"),
+    "redo": Arm(retract="mean", redo=True),
     "rate_k3": Arm(control="k3"),
     "rate_update": Arm(within=True),
-    "auto": Arm(control="mean", retract="p999", slack=2.0),
+    "lookahead": Arm(),
     "p999": Arm(retract="p999"),
-    "redo": Arm(retract="mean", redo=True),
     "rate_mean": Arm(control="mean"),
+    "none": Arm(),
+    "accept": Arm(retract="mean", accept=True),
+    "stop": Arm(stop=True),
+    "ema": Arm(ema=0.8),
+    "calm": Arm(calm=True),
     "cvar": Arm(retract="cvar"),
     "k3": Arm(retract="k3"),
-    "auto_redo": Arm(control="mean", retract="mean", slack=2.0, redo=True),
-    "lookahead": Arm(),
-    "accept": Arm(retract="mean", accept=True),
-    "ema": Arm(ema=0.8),
-    "stop": Arm(stop=True),
-    "calm": Arm(calm=True),
-    "none": Arm(),
 }
 """What is compared, the most telling first. Prodigy and schedule-free AdamW are packages that the study does without."""
+FIRST = 6
+"""The arms, from the first, that are seen with every seed before the others are."""
 
 
 def gate0(objective: str, seeds: int) -> list[Spec]:
-    """Every arm × two rates far too large × two schedules, and nothing at rates that suit it."""
+    """Every arm × two rates far too large × two schedules, and nothing at rates that suit it.
+
+    Blocks of a schedule, some arms and two or three seeds, the most telling first; within a block seeds are outermost.
+    """
+    some, others = tuple(ARMS)[:FIRST], tuple(ARMS)[FIRST:-2]
+    early, late, every = range(201, 204), range(204, 201 + seeds), range(201, 201 + seeds)
+    blocks = [
+        ("linear", ("tuned", *some), early), ("linear", others, early), ("constant", ("tuned", *some), early),
+        ("linear", ("tuned", *some), late), ("constant", others, early), ("constant", ("tuned", *some), late),
+        ("linear", others, late), ("constant", others, late), ("linear", tuple(ARMS)[-2:], every),
+    ]  # fmt: skip
     plan = []
-    for seed in range(201, 201 + seeds):
-        common: dict[str, Any] = {"objective": objective, "seed": seed}
-        for rate, schedule in itertools.product(TUNED, ("linear", "constant")):
-            plan.append(Spec(arm="tuned", held=Arm(), rate=rate, schedule=schedule, **common))
-        for (name, arm), rate, schedule in itertools.product(ARMS.items(), SHARE, ("linear", "constant")):
-            if name in ("none", "calm") and rate == 1e-2 and seed > 202:
-                continue  # all of them end at 0, which two seeds show
-            held = Arm(share=SHARE[rate]) if name == "lookahead" else arm
-            plan.append(Spec(arm=name, held=held, rate=rate, schedule=schedule, **common))
+    for schedule, arms, few in blocks:
+        for seed, name in itertools.product(few, arms):
+            for rate in TUNED if name == "tuned" else SHARE:
+                if name in DEAD_AT.get(rate, ()) and seed > 202:
+                    continue
+                held = Arm(share=SHARE[rate]) if name == "lookahead" else ARMS.get(name, Arm())
+                plan.append(Spec(arm=name, held=held, rate=rate, schedule=schedule, seed=seed, objective=objective))
     return plan
 
 
@@ -80,25 +93,33 @@ PLANS = {
 }
 
 
-def worker(jobs: Any, results: Any, deadline: float, longest: Any) -> None:
+def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float]) -> None:
     """Runs one after another, none that would not be finished in time."""
     import torch
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
-    while time.time() + longest.value < deadline:
+    while time.time() + min(expected.values(), default=0.0) < deadline:
         try:
             spec = jobs.get(timeout=1)
         except Empty:
             return
-        began = time.monotonic()
+        began, left = time.monotonic(), deadline - time.time()
+        if expected.get(spec.arm, fmean(expected.values()) if expected else 0.0) > left:
+            continue
         try:
-            found = run(spec, began + deadline - time.time())
+            found = run(spec, began + left)
         except Exception:  # whatever went wrong belongs to this run alone, and is written down
             found = {"key": spec.key, "finished": False, "error": traceback.format_exc()}
-        if found["finished"] and not found["dead"]:
-            longest.value = max(longest.value, time.monotonic() - began)
         results.put(found)
+
+
+def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The longest that a run of each arm took, in seconds; an arm that was never run is missing."""
+    longest: dict[str, float] = defaultdict(float)
+    for line in runs.values():
+        longest[line["arm"]] = max(longest[line["arm"]], line["seconds"])
+    return {arm: 1.05 * seconds + 15 for arm, seconds in longest.items()}  # the process has its imports to make
 
 
 def finished(places: list[Path]) -> dict[str, dict[str, Any]]:
@@ -108,13 +129,13 @@ def finished(places: list[Path]) -> dict[str, dict[str, Any]]:
     return {line["key"]: line for line in lines if line.get("finished")}
 
 
-def study(plan: list[Spec], workers: int, minutes: float, file: Path) -> None:
+def study(plan: list[Spec], workers: int, minutes: float, file: Path, expected: dict[str, float]) -> None:
     """Runs side by side until the plan or the time is over; each is appended whole as it ends."""
     deadline, context = time.time() + 60 * minutes, mp.get_context("spawn")
-    jobs, results, longest = context.Queue(), context.Queue(), context.Value("d", 0.0)
+    jobs, results = context.Queue(), context.Queue()
     for spec in plan:
         jobs.put(spec)
-    pool = [context.Process(target=worker, args=(jobs, results, deadline, longest), daemon=True) for _ in range(workers)]
+    pool = [context.Process(target=worker, args=(jobs, results, deadline, expected), daemon=True) for _ in range(workers)]
     for process in pool:
         process.start()
     done = 0
@@ -180,8 +201,8 @@ def main() -> None:
     else:
         options.out.mkdir(parents=True, exist_ok=True)
         print(f"{len(plan)} runs to do, {len(have)} done; {options.workers} workers, {options.minutes:g} minutes", flush=True)
-        study(plan, options.workers, options.minutes, options.out / f"{options.plan}.jsonl")
-        table(finished([options.out]))
+        study(plan, options.workers, options.minutes, options.out / f"{options.plan}.jsonl", durations(have))
+        table(finished([options.out, *options.done]))
 
 
 if __name__ == "__main__":
