@@ -1,5 +1,5 @@
 # make demo   a language model learns under a trust region     make test   every test that needs nothing but this machine
-# make check  lint, types, fast tests                          make bench  benchmarks, results kept in benchmarks/results.json
+# make check  lint, types, fast tests                          make bench  benchmarks, rows kept in benchmarks/results
 
 PYTHON ?= python3
 VENV := .venv
@@ -125,9 +125,10 @@ bench: setup
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/tce_update.py --save
 	$(RUN) benchmarks/sandbox_rate.py --save
 
-# Everything on docs/performance.md that needs a GPU, the most important first: MINUTES of it at a time, and it goes on where it stopped.
+# Everything on docs/performance.md that a GPU measures, the most important first: MINUTES of it at a time, resumable.
 bench-gpu: setup
-	$(RUN) benchmarks/everything_on_gpu.py --resume --minutes $(MINUTES)
+	$(RUN) benchmarks/head.py --out benchmarks/results/head.jsonl --resume --minutes $(MINUTES)
+	$(RUN) benchmarks/head_page.py
 
 clean:
 	rm -rf $(VENV) dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -9,7 +9,6 @@ agreement is the largest difference of the two gradients over the largest entry 
     OMP_NUM_THREADS=1 python benchmarks/gaussian_projection.py [--matrices 160] [--dimension 63] [--bound 0.0005 …] [--save]
 """
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import scipy.linalg
 import scipy.optimize
 import torch
-from results import save_results
+from results import arguments, finish
 from torch import Tensor
 
 from corral import gaussian_kl, project_gaussian_kl
@@ -115,45 +114,19 @@ def measure(new: Tensor, old: Tensor, upstream: Tensor, bound: float, repeats: i
     size = anchor_gradient.abs().amax((-2, -1))
     ms = [[1e3 * statistics.median(run[i] for run in runs[1:]) for i in (2, 3)] for runs in (ours, anchor)]
     return {
-        "matrices": len(new),
-        "dimension": new.shape[-1],
-        "bound": bound,
-        "ms_forward": round(ms[0][0], 1),
-        "ms_backward": round(ms[0][1], 1),
-        "ms_forward_one_by_one": round(ms[1][0], 1),
-        "ms_backward_one_by_one": round(ms[1][1], 1),
-        "speedup": round(sum(ms[1]) / sum(ms[0]), 1),
-        "error": float(f"{errors[0]:.2g}"),
-        "error_one_by_one": float(f"{errors[1]:.2g}"),
-        "gradient_agreement": float(f"{((gradient - anchor_gradient).abs().amax((-2, -1)) / size).max().item():.2g}"),
-    }
+        "matrices": len(new), "dimension": new.shape[-1], "bound": bound, "ms_forward": ms[0][0], "ms_backward": ms[0][1],
+        "ms_forward_one_by_one": ms[1][0], "ms_backward_one_by_one": ms[1][1], "speedup": sum(ms[1]) / sum(ms[0]),
+        "error": errors[0], "error_one_by_one": errors[1],
+        "gradient_agreement": ((gradient - anchor_gradient).abs().amax((-2, -1)) / size).max().item(),
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--matrices", type=int, nargs="+", default=[1, 160])
-    parser.add_argument("--dimension", type=int, default=63)
-    parser.add_argument("--bound", type=float, nargs="+", default=[5e-4, 0.05])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="write the rows to benchmarks/results.json")
-    args = parser.parse_args()
-
+    args = arguments(__doc__, matrices=[1, 160], dimension=63, bound=[5e-4, 0.05], repeats=3).parse_args()
     torch.set_num_threads(1)
-    print(f"matrices of size {args.dimension}, float64, one thread; one by one in brackets")
-    print("matrices   bound   ms forward            ms backward           times faster  worst |KL − ε|/ε      gradients agree")
-    rows = []
-    for matrices in args.matrices:
-        problem = policies(matrices, args.dimension)
-        for bound in args.bound:
-            r = measure(*problem, bound, args.repeats)
-            print(
-                f"{matrices:8d}  {bound:6g}  {r['ms_forward']:7.1f} [{r['ms_forward_one_by_one']:8.1f}]    "
-                f"{r['ms_backward']:7.1f} [{r['ms_backward_one_by_one']:8.1f}]    {r['speedup']:9.1f}     "
-                f"{r['error']:7.1e} [{r['error_one_by_one']:7.1e}]  {r['gradient_agreement']:.1e}"
-            )
-            rows.append(r)
-    if args.save:
-        save_results("gaussian_projection", rows)
+    problems = [policies(matrices, args.dimension) for matrices in args.matrices]
+    rows = [measure(*problem, bound, args.repeats) for problem in problems for bound in args.bound]
+    finish("gaussian_projection", rows, args.save)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Rows for the head benchmark: an old and a new policy over a large vocabulary, as peaked or as flat as asked for."""
+"""Rows for the head's benchmark: an old and a new policy over a large vocabulary, and what float64 says of them."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import corral
@@ -19,7 +20,7 @@ JITTER = 0.35
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """One batch: hidden states under both policies, the head's weight, and what was sampled."""
+    """One batch: hidden states under both policies, the head's weight, what was sampled, and the old policy's support."""
 
     hidden_old: Tensor
     hidden_new: Tensor
@@ -27,48 +28,38 @@ class Problem:
     tokens: Tensor
     advantages: Tensor
     k: int
-    old: corral.SparseDist | None = None
-    """The old policy on its own support, which an update reads."""
+
+    @cached_property
+    def old(self) -> corral.SparseDist:
+        """The old policy on its own support, as an old pass reports it."""
+        with torch.no_grad():
+            dist = corral.lm_head(self.hidden_old, self.weight, self.tokens, top_k=self.k, impl="torch").dist
+        assert dist is not None
+        return dist
 
     @cached_property
     def weights(self) -> Tensor:
         """Every token counts alike [1 N]."""
         return torch.ones_like(self.advantages)[None]
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """N, V and H."""
-        return len(self.tokens), *self.weight.shape
-
     def first(self, rows: int) -> "Problem":
         """The same with fewer tokens."""
-        old = self.old
-        if old is not None:
-            old = corral.SparseDist(old.ids[:rows], old.logp[:rows], old.rest[:rows])
         some = {name: getattr(self, name)[:rows] for name in ("hidden_old", "hidden_new", "tokens", "advantages")}
-        return replace(self, **some, old=old)
-
-    def with_support(self) -> "Problem":
-        """The same with the old policy's support, as an old pass would report it."""
-        with torch.no_grad():
-            head = corral.lm_head(self.hidden_old, self.weight, self.tokens, top_k=self.k, impl="torch")
-        return replace(self, old=head.dist)
+        return replace(self, **some)
 
     @cached_property
     def batch(self) -> corral.TokenBatch:
         """What an objective reads, as one sequence [1 N], with the new policy left blank."""
-        assert self.old is not None
         old = corral.SparseDist(self.old.ids[None], self.old.logp[None], self.old.rest[None])
         logp_old = old.logp[..., 0].contiguous()
-        mask = torch.ones_like(logp_old, dtype=torch.bool)
-        return corral.TokenBatch(logp_old, logp_old, self.advantages[None], mask, None, old)
+        return corral.TokenBatch(logp_old, logp_old, self.advantages[None], torch.ones_like(logp_old) > 0, None, old)
 
-    def batch_with(self, head: corral.HeadOutput) -> corral.TokenBatch:
-        """The same with the new policy."""
-        old, new = self.batch.dist_old, None
-        if old is not None and head.dist is not None:
-            new = corral.SparseDist(old.ids, head.dist.logp[None], head.dist.rest[None])
-        return replace(self.batch, logp_new=head.logp[None], dist_new=new)
+    def loss(self, objective: str, logp: Tensor, support: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
+        """An objective's summed loss at the sampled tokens' log-probs [N], and the new policy on the old support [N K]."""
+        dist = None
+        if support is not None and rest is not None:
+            dist = corral.SparseDist(self.old.ids[None], support[None], rest[None])
+        return corral.make_objective(objective)(replace(self.batch, logp_new=logp[None], dist_new=dist)).loss.sum()
 
 
 def make_problem(tokens: int, vocabulary: int, width: int, k: int, policy: str, device: str, dtype: torch.dtype) -> Problem:
@@ -92,3 +83,43 @@ def make_problem(tokens: int, vocabulary: int, width: int, k: int, policy: str, 
         hidden_old=hidden(level), hidden_new=hidden(moved), weight=weight, tokens=ids.gather(-1, place).squeeze(-1),
         advantages=torch.randn(tokens, generator=draw, device=device), k=k,
     )  # fmt: skip
+
+
+class Reference:
+    """Float64 on full logits, for a problem's first rows: a token's loss and dH are its own affair."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        self._gradients: dict[str, Tensor] = {}
+
+    def of_old_pass(self, logp: Tensor, dist: corral.SparseDist) -> dict[str, float]:
+        """Largest errors of a log-prob and of a member, and by how much a token left out is likelier than one kept."""
+        rows, exact = len(self.p.tokens), self._logp_old
+        ids, kept = dist.ids[:rows], dist.logp[:rows]
+        off = torch.where(ids < 0, 0.0, kept - exact.gather(-1, ids.clamp(min=0)))
+        padding = exact.shape[-1]  # a column of its own: padding stands for no token
+        marked = F.pad(exact, (0, 1)).scatter(-1, torch.where(ids < 0, padding, ids), -torch.inf)
+        least = torch.where(ids[:, 1:] < 0, torch.inf, kept[:, 1:]).amin(-1)
+        return {
+            "logp_error": (logp[:rows] - exact.gather(-1, self.p.tokens[:, None]).squeeze(-1)).abs().max().item(),
+            "support_error": off.abs().max().item(),
+            "missed_by": (marked[:, :padding].amax(-1) - least).clamp(min=0).max().item(),
+        }
+
+    def of_update(self, objective: str, dh: Tensor, _: Tensor) -> dict[str, float]:
+        """‖dH − dH₆₄‖ / ‖dH₆₄‖."""
+        if objective not in self._gradients:
+            self._gradients[objective] = self._gradient(objective)
+        wanted = self._gradients[objective]
+        return {"gradient_error": ((dh[: len(wanted)] - wanted).norm() / wanted.norm()).item()}
+
+    @cached_property
+    def _logp_old(self) -> Tensor:
+        return (self.p.hidden_old.double() @ self.p.weight.double().T).log_softmax(-1)
+
+    def _gradient(self, objective: str) -> Tensor:
+        hidden = self.p.hidden_new.double().requires_grad_()
+        logp = (hidden @ self.p.weight.double().T).log_softmax(-1)
+        dist = corral.gather_support(logp, self.p.old.ids)
+        sampled = logp.gather(-1, self.p.tokens[:, None]).squeeze(-1)
+        return torch.autograd.grad(self.p.loss(objective, sampled, dist.logp, dist.rest), hidden)[0]

@@ -8,13 +8,12 @@ kinds of disagreement between the policies, and on the usual batch, in which 1 %
     python benchmarks/projection_steps.py [--rows 4096] [--categories 65] [--bound 0.05 …] [--save]
 """
 
-import argparse
 from typing import Any
 from unittest import mock
 
 import torch
-from results import save_results
-from timing import milliseconds
+from results import arguments, finish
+from timing import in_turns
 from torch import Tensor
 
 from corral import categorical_kl, project_categorical_kl
@@ -85,47 +84,27 @@ def error(logp: Tensor, new: Tensor, old: Tensor, bound: float) -> float:
 def measure(name: str, new: Tensor, old: Tensor, bound: float) -> dict[str, Any]:
     ours = newton_evaluations(new, old, bound)
     logp_bracketing, theirs = bracketing(new, old, bound)
-    ms, ms_bracketing = milliseconds(lambda: newton(new, old, bound), lambda: bracketing(new, old, bound), repeats=7)
+    ways = {"newton": lambda: newton(new, old, bound), "bracketing": lambda: bracketing(new, old, bound)}
+    ms, ms_bracketing = in_turns(ways, rounds=7).values()
     return {
-        "family": name,
-        "bound": bound,
-        "projected": len(ours),
-        "evaluations_mean": round(ours.double().mean().item(), 2),
-        "evaluations_max": int(ours.max()),
-        "evaluations_bracketing": theirs,
-        "error": float(f"{error(newton(new, old, bound), new, old, bound):.2g}"),
-        "error_bracketing": float(f"{error(logp_bracketing, new, old, bound):.2g}"),
-        "ms": round(ms, 2),
-        "ms_bracketing": round(ms_bracketing, 2),
-        "speedup": round(ms_bracketing / ms, 2),
-    }
+        "family": name, "bound": bound, "projected": len(ours), "evaluations_mean": ours.double().mean().item(),
+        "evaluations_max": int(ours.max()), "evaluations_bracketing": theirs,
+        "error": error(newton(new, old, bound), new, old, bound), "error_bracketing": error(logp_bracketing, new, old, bound),
+        "ms": ms, "ms_bracketing": ms_bracketing, "speedup": ms_bracketing / ms,
+    }  # fmt: skip
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--categories", type=int, default=65)
-    parser.add_argument("--bound", type=float, nargs="+", default=[0.05])
-    parser.add_argument("--save", action="store_true", help="write the rows to benchmarks/results.json")
-    args = parser.parse_args()
-
-    print(f"{args.rows} rows of {args.categories} categories, {torch.get_num_threads()} threads; bracketing in brackets")
-    print("family      bound  projected  evaluations (mean, max)  worst |KL − ε|/ε      ms                times faster")
-    rows = []
-    for bound in args.bound:
-        for name, (new, old) in families(args.rows, args.categories).items():
-            if not (categorical_kl(new.log_softmax(-1), old.log_softmax(-1)) > bound).any():
-                continue  # nothing to project
-            r = measure(name, new, old, bound)
-            print(
-                f"{name:10s}  {bound:5g}  {r['projected']:9d}  {r['evaluations_mean']:5.2f}, {r['evaluations_max']:2d}"
-                f" [{r['evaluations_bracketing']:3d}]          {r['error']:7.1e} [{r['error_bracketing']:7.1e}]"
-                f"  {r['ms']:7.1f} [{r['ms_bracketing']:7.1f}]  {r['speedup']:7.1f}"
-            )
-            rows.append(r)
-    if args.save:
-        save_results("projection_steps", rows)
+    args = arguments(__doc__, rows=4096, categories=65, bound=[0.05]).parse_args()
+    print(f"{args.rows} rows of {args.categories} categories, {torch.get_num_threads()} threads")
+    problems = [(bound, *family) for bound in args.bound for family in families(args.rows, args.categories).items()]
+    rows = [
+        measure(name, new, old, bound)
+        for bound, name, (new, old) in problems
+        if (categorical_kl(new.log_softmax(-1), old.log_softmax(-1)) > bound).any()  # else there is nothing to project
+    ]
+    finish("projection_steps", rows, args.save)
 
 
 if __name__ == "__main__":

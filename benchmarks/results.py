@@ -1,49 +1,80 @@
-"""The latest rows of every benchmark: benchmarks/results.json, and the head's and the trainer's in files of their own."""
+"""Raw rows of the benchmarks: one JSON object a line in benchmarks/results, each with its machine, date and code."""
 
+import argparse
+import datetime
+import hashlib
 import json
-import platform
-import sys
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import corral
 from corral.run.files import write_whole
 
-RESULTS = Path(__file__).with_name("results.json")
 FOLDER = Path(__file__).with_name("results")
-HEAD, ROLLOUTS, UPDATES = (FOLDER / name for name in ("head.json", "head_rollouts.json", "update_phase.json"))
-
-Rows = list[dict[str, Any]]
-
-
-def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Benchmark → the machine, and the rows; nothing where there is no file."""
-    return json.loads(path.read_text()) if path.exists() else {}
+MEASURED = ("kernels", "llm", "objective", "projection", "robot", "task")
+"""Packages of corral whose speed is measured."""
+Row = dict[str, Any]
 
 
-def save_results(benchmark: str, rows: Rows, path: Path = RESULTS) -> None:
-    """Replace one benchmark's rows and keep the others'; the file is written whole or not at all."""
-    write_results({**read_results(path), benchmark: {"machine": machine(), "rows": rows}}, path)
+def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
+    """A benchmark's parser with its options: name → default, a list for several values; and `--save`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in options.items():
+        several = isinstance(default, list)
+        kind = type(default[0] if several else default)
+        parser.add_argument(f"--{name}", type=kind, nargs="+" if several else None, default=default, help=f"{default}")
+    parser.add_argument("--save", action="store_true", help="keep the rows in benchmarks/results")
+    return parser
 
 
-def write_results(results: dict[str, dict[str, Any]], path: Path) -> None:
+def stamp() -> Row:
+    """Where, when and on which code a row is measured."""
+    code = hashlib.sha256()
+    for path in sorted(path for part in MEASURED for path in Path(corral.__file__).with_name(part).rglob("*.py")):
+        code.update(path.read_bytes())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    where = {"gpu": gpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return {**where, "date": datetime.date.today().isoformat(), "code": code.hexdigest()[:12]}
+
+
+def rounded(value: Any) -> Any:
+    """Four digits of a float."""
+    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Replace a file; it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results, indent=1, sort_keys=True) + "\n"
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_whole(path, lambda beside: beside.write_text(text))
 
 
-def saved_rows(benchmark: str, path: Path) -> Rows:
-    """What a file holds of a benchmark, to go on from. Rows of another GPU or torch do not stand beside those of this one."""
-    found = read_results(path).get(benchmark)
-    if found is None:
-        return []
-    was, now = (tuple(where[key] for key in ("gpu", "torch")) for where in (found["machine"], machine()))
-    if was != now:
-        sys.exit(f"{path}: {benchmark!r} was measured with {was}, and here is {now}. Measure it anew, without --resume.")
-    return found["rows"]
+def finish(benchmark: str, rows: Sequence[Row], save: bool) -> None:
+    """Print a benchmark's rows as a table, and keep them where asked to."""
+    print(table(rows))
+    if save:
+        where = stamp()
+        short = [{name: rounded(value) for name, value in row.items()} for row in rows]
+        write_rows(FOLDER / f"{benchmark}.jsonl", ({**where, **row} for row in short))
 
 
-def machine() -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": platform.machine(), "threads": torch.get_num_threads(), "gpu": gpu, "torch": torch.__version__}
+def table(rows: Sequence[Row]) -> str:
+    """Columns for a terminal, a name above each; what a row lacks stays empty."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([str(rounded(row.get(name, ""))) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of a page."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])

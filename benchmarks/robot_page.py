@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from head_tables import markdown
+from results import markdown
 from robot_results import FILE, TASKS, Run
 
 from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to

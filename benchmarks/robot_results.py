@@ -20,24 +20,12 @@ TASKS = {
     "corral/MetaWorld-v0": "Meta-World",
 }
 ROWS = {
-    "tce": "TCE",
-    "bbrl": "BBRL",
-    "sb3-ppo": "PPO",
-    "sb3-ppo-gsde": "PPO, gSDE",
-    "sb3-sac": "SAC",
-    "sb3-sac-gsde": "SAC, gSDE",
-}
+    "tce": "TCE", "bbrl": "BBRL", "sb3-ppo": "PPO", "sb3-ppo-gsde": "PPO, gSDE", "sb3-sac": "SAC", "sb3-sac-gsde": "SAC, gSDE",
+}  # fmt: skip
 MEASURED = (
-    "return",
-    "success",
-    "motion/jerk",
-    "motion/spectrum",
-    "motion/torque_rate",
-    "explore/jerk",
-    "explore/spectrum",
-    "explore/torque_rate",
-    "explore/autocorrelation",
-)
+    "return", "success", "motion/jerk", "motion/spectrum", "motion/torque_rate", "explore/jerk", "explore/spectrum",
+    "explore/torque_rate", "explore/autocorrelation",
+)  # fmt: skip
 Run = dict[str, Any]
 
 
@@ -66,19 +54,14 @@ def read_run(path: Path) -> Run | None:
         return None
     settings = config["settings"]
     return {
-        "task": task_of(config),
-        "row": row_of(config),
-        "seed": settings["seed"],
-        "asked": settings["iterations"],
-        "iterations": lines[-1]["step"],
-        "batch": lines[-1]["env_steps"] // max(1, lines[-1]["step"]),
-        "seconds": round(lines[-1]["seconds"]),
-        "learner": settings["learner"],
+        "task": task_of(config), "row": row_of(config), "seed": settings["seed"], "asked": settings["iterations"],
+        "iterations": lines[-1]["step"], "batch": lines[-1]["env_steps"] // max(1, lines[-1]["step"]),
+        "seconds": round(lines[-1]["seconds"]), "learner": settings["learner"],
         "prodmp": settings["prodmp"] if config["model"]["prodmp"] else None,
         "versions": {name: config["versions"].get(name) for name in ("torch", "mujoco", "gymnasium", "stable_baselines3")},
         "env_steps": [line["env_steps"] for line in measured],
         **{name: [rounded(line.get(name)) for line in measured] for name in MEASURED},
-    }
+    }  # fmt: skip
 
 
 def rounded(value: float | None) -> float | None:

@@ -7,7 +7,6 @@ that cores were at work for it, this process's own and the kernel's included: wa
     python benchmarks/sandbox_rate.py [--programs 300] [--workers 1 2] [--rounds 5] [--save]
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -16,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from results import save_results
+from results import arguments, finish
 
-from corral.task.pool import USES, Pool
-from corral.task.sandbox import Job, run_python
+from corral.task.sandbox import SandboxJob, run_python
 from corral.task.sandbox.backend import BACKENDS
+from corral.task.sandbox.pool import USES, SandboxPool
 from corral.task.sandbox.view import interpreter
 from corral.task.sandbox.worker import why_not
 
@@ -37,12 +36,12 @@ def one_by_one(count: int, backend: str) -> None:
         assert run_python(PROGRAM, STDIN, backend=backend).stdout == STDOUT
 
 
-def pooled(count: int, pool: Pool) -> None:
-    results = pool.run([Job(code=PROGRAM, stdin=STDIN)] * count)
+def pooled(count: int, pool: SandboxPool) -> None:
+    results = pool.run([SandboxJob(code=PROGRAM, stdin=STDIN)] * count)
     assert all(result.stdout == STDOUT for result in results)
 
 
-def processor_seconds(pool: Pool) -> float:
+def processor_seconds(pool: SandboxPool) -> float:
     """Of this process, the pool's workers, and all programs that they have run."""
     workers = {worker.process.pid for worker, _ in pool._idle}
     ticks = 0
@@ -57,7 +56,7 @@ def processor_seconds(pool: Pool) -> float:
     return own.user + own.system + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: Pool, rounds: int) -> dict[str, float]:
+def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: SandboxPool, rounds: int) -> dict[str, float]:
     """Programs per second of each, the median of rounds taken in turns; and per processor second, of the pool."""
     taken: dict[str, list[float]] = {name: [] for name in (*runs, "processor")}
     for _ in range(1 + rounds):
@@ -71,57 +70,35 @@ def rates(runs: dict[str, tuple[int, Callable[[int], None]]], pool: Pool, rounds
 
 def measure(backend: str, programs: int, workers: int, rounds: int) -> dict[str, Any]:
     few = max(1, programs // 20)
-    with Pool(workers, backend=backend) as pool:
-        found = rates(
-            {
-                "bare": (few, bare),
-                "run_python": (few, lambda count: one_by_one(count, backend)),
-                "pool": (programs, lambda count: pooled(count, pool)),
-            },
-            pool,
-            rounds,
-        )
+    with SandboxPool(workers, backend=backend) as pool:
+        ways: dict[str, tuple[int, Callable[[int], None]]] = {
+            "bare": (few, bare),
+            "run_python": (few, lambda count: one_by_one(count, backend)),
+            "pool": (programs, lambda count: pooled(count, pool)),
+        }
+        found = rates(ways, pool, rounds)
     return {
-        "backend": backend,
-        "workers": workers,
-        "bare_per_second": round(found["bare"], 1),
-        "run_python_per_second": round(found["run_python"], 1),
-        "pool_per_second": round(found["pool"], 1),
-        "pool_per_second_per_core": round(found["pool"] / workers, 1),
-        "pool_per_processor_second": round(found["processor"], 1),
-        "pool_over_bare": round(found["pool"] / found["bare"], 2),
-    }
+        "backend": backend, "workers": workers, **{f"{name}_per_second": found[name] for name in ways},
+        "pool_per_second_per_core": found["pool"] / workers, "pool_per_processor_second": found["processor"],
+        "pool_over_bare": found["pool"] / found["bare"],
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=300)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write the rows to benchmarks/results.json")
+    parser = arguments(__doc__, programs=300, workers=[1, 2], rounds=5)
     args = parser.parse_args()
-
     print(f"{args.programs} programs: {PROGRAM}")
     if args.programs * (args.rounds + 1) >= USES:
         parser.error(
             f"a worker is replaced after {USES} programs, which would be measured too: ask for fewer, or fewer rounds."
         )
-    print("backend  workers  bare python/s  run_python/s  pool/s  per core  per processor second  times bare")
     rows = []
     for backend in BACKENDS:
         if reason := why_not(backend):
-            print(f"{backend:7s}  not here: {reason}")
-            continue
-        for workers in args.workers:
-            r = measure(backend, args.programs, workers, args.rounds)
-            print(
-                f"{backend:7s}  {workers:7d}  {r['bare_per_second']:13.1f}  {r['run_python_per_second']:12.1f}"
-                f"  {r['pool_per_second']:6.1f}  {r['pool_per_second_per_core']:8.1f}  {r['pool_per_processor_second']:20.1f}"
-                f"  {r['pool_over_bare']:10.2f}"
-            )
-            rows.append(r)
-    if args.save:
-        save_results("sandbox_rate", rows)
+            print(f"{backend}: not here, {reason}")
+        else:
+            rows += [measure(backend, args.programs, workers, args.rounds) for workers in args.workers]
+    finish("sandbox_rate", rows, args.save)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ push that a batch of rollouts can give. Of every token the true KL(new‖old) ov
 support and its tail see of it, and the head's time with a union is given as a ratio to the one with the old support.
 """
 
-import argparse
-
 import torch
-from results import save_results
-from timing import milliseconds
+from results import arguments, finish
+from timing import in_turns
 from torch import Tensor
 
 from corral import TokenBatch, categorical_kl, gather_support, lm_head, make_objective, reduce_loss, top_k_support
@@ -67,11 +65,11 @@ def measure(rate: float, length: int) -> dict[str, float]:
         union = top_k_support(logp_new, tokens, K, MASS, ids=old.ids)
         seen = categorical_kl(new.with_rest(), old.with_rest())
         seen_by_union = categorical_kl(union.with_rest(), gather_support(logp_old, union.ids).with_rest())
-        given, both = milliseconds(
-            lambda: lm_head(new_hidden, weight, tokens, ids=old.ids),
-            lambda: lm_head(new_hidden, weight, tokens, ids=old.ids, top_k=K, mass=MASS),
-            repeats=3,
-        )
+        ways = {
+            "given": lambda: lm_head(new_hidden, weight, tokens, ids=old.ids),
+            "both": lambda: lm_head(new_hidden, weight, tokens, ids=old.ids, top_k=K, mass=MASS),
+        }
+        given, both = in_turns(ways, rounds=3).values()
     assert new.rest_max is not None
     assert old.rest_max is not None
     outside = true > 0.05
@@ -87,15 +85,10 @@ def measure(rate: float, length: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def main() -> None:
+    args = arguments(__doc__, rates=[1e-6, 1e-5, 1e-4], length=48).parse_args()
+    finish("support_tail", [measure(rate, args.length) for rate in args.rates], args.save)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
-    parser.add_argument("--length", type=int, default=48)
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    rows = []
-    for each in arguments.rates:
-        rows.append(measure(each, arguments.length))
-        print({key: round(value, 4) for key, value in rows[-1].items()})
-    if arguments.save:
-        save_results("support_tail", rows)
+    main()

@@ -11,16 +11,16 @@ which agrees with an integrator of the differential equation to 1e-11.
     python benchmarks/tce_update.py [--episodes 152] [--points 25] [--repeats 5] [--save]
 """
 
-import argparse
 import importlib.util
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from results import save_results
+from results import arguments, finish
 from straightforward_tce import log_prob, log_prob_expanded
-from timing import milliseconds
+from timing import in_turns
 from torch import Tensor
 
 from corral import gaussian_kl, project_gaussian_kl
@@ -82,14 +82,22 @@ def time_epochs(update: Update, repeats: int) -> list[dict[str, Any]]:
     gaps = {name: gap(update.epoch(way), reference) for name, way in ways.items()}
     near = update.project()
     assert bool(near.active_mean.all() & near.active_cov.all()), "the benchmark projects every row"
-    times = milliseconds(*[lambda way=way: update.epoch(way) for way in ways.values()], repeats=repeats)
+    times = in_turns({name: partial(update.epoch, way) for name, way in ways.items()}, repeats)
     rows = [
-        {"part": "epoch", "way": name, "ms": round(ms, 2), "times": round(ms / times[0], 1), "gap": float(f"{gaps[name]:.1g}")}
-        for (name, ms) in zip(ways, times, strict=True)
+        {
+            "part": "epoch",
+            "way": name,
+            "ms": round(ms, 2),
+            "times": round(ms / times["corral"], 1),
+            "gap": float(f"{gaps[name]:.1g}"),
+        }
+        for name, ms in times.items()
     ]
-    parts = milliseconds(update.project_backward, update.likelihood_backward, repeats=10 * repeats)
-    names = ("projection with gradient", "likelihood with gradient")
-    return rows + [{"part": name, "way": "corral", "ms": round(ms, 2)} for name, ms in zip(names, parts, strict=True)]
+    parts = {
+        "projection with gradient": update.project_backward,
+        "likelihood with gradient": update.likelihood_backward,
+    }
+    return rows + [{"part": name, "way": "corral", "ms": round(ms, 2)} for name, ms in in_turns(parts, 10 * repeats).items()]
 
 
 def mp_pytorch(update: Update) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]:
@@ -127,7 +135,7 @@ def time_trajectories(update: Update, repeats: int) -> list[dict[str, Any]]:
     }
     rows = []
     for (part, run), theirs in zip(ours.items(), mp_pytorch(update), strict=True):
-        ms, ms_theirs = milliseconds(run, theirs, repeats=5 * repeats)
+        ms, ms_theirs = in_turns({"ours": run, "theirs": theirs}, 5 * repeats).values()
         rows.append({"part": part, "way": "corral", "ms": round(ms, 2)})
         error = float(f"{gap(theirs(), run()):.1g}")
         rows.append(
@@ -137,26 +145,13 @@ def time_trajectories(update: Update, repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=152)
-    parser.add_argument("--points", type=int, default=25)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write the rows to benchmarks/results.json")
-    args = parser.parse_args()
-
+    args = arguments(__doc__, episodes=152, points=25, repeats=5).parse_args()
     update = Update(args.episodes, args.points)
-    print(
-        f"{args.episodes} episodes × {len(update.rows)} segments × {BOX_PUSHING.parameters} parameters, float64, "
-        f"{torch.get_num_threads()} threads"
-    )
+    print(f"{args.episodes} episodes × {len(update.rows)} segments × {BOX_PUSHING.parameters} parameters, float64")
     rows = time_epochs(update, args.repeats)
     if importlib.util.find_spec("mp_pytorch"):
         rows += time_trajectories(update, args.repeats)
-    print("part                       way                          ms  times slower  relative gap")
-    for row in rows:
-        print(f"{row['part']:25s}  {row['way']:20s}  {row['ms']:9.2f}  {row.get('times', ''):>12}  {row.get('gap', ''):>12}")
-    if args.save:
-        save_results("tce_update", rows)
+    finish("tce_update", rows, args.save)
 
 
 if __name__ == "__main__":

@@ -1,183 +1,134 @@
-"""How fast is the trainer's update phase, and how long a micro-batch fits, with TROLL on, against stock TRL?
+"""One update of the trainer (forward, backward, metrics, optimizer step) of stock TRL and of corral, on the same rollouts.
 
-An update is forward, backward and optimizer step of one micro-batch, metrics included; nothing is sampled meanwhile. All
-contenders of a model run in one process and in turns; the median counts. The models are described in update_problem.py.
-
-The longest micro-batch is what fits into a given memory beyond the weights and the optimizer's state: gradients, activations
-and the head's own. What is known is saved at once, so nothing is lost where time runs out.
-
-    python benchmarks/update_phase.py [--models "8B, 4 of 36 layers" …] [--save] [--resume]
+TRL's defaults, gradient checkpointing among them. Rollouts are drawn once, then the weights move a little, so that the old
+policy is an old one; nothing is sampled afterwards. Weights are random: "peaked" models have a final norm large enough for a
+few tokens to hold all mass, "flat" ones are as random weights are. Of the large ones there are a few layers. Timed by head.py.
 """
 
-import argparse
 import copy
-import gc
-import math
-import statistics
-import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
+import random
+import tempfile
+from typing import TYPE_CHECKING, Any
 
 import torch
-from results import UPDATES, Rows, save_results, saved_rows
-from torch import Tensor
-from transformers import PreTrainedModel
-from update_problem import COMPLETION, MODELS, MOVED, PROMPT, Update, draw_rollouts, make_model
-from update_tables import CONTENDERS, OWN, ROUNDS, SHAPES, finished, policies_of, section
 
-GIBIBYTES = 8
-"""Beyond weights and optimizer, that the longest micro-batch may take."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from trl import GRPOTrainer
 
-
-def seconds(run: Callable[[], None], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def peak(update: Update, sequences: int) -> float:
-    """MiB that an update takes beyond what is held before it; infinite where they cannot be had."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    try:
-        update(update.repeated(sequences))
-        torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        update.optimizer.zero_grad(set_to_none=True)
-        return math.inf
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def longest(update: Update, known: int) -> tuple[int, int]:
-    """Most sequences of a micro-batch that fit, and the fewest that do not, an eighth apart; `known` are known to fit."""
-    good, bad = known, 0
-    while not bad or bad - good > good // 8:
-        tried = (good + bad) // 2 if bad else 2 * good
-        if peak(update, tried) < math.inf:
-            good = tried
-        else:
-            bad = tried
-    return good, bad
+CONTENDERS = ("TRL, GRPO", "corral, ppo_clip", "corral, troll")
+PROMPT = 16
+LOGIT_SPREAD = 25.0
+"""Standard deviation of a peaked model's logits."""
+MOVED = 0.01
+"""How far weights move between rollout and update, in standard deviations of a weight: KLs are then about what updates do."""
+REPORTED = ("head/dense_share", "head/dropped_max", "tr/active_frac", "tr/rest_mass", "entropy")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-8B, 4 of 36 layers": ("Qwen3", {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    }),
+    "Qwen2.5-0.5B, 6 of 24 layers": ("Qwen2", {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 6,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }),
+    "SmolLM2-135M": ("Llama", {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+    }),
+    "smoke": ("Llama", {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    }),
+}  # fmt: skip
+"""Architecture and sizes as published; the larger, the more the head has to do."""
+CASES = [
+    {"model": model, "policy": policy, "sequences": 128, "tokens": 48}
+    for model in MODELS if model != "smoke" for policy in ("peaked", "flat")
+]  # fmt: skip
+SMOKE = {"model": "smoke", "policy": "peaked", "sequences": 4, "tokens": 4}
 
 
-Save = Callable[[], None]
+class Update:
+    """One micro-batch through a trainer and the optimizer, as often as it is called."""
+
+    def __init__(self, trainer: "GRPOTrainer", device: str) -> None:
+        self.trainer = trainer
+        self.batch = next(iter(trainer.get_train_dataloader()))
+        self.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-9, fused=device == "cuda")
+        torch.manual_seed(3)
+        self()  # draws the rollouts and scores them; the trainer keeps them
+        nudge(trainer.model)
+        self.metrics()
+
+    def __call__(self) -> None:
+        self.trainer.training_step(self.trainer.model, self.batch, None)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def metrics(self) -> dict[str, float]:
+        """What the trainer has logged since the last time."""
+        self.trainer.log({})
+        logged = self.trainer.state.log_history[-1]
+        return {name: float(logged[name]) for name in REPORTED if name in logged}
 
 
-def measure(
-    about: dict[str, Any], model: PreTrainedModel, prompts: Tensor, rows: Rows, save: Save, rounds: int
-) -> dict[str, Update]:
-    """Times and memory of every contender, in turns; a row for each, saved as they come in."""
-    device, start = model.device.type, time.perf_counter()
-    ids = draw_rollouts(model, about["tokens"], prompts, about["policy"])
-    say("rollouts", start)
-    mine: dict[str, dict[str, Any]] = {contender: {**about, "contender": contender} for contender in CONTENDERS}
-    rows += mine.values()
-    updates: dict[str, Update] = {}
-    for contender in CONTENDERS:
-        start = time.perf_counter()
-        updates[contender] = update = Update(
-            contender, copy.deepcopy(model), ids, prompts.shape[1], device, MOVED[about["policy"]]
-        )
-        update()  # compiles, and fills the optimizer's state
-        update.log()
-        update()  # a policy that is flat compiles more
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            update()
-            mine[contender]["mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        say(f"{contender}: first updates", start)
-        save()
-    taken: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-    for i in range(rounds):
-        for contender, update in updates.items():
-            taken[contender].append(seconds(update, device))
-            middle = statistics.median(taken[contender])
-            mine[contender] |= {"ms": 1e3 * middle, "tokens_per_s": ids.numel() / middle, "rounds": i + 1}
-        save()
-    for contender, update in updates.items():
-        metrics = update.trainer._metrics["train"]
-        for metric in ("head/dense_share", "head/dropped_max", "tr/active_frac", "tr/rest_mass", "entropy"):
-            if metrics.get(metric):
-                mine[contender][metric] = statistics.mean(metrics[metric])
-        print(
-            {key: round(value, 4) if isinstance(value, float) else value for key, value in mine[contender].items()}, flush=True
-        )
-    save()
-    return updates
+def make_updates(about: dict[str, Any], device: str) -> dict[str, Update]:
+    """Every contender with a copy of the same model."""
+    model = _make_model(about["model"], about["policy"], device)
+    return {name: Update(_make_trainer(name, copy.deepcopy(model), about, device), device) for name in CONTENDERS}
 
 
-def find_longest(updates: dict[str, Update], rows: Rows, save: Save) -> None:
-    """One contender at a time: the process may take so much more than what it holds already."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    for row in rows:
-        update, start = updates.pop(row["contender"]), time.perf_counter()
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GIBIBYTES * 2**30) / total)
-        row["longest"], row["too_long"] = longest(update, row["sequences"])
-        row["within_gib"] = GIBIBYTES
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        say(f"{row['contender']}: {row['longest']} sequences within {GIBIBYTES} GiB", start)
-        save()
+def _make_model(name: str, policy: str, device: str) -> "PreTrainedModel":
+    import transformers
+
+    torch.manual_seed(0)
+    kind, sizes = MODELS[name]
+    with torch.device(device):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    if policy == "peaked":
+        width = model.lm_head.weight.shape[1] ** 0.5 * model.lm_head.weight.float().std().item()
+        with torch.no_grad():
+            model.model.norm.weight.fill_(LOGIT_SPREAD / width)
+    return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
-def measure_whole(about: dict[str, Any], device: str, rows: Rows, save: Save, rounds: int, *, memory: bool) -> None:
-    """One model and policy: times, and on a GPU the longest micro-batch; a peaked policy's is longer than a flat one's."""
-    model, prompts = make_model(about["model"], about["policy"], device, about["sequences"], min(PROMPT, about["tokens"]))
-    updates = measure(about, model, prompts, rows, save, rounds)
-    del model
-    if memory and device == "cuda" and about["policy"] != "peaked":
-        find_longest(updates, rows[-len(CONTENDERS) :], save)
+def _make_trainer(contender: str, model: "PreTrainedModel", about: dict[str, Any], device: str) -> "GRPOTrainer":
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from corral.llm import CorralConfig, CorralTrainer
+
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(64))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    draw, groups = random.Random(0), min(8, about["sequences"])
+    prompts = [" ".join(draw.choices(words[2:], k=PROMPT)) for _ in range(about["sequences"])]
+    settings: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(), "report_to": "none", "use_cpu": device == "cpu", "bf16": device == "cuda",
+        "per_device_train_batch_size": about["sequences"], "num_generations": groups, "num_iterations": 10_000,
+        "max_completion_length": about["tokens"],
+        "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    ours = contender.startswith("corral, ")
+    args = CorralConfig(objective=contender.removeprefix("corral, "), **settings) if ours else GRPOConfig(**settings)
+    trainer = (CorralTrainer if ours else GRPOTrainer)(
+        model=model, args=args, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        reward_funcs=lambda completions, **_: [float(i % groups) for i in range(len(completions))],
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # as `train` would
+    trainer.model.train()
+    return trainer
 
 
-def say(what: str, start: float) -> None:
-    print(f"  {what}, {time.perf_counter() - start:.1f} s", flush=True)
-
-
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*MODELS, OWN]
-    parser.add_argument(
-        "--models", nargs="+", choices=names, metavar="MODEL", default=SHAPES, help=f"of {names}; the last needs `make smollm2`"
-    )
-    parser.add_argument("--policies", nargs="+", choices=["peaked", "flat"], default=["peaked", "flat"])
-    parser.add_argument("--sequences", type=int, default=128, help="of a micro-batch")
-    parser.add_argument("--tokens", type=int, default=COMPLETION, help="of a completion")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="updates of each contender; the median counts")
-    parser.add_argument("--no-memory", action="store_true", help="do not look for the longest micro-batch")
-    parser.add_argument("--save", action="store_true", help="keep the rows")
-    parser.add_argument("--resume", action="store_true", help="measure what the file does not hold yet")
-    parser.add_argument("--file", type=Path, default=UPDATES, help=f"where to; benchmarks/results/{UPDATES.name}")
-    return parser
-
-
-def main() -> None:
-    args, begun = arguments().parse_args(), time.perf_counter()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in args.models:
-        rows = saved_rows(section(name, device), args.file) if args.resume else []
-        save: Save = partial(save_results, section(name, device), rows, args.file) if args.save else lambda: None
-        for policy in policies_of(name, args.policies):
-            if finished(rows, policy):
-                continue
-            rows[:] = [row for row in rows if row["policy"] != policy]
-            print(f"{name}, {policy}, after {time.perf_counter() - begun:.0f} s", flush=True)
-            about = {"model": name, "policy": policy, "sequences": args.sequences, "tokens": args.tokens}
-            try:
-                measure_whole(about, device, rows, save, args.rounds, memory=not args.no_memory)
-            except torch.OutOfMemoryError:
-                print(f"  out of memory: {name} is too large for this GPU", flush=True)
-            gc.collect()
-
-
-if __name__ == "__main__":
-    main()
+def nudge(model: "PreTrainedModel", size: float = MOVED) -> None:
+    """A small step in a random direction, the same for all."""
+    draw = torch.Generator(model.device).manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=draw, device=weight.device, dtype=torch.float32)
+            weight.add_((size * weight.float().std() * noise).to(weight.dtype) if weight.ndim > 1 else 0.0)

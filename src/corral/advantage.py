@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.numerics import at_least_float32, in_one_dtype, number_in
+from corral.numerics import at_least_float32, in_one_dtype
+from corral.validate import number_in
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
 

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from corral.validate import number_in as number_in
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -22,11 +24,6 @@ LOG_RATIO_MAX = 20.0
 
 CERTAIN = -1e-8
 """The largest sampled log-prob a KL reads. 0 in float32 is p ≥ 1 − 6e-8, rounded, and infinitely far from any other policy."""
-
-
-def number_in(value: object, low: float, high: float = math.inf) -> bool:
-    """Whether `value` is a number in [low, high]; NaN, booleans and everything else are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from corral.numerics import at_least_float32, logsumexp, number_in
+from corral.numerics import at_least_float32, logsumexp
 from corral.types import SparseDist
+from corral.validate import number_in
 
 ANCHOR_TOLERANCE = 1e-3
 """How far an old policy's support and its log-probs may disagree, in nats, on the token that both describe."""

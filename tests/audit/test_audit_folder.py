@@ -17,7 +17,7 @@ from corral.audit.words import sentences
 from corral.objective import make_objective
 from corral.run.files import RunError
 
-INFO: dict[str, Any] = {"kind": "test", "rules": RULES.described()}
+INFO: dict[str, Any] = {"kind": "test", "rules": RULES.as_dict()}
 
 
 def written(path: Path, *updates: int) -> Path:
@@ -54,7 +54,7 @@ def test_it_can_be_read_while_it_grows(tmp_path: Path) -> None:
 
 def test_infinite_bounds_come_back(tmp_path: Path) -> None:
     clip = make_objective("ppo_clip", clip_high=math.inf)
-    rules = Rules(clip=clip, kl_bound=math.inf, top_k=2).described()  # JSON has no infinity
+    rules = Rules(clip=clip, kl_bound=math.inf, top_k=2).as_dict()  # JSON has no infinity
     for done in (0, 1):  # begun, then gone on with
         folder = AuditFolder(tmp_path / "audit")
         folder.begin({"rules": rules}, done=done)
@@ -96,7 +96,7 @@ class TestRefusals:
 
     def test_other_rules(self, tmp_path: Path) -> None:
         with pytest.raises(RunError, match="by other rules"):
-            AuditFolder(written(tmp_path / "audit", 1)).begin({"rules": {**RULES.described(), "kl_bound": 1.0}}, done=1)
+            AuditFolder(written(tmp_path / "audit", 1)).begin({"rules": {**RULES.as_dict(), "kl_bound": 1.0}}, done=1)
 
     @pytest.mark.parametrize(
         ("spoil", "says"),

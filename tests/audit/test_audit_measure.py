@@ -84,7 +84,7 @@ def test_pieces_make_no_difference(drawn: tuple[torch.Tensor, ...]) -> None:
     whole = measure(tokens, old, new, advantages, RULES)
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
-        context.setattr("corral.audit.measure.AT_ONCE", 2 * old.shape[-1])
+        context.setattr("corral.audit.measure._AT_ONCE", 2 * old.shape[-1])
         pieces = measure(tokens, old, new, advantages, RULES)
     for name, column in whole.items():
         torch.testing.assert_close(pieces[name], column, equal_nan=True, atol=1e-6, rtol=1e-5)

@@ -14,7 +14,7 @@ from corral.audit.folder import SCHEMA, AuditFolder, read_audit
 from corral.audit.summary import PROBABILITY, PROBABILITY_NAMES, VERDICTS, Summary, classify, spread, summarise
 from corral.audit.words import clip_range, number, percent, sentences
 
-INFO = {"what": "compared after one update", "rules": {**RULES.described(), "own": True}}
+INFO = {"what": "compared after one update", "rules": {**RULES.as_dict(), "own": True}}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from audit.four_tokens import RULES, completion
 from corral.audit.folder import AuditFolder, read_audit
-from corral.audit.summary import columns_of
+from corral.audit.summary import table_columns
 from corral.cli import main
 from corral.llm.train import train
 from small_runs import save_model, small
@@ -42,7 +42,7 @@ def moved(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def audit_folder(tmp_path: Path) -> Path:
     folder = AuditFolder(tmp_path / "audit")
-    folder.begin({"what": "compared", "model": "m", "rules": {**RULES.described(), "own": True}})
+    folder.begin({"what": "compared", "model": "m", "rules": {**RULES.as_dict(), "own": True}})
     folder.add(1, [completion("[red]\x1b[31m")])
     folder.close()
     return tmp_path / "audit"
@@ -77,7 +77,7 @@ def test_two_models(model: str, moved: str, tmp_path: Path, capsys: pytest.Captu
     info, table = read_audit(out)
     assert info["rules"]["clip"]["clip_high"] == 0.3
     assert len(set(table["sequence"].to_pylist())) == 8
-    columns = columns_of(table)
+    columns = table_columns(table)
     assert columns["kl"].max() > 1e-3
     # By hand on one completion: the model's own softmax, over everything.
     here = columns["sequence"] == 3
@@ -151,7 +151,7 @@ def test_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--old", "tiny", "--new", "tiny", "--task", "countdwn"], "Did you mean 'countdown'?"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--clip", "wide"], "0.2,0.28; got 'wide'"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--kl-bound", "-1"], "`kl_bound` is the radius of a ball"),
-        (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--samples", "0"], "`samples` must be at least 1"),
+        (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--samples", "0"], "`samples` must be a whole number ≥ 1"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--set", "n=4"], "--set takes task_config.key=value"),
         (["--old", "runs/none", "--new", "tiny", "--task", "countdown"], "there is no run or model folder runs/none"),
     ],

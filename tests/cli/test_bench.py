@@ -32,6 +32,6 @@ def test_an_unknown_name_answers_with_the_nearest(capsys: pytest.CaptureFixture[
 def test_outside_a_source_checkout_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    monkeypatch.setattr(bench, "_FOLDER", tmp_path)
     assert main(["bench", "head"]) == 1
     assert "runs from a source checkout" in capsys.readouterr().err

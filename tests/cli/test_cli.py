@@ -135,7 +135,7 @@ def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) ->
         (["--task", "count-down"], "no task 'count-down'. Did you mean 'countdown'?"),
         (["--recipe", "dmo"], "no recipe 'dmo'. Did you mean 'demo'?"),
         (["--steps", "many"], "`steps` is int; got 'many'"),
-        (["--steps", "0"], "`steps` must be at least 1; got 0"),
+        (["--steps", "0"], "`steps` must be a whole number ≥ 1; got 0"),
         (["--learning-rate", "fast"], "`learning_rate` is float; got 'fast'"),
         (["--guard", "maybe"], "`guard` is one of warn, stop, off; got 'maybe'"),
         (["--max-steps", "3"], "`max_steps` is decided by the run. Use steps"),
@@ -284,8 +284,8 @@ def test_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known = {"trl": None, "transformers": "5.1.0"}
-    found = doctor.found
-    monkeypatch.setattr(doctor, "found", lambda name: known.get(name, found(name)))
+    found = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: known.get(name, found(name)))
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert f"missing: trl{doctor.TRAINING['trl']}: pip install 'corral[llm]'" in text

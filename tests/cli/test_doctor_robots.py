@@ -17,8 +17,10 @@ def said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], versions: dict[str, str | None]
 ) -> tuple[int, str]:
     """Status and text, if these packages had these versions (None: are not there)."""
-    monkeypatch.setattr(doctor, "found", lambda name: versions[name] if name in versions else version(name.replace("_", "-")))
-    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    monkeypatch.setattr(
+        doctor, "installed_version", lambda name: versions[name] if name in versions else version(name.replace("_", "-"))
+    )
+    monkeypatch.setattr(doctor, "_OPTIONAL", {})
     return main(["doctor"]), capsys.readouterr().out
 
 

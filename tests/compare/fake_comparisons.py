@@ -16,7 +16,7 @@ from corral.compare.check import Budget
 from corral.compare.command import Training
 from corral.compare.engine import Engine
 from corral.compare.folder import Progress
-from corral.compare.job import Stage, described, run_comparison
+from corral.compare.job import Preparation, describe, run_comparison
 from corral.compare.local import LocalEngine
 from corral.compare.plan import make_plan
 from corral.compare.record import Comparison, Record, read
@@ -39,12 +39,12 @@ class Notes:
     """Called at every look."""
     running: set[str] = field(default_factory=set)
 
-    def changed(self, record: Record, progress: Progress) -> None:
+    def update_run(self, record: Record, progress: Progress) -> None:
         self.states.append((record.run.folder, record.state))
         (self.running.add if record.state == "running" else self.running.discard)(record.run.folder)
         self.most = max(self.most, len(self.running))
 
-    def look(self, left: float | None) -> None:
+    def update_time(self, left: float | None) -> None:
         if self.then is not None:
             self.then(self)
 
@@ -64,7 +64,7 @@ def begun(path: Path, *names: str, seeds: int = 2, **sweep: list[float]) -> Comp
 
 def resumed(path: Path, *, retry_failed: bool = False) -> Comparison:
     comparison = read(path)
-    comparison.go_on(retry_failed=retry_failed)
+    comparison.resume(retry_failed=retry_failed)
     return comparison
 
 
@@ -99,11 +99,11 @@ def interrupt_when(steps: int, comparison: Comparison, times: int = 1) -> Callab
 
 def main(path: Path) -> None:
     comparison = begun(path, "slow", "fine", "crash", seeds=1)
-    stage = Stage(
+    stage = Preparation(
         budget=Budget(steps=120, samples=1, what="completions"), engine=LocalEngine(jobs=2, program=FAKE), pace=(0.1, "guessed")
     )
     view = make_compare_view(quiet=False)
-    view.banner(described(comparison, stage))
+    view.banner(describe(comparison, stage))
     sys.exit({"finished": 0, "failed": 1}[run_comparison(comparison, stage, view)])
 
 

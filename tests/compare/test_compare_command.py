@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from corral.cli import main
-from corral.compare.check import Budget, check_plan, rate_grid, resolved, trainer_configs, with_common
-from corral.compare.command import Training, start_words
-from corral.compare.engine import Job
+from corral.compare.check import Budget, check_plan, rate_grid, resolve_run, share_reduction, trainer_configs
+from corral.compare.command import Training, start_arguments
+from corral.compare.engine import RunJob
 from corral.compare.estimate import duration, seconds_per_step
-from corral.compare.plan import make_plan, planned
-from corral.compare.record import FILE, read
+from corral.compare.plan import make_plan, make_run
+from corral.compare.record import read
+from corral.report.comparison import FILE
 from corral.report.read import read_run
 from corral.run.files import RunError
 
@@ -141,19 +142,19 @@ def test_a_common_reduction_is_every_objective_s_own() -> None:
         (("troll", "gspo", "gmpo"), "grpo"),
         (("dppo", "ppo_clip", "troll"), "dr_grpo"),  # the recipe's
     ):
-        training = with_common("llm", contestants, demo, ())
+        training = share_reduction("llm", contestants, demo, ())
         assert (training.common, dict(training.settings)) == (True, {"loss_type": common})
         assert {args.loss_type for args in trainer_configs(contestants, training).values()} == {common}
-        words = start_words("llm", training, planned("troll", {}, 0, "report"), Path("x"))
+        words = start_arguments("llm", training, make_run("troll", {}, 0, "report"), Path("x"))
         assert f"--loss-type={common}" in words
 
 
 def test_every_reward_reaches_every_run() -> None:
     rewards = ["verifier", "corral.llm.smoke:letters=0.5"]
-    training, run = Training(recipe="demo", settings={"reward": rewards}), planned("troll", {}, 0, "report")
-    words = start_words("llm", training, run, Path("out"))
+    training, run = Training(recipe="demo", settings={"reward": rewards}), make_run("troll", {}, 0, "report")
+    words = start_arguments("llm", training, run, Path("out"))
     assert [word for word in words if word.startswith("--reward")] == [f"--reward={reward}" for reward in rewards]
-    assert resolved("llm", training, run).reward == tuple(rewards)
+    assert resolve_run("llm", training, run).reward == tuple(rewards)
 
 
 def test_a_file_of_settings_is_kept_with_the_comparison(tmp_path: Path) -> None:
@@ -173,15 +174,15 @@ def test_robots_rates_have_one_grid() -> None:
     # via_point: tce 2e-3, bbrl 1e-3, stable-baselines3 3e-4. From 3e-5 in half-decades to at most 2e-2.
     grid = rate_grid("robot", ("tce", "bbrl", "sb3-ppo"), Training(recipe="via_point"))
     assert grid == [3e-5, 9.5e-5, 3e-4, 9.5e-4, 3e-3, 9.5e-3]
-    run = planned("sb3-ppo", {"learning_rate": 9.5e-3}, 4, "sweep")
-    settings = resolved("robot", Training(recipe="via_point"), run)
+    run = make_run("sb3-ppo", {"learning_rate": 9.5e-3}, 4, "sweep")
+    settings = resolve_run("robot", Training(recipe="via_point"), run)
     assert (settings.learner["rate"], settings.seed, settings.algorithm) == (9.5e-3, 4, "sb3-ppo")
     given = rate_grid("llm", ("troll", "dppo"), Training(recipe="demo", settings={"learning_rate": "1e-3"}))
     assert given == [1e-4, 3.2e-4, 1e-3, 3.2e-3, 1e-2]
 
 
 def test_time_is_judged_by_earlier_runs(tmp_path: Path) -> None:
-    settings = resolved("llm", Training(recipe="demo"), planned("troll", {}, 0, "report"))
+    settings = resolve_run("llm", Training(recipe="demo"), make_run("troll", {}, 0, "report"))
     assert seconds_per_step("llm", settings, "gsm8k", [tmp_path]) is None
     for name, seed, seconds in (("a/b", 1, 80.0), ("c", 2, 160.0), ("d", 3, 120.0)):
         (tmp_path / name).mkdir(parents=True)
@@ -303,4 +304,4 @@ def test_a_sweep_of_robots_from_end_to_end(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_jobs_are_named_by_their_folders() -> None:
-    assert Job(words=["train"], folder=Path("a/b")).name == "b"
+    assert RunJob(arguments=["train"], folder=Path("a/b")).name == "b"

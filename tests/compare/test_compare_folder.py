@@ -10,14 +10,14 @@ import pytest
 from corral.compare.folder import (
     LOG,
     Progress,
-    found_state,
-    last_lines,
-    log_of,
+    failure_reason,
+    log_path,
+    log_tail,
     open_log,
     pending_log,
+    place_log,
+    read_state,
     refuse_busy,
-    settle_log,
-    why_failed,
 )
 from corral.run.files import RunError, lock, write_whole
 
@@ -79,32 +79,32 @@ def test_progress_goes_back_with_a_run_that_is_resumed(tmp_path: Path) -> None:
 def test_files_tell_the_state(tmp_path: Path, files: dict[str, str], state: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert found_state(tmp_path) == state
+    assert read_state(tmp_path) == state
 
 
 def test_a_log_begins_beside_the_folder_and_moves_into_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     log = open_log(folder)
     os.write(log, b"first\n")
-    settle_log(folder)
-    assert log_of(folder) == pending_log(folder)
+    place_log(folder)
+    assert log_path(folder) == pending_log(folder)
     folder.mkdir()
     (folder / "config.json").touch()
-    settle_log(folder)
+    place_log(folder)
     os.write(log, b"second\n")  # the process goes on writing the same file
     os.close(log)
     assert (folder / LOG).read_text() == "first\nsecond\n"
     again = open_log(folder)
     os.write(again, b"third\n")
     os.close(again)
-    assert last_lines(folder, 2) == ["second", "third"]
+    assert log_tail(folder, 2) == ["second", "third"]
 
 
 def test_a_run_that_never_began_keeps_its_log_when_it_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     os.close(open_log(folder))
     (folder / "checkpoints").mkdir(parents=True)
-    settle_log(folder, ended=True)
+    place_log(folder, ended=True)
     assert (folder / LOG).is_file()
     os.close(open_log(folder))
     assert not folder.exists()  # `corral train --out` wants it so
@@ -112,14 +112,14 @@ def test_a_run_that_never_began_keeps_its_log_when_it_is_tried_again(tmp_path: P
 
 
 def test_one_line_says_why(tmp_path: Path) -> None:
-    assert why_failed(tmp_path, 1) == "ended with status 1 and without a word"
+    assert failure_reason(tmp_path, 1) == "ended with status 1 and without a word"
     (tmp_path / LOG).write_bytes(b"Traceback\n  ...\nValueError: \x1b[31mred\x1b[0m \xff\n\n")
-    assert why_failed(tmp_path, 1) == "ValueError: ⟨U+001B⟩[31mred⟨U+001B⟩[0m \ufffd"
+    assert failure_reason(tmp_path, 1) == "ValueError: ⟨U+001B⟩[31mred⟨U+001B⟩[0m \ufffd"
     (tmp_path / LOG).write_text("corral: there is no task 'x'.\n")
-    assert why_failed(tmp_path, 2) == "there is no task 'x'."
+    assert failure_reason(tmp_path, 2) == "there is no task 'x'."
     (tmp_path / LOG).write_text("x" * 50_000)
-    assert len(why_failed(tmp_path, 1)) == 300
-    assert why_failed(tmp_path, -signal.SIGSEGV) == "killed by SIGSEGV"
+    assert len(failure_reason(tmp_path, 1)) == 300
+    assert failure_reason(tmp_path, -signal.SIGSEGV) == "killed by SIGSEGV"
 
 
 def test_a_run_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from corral.compare.command import Training
 from corral.compare.folder import Progress
 from corral.compare.plan import make_plan
 from corral.compare.record import Comparison
-from corral.compare.view import CompareView, LiveCompareView, PlainCompareView, columns, run_cells, shown_records
+from corral.compare.view import CompareView, LiveCompareView, PlainCompareView, align_columns, run_cells, visible_records
 
 
 def comparison(path: Path, *names: str, seeds: int = 2) -> Comparison:
@@ -43,12 +43,12 @@ def test_plain_lines_tell_what_changes(tmp_path: Path) -> None:
     view.open(all_runs)
     first, second = all_runs.records[:2]
     first.state = "running"
-    view.changed(first, progress(tmp_path, 0, None))
+    view.update_run(first, progress(tmp_path, 0, None))
     first.state = "finished"
-    view.changed(first, progress(tmp_path, 40, 0.6754))
+    view.update_run(first, progress(tmp_path, 40, 0.6754))
     second.state, second.error = "failed", "ValueError: [red]no[/red]"
-    view.changed(second, progress(tmp_path, 3, 0.2))
-    view.look(90.0)
+    view.update_run(second, progress(tmp_path, 3, 0.2))
+    view.update_time(90.0)
     assert file.getvalue().splitlines() == [
         "compare    demo: ppo_clip, troll",
         "ppo_clip seed 0: running",
@@ -56,7 +56,7 @@ def test_plain_lines_tell_what_changes(tmp_path: Path) -> None:
         "warning: troll seed 0 failed: ValueError: [red]no[/red]",
     ]
     view.spoke -= 61  # a minute later
-    view.look(750.0)
+    view.update_time(750.0)
     assert file.getvalue().splitlines()[-1] == "1 of 4 runs done, 1 failed, about 12 min left"
 
 
@@ -66,11 +66,11 @@ def test_a_quiet_view_shows_failures_alone(tmp_path: Path) -> None:
     all_runs = comparison(tmp_path, "ppo_clip", "troll")
     view.banner([("compare", "demo")])
     view.open(all_runs)
-    view.changed(all_runs.records[0], progress(tmp_path, 1, None))
+    view.update_run(all_runs.records[0], progress(tmp_path, 1, None))
     view.say("nothing")
     assert file.getvalue() == ""
     all_runs.records[0].state, all_runs.records[0].error = "failed", "out of luck"
-    view.changed(all_runs.records[0], progress(tmp_path, 1, None))
+    view.update_run(all_runs.records[0], progress(tmp_path, 1, None))
     assert "ppo_clip seed 0 failed: out of luck" in file.getvalue()
 
 
@@ -85,7 +85,7 @@ def test_cells_say_how_far_everybody_is(tmp_path: Path) -> None:
     ]
     all_runs.records[1].state, all_runs.records[1].error = "failed", "why"
     assert run_cells(all_runs.records, {})[2][-1] == "why"
-    assert columns([["a", "bcd", "e"], ["fg", "h", ""]]) == ["a   bcd  e", "fg  h"]
+    assert align_columns([["a", "bcd", "e"], ["fg", "h", ""]]) == ["a   bcd  e", "fg  h"]
 
 
 def test_what_matters_stays_on_a_small_screen(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_what_matters_stays_on_a_small_screen(tmp_path: Path) -> None:
         all_runs.records, ["finished"] * 4 + ["failed", "running", "running"] + ["waiting"] * 3, strict=True
     ):
         record.state = state
-    shown = shown_records(all_runs.records, 5)
+    shown = visible_records(all_runs.records, 5)
     assert [record.state for record in shown] == ["finished", "finished", "failed", "running", "running"]
     assert shown[0] is all_runs.records[2]  # of those that ended the latest
-    assert len(shown_records(all_runs.records, 100)) == 10
+    assert len(visible_records(all_runs.records, 100)) == 10
     console, problems, file = consoles()
     view = LiveCompareView(console, problems)
     view.open(all_runs)

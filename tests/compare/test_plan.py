@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.compare.command import Training, own_name, resume_words, start_words
-from corral.compare.plan import Plan, half_decades, make_plan, parse_sweeps, planned
+from corral.compare.command import Training, contestant_key, resume_arguments, start_arguments
+from corral.compare.plan import ComparisonPlan, half_decades, make_plan, make_run, parse_sweeps
 from corral.run.files import RunError
 
 
@@ -141,25 +141,31 @@ def test_half_decades_reach_a_decade_to_either_side(rates: list[float]) -> None:
 
 def test_a_run_is_a_command_that_anybody_can_repeat() -> None:
     training = Training(recipe="demo", smoke=True, settings={"steps": "3", "task_config.numbers": "-4"}, threads=1)
-    run = planned("troll", {"learning_rate": 1e-4, "use_vllm": False, "beta": None}, 2, "sweep")
-    assert start_words("llm", training, run, Path("out")) == [
+    run = make_run("troll", {"learning_rate": 1e-4, "use_vllm": False, "beta": None}, 2, "sweep")
+    assert start_arguments("llm", training, run, Path("out")) == [
         "train", "--recipe=demo", "--smoke", "--steps=3", "--task-config.numbers=-4", "--objective=troll",
         "--learning-rate=0.0001", "--use-vllm=false", "--beta=none", "--seed=2",
         "--out=out/troll_learning_rate=1e-4_use_vllm=False_beta=None_seed2",
     ]  # fmt: skip
-    assert resume_words(run, Path("out"))[1].startswith("--resume=out/troll_")
-    from_file = start_words("robot", Training(config="settings.toml"), planned("tce", {}, 0, "report"), Path("out"))
+    assert resume_arguments(run, Path("out"))[1].startswith("--resume=out/troll_")
+    from_file = start_arguments("robot", Training(config="settings.toml"), make_run("tce", {}, 0, "report"), Path("out"))
     assert from_file == ["train", "--config=out/settings.toml", "--algorithm=tce", "--seed=0", "--out=out/tce_seed0"]
 
 
 def test_a_robots_learning_rate_has_the_name_that_its_algorithm_gives_it() -> None:
-    assert own_name("robot", "tce", "learning_rate") == own_name("robot", "bbrl", "learning_rate") == "learner.policy_rate"
-    assert own_name("robot", "sb3-ppo", "learning_rate") == "learner.rate"
-    assert own_name("llm", "troll", "learning_rate") == "learning_rate"
-    assert own_name("robot", "tce", "learner.points") == "learner.points"
+    assert (
+        contestant_key("robot", "tce", "learning_rate")
+        == contestant_key("robot", "bbrl", "learning_rate")
+        == "learner.policy_rate"
+    )
+    assert contestant_key("robot", "sb3-ppo", "learning_rate") == "learner.rate"
+    assert contestant_key("llm", "troll", "learning_rate") == "learning_rate"
+    assert contestant_key("robot", "tce", "learner.points") == "learner.points"
 
 
 def test_names_of_folders_hold_nothing_that_a_path_means() -> None:
-    run = planned("troll", {"model": "../org/name", "instruction": "a b\n{problem}"}, 0, "sweep")
+    run = make_run("troll", {"model": "../org/name", "instruction": "a b\n{problem}"}, 0, "sweep")
     assert run.folder == "troll_model=..-org-name_instruction=a-b--problem-_seed0"
-    assert isinstance(Plan(kind="llm", contestants=("a", "b"), sweep={}, choose_seeds=(), report_seeds=(0,)), Plan)
+    assert isinstance(
+        ComparisonPlan(kind="llm", contestants=("a", "b"), sweep={}, choose_seeds=(), report_seeds=(0,)), ComparisonPlan
+    )

@@ -14,8 +14,8 @@ ray = pytest.importorskip("ray", reason="needs ray (make test-ray)")
 from fake_comparisons import FAKE, Notes, begun, drive, interrupt_when, resumed, states  # noqa: E402
 
 from corral.cli import main  # noqa: E402 - only where there is ray
-from corral.compare.engine import Engine, Job  # noqa: E402
-from corral.compare.folder import last_lines, settle_log, why_failed  # noqa: E402
+from corral.compare.engine import Engine, RunJob  # noqa: E402
+from corral.compare.folder import failure_reason, log_tail, place_log  # noqa: E402
 from corral.compare.ray import RayEngine, stop_file  # noqa: E402
 from corral.run.files import RunError  # noqa: E402
 
@@ -58,7 +58,7 @@ def test_one_failed_run_does_not_sink_the_rest(tmp_path: Path) -> None:
     assert errors["crash"] == "RuntimeError: out of luck"
     assert errors["killed"] == "killed by SIGKILL, as when memory runs out"
     assert notes.most == 2
-    assert last_lines(comparison.path / "fine_seed0") == ["fine begins in fine_seed0, threads 1"]
+    assert log_tail(comparison.path / "fine_seed0") == ["fine begins in fine_seed0, threads 1"]
     (comparison.path / "mended").touch()
     again = resumed(comparison.path, retry_failed=True)
     drive(again, engine=engine())
@@ -99,17 +99,17 @@ def _read(path: Path) -> bytes:
 def test_a_task_that_ray_loses_is_a_failed_run(tmp_path: Path) -> None:
     here = engine()
     folder = tmp_path / "hang_seed0"
-    here.start(Job(words=["train", "--objective=hang", "--seed=0", f"--out={folder}"], folder=folder))
+    here.start(RunJob(arguments=["train", "--objective=hang", "--seed=0", f"--out={folder}"], folder=folder))
     threading.Timer(3.0, lambda: ray.cancel(here.started["hang_seed0"][1], force=True)).start()
     found: dict[str, int] = {}
     for _ in range(200):
-        found |= here.ended()
+        found |= here.poll()
         if found:
             break
         threading.Event().wait(0.1)
     assert list(found) == ["hang_seed0"]
-    assert why_failed(folder, found["hang_seed0"])
-    settle_log(folder, ended=True)
+    assert failure_reason(folder, found["hang_seed0"])
+    place_log(folder, ended=True)
     for path in Path("/proc").glob("[0-9]*/cmdline"):  # the child of a worker that was shot
         if str(folder).encode() in _read(path):
             os.kill(int(path.parent.name), signal.SIGKILL)

@@ -8,8 +8,9 @@ import pytest
 
 from corral.compare.command import Training
 from corral.compare.plan import make_plan
-from corral.compare.record import FILE, Comparison, differences, read, shown
-from corral.report.compared import read_comparison
+from corral.compare.record import Comparison, differences, read, render_value
+from corral.report.comparison import FILE, read_comparison
+from corral.run.files import RunError
 
 
 def comparison(path: Path, **settings: str) -> Comparison:
@@ -41,8 +42,8 @@ def test_reports_read_it(tmp_path: Path) -> None:
     theirs = read_comparison(tmp_path)
     assert theirs.command == ours.command
     assert (theirs.choose_seeds, theirs.report_seeds) == ([0], [1])
-    assert [entry.path for entry in theirs.entries] == [ours.folder(record) for record in ours.records]
-    assert (theirs.entries[0].state, theirs.entries[0].error, theirs.entries[0].stage) == ("failed", "out of luck", "sweep")
+    assert [entry.path for entry in theirs.runs] == [ours.folder(record) for record in ours.records]
+    assert (theirs.runs[0].state, theirs.runs[0].error, theirs.runs[0].stage) == ("failed", "out of luck", "sweep")
 
 
 def test_the_file_has_what_was_promised(tmp_path: Path) -> None:
@@ -52,6 +53,17 @@ def test_the_file_has_what_was_promised(tmp_path: Path) -> None:
     assert set(promised.split()) <= content.keys()
     assert content["runs"][0].keys() == {"folder", "contestant", "setting", "seed", "stage", "state", "error"}
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("key", ["kind", "train"])
+def test_a_file_that_lacks_what_all_runs_share_is_not_resumed(tmp_path: Path, key: str) -> None:
+    comparison(tmp_path).save()
+    content = json.loads((tmp_path / FILE).read_text())
+    del content[key]
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(RunError, match="does not say what all runs share"):
+        read(tmp_path)
+    assert len(read_comparison(tmp_path).runs) == len(content["runs"])  # a report needs neither
 
 
 def test_differences_are_named(tmp_path: Path) -> None:
@@ -64,4 +76,4 @@ def test_differences_are_named(tmp_path: Path) -> None:
     [(None, "not given"), ((), "nothing"), ({}, "nothing"), ({"a": (1, 2)}, "a=1,2"), ("x", "x")],
 )
 def test_values_in_sentences(value: object, text: str) -> None:
-    assert shown(value) == text
+    assert render_value(value) == text

@@ -9,8 +9,8 @@ import pytest
 from fake_comparisons import FAKE, Notes, begun, drive, interrupt_when, resumed, states
 
 from corral.compare import local
-from corral.compare.folder import last_lines
-from corral.compare.job import findings, status_of
+from corral.compare.folder import log_tail
+from corral.compare.job import comparison_status, findings
 from corral.compare.local import LocalEngine
 from corral.compare.results import choose, report_lines, sweep_rows, write_report
 from corral.compare.schedule import Schedule
@@ -39,7 +39,7 @@ def test_one_failed_run_does_not_sink_the_rest(tmp_path: Path) -> None:
     assert errors["refused"] == "there is no such thing."
     assert errors["killed"] == "killed by SIGKILL, as when memory runs out"
     assert errors["fine"] is None
-    assert last_lines(comparison.path / "refused_seed0", 2)[0] == "refused begins in refused_seed0, threads 1"
+    assert log_tail(comparison.path / "refused_seed0", 2)[0] == "refused begins in refused_seed0, threads 1"
 
 
 def test_failed_runs_are_retried_only_if_asked(tmp_path: Path) -> None:
@@ -128,11 +128,11 @@ def test_settings_are_chosen_on_some_seeds_and_reported_on_others(tmp_path: Path
     # fine: .8 at 1e-4, .8 − .3 at 4e-4. crash never finishes, so nothing is chosen for it.
     assert comparison.chosen == {"fine": {"learning_rate": 1e-4}}
     assert notes.said == ["chosen for fine: learning_rate=1e-4"]
-    assert [record.run.folder for record in comparison.reported] == [
+    assert [record.run.folder for record in comparison.report_records] == [
         "fine_learning_rate=1e-4_seed2",
         "fine_learning_rate=1e-4_seed3",
     ]
-    assert all(record.state == "finished" for record in comparison.reported)
+    assert all(record.state == "finished" for record in comparison.report_records)
     rows = {(row.contestant, row.setting["learning_rate"], row.seed): row for row in sweep_rows(comparison)}
     assert rows["fine", 1e-4, 1].final == pytest.approx(0.81)
     assert rows["fine", 1e-4, 1].auc == pytest.approx(0.405)  # a straight line from 0
@@ -155,12 +155,12 @@ def test_if_all_runs_of_a_sweep_fail_there_is_nothing_to_report(tmp_path: Path) 
     comparison = begun(tmp_path, "refused", learning_rate=[1e-4])
     drive(comparison)
     assert comparison.chosen == {}
-    assert comparison.reported == []
+    assert comparison.report_records == []
     assert set(states(comparison).values()) == {"failed"}
     warned: list[str] = []
     assert findings(comparison, warned.append) == []
     assert warned[0].startswith("there is no report: no runs in")
-    assert status_of(comparison) == "failed"
+    assert comparison_status(comparison) == "failed"
 
 
 def test_each_job_sees_the_gpu_with_the_fewest_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_time_left_is_judged_by_what_was_done(tmp_path: Path) -> None:
     left: list[float | None] = []
     comparison = begun(tmp_path, "slow", "fine", seeds=1)
     schedule = Schedule(comparison=comparison, engine=LocalEngine(jobs=2, program=FAKE), view=Notes(), steps=120, choose=choose)
-    schedule.view.look = left.append
+    schedule.view.update_time = left.append
     schedule.run()
     comparison.close()
     assert left[0] is None

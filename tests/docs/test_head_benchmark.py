@@ -1,166 +1,206 @@
-"""The head's benchmark itself: what it compares, what it calls an error, and what it keeps of real rollouts."""
+"""The head's benchmark: what it compares, what it calls an error, what it keeps, and where it goes on."""
 
+import io
 import itertools
+import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import head_rollouts
-import head_sampling
-import head_timing
-import head_vs_naive
+import head
+import head_against
 import pytest
+import results
+import timing
 import torch
-from head_contenders import CLIP, OLD, TROLL, contenders
-from head_errors import Reference
-from head_problem import Problem, make_problem
-from head_rollouts import problem_of, routing_of, statistics_of
-from head_sampling import closeness, eight_bits, weight_of
-from results import read_results
+from head_cases import SECTIONS, Section
+from head_contenders import CLIP, GEMM, OBJECTIVES, OLD, OURS, TROLL
+from head_problem import Problem, Reference, make_problem
 
 import corral
+
+SOURCE = Path(corral.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return make_problem(12, 300, 16, 4, "medium", "cpu", torch.float32).with_support()
+    return make_problem(12, 300, 16, 4, "medium", "cpu", torch.float32)
 
 
 def test_no_case_is_measured_twice_and_none_is_missing() -> None:
-    listed = head_vs_naive.cases("cuda", quick=False)
-    keys = [(case.shape, case.k, case.policy) for case in listed]
+    cases = [*SECTIONS["usual"].cases, *SECTIONS["shapes"].cases]
+    keys = [tuple(case.values()) for case in cases]
     assert len(set(keys)) == len(keys)
     shapes = itertools.product((2048, 8192, 16384), (32000, 151936, 262144), (896, 4096))
-    assert {case.shape for case in listed} == set(shapes)
-    assert {case.k for case in listed} == {16, 64, 256}
-    assert {case.policy for case in listed} == {"peaked", "medium", "flat"}
+    assert {(case["N"], case["V"], case["H"]) for case in cases} == set(shapes)
+    assert {case["K"] for case in cases} == {16, 64, 256}
+    assert {case["policy"] for case in cases} == {"peaked", "medium", "flat"}
 
 
-def test_rows_are_kept_by_device_and_threads() -> None:
-    assert head_vs_naive.title("cpu", 1, others=False) == "head on cpu, 1 thread"
-    assert head_vs_naive.title("cpu", 2, others=False) == "head on cpu, 2 threads"
-    assert head_vs_naive.title("cuda", 16, others=True) == "head on cuda, other shapes"
-
-
-@pytest.mark.parametrize("task", [OLD, TROLL, CLIP])
-def test_full_logits_and_corral_agree_with_float64(problem: Problem, task: str) -> None:
+@pytest.mark.parametrize("task", [TROLL, CLIP])
+def test_updates_agree_with_float64(problem: Problem, task: str) -> None:
     reference = Reference(problem.first(8))
-    for name in ("full logits", "corral, torch"):
-        errors = reference.errors(task, contenders("cpu", torch.float32)[task, name](problem))
-        assert max(errors.values()) < 2e-5, name
+    for name in ("full logits", "corral", "corral, exact"):
+        assert reference.of_update(OBJECTIVES[task], *OURS[task, name](problem))["gradient_error"] < 2e-5, name
+
+
+def test_old_passes_agree_with_float64(problem: Problem) -> None:
+    reference = Reference(problem.first(8))
+    for name in ("full logits", "corral"):
+        assert max(reference.of_old_pass(*OURS[OLD, name](problem)).values()) < 2e-5, name
 
 
 def test_a_gradient_of_the_wrong_sign_is_an_error_of_two(problem: Problem) -> None:
     # ‖−g − g‖ / ‖g‖ = 2.
-    reference = Reference(problem.first(8))
-    dh, dw = contenders("cpu", torch.float32)[CLIP, "full logits"](problem)
-    assert reference.errors(CLIP, (-dh, dw))["gradient_error"] == pytest.approx(2.0, abs=1e-4)
-
-
-def test_a_member_of_the_support_that_is_missed_is_an_error(problem: Problem) -> None:
-    reference = Reference(problem)
-    logp, dist = contenders("cpu", torch.float32)[OLD, "full logits"](problem)
-    ids = dist.ids.clone()
-    ids[0, 0] = reference.logp_old[0].argmin()
-    errors = reference.errors(OLD, (logp, replace(dist, ids=ids)))
-    assert errors["missed_by"] > 1.0
+    dh, dw = OURS[CLIP, "full logits"](problem)
+    assert Reference(problem.first(8)).of_update("ppo_clip", -dh, dw)["gradient_error"] == pytest.approx(2.0, abs=1e-4)
 
 
 def test_padding_hides_no_token_that_is_missed(problem: Problem) -> None:
     # Two tokens, the first of them left out: log .9 − log .1 = log 9, though padding stands for no token at all.
     weight = torch.tensor([[0.9, 0.1]]).log().T
-    some = problem.first(1)
-    p = replace(some, hidden_old=torch.ones(1, 1), weight=weight, tokens=torch.tensor([1]))
+    p = replace(problem.first(1), hidden_old=torch.ones(1, 1), weight=weight, tokens=torch.tensor([1]))
     dist = corral.SparseDist(torch.tensor([[1, 1, -1]]), torch.tensor([[0.1, 0.1, 0.0]]).log(), torch.tensor([0.9]).log())
-    errors = Reference(p).errors(OLD, (dist.logp[:, 0], dist))
-    assert errors["missed_by"] == pytest.approx(math.log(9), rel=1e-6)
+    assert Reference(p).of_old_pass(dist.logp[:, 0], dist)["missed_by"] == pytest.approx(math.log(9), rel=1e-6)
 
 
-def test_every_contender_runs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_run_in_turn_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     # Medians of 1, 5, 3 and of 2, 2, 2, round by round.
     order: list[str] = []
     times = {"a": iter([1.0, 5.0, 3.0]), "b": iter([2.0] * 3)}
-    monkeypatch.setattr(head_timing, "milliseconds", lambda run, device: next(times[run()]))
     runs = {name: lambda name=name: order.append(name) or name for name in "ab"}
-    assert head_timing.interleaved(runs, "cpu", 3, 0.0) == {"a": 3.0, "b": 2.0}
-    assert order == ["a", "b"] * 3
+    monkeypatch.setattr(timing, "milliseconds", lambda run, device, wall: next(times[run()]))
+    assert timing.in_turns(runs, 3) == {"a": 3.0, "b": 2.0}
+    assert order == ["a", "b"] * 4
 
 
-def test_a_weight_survives_its_eight_bits_or_is_refused() -> None:
-    scale = torch.rand(5, 2, 1).half().float()
-    whole = torch.randint(-126, 127, (5, 2, 32)).float()
-    whole[..., 0] = 127
-    weight = (whole * scale).flatten(-2)
-    assert torch.equal(weight_of(eight_bits(weight)), weight)
-    with pytest.raises(ValueError, match="8 bits"):
-        eight_bits(torch.randn(5, 64))
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["head.py", "--threads", str(torch.get_num_threads()), *options])
+        head.main()
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_closeness_counts_the_last_number() -> None:
-    assert closeness("2 + 3 = 5", 5) == 1.0
-    assert closeness("about 7", 5) == pytest.approx(1 / 3)
-    assert closeness("five", 5) == 0.0
+def test_rows_are_kept_and_no_case_is_measured_twice(tmp_path: Path, bench: Callable[..., str]) -> None:
+    out = tmp_path / "rows" / "head.jsonl"
+    options = ("--section", "smoke", "--out", str(out), "--rounds", "1")
+    assert "three GEMMs" in bench(*options)
+    rows = results.read_rows(out)
+    assert [(row["task"], row["name"]) for row in rows] == list(OURS)
+    anchor, exact = rows[0], next(row for row in rows if (row["task"], row["name"]) == (TROLL, "corral, exact"))
+    assert (anchor["task"], anchor["x"]) == (GEMM, 1.0)
+    assert exact["x"] == pytest.approx(exact["ms"] / anchor["ms"], rel=1e-3)
+    assert exact["gradient_error"] < 2e-5
+    assert exact["section"] == "smoke"
+    assert len(exact["code"]) == 12
+    # Measured again, rows take the place of the old ones; resumed, there is nothing to do.
+    bench(*options)
+    again = results.read_rows(out)
+    assert [head.label(row) for row in again] == [head.label(row) for row in rows]
+    assert bench(*options, "--resume") == ""
+    # Rows of another state of the code are no reason to leave a case out.
+    results.write_rows(out, [{**row, "code": "other"} for row in again])
+    assert "three GEMMs" in bench(*options, "--resume")
 
 
-def stored(logits: torch.Tensor, rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A set whose every row has these logits: the weight is diagonal."""
-    hidden = logits.repeat(rows, 1)
-    return {"old": hidden, "new": hidden, "tokens": torch.zeros(rows, dtype=torch.int32)}, torch.eye(len(logits))
+def test_what_is_not_measured_is_said(bench: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "smoke: not measured, the minutes are over: {'N': 12" in bench("--section", "smoke", "--minutes", "-1")
+    if not torch.cuda.is_available():
+        assert bench("--section", "usual") == "usual: not measured, there is no GPU here\n"
+    lacking = replace(SECTIONS["smoke update"], needs="not_a_package")
+    assert lacking.missing() == "not_a_package is not installed"
+    with pytest.raises(SystemExit):
+        bench("--resume")
+    assert "name it with --out" in capsys.readouterr().err
 
 
-def test_a_uniform_policy_is_dense_and_a_certain_one_sparse() -> None:
-    # 256 equal tokens: H = log 256, all of them are needed, 192 / 256 lies outside the 64.
-    p = problem_of(*stored(torch.zeros(256), 6))
-    found = statistics_of(p)
-    assert found["entropy"] == pytest.approx(math.log(256))
-    assert found["support_median"] == 256
-    assert found["outside_mean"] == pytest.approx(0.75)
-    assert routing_of(p)["dense_share"] == 1.0
-    # Two tokens 30 nats above the others: all mass and all gradient on them, and nothing to be left out.
-    certain = torch.zeros(256)
-    certain[:2] = 30.0
-    p = problem_of(*stored(certain, 6))
-    assert statistics_of(p)["support_fits"] == 1.0
-    assert routing_of(p)["dense_share"] == 0.0
+def section(**runs: Callable[[], object]) -> Section:
+    """A section with these contenders; the first is the anchor."""
+    from head_cases import Prepared
+
+    keys = {("task", name.replace("_", " ")): run for name, run in runs.items()}
+    prepared = Prepared(runs=keys, anchor=next(iter(keys)), check=lambda key, output: {})
+    return Section(question="", cases=[{}], prepare=lambda about, device: prepared, rounds=1, pause=0.0, device="cpu")
 
 
-def test_a_set_is_repeated_with_its_advantages() -> None:
-    given, weight = stored(torch.zeros(80), 3)
-    p = problem_of(given, weight, 7)
-    assert len(p.tokens) == 7
-    assert torch.equal(p.advantages[:3], p.advantages[3:6])
+def test_a_head_of_others_may_fail_and_ours_may_not() -> None:
+    def absent() -> None:
+        raise ModuleNotFoundError("No module named 'x'")
+
+    def broken() -> None:
+        raise TypeError("no such argument")
+
+    rows = head.measure(section(one_GEMM=lambda: None, theirs=absent, another=broken), {})
+    assert [row.get("status") for row in rows] == [None, "not installed", "TypeError: no such argument"]
+    with pytest.raises(TypeError, match="no such argument"):
+        head.measure(section(one_GEMM=lambda: None, corral=broken), {})
+
+
+def test_two_trees_take_turns(tmp_path: Path, bench: Callable[..., str]) -> None:
+    other, out = tmp_path / "src", tmp_path / "head.jsonl"
+    other.symlink_to(SOURCE)
+    said = bench("--section", "smoke", "--rounds", "2", "--against", str(other), "--out", str(out))
+    assert "ratio_low" in said
+    rows = results.read_rows(out)
+    assert {row["section"] for row in rows} == {"smoke, against"}
+    assert [(row["task"], row["name"]) for row in rows][:2] == [(GEMM, "one GEMM"), (OLD, "corral")]
+    assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in rows)
+
+
+def test_a_ratio_is_that_of_a_round() -> None:
+    # Rounds of 2/1, 3/2, 8/2: ratios 2, 1.5, 4 with the quartiles 1.75 and 3; medians 3 and 2.
+    row = head_against._row("troll update: corral", [2.0, 3.0, 8.0], [1.0, 2.0, 2.0])
+    assert row == {
+        "task": TROLL, "name": "corral", "ms": 3.0, "ms_other": 2.0, "ratio": 2.0, "ratio_low": 1.75, "ratio_high": 3.0,
+    }  # fmt: skip
+
+
+def test_a_folder_without_the_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    with pytest.raises(ValueError, match=r"wants a folder with the package corral in it.*imported from"):
+        head_against.Comparison(tmp_path)
+
+
+def test_a_worker_prepares_a_case_and_times_a_round_whenever_asked() -> None:
+    case = {"section": "smoke", "about": SECTIONS["smoke"].cases[0], "threads": torch.get_num_threads()}
+    questions, answers = io.StringIO(json.dumps(case) + "\n{}\n"), io.StringIO()
+    head_against.serve(questions, answers)
+    where, ready, times = (json.loads(line) for line in answers.getvalue().splitlines())
+    assert (Path(where), ready) == (SOURCE, "ready")
+    assert list(times) == [f"{task}: {name}" for task, name in OURS if "corral" in name or name == "one GEMM"]
 
 
 @pytest.mark.llm
-def test_rollouts_are_drawn_and_measured_set_by_set(
+def test_an_update_of_every_trainer_is_timed_on_its_own_rollouts() -> None:
+    import update_phase
+
+    about = SECTIONS["smoke update"].cases[0]
+    rows = {row["name"]: row for row in head.measure(SECTIONS["smoke update"], about, rounds=1)}
+    assert list(rows) == list(update_phase.CONTENDERS)
+    assert all(row["ms"] > 0 and row["entropy"] > 0 for row in rows.values())
+    assert rows["TRL, GRPO"]["x"] == 1.0
+    assert 0 <= rows["corral, troll"]["tr/rest_mass"] < 1
+    # The old policy is an old one: weights have moved since.
+    assert rows["corral, ppo_clip"]["tr/active_frac"] > 0
+
+
+def test_rows_of_a_benchmark_are_printed_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A model of 16 dimensions in SmolLM2's place, its head in 8 bits with a scale for every 16.
-    from corral.llm.smoke import build_smoke
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    results.finish("one", [{"way": "ours", "ms": 1.23456}, {"way": "theirs"}], save=True)
+    assert capsys.readouterr().out == "   way     ms\n  ours  1.235\ntheirs       \n"
+    (first, second), here = results.read_rows(tmp_path / "one.jsonl"), results.stamp()
+    assert first == {**here, "way": "ours", "ms": 1.235}
+    assert second == {**here, "way": "theirs"}
 
-    model, tokenizer = build_smoke()
-    head = model.get_output_embeddings().weight.data
-    head.copy_((127 * head / head.abs().amax(-1, keepdim=True).clamp(min=1e-9)).round() * 2.0**-9)
-    monkeypatch.setattr("corral.llm.models.load_smollm2", lambda: (model, tokenizer))
-    monkeypatch.setattr(head_sampling, "BLOCK", 16)
-    drawn, file = tmp_path / "runs" / "rollouts.pt", tmp_path / "head_rollouts.json"
 
-    def run(command: str, *options: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["head_rollouts.py", command, str(drawn), *options])
-        head_rollouts.main()
-        return capsys.readouterr().out
-
-    run("collect", "--steps", "1", "--every", "1", "--rows", "16")
-    stored = torch.load(drawn)
-    assert len(stored["rewards"]) == 2
-    assert len(stored["sets"]) == 10
-    assert torch.equal(weight_of(stored), head)
-    kept = ("--device", "cpu", "--save", "--resume", "--file", str(file))
-    run("measure", "--sets", "1", *kept)
-    said = run("measure", "--sets", "2", *kept)
-    assert "GSM8K answers" not in said  # it is there already
-    rewards, *rows = read_results(file)["rollouts on cpu"]["rows"]
-    assert len(rewards["rewards"]) == 2
-    assert list(dict.fromkeys(row["set"] for row in rows)) == ["GSM8K answers, before", "small sums, before"]
-    assert all(row["logp_error"] < 1e-4 for row in rows if row.get("name") == "corral, torch" and row["task"] == OLD)
+def test_options_have_the_types_of_their_defaults() -> None:
+    parser = results.arguments("what", rows=3, bound=[0.5])
+    args = parser.parse_args(["--rows", "4", "--bound", "1", "2"])
+    assert (args.rows, args.bound, args.save) == (4, [1.0, 2.0], False)

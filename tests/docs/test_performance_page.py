@@ -1,125 +1,111 @@
-"""docs/performance.md says what benchmarks/results hold of the head and the trainer, and a table says what a row does."""
+"""The pages say what benchmarks/results/head.jsonl holds, and a table says what a row does."""
 
 from pathlib import Path
 
-import head_figure
-import head_goals
-import head_kernels
 import head_page
-import head_tables
 import pytest
+from head_contenders import CLIP, GEMM, TROLL
+from results import FOLDER, Row, read_rows
 
-SHAPE = {"N": 8, "V": 9, "H": 2, "K": 1, "policy": "flat", "dtype": "float32"}
+HEAD = FOLDER / "head.jsonl"
 
 
 @pytest.mark.parametrize("path", head_page.PAGES, ids=lambda path: path.name)
 def test_a_page_holds_the_latest_numbers(path: Path) -> None:
     text = path.read_text()
-    assert head_page.page(text) == text, "run `python benchmarks/head_page.py`"
+    assert head_page.page(text, read_rows(HEAD)) == text, "run `python benchmarks/head_page.py`"
 
 
-def test_everything_measured_is_on_the_page() -> None:
+def test_everything_measured_is_on_a_page_once() -> None:
     found = [name for path in head_page.PAGES for name in head_page.BLOCK.findall(path.read_text())]
     assert sorted(found) == sorted(head_page.BLOCKS)
-    assert head_page.FIGURE.exists()
+
+
+def test_the_page_is_short() -> None:
+    assert len(head_page.PAGES[0].read_text().splitlines()) <= 130
+
+
+def usual(width: int, policy: str, task: str, name: str, x: float, section: str = "usual", **more: object) -> Row:
+    """A row of the usual shape, ten milliseconds a GEMM."""
+    about = {"section": section, **head_page.USUAL, "H": width, "policy": policy, "task": task, "name": name}
+    where = {"gpu": "card", "torch": "2", "date": "2026-01-01", "code": "abc"}
+    return {**about, "ms": 10 * x, "x": x, "mib": 1.0, **where, **more}
 
 
 def test_what_is_not_measured_stays() -> None:
     old = "before\n\n<!-- measured: goals -->\nstale\n<!-- /measured -->\n\nafter\n"
-    new = head_page.page(old)
+    new = head_page.page(old, [usual(896, "peaked", GEMM, "one GEMM", 1.0)])
     assert new.startswith("before\n\n<!-- measured: goals -->\n\n|")
     assert new.endswith("<!-- /measured -->\n\nafter\n")
     assert "stale" not in new
 
 
-def test_a_table_of_three_rows() -> None:
-    rows = [
-        {**SHAPE, "task": "clip update", "name": "theirs", "status": "not installed"},
-        {**SHAPE, "task": "products", "name": "one product", "ms": 2.0, "mib": 1.0},
-        {**SHAPE, "task": "old pass", "name": "ours", "ms": 3.0, "mib": 250.4, "logp_error": 1.21e-6},
-    ]
-    assert head_tables.table(rows).splitlines() == [
-        "| task |  | ms | × one product | MiB | error |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| products | one product | 2 | 1.00 | 1 |  |",
-        "| old pass | ours | 3 | 1.50 | 250 | 1.2e-06 |",
-        "| clip update | theirs | not installed |  |  |  |",
-    ]
+def test_a_block_says_on_what_and_when_it_was_measured() -> None:
+    rows = [usual(896, "peaked", GEMM, "one GEMM", 1.0), usual(896, "flat", GEMM, "one GEMM", 1.0, date="2026-01-02", code="d")]
+    assert head_page.source(rows, "usual") == (
+        "card, torch 2; 2026-01-01 (code abc), 2026-01-02 (code d): `python benchmarks/head.py --section usual`.\n"
+    )
+    assert head_page.source(rows, "shapes") == "Not measured yet.\n"
 
 
-def test_sustained_times_are_relative_to_a_sustained_product() -> None:
-    # 3 / 2 cool, 6 / 3 sustained.
-    rows = [
-        {**SHAPE, "task": "products", "name": "one product", "ms": 2.0, "ms_sustained": 3.0, "mib": 1.0},
-        {**SHAPE, "task": "old pass", "name": "ours", "ms": 3.0, "ms_sustained": 6.0, "mib": 1.0},
-    ]
-    assert head_tables.table(rows).splitlines()[-1] == "| old pass | ours | 3 | 6 | 1.50 | 2.00 | 1 |  |"
-    assert head_tables.ratio(rows[1], rows[0]) == "1.50 / 2.00"
-    assert head_tables.ratio(rows[1], {"ms": 2.0}) == "1.50"
-
-
-def usual(width: int, policy: str, task: str, name: str, ms: float, **more: float) -> dict[str, object]:
-    n, v, k = head_goals.SHAPE
-    return {"N": n, "V": v, "H": width, "K": k, "policy": policy, "task": task, "name": name, "ms": ms, "mib": 1.0, **more}
+def line(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(f"| {start}"))
 
 
 def test_a_goal_is_bold_where_it_is_met() -> None:
-    # 10.7 / 10 = 1.07 ≤ 1.08 at H = 4096; 4 / 2 = 2 > 1.12 at H = 896. Sustained only at H = 4096: 12 / 10 = 1.2.
+    # 1.07 ≤ 1.08 at H = 4096, sustained 1.2; 2 > 1.12 at H = 896, where nothing was sustained.
     rows = [
-        usual(4096, "peaked", "products", "one product", 10.0, ms_sustained=10.0),
-        usual(4096, "peaked", "troll update", "corral, triton", 10.7, ms_sustained=12.0),
-        usual(896, "peaked", "products", "one product", 2.0),
-        usual(896, "peaked", "troll update", "corral, triton", 4.0),
+        usual(4096, "peaked", GEMM, "one GEMM", 1.0, x_sustained=1.0),
+        usual(4096, "peaked", TROLL, "corral", 1.07, x_sustained=1.2),
+        usual(896, "peaked", GEMM, "one GEMM", 1.0),
+        usual(896, "peaked", TROLL, "corral", 2.0),
     ]
-    line = head_goals.GOALS[0].line(head_goals.Measured(rows))
-    assert line == ["TROLL update, peaked, × one product", "≤ 1.08", "**1.07**", "1.20", "≤ 1.12", "2.00", ""]
+    said = "| TROLL update, peaked, × one GEMM | ≤ 1.08 | **1.07** | 1.20 | ≤ 1.12 | 2.00 |  |"
+    assert line(head_page.goals(rows), "TROLL update, peaked, × one GEMM") == said
 
 
 def test_the_fastest_other_head_is_another_ones() -> None:
+    # 1.5 over Liger's 3: not over ours, full logits, chunks of research code, CCE's 4, or a row of another shape.
     rows = [
-        usual(896, "flat", "clip update", "corral, triton", 1.0),
-        usual(896, "flat", "clip update", "full logits", 2.0),
-        usual(896, "flat", "clip update", "CCE, clip", 4.0),
-        usual(896, "flat", "clip update", "Liger, fused cross-entropy", 3.0),
-        {**usual(896, "flat", "clip update", "TRL, chunked log-probs, clip", 1.0), "N": 1},
+        usual(896, "flat", CLIP, "corral", 1.5),
+        usual(896, "flat", CLIP, "full logits", 2.0),
+        usual(896, "flat", CLIP, "checkpointed chunks", 2.0, "heads"),
+        usual(896, "flat", CLIP, "CCE, clip", 4.0, "heads"),
+        usual(896, "flat", CLIP, "Liger, fused cross-entropy", 3.0, "heads"),
+        {**usual(896, "flat", CLIP, "TRL, chunked log-probs, clip", 1.0, "heads"), "N": 1},
     ]
-    assert head_goals.Measured(rows).fastest(896, "flat", "ms")["name"] == "Liger, fused cross-entropy"
+    assert line(head_page.goals(rows), "clip update, flat").endswith("| ≤ 1.05 | **0.50** |  |")
+    assert line(head_page.heads(rows), "Liger") == "| Liger, fused cross-entropy |  |  |  | 3.00, 1 MiB |"
 
 
 def test_memory_beyond_the_gradients() -> None:
     # dH and dW in bfloat16: 2 · 896 · (8192 + 151936) bytes = 273.656 MiB.
-    found = head_goals._beyond_gradients("peaked", head_goals.TROLL)
-    row = {**usual(896, "peaked", *head_goals.TROLL, 1.0), "mib": 300.0}
-    assert abs(found(head_goals.Measured([row]), 896, "ms") - 26.34375) < 1e-6
+    assert head_page.beyond_gradients(usual(896, "peaked", TROLL, "corral", 1.0, mib=300.0)) == pytest.approx(26.34375)
 
 
-def test_every_kernel_counts_once() -> None:
-    names = {
-        "_stream_kernel": "the streamed product",
-        "nvjet_sm90_tst_128x256_64x4": "other products",
-        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel": "dH and dW",
-        "Memset (Device)": "everything else",
-    }
-    assert {name: head_kernels.part_of(name) for name in names} == names
-    # 2 + 1 in the first run, 4 in the second; a part without time stays away.
-    rows = [
-        {"H": 8, "run": "a", "ms": {"tiles made again": 2.0, "everything else": 1.0}},
-        {"H": 9, "run": "b", "ms": {"tiles made again": 4.0}},
+def test_rows_that_were_not_measured_leave_gaps() -> None:
+    rows = [usual(4096, "peaked", GEMM, "one GEMM", 1.0), usual(4096, "peaked", TROLL, "corral", 1.1, gradient_error=0.01)]
+    assert head_page.in_short(rows).splitlines()[2:] == [
+        "| one GEMM, a lower bound | 10 ms |  |  |",
+        "| TROLL update, peaked policy | 11 ms | -1250 MiB | 1 % |",
     ]
-    assert head_kernels.kernels({head_kernels.NAME: {"rows": rows}}).splitlines()[2:] == [
-        "| tiles made again | 2 | 4 |",
-        "| everything else | 1 | 0 |",
-        "| in all | 3 | 4 |",
-    ]
+    assert line(head_page.gains(rows), "TROLL update, peaked").count("|  |") == 3
 
 
-def test_a_page_of_what_was_cut_short_has_gaps(tmp_path: Path) -> None:
-    # One policy of one width: the lines of the other policy stay away, the other width's panel is empty.
-    rows = [
-        usual(4096, "peaked", *head_goals.ONE, 10.0),
-        usual(4096, "peaked", *head_goals.TROLL, 11.0, gradient_error=0.01),
-    ]
-    results = {"head on cuda": {"machine": {"gpu": "one"}, "rows": rows}}
-    assert [line.split(" | ")[1] for line in head_goals.in_short(results).splitlines()[2:]] == ["10 ms", "11 ms"]
-    head_figure.plot(results, tmp_path / "figure.svg")
-    assert (tmp_path / "figure.svg").exists()
+def test_a_line_of_the_updates() -> None:
+    # 100 ms over 50: twice the tokens a second. A model whose contenders were not all timed has no line.
+    def row(name: str, ms: float, policy: str = "flat") -> Row:
+        about = {"section": "update", "model": "one", "policy": policy, "sequences": 2, "tokens": 4, "name": name, "ms": ms}
+        return {**about, "mib": 3.4, "gpu": "card", "torch": "2", "date": "2026-01-01", "code": "abc"}
+
+    timed = [row(name, ms) for name, ms in zip(head_page.CONTENDERS, (100.0, 80.0, 50.0), strict=True)]
+    table = head_page.updates([*timed, row("TRL, GRPO", 90.0, "peaked")])
+    assert table.splitlines()[2:3] == ["| one, flat | 2 × 4 | 100 ms | 80 ms | 50 ms | 2.00 | 3, 3, 3 |"]
+    assert "peaked" not in table
+
+
+def test_rows_of_two_cards_are_not_mixed() -> None:
+    rows = [usual(896, "peaked", GEMM, "one GEMM", 1.0, gpu="old"), usual(4096, "peaked", GEMM, "one GEMM", 1.0)]
+    text = head_page.page("<!-- measured: gains -->\n<!-- /measured -->", rows)
+    assert "card, torch 2" in text
+    assert "old" not in text.replace("old pass", "")

@@ -16,10 +16,10 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from corral.audit.folder import read_audit
-from corral.audit.summary import columns_of
+from corral.audit.summary import table_columns
 from corral.llm import audit
 from corral.llm.audit_callback import rules_of
-from corral.llm.audit_scoring import choose, logp_at, undisturbed
+from corral.llm.audit_scoring import choose, logp_at, preserve_state
 from corral.run.files import RunError
 from device import drawing_on_the_cpu
 from tolerance import assert_close
@@ -95,7 +95,7 @@ class TestTrainingIsTheSame:
         before = [module.training for module in model.modules()], torch.get_rng_state()
 
         def fail() -> None:
-            with undisturbed(model):
+            with preserve_state(model):
                 assert not any(module.training for module in model.modules())
                 assert not torch.is_grad_enabled()
                 torch.rand(3)
@@ -148,7 +148,7 @@ def test_numbers_are_those_of_the_whole_softmax(tmp_path: Path) -> None:
     trainer.add_callback(seen)
     trained(trainer)
     _, table = read_audit(tmp_path / "audit")
-    columns = columns_of(table)
+    columns = table_columns(table)
     assert set(columns["update"]) == {2, 4}
     checked = 0
     for before, output in seen.rollouts:
@@ -218,7 +218,7 @@ class TestWhatIsAudited:
         callback = audit(trainer, tmp_path / "audit", tokens=10_000)
         trained(trainer)
         assert callback.failed is None
-        columns = columns_of(read_audit(tmp_path / "audit")[1])
+        columns = table_columns(read_audit(tmp_path / "audit")[1])
         reported = sorted(value for row in trainer.vllm_generation.sampled for value in row)
         assert sorted(columns["logp_rollout"].tolist()) == pytest.approx(reported, abs=1e-6)
         gap = np.abs(np.exp(columns["logp_rollout"]) - np.exp(columns["logp_old"]))
@@ -298,7 +298,7 @@ class TestRules:
     def test_the_runs_own_clipping(self, tmp_path: Path, given: dict[str, Any], name: str, clip: dict[str, Any]) -> None:
         rules = rules_of(stock(tmp_path, **given), 0.05, 0.2)
         assert rules.own
-        assert rules.described()["clip"] == {"name": name, **clip}
+        assert rules.as_dict()["clip"] == {"name": name, **clip}
 
     def test_a_loss_that_does_not_clip(self, tmp_path: Path) -> None:
         rules = rules_of(stock(tmp_path, loss_type="cispo", epsilon_high=5.0), 0.05, 0.2)
@@ -314,7 +314,7 @@ class TestRules:
         callback = audit(trainer, tmp_path / "audit")
         trained(trainer)
         assert callback.failed is None
-        columns = columns_of(read_audit(tmp_path / "audit")[1])
+        columns = table_columns(read_audit(tmp_path / "audit")[1])
         for sequence in np.unique(columns["sequence"]):  # all tokens of a completion share one verdict
             assert len(set(columns["clipped"][columns["sequence"] == sequence])) == 1
 

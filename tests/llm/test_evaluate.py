@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from corral.llm.eval_view import EvalView, LiveEvalView, PlainEvalView, make_eval_view
 from corral.llm.evaluate import EvalSettings, Evaluation, default_problems, draw_seed, evaluate, prepare_evaluation
 from corral.llm.passk import Estimate
-from corral.llm.problems import ends_of, generate, until
+from corral.llm.problems import cut_at_end, end_tokens, generate
 from corral.llm.results import EvalFolder, compare, summarise
 from corral.llm.rewards import RewardError
 from corral.llm.sampler import TransformersSampler, choose_backend
@@ -206,7 +206,7 @@ def test_a_folder_holds_one_evaluation(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "[]", "null", '{"settings": 3}', "{"])
 def test_a_foreign_result_gets_a_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "eval.json").write_text(content)
-    for read in (lambda: EvalFolder(tmp_path).finished({}), lambda: compare(tmp_path, tmp_path)):
+    for read in (lambda: EvalFolder(tmp_path).read_result({}), lambda: compare(tmp_path, tmp_path)):
         with pytest.raises(RunError, match=r"eval.json (is not what an evaluation writes|cannot be read)"):
             read()
 
@@ -214,7 +214,7 @@ def test_a_foreign_result_gets_a_sentence(content: str, tmp_path: Path) -> None:
 def test_what_else_cannot_be_an_evaluation(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(RunError, match="is there already and is no evaluation"):
-        EvalFolder(tmp_path / "notes.txt").finished({})
+        EvalFolder(tmp_path / "notes.txt").read_result({})
     (tmp_path / "eval.json").write_text('{"settings": {}}')
     for damage in (lambda: None, lambda: (tmp_path / "completions.parquet").write_bytes(b"half")):
         damage()
@@ -303,9 +303,9 @@ def test_what_cannot_be_evaluated_is_refused(run: Path, model: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 0}, "`samples` must be at least 1; got 0"),
-        ({"problems": 0}, "`problems` must be at least 1"),
-        ({"temperature": 0.0}, "`temperature` must be above 0"),
+        ({"samples": 0}, "`samples` must be a whole number ≥ 1; got 0"),
+        ({"problems": 0}, "`problems` must be a whole number ≥ 1"),
+        ({"temperature": 0.0}, "`temperature` must be > 0"),
         ({"top_p": 0.0}, r"`top_p` must be in \(0, 1\]"),
         ({"instruction": "Solve it."}, "must contain {problem}"),
     ],
@@ -352,10 +352,10 @@ def test_penalties_in_a_model_s_folder_are_no_part_of_its_policy(model: str) -> 
 
 
 def test_tokens_end_with_the_first_end() -> None:
-    assert until([5, 6, 2, 0, 0], {2, 3}) == [5, 6, 2]
-    assert until([5, 3, 2], {2, 3}) == [5, 3]
-    assert until([5, 6], {2}) == [5, 6]
-    assert until([], {2}) == []
+    assert cut_at_end([5, 6, 2, 0, 0], {2, 3}) == [5, 6, 2]
+    assert cut_at_end([5, 3, 2], {2, 3}) == [5, 3]
+    assert cut_at_end([5, 6], {2}) == [5, 6]
+    assert cut_at_end([], {2}) == []
 
 
 @pytest.mark.parametrize(("of_model", "ends"), [(0, {0}), ([0, 7], {0, 7}), (None, {5})])
@@ -363,7 +363,7 @@ def test_the_models_own_ends_come_first(of_model: Any, ends: set[int]) -> None:
     model, tokenizer = build_smoke()
     model.generation_config.eos_token_id = of_model
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
-    assert ends_of(model, tokenizer) == ends
+    assert end_tokens(model, tokenizer) == ends
 
 
 class FakeEngine:

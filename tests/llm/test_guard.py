@@ -13,7 +13,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from corral.llm.guard import GuardCallback, on_any_process
 from corral.llm.trainer import CorralTrainer
-from corral.run.watch import Limits
+from corral.run.watch import CollapseLimits
 from corral.types import TokenBatch
 
 ARGS = TrainingArguments(output_dir="nowhere", use_cpu=True, bf16=False)
@@ -86,7 +86,7 @@ def test_a_collapse_warns_or_stops_with_a_checkpoint(mode: Any) -> None:
 
 
 def test_the_last_words_of_a_trainer_are_no_line() -> None:
-    guard = GuardCallback("stop", Limits(patience=1), say=lambda _: None)
+    guard = GuardCallback("stop", CollapseLimits(patience=1), say=lambda _: None)
     guard.on_log(ARGS, TrainerState(global_step=1), TrainerControl(), logs={"train_runtime": 1.0, "tr/kl_before": 9.0})
     assert guard.collapsed is None
 

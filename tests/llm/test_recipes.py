@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.cli import main
-from corral.llm.config import REDUCTIONS
 from corral.llm.settings import RECIPES, read_recipe, resolve
 from corral.llm.smoke import TASK_CONFIG, build_byte_tokenizer, build_smoke, letters
+from corral.llm.trl_api import REDUCTIONS
 from corral.objective import make_objective
 from corral.task import make_task
 

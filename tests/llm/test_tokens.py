@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from corral import TokenBatch, gather_support, make_objective, objective_names, top_k_support
 from corral.llm.tiny import build_tokenizer
-from corral.llm.tokens import Few, thinned, token_rows, token_texts
+from corral.llm.tokens import CompletionSample, thin_rows, token_rows, token_texts
 from corral.llm.train import resume, train
 from corral.report.read import read_run
 from corral.run.folder import TOKENS, RunFolder
@@ -52,7 +52,7 @@ def test_every_objective_says_where_it_acted(name: str) -> None:
     assert out.acted is not None
     assert not (out.acted & ~given_batch.mask).any()
     assert float(out.metrics["tr/active_frac"]) == pytest.approx(out.acted.sum() / given_batch.mask.sum())
-    rows = token_rows(Few.of(given_batch, tokens, None), objective, build_tokenizer(), step=1, update=8)
+    rows = token_rows(CompletionSample.of(given_batch, tokens, None), objective, build_tokenizer(), step=1, update=8)
     acted = [action for row in rows for action in row["action"]]
     assert acted == [ACTIONS.get(name, "clipped") if here else "" for here in out.acted[given_batch.mask].tolist()]
     assert "" in acted
@@ -61,7 +61,9 @@ def test_every_objective_says_where_it_acted(name: str) -> None:
 
 def test_golden_rows_of_a_projection() -> None:
     given_batch, tokens = batch(2.0)
-    rows = token_rows(Few.of(given_batch, tokens, torch.tensor([1.0, 0.0, 0.25])), make_objective("troll"), build_tokenizer())
+    rows = token_rows(
+        CompletionSample.of(given_batch, tokens, torch.tensor([1.0, 0.0, 0.25])), make_objective("troll"), build_tokenizer()
+    )
     assert [row["reward"] for row in rows] == [1.0, 0.0, 0.25]
     assert [row["advantage"] for row in rows] == [1.0, -1.0, 0.5]
     for index, row in enumerate(rows):
@@ -80,7 +82,7 @@ def test_golden_rows_of_a_projection() -> None:
 def test_what_is_kept_holds_on_to_nothing() -> None:
     """A copy of a few rows, not a view into a batch of thousands, and no graph behind it."""
     given_batch, tokens = batch()
-    few = Few.of(given_batch, tokens, None, count=2)
+    few = CompletionSample.of(given_batch, tokens, None, count=2)
     assert few.batch.mask.shape == (2, 4)
     assert few.batch.dist_new is not None
     assert few.batch.dist_new.logp.untyped_storage().size() < 2 * 4 * 4 * 4 + 1
@@ -89,7 +91,7 @@ def test_what_is_kept_holds_on_to_nothing() -> None:
 
 def test_bounds_by_the_sign_of_the_advantage_and_objectives_without_any() -> None:
     given_batch, tokens = batch()
-    few, tokenizer = Few.of(given_batch, tokens, None), build_tokenizer()
+    few, tokenizer = CompletionSample.of(given_batch, tokens, None), build_tokenizer()
     assert [row["bound"] for row in token_rows(few, make_objective("clip_higher"), tokenizer)] == [0.28, 0.2, 0.28]
     assert [row["bound"] for row in token_rows(few, make_objective("dppo", bound_low=0.1), tokenizer)] == [0.2, 0.1, 0.2]
     (row, *_) = token_rows(few, make_objective("reinforce"), tokenizer)
@@ -99,7 +101,7 @@ def test_bounds_by_the_sign_of_the_advantage_and_objectives_without_any() -> Non
 def test_completions_without_live_tokens_have_no_row() -> None:
     given_batch, tokens = batch()
     given_batch.mask[1] = False
-    assert len(token_rows(Few.of(given_batch, tokens, None), make_objective("dppo"), build_tokenizer())) == 2
+    assert len(token_rows(CompletionSample.of(given_batch, tokens, None), make_objective("dppo"), build_tokenizer())) == 2
 
 
 class Pieces(PreTrainedTokenizerBase):
@@ -125,13 +127,13 @@ def rows_of(steps: list[int], tokens: int = 1) -> list[dict[str, Any]]:
 
 def test_golden_thinning() -> None:
     # Six steps of one token, room for four: every other step. Then every other new one comes in, until that is too many too.
-    rows = thinned(rows_of([1, 2, 3, 4, 5]), rows_of([6]), budget=4)
+    rows = thin_rows(rows_of([1, 2, 3, 4, 5]), rows_of([6]), budget=4)
     assert [row["step"] for row in rows] == [2, 4, 6]
-    assert [row["step"] for row in thinned(rows, rows_of([7]), budget=4)] == [2, 4, 6]
-    assert [row["step"] for row in thinned(rows, rows_of([8]), budget=4)] == [2, 4, 6, 8]
-    assert [row["step"] for row in thinned(rows_of([2, 4, 6, 8]), rows_of([10]), budget=4)] == [4, 8]
-    assert [row["step"] for row in thinned([], rows_of([3]), budget=4)] == [3]
-    assert len(thinned([], rows_of([1], tokens=9), budget=4)) == 1  # one step always stays
+    assert [row["step"] for row in thin_rows(rows, rows_of([7]), budget=4)] == [2, 4, 6]
+    assert [row["step"] for row in thin_rows(rows, rows_of([8]), budget=4)] == [2, 4, 6, 8]
+    assert [row["step"] for row in thin_rows(rows_of([2, 4, 6, 8]), rows_of([10]), budget=4)] == [4, 8]
+    assert [row["step"] for row in thin_rows([], rows_of([3]), budget=4)] == [3]
+    assert len(thin_rows([], rows_of([1], tokens=9), budget=4)) == 1  # one step always stays
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 9))
@@ -139,12 +141,12 @@ def test_a_break_changes_nothing_that_is_kept(steps: int, cut: int, budget: int)
     """Cut back to an earlier step and gone on with: the same steps stay as without the break."""
     whole: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
-        whole = thinned(whole, rows_of([step]), budget)
+        whole = thin_rows(whole, rows_of([step]), budget)
     assert len(whole) <= budget
     resumed = [row for row in whole if row["step"] <= cut]
     assume(len(resumed) > 1)  # from one row alone nobody can tell; a real budget leaves dozens
     for step in range(min(cut, steps) + 1, steps + 1):
-        resumed = thinned(resumed, rows_of([step]), budget)
+        resumed = thin_rows(resumed, rows_of([step]), budget)
     assert resumed == whole
 
 

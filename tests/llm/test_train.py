@@ -24,8 +24,8 @@ from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import prepare
 from corral.llm.rewards import RewardError, verifier
+from corral.llm.run_trainer import RunTrainer
 from corral.llm.sampler import Sampling, TransformersSampler
-from corral.llm.session import RunTrainer
 from corral.llm.subject import find_subject
 from corral.llm.train import resume, train
 from corral.llm.trainer import FUSED, CorralTrainer

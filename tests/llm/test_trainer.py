@@ -46,9 +46,9 @@ import corral
 import corral.llm.policy_head
 from corral import TokenBatch, gather_support, group_advantages, objective_names, reduce_loss, top_k_support
 from corral.llm import CorralConfig, CorralTrainer
-from corral.llm.config import REDUCTIONS
 from corral.llm.policy_head import SupportRequest, _HeadFunction
 from corral.llm.trainer import FUSED
+from corral.llm.trl_api import REDUCTIONS
 from corral.objective import OBJECTIVES
 from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
 from corral.objective.metrics import region_metrics

@@ -16,7 +16,7 @@ import pytest
 from packaging.version import Version
 
 from corral.llm import TRL_RANGE
-from corral.llm.config import check_trl
+from corral.llm.trl_api import check_trl
 
 RELEASES = ("1.7.0", "1.10.0", "1.14.2", "1.16.0")
 """Wrong averages; all logits; all logits behind other signatures; the fused head. (1.15.0 needs a GPU for it.)"""

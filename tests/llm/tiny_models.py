@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import GRPOTrainer
 
 from corral.llm import CorralConfig, CorralTrainer
-from corral.llm.config import REDUCTIONS, WRONG_BEFORE
+from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
 from corral.objective import ObjectiveFunction
 from corral.objective.config import ObjectiveConfig
 from corral.types import ObjectiveOutput, TokenBatch

@@ -14,9 +14,9 @@ from corral.audit.measure import measure
 from corral.audit.rules import Rules
 from corral.audit.summary import summarise
 from corral.objective import make_objective
-from corral.report.audit import audit_page, write_audit_page
-from corral.report.audit_figures import LogAxis
-from corral.report.audit_tokens import shown
+from corral.report.audit.figures import LogAxis
+from corral.report.audit.page import audit_page, write_audit_page
+from corral.report.audit.tokens import render_token
 from corral.run.files import RunError
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>\"'\u202egnp"
@@ -24,7 +24,7 @@ HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.o
 
 def page_of(path: Path, completions: dict[int, list[dict[str, Any]]], info: dict[str, Any] | None = None) -> str:
     folder = AuditFolder(path)
-    folder.begin({"what": "compared", "model": "m", "rules": RULES.described(), **(info or {})})
+    folder.begin({"what": "compared", "model": "m", "rules": RULES.as_dict(), **(info or {})})
     for update, rows in completions.items():
         folder.add(update, rows)
     folder.close()
@@ -98,7 +98,7 @@ def test_the_policy_lets_in_nothing_but_its_own(tmp_path: Path) -> None:
 )
 def test_every_kind_of_clipping_has_a_page(tmp_path: Path, rules: Rules) -> None:
     completions = {update: [drawn(40, seed=update + index, rules=rules) for index in range(3)] for update in (4, 8, 12)}
-    page = page_of(tmp_path / "audit", completions, {"rules": rules.described()})
+    page = page_of(tmp_path / "audit", completions, {"rules": rules.as_dict()})
     assert page.count("<svg") == 3
     assert "NaN" not in page
     assert "nan" not in re.sub(r"<(style|script)>.*?</\1>", "", page, flags=re.DOTALL)
@@ -120,7 +120,7 @@ def test_a_large_audit_fits(tmp_path: Path) -> None:
     rows = drawn(2000, vocabulary=60)
     rows["text"] = ["x" * 300] * 2000
     folder = AuditFolder(tmp_path / "audit")
-    folder.begin({"rules": RULES.described()})
+    folder.begin({"rules": RULES.as_dict()})
     for update in range(20):
         folder.add(update + 1, [rows, rows])
     folder.close()
@@ -130,7 +130,7 @@ def test_a_large_audit_fits(tmp_path: Path) -> None:
 
 def test_a_page_needs_a_folder(tmp_path: Path) -> None:
     folder = AuditFolder(tmp_path / "audit")
-    folder.begin({"rules": RULES.described()})
+    folder.begin({"rules": RULES.as_dict()})
     folder.add(1, [completion()])
     folder.close()
     info, table = read_audit(tmp_path / "audit")
@@ -139,11 +139,11 @@ def test_a_page_needs_a_folder(tmp_path: Path) -> None:
 
 
 def test_tokens_can_be_read() -> None:
-    assert shown(" \n") == "␣⏎"
-    assert shown(" a b\tc ") == "␣a b⇥c␣"
-    assert shown("  ") == "␣␣"
-    assert shown("") == "∅"
-    assert shown("\u202eabc") == "⟨U+202E⟩abc"
+    assert render_token(" \n") == "␣⏎"
+    assert render_token(" a b\tc ") == "␣a b⇥c␣"
+    assert render_token("  ") == "␣␣"
+    assert render_token("") == "∅"
+    assert render_token("\u202eabc") == "⟨U+202E⟩abc"
 
 
 def test_a_logarithmic_axis() -> None:

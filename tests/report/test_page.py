@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corral.report.content import Report, make_report
-from corral.report.document import LARGEST
+from corral.report.content import RunReport, make_report
 from corral.report.figures import BUDGET, METRICS, curve, points, stride
 from corral.report.groups import group_runs
-from corral.report.html import data_block, join, shortened, table, tag, visible
+from corral.report.html import LARGEST, data_block, join, shorten, table, tag, visible
 from corral.report.page import page, write_page
 from corral.report.read import read_run, read_runs
 from corral.run.files import RunError
@@ -79,7 +78,7 @@ def rounded(value: Any) -> Any:
     return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
-def contents(report: Report) -> dict[str, Any]:
+def contents(report: RunReport) -> dict[str, Any]:
     """All that the golden report must say, without where its runs lie."""
     for row in report.tables["runs"]:
         row["run"] = Path(row["run"]).name
@@ -198,7 +197,7 @@ def test_html_is_escaped_everywhere() -> None:
     assert tag("input", checked=True, disabled=False, data_x=1) == '<input checked data-x="1">'
     assert join(tag("b", "x"), "<", None) == "<b>x</b>&lt;"
     assert data_block("d", "</script>&") == '<script type="application/json" id="d">"\\u003c/script\\u003e\\u0026"</script>'
-    assert shortened("abcdef", 4) == "abcd … (2 more characters)"
+    assert shorten("abcdef", 4) == "abcd … (2 more characters)"
     rows = [{"a": "x", "b": "1 of 2", "c": "1"}, {"a": "y", "b": "3.0 %", "c": "z"}]
     cells = table(rows, {"a": "A", "b": "B", "c": "C"}, lambda key, row: row[key])
     assert '<td class="number">1 of 2</td><td>1</td>' in cells

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corral.report.compared import read_comparisons
+from corral.report.comparison import read_comparisons
 from corral.report.content import make_report
 from corral.report.figures import METRICS, curve
 from corral.report.page import write_page

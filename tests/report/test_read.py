@@ -16,7 +16,7 @@ from report.synthetic import write_run
 def test_a_whole_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", "troll", 3, tokens=True))
     assert (run.objective, run.task, run.model, run.seed, run.stopped) == ("troll", "countdown", "tiny", "3", "finished")
-    assert (run.steps, run.planned, len(run.lines)) == (8, 8, 9)
+    assert (run.steps, run.planned_steps, len(run.lines)) == (8, 8, 9)
     assert [step for step, _ in run.values("success")] == [0, 2, 4, 6, 8]
     assert len(run.completions) == 8
     assert run.tokens[0]["action"][1] == "projected"
@@ -49,7 +49,7 @@ def test_no_runs_is_a_sentence_that_says_what_was_looked_for(tmp_path: Path) -> 
 
 def test_a_run_in_progress(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", stopped=None))
-    assert (run.stopped, run.steps, run.planned) == ("not ended", 4, 8)
+    assert (run.stopped, run.steps, run.planned_steps) == ("not ended", 4, 8)
     assert run.objective == "troll"  # from the settings
     assert run.notes == ["summary.json is missing: it has not ended, or was killed."]
 

@@ -13,9 +13,9 @@ from corral.report.statistics import (
     Difference,
     Estimate,
     area_under_curve,
-    claimed,
-    collapsed,
+    can_claim,
     difference,
+    has_collapsed,
     holm,
     interquartile_curve,
     interquartile_mean,
@@ -172,7 +172,7 @@ def test_equal_objectives_are_seldom_told_apart() -> None:
     for _ in range(400):
         runs = [{str(seed): value for seed, value in enumerate(draw.normal(size=3))} for _ in range(4)]
         found = [difference(runs[i], runs[j]) for i in range(4) for j in range(i)]
-        false += any(claimed(one, holds) for one, holds in zip(found, holm([one.p for one in found]), strict=True))
+        false += any(can_claim(one, holds) for one, holds in zip(found, holm([one.p for one in found]), strict=True))
     assert false / 400 < 0.08
 
 
@@ -202,14 +202,14 @@ def test_steps_to_a_threshold() -> None:
 
 
 def test_collapse() -> None:
-    assert collapsed([(0.0, 0.2), (1.0, 0.6), (2.0, 0.2)], "finished")
-    assert not collapsed([(0.0, 0.2), (1.0, 0.6), (2.0, 0.4)], "finished")
-    assert not collapsed([(0.0, 0.02), (1.0, 0.01)], "finished")  # half is lost, but that is noise
+    assert has_collapsed([(0.0, 0.2), (1.0, 0.6), (2.0, 0.2)], "finished")
+    assert not has_collapsed([(0.0, 0.2), (1.0, 0.6), (2.0, 0.4)], "finished")
+    assert not has_collapsed([(0.0, 0.02), (1.0, 0.01)], "finished")  # half is lost, but that is noise
     # A return that came from −50 to 5 and ends with 2 lost 3 of 55; with −30 it lost 35, more than half of the way.
-    assert not collapsed([(0.0, -50.0), (1.0, 5.0), (2.0, 2.0)], "finished")
-    assert collapsed([(0.0, -50.0), (1.0, 5.0), (2.0, -30.0)], "finished")
-    assert collapsed([(0.0, 0.5)], "collapsed")
-    assert not collapsed([], "failed")
+    assert not has_collapsed([(0.0, -50.0), (1.0, 5.0), (2.0, 2.0)], "finished")
+    assert has_collapsed([(0.0, -50.0), (1.0, 5.0), (2.0, -30.0)], "finished")
+    assert has_collapsed([(0.0, 0.5)], "collapsed")
+    assert not has_collapsed([], "failed")
 
 
 def test_numbers_for_people() -> None:

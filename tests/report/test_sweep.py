@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from corral.report.sweep import SweepRow, cells, choose_setting, usable_range, value_text
+from corral.report.sweep.ranges import SweepRow, cells, choose_setting, usable_range, value_text
 
 
 def rows(finals: dict[float, list[float]], contestant: str = "troll", **more: object) -> list[SweepRow]:

@@ -7,7 +7,7 @@ import pytest
 
 from corral.report import outcomes, tables
 from corral.report.content import make_report
-from corral.report.groups import flat, group_runs, pairs
+from corral.report.groups import flatten, group_runs, pairs
 from corral.report.outcomes import areas, comparisons, default_threshold, finals, main_metric, results
 from corral.report.page import page
 from corral.report.read import read_run, read_runs
@@ -254,4 +254,4 @@ def test_secrets_within_settings_are_left_out(tmp_path: Path) -> None:
 
 
 def test_flat() -> None:
-    assert flat({"a": {"b": 1, "c": {}}, "d": "x", "e": None}) == {"a.b": "1", "a.c": "{}", "d": "x", "e": "null"}
+    assert flatten({"a": {"b": 1, "c": {}}, "d": "x", "e": None}) == {"a.b": "1", "a.c": "{}", "d": "x", "e": "null"}

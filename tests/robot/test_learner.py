@@ -365,7 +365,7 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"mean_bound": 0.0}, "`mean_bound` must be > 0"),
         ({"gamma": 1.5}, r"`gamma` must lie in \[0, 1\]"),
         ({"projection": "tv"}, "one of kl, wasserstein, frobenius; got 'tv'"),
-        ({"hidden": ()}, "`hidden` holds at least one whole number"),
+        ({"hidden": ()}, "`hidden` holds at least one entry, each of which is a whole number ≥ 1; got "),
         ({"points": 1}, "`points` is a whole number ≥ 2"),
         ({"jitter": 0.0}, "`jitter` must be > 0"),
         ({"regression": -1.0}, "`regression` must be finite and ≥ 0"),

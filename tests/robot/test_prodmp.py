@@ -364,7 +364,7 @@ def test_the_same_on_a_gpu():
         ({"tau": 0.0}, "`tau` must be finite and > 0"),
         ({"tau": math.nan}, "`tau` must be finite"),
         ({"alpha": math.inf}, "`alpha` must be finite"),
-        ({"delay": -0.1}, "`delay` is in seconds"),
+        ({"delay": -0.1}, "`delay` is a number of seconds and must be finite and ≥ 0"),
         ({"weights_scale": 0.0}, "`weights_scale` must be"),
     ],
 )

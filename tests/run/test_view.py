@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from corral.run.interrupt import STOPPING
-from corral.run.view import Clock, LiveView, PatientConsole, PlainView, View, count, make_view, number, readable, shorten
+from corral.run.view import Clock, LiveView, PatientConsole, PlainView, RunView, count, make_view, number, readable, shorten
 
 LINE = {
     "step": 1, "update": 8, "success": 0.25, "reward": 0.3, "entropy": 0.5, "tokens_per_second": 12345.6, "loss": 1.0,
@@ -19,7 +19,7 @@ ROWS = [
 ]
 
 
-def shown(view_cls: type[View], *, terminal: bool) -> str:
+def shown(view_cls: type[RunView], *, terminal: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
     view = view_cls(console, console)
@@ -78,16 +78,16 @@ def test_a_panel_that_never_began_can_be_closed() -> None:
 
 
 def test_quiet_shows_warnings_and_the_end() -> None:
-    assert shown(View, terminal=False).splitlines() == ["warning: the [policy] is collapsing", "finished after 4 steps"]
+    assert shown(RunView, terminal=False).splitlines() == ["warning: the [policy] is collapsing", "finished after 4 steps"]
 
 
 def test_the_view_follows_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(make_view(quiet=False)) is PlainView
-    assert type(make_view(quiet=True)) is View
+    assert type(make_view(quiet=True)) is RunView
     monkeypatch.setattr(PatientConsole, "is_terminal", True)
     monkeypatch.setattr(PatientConsole, "is_dumb_terminal", False)
     assert type(make_view(quiet=False)) is LiveView
-    assert type(make_view(quiet=False, silent=True)) is View
+    assert type(make_view(quiet=False, silent=True)) is RunView
 
 
 def test_a_silent_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

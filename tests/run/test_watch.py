@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from corral.run.guard import Guard, drop_gradients, gradient_state
-from corral.run.watch import CollapseWatch, Limits
+from corral.run.watch import CollapseLimits, CollapseWatch
 
 
 def observe(lines: list[dict[str, Any]], **limits: Any) -> list[str]:
-    watch = CollapseWatch(Limits(**limits))
+    watch = CollapseWatch(CollapseLimits(**limits))
     return [finding.sentence for line in lines for finding in watch.observe(line)]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from corral.task.pool import Pool
-from corral.task.sandbox import Job, Limits, SandboxResult
+from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxResult
 from corral.task.sandbox.backend import BACKENDS
+from corral.task.sandbox.pool import SandboxPool
 from corral.task.sandbox.worker import why_not
 
 
@@ -28,14 +28,16 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 @functools.cache
-def pool(backend: str) -> Pool:
+def pool(backend: str) -> SandboxPool:
     """One warm worker per backend, for all tests of a process; closed when it ends."""
-    return Pool(1, backend=backend)
+    return SandboxPool(1, backend=backend)
 
 
 def run(backend: str, code: str, stdin: str = "", timeout: float = 5.0, memory_mb: int = 256, **limits: int) -> SandboxResult:
     """One program in that worker."""
-    return pool(backend).run_one(Job(code=code, stdin=stdin, limits=Limits(timeout=timeout, memory_mb=memory_mb, **limits)))
+    return pool(backend).run_one(
+        SandboxJob(code=code, stdin=stdin, limits=SandboxLimits(timeout=timeout, memory_mb=memory_mb, **limits))
+    )
 
 
 def group(leader: int) -> list[str]:

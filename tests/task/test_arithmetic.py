@@ -7,9 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import corral.task.arithmetic as module
 from corral.llm.tiny import CHARACTERS
-from corral.task import make_task
+from corral.task import draws, make_task
 from corral.task.arithmetic import Arithmetic, places
 
 TASK = Arithmetic()
@@ -151,7 +150,7 @@ def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TASK.train_prompts(0, 0) == []
     with pytest.raises(ValueError, match=r"arithmetic: `count` .* cannot be negative; got -1"):
         TASK.train_prompts(-1, 0)
-    monkeypatch.setattr(module, "in_held_out_share", lambda text: False)
-    monkeypatch.setattr(module, "PATIENCE", 20)
+    monkeypatch.setattr(draws, "in_held_out_share", lambda text: False)
+    monkeypatch.setattr(draws, "MAX_MISSES", 20)
     with pytest.raises(ValueError, match="no held-out problem in 20 draws"):
         TASK.held_out_prompts(1, 0)

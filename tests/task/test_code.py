@@ -15,21 +15,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sandboxes import needs_a_sandbox
 
-from corral.task import Task, code_tests
+from corral.task import Task
 from corral.task.code import APPS, MBPP, Code, CodeTask, HumanEval
-from corral.task.code_extract import defines, extract_program
-from corral.task.code_problem import Agreement, Calls, Checks, Problem, Runs, grade_all, harness
-from corral.task.code_rows import apps_row, human_eval_row, mbpp_row, own_row
-from corral.task.code_tests import called_function
-from corral.task.code_value import Opaque, dumps, loads, same
+from corral.task.code import tests as code_tests
+from corral.task.code.extract import defines, extract_program
+from corral.task.code.problem import Agreement, Calls, Checks, Problem, Runs, grade_all, harness
+from corral.task.code.rows import apps_row, human_eval_row, mbpp_row, own_row
+from corral.task.code.tests import called_function
+from corral.task.code.value import Opaque, dumps, loads, same
 from corral.task.competition import MATH500, DAPOMath
 from corral.task.gsm8k import GSM8K
-from corral.task.pool import shared_pool
 from corral.task.rows import Malformed
-from corral.task.sandbox import Limits
+from corral.task.sandbox import SandboxLimits
+from corral.task.sandbox.pool import shared_pool
 
 TASK = Code()
-QUICK = Limits(timeout=2.0)
+QUICK = SandboxLimits(timeout=2.0)
 
 
 def grade(problem: Problem, completion: str, partial: bool = False) -> float:
@@ -528,7 +529,7 @@ def test_a_test_that_cannot_run_is_reported_and_not_held_against_the_model() -> 
         grade(problem, "def f(x): return 2 * x")
     for argument in ("lambda: 1", "[object()]", "{'other': [0, {1: print}]}", "1, x=iter([])"):
         problem = Problem(tests=Checks("f", "", (f"assert f({argument}) == 1",)))
-        with pytest.raises(ValueError, match="the tests of f cannot run: Stranger: an argument of the function"):
+        with pytest.raises(ValueError, match="the tests of f cannot run: NotPlainData: an argument of the function"):
             grade(problem, "def f(*x, **y): return 1")
     plain = Problem(tests=Checks("f", "", ("assert f({'other': ['other', ('other', 1)]}) != f(f(1))",)))
     assert grade(plain, "def f(x): return x") == 1.0
@@ -853,7 +854,7 @@ def test_repeated_prompts_with_other_tests_are_malformed(tmp_path: Path) -> None
     [
         ({"timeout": 0.0}, "`timeout`"),
         ({"memory_mb": 0}, "`memory_mb`"),
-        ({"workers": -1}, "`workers` is a whole number in 0..1024"),
+        ({"workers": -1}, "`workers` is a whole number in [0, 1024]"),
         ({"path": "/no/such/file.jsonl", "held_out": 0.5}, "cannot be read"),
     ],
 )

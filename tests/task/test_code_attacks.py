@@ -7,17 +7,18 @@ from collections.abc import Callable
 import pytest
 from sandboxes import needs_a_sandbox
 
-from corral.task import code_problem, code_tests
 from corral.task.code import Code
-from corral.task.code_compare import same_output
-from corral.task.code_problem import Agreement, Calls, Checks, Problem, grade_all
-from corral.task.code_value import dumps
+from corral.task.code import problem as code_problem
+from corral.task.code import tests as code_tests
+from corral.task.code.compare import same_output
+from corral.task.code.problem import Agreement, Calls, Checks, Problem, grade_all
+from corral.task.code.value import dumps
 from corral.task.grader import grader_counts
-from corral.task.pool import Pool, shared_pool
-from corral.task.sandbox import Job, Limits, SandboxResult
+from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxResult
+from corral.task.sandbox.pool import SandboxPool, shared_pool
 
 pytestmark = needs_a_sandbox
-QUICK = Limits(timeout=2.0)
+QUICK = SandboxLimits(timeout=2.0)
 
 
 def grade(problem: Problem, completion: str, partial: bool = False) -> float:
@@ -95,7 +96,7 @@ def test_a_forged_dict_takes_its_own_time_alone(numbers: Callable[[], list[int]]
     line = json.dumps({"value": ["dict", *([["int", f"{number:x}"], 0] for number in numbers())]})
     wide = Problem(tests=Calls("f", ((dumps([1]), dumps("x" * len(line))),)))  # as much as is expected may be written
     before = grader_counts().get("code", {}).get("timeout", 0)
-    forged, limits = WRITES.format(line=line.encode() + b"\n", entry="f").replace(" * 9", ""), Limits(timeout=0.4)
+    forged, limits = WRITES.format(line=line.encode() + b"\n", entry="f").replace(" * 9", ""), SandboxLimits(timeout=0.4)
     assert grade_all([wide], [forged], shared_pool(), limits) == [0.0]
     assert grader_counts()["code"]["timeout"] == before + 1
     assert grade(SQUARE, "def f(n): return n * n + 17") == 1.0
@@ -188,8 +189,8 @@ def test_references_are_run_before_any_program(monkeypatch: pytest.MonkeyPatch) 
     """Beside a program with 56 processes, a reference that has run out of time would end the run."""
     ran: list[str] = []
 
-    class Watched(Pool):
-        def run_one(self, job: Job) -> SandboxResult:
+    class Watched(SandboxPool):
+        def run_one(self, job: SandboxJob) -> SandboxResult:
             ran.append("reference" if "ref_func" in job.code else "program")
             return super().run_one(job)
 
@@ -199,7 +200,7 @@ def test_references_are_run_before_any_program(monkeypatch: pytest.MonkeyPatch) 
             [Problem(tests=one) for one in (*tests, tests[0])],
             [CROWD, *["def f(x): return x + 1"] * 3],
             pool,
-            Limits(timeout=1.0),
+            SandboxLimits(timeout=1.0),
         )
     assert rewards == [0.0, 1.0, 1.0, 1.0]
     assert ran == ["reference"] * 3 + ["program"] * 4
@@ -208,7 +209,7 @@ def test_references_are_run_before_any_program(monkeypatch: pytest.MonkeyPatch) 
 def test_a_reference_that_ran_out_of_time_is_tried_again_alone(caplog: pytest.LogCaptureFixture) -> None:
     tests = Agreement("f", (dumps([30]),), SLOW, "ref_func")
     with caplog.at_level(logging.WARNING, "corral.task"):
-        reward = grade_all([Problem(tests=tests)], ["def f(x): return x + 1"], shared_pool(), Limits(timeout=0.2))
+        reward = grade_all([Problem(tests=tests)], ["def f(x): return x + 1"], shared_pool(), SandboxLimits(timeout=0.2))
     assert reward == [1.0]
     assert "the reference of f failed within 0.2 s, and not with more time" in caplog.text
     assert code_problem._references[tests] == (dumps(31),)

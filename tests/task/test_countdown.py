@@ -4,16 +4,16 @@ import hashlib
 import operator
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import corral.task.countdown as module
-from corral.task import make_task
-from corral.task.countdown import Countdown, is_held_out
+from corral.task import draws, make_task
+from corral.task.countdown import Countdown, canonical
+from corral.task.draws import in_held_out_share
 
 TASK = Countdown()
 
@@ -34,6 +34,10 @@ def solutions(prompt: str, value_max: int = 99) -> set[str]:
             if step(value, number) in range(value_max + 1)
         }
     return {text for text, value, _ in paths if value == target}
+
+
+def is_held_out(numbers: Sequence[int], target: int) -> bool:
+    return in_held_out_share(canonical(numbers, target))
 
 
 def problem(prompt: str) -> tuple[tuple[int, ...], int]:
@@ -321,6 +325,6 @@ def test_a_negative_count_is_refused() -> None:
 
 
 def test_drawing_gives_up_where_there_is_nothing_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 20)
-    with pytest.raises(ValueError, match="no held-out problem in 20 draws; try a smaller `n`"):
+    monkeypatch.setattr(draws, "MAX_MISSES", 20)
+    with pytest.raises(ValueError, match=r"no held-out problem in 20 draws\. Try a smaller `n`"):
         Countdown(n=9, n_max=99).held_out_prompts(1, 0)

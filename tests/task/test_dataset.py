@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.task.dataset import Finite, Hub, split_by_share
+from corral.task.dataset import FiniteTask, Hub, split_by_share
 from corral.task.rows import Row, text_column
 
 
 @dataclass(frozen=True, kw_only=True)
-class Letters(Finite):
+class Letters(FiniteTask):
     """Problems of one letter."""
 
     name: ClassVar[str] = "letters"

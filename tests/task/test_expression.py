@@ -6,10 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import corral.task.expression as module
 from corral.llm.tiny import CHARACTERS
-from corral.task import make_task
-from corral.task.expression import BOUND, Expression, evaluated, parsed, worded
+from corral.task import draws, make_task
+from corral.task.expression import BOUND, Expression, evaluate, format_prompt, parse
 
 TASK = Expression()
 DOUBLE = "1>3 2>5 3>7 4>9:"
@@ -86,13 +85,13 @@ EXPRESSION = st.recursive(
 @given(text=EXPRESSION, x=st.integers(1, 9))
 def test_values_are_pythons(text: str, x: int) -> None:
     """Oracle: Python itself, on expressions that this test wrote."""
-    tree = parsed(text, 200)
+    tree = parse(text, 200)
     assert tree is not None
     try:
         value = eval(compile(ast.Expression(tree), "", "eval"), {"__builtins__": {}}, {"x": x})
     except ZeroDivisionError:
         value = None
-    mine = evaluated(tree, x)
+    mine = evaluate(tree, x)
     assert mine == value or (mine is None and value is not None)  # None too where it went beyond the bound on the way
     if mine is None and value is not None:
         steps = [node for node in ast.walk(tree) if isinstance(node, ast.expr)]
@@ -123,7 +122,7 @@ def test_there_are_many_problems() -> None:
     prompts = TASK.train_prompts(2_000, 0)
     assert len(set(prompts)) > 600
     assert prompts[:2] == ["1>6 2>12 3>18 4>24:", "1>-11 2>-10 3>-9 4>-8:"]
-    assert worded([6, 12, 18, 24]) == prompts[0]
+    assert format_prompt([6, 12, 18, 24]) == prompts[0]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
 
 
 def test_drawing_gives_up_where_there_is_nothing_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "in_held_out_share", lambda text: True)
-    monkeypatch.setattr(module, "PATIENCE", 20)
+    monkeypatch.setattr(draws, "in_held_out_share", lambda text: True)
+    monkeypatch.setattr(draws, "MAX_MISSES", 20)
     with pytest.raises(ValueError, match="no training problem in 20 draws"):
         TASK.train_prompts(1, 0)

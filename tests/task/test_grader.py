@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import corral.task.grader as grader
-from corral.task.grader import Pool, Verdict, grader_counts, pool
+from corral.task.grader import GraderPool, Verdict, grader_counts, grader_pool
 
 SCRIPT = Path(__file__).with_name("grader_that_fails.py")
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraderPool]:
     monkeypatch.setattr(grader, "SCRIPT", SCRIPT)
-    one = Pool("test", 2)
+    one = GraderPool("test", 2)
     yield one
     one.close()
 
@@ -45,10 +45,10 @@ def scores(verdicts: list[Verdict]) -> list[tuple[str, float]]:
     ],
 )
 def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(
-    failing: Pool, what: str, status: str, monkeypatch: pytest.MonkeyPatch
+    failing: GraderPool, what: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if what == "hang up":
-        monkeypatch.setattr(grader, "FAREWELL", 0.2)  # it does not go by itself
+        monkeypatch.setattr(grader, "EXIT_SECONDS", 0.2)  # it does not go by itself
     started = time.monotonic()
     assert scores(failing.grade([(what,), ("0.5",)], 0.3)) == [(status, 0.0), ("graded", 0.5)]
     assert scores(failing.grade([("0.25",)], 0.3)) == [("graded", 0.25)]
@@ -56,7 +56,7 @@ def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(
     assert time.monotonic() - started < 60
 
 
-def test_a_worker_that_reads_nothing_is_not_waited_for(failing: Pool) -> None:
+def test_a_worker_that_reads_nothing_is_not_waited_for(failing: GraderPool) -> None:
     """A pipe holds 64 KiB: a longer question has to wait for its reader, and that too has an end."""
     (one,) = failing.grade([("pid",)], 1.0)
     os.kill(int(one.score), signal.SIGSTOP)
@@ -68,14 +68,15 @@ def test_a_worker_that_reads_nothing_is_not_waited_for(failing: Pool) -> None:
     assert failing.grade([("0" * 1_000_000 + "1",)], 5.0) == [Verdict("graded", 1.0)]
 
 
-def test_a_worker_in_use_does_not_keep_its_pool_from_closing(failing: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grader, "FAREWELL", 0.2)
-    in_use = failing.idle.get()
+def test_a_worker_in_use_does_not_keep_its_pool_from_closing_and_is_ended_after(failing: GraderPool) -> None:
+    worker, uses = failing._take()
     closing = threading.Thread(target=failing.close, daemon=True)
     closing.start()
     closing.join(30)
     assert not closing.is_alive()
-    failing.idle.put(in_use)
+    assert worker.process.poll() is None
+    failing._put(worker, uses)
+    assert worker.process.poll() is not None
 
 
 def test_a_process_with_thousands_of_open_files_grades(tmp_path: Path) -> None:
@@ -84,20 +85,20 @@ def test_a_process_with_thousands_of_open_files_grades(tmp_path: Path) -> None:
         f"grader.SCRIPT = pathlib.Path({str(SCRIPT)!r})\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "held = [os.dup(0) for _ in range(1100)]\n"
-        "print(grader.Pool('test', 1).grade([('0.5',)], 1.0))\n"
+        "print(grader.GraderPool('test', 1).grade([('0.5',)], 1.0))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[Verdict(status='graded', score=0.5)]\n", done.stderr
 
 
-def test_many_answers_keep_their_order(failing: Pool) -> None:
+def test_many_answers_keep_their_order(failing: GraderPool) -> None:
     questions = [(str(number),) if number % 7 else ("die",) for number in range(40)]
     expected = [("graded", float(number)) if number % 7 else ("died", 0.0) for number in range(40)]
     assert scores(failing.grade(questions, 1.0)) == expected
     assert failing.grade([], 1.0) == []
 
 
-def test_any_thread_may_ask(failing: Pool) -> None:
+def test_any_thread_may_ask(failing: GraderPool) -> None:
     found: list[Verdict] = []
     threads = [threading.Thread(target=lambda: found.extend(failing.grade([("spin",), ("1",)], 0.2))) for _ in range(3)]
     for thread in threads:
@@ -107,7 +108,7 @@ def test_any_thread_may_ask(failing: Pool) -> None:
     assert sorted(scores(found)) == [("graded", 1.0)] * 3 + [("timeout", 0.0)] * 3
 
 
-def test_a_worker_that_someone_else_killed_is_replaced(failing: Pool) -> None:
+def test_a_worker_that_someone_else_killed_is_replaced(failing: GraderPool) -> None:
     (one,) = failing.grade([("pid",)], 1.0)
     os.kill(int(one.score), signal.SIGKILL)
     (other,) = failing.grade([("pid",)], 1.0)
@@ -116,7 +117,7 @@ def test_a_worker_that_someone_else_killed_is_replaced(failing: Pool) -> None:
     assert failing.counts == {"graded": 2}
 
 
-def test_workers_are_kept_and_ended(failing: Pool) -> None:
+def test_workers_are_kept_and_ended(failing: GraderPool) -> None:
     first, second = (failing.grade([("pid",)], 1.0)[0].score for _ in range(2))
     assert first == second
     failing.close()
@@ -124,22 +125,35 @@ def test_workers_are_kept_and_ended(failing: Pool) -> None:
         os.kill(int(first), 0)
 
 
-def test_a_forked_process_has_workers_of_its_own(failing: Pool) -> None:
-    failing.owner = -1  # as it looks from a fork
+def test_a_forked_process_has_workers_of_its_own(failing: GraderPool) -> None:
     (one,) = failing.grade([("pid",)], 1.0)
+    failing._owner = -1  # as it looks from a fork
+    with pytest.raises(RuntimeError, match="open another one after a fork"):
+        failing.grade([("pid",)], 1.0)
     failing.close()
     os.kill(int(one.score), 0)  # it lives: it is not this process's to end
-    failing.owner = os.getpid()
+    failing._owner = os.getpid()
 
 
-def test_ctrl_c_is_not_for_graders(failing: Pool) -> None:
+def test_however_many_threads_ask_there_are_no_more_workers_than_the_pool_has_room_for(failing: GraderPool) -> None:
+    found: list[Verdict] = []
+    threads = [threading.Thread(target=lambda: found.extend(failing.grade([("pid",)], 1.0))) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 12
+    assert len({verdict.score for verdict in found}) <= 2
+
+
+def test_ctrl_c_is_not_for_graders(failing: GraderPool) -> None:
     (one,) = failing.grade([("pid",)], 1.0)
     os.kill(int(one.score), signal.SIGINT)
     time.sleep(0.1)
     assert failing.grade([("pid",)], 1.0) == [one]
 
 
-def test_failures_are_said_at_the_first_the_tenth_and_so_on(failing: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_said_at_the_first_the_tenth_and_so_on(failing: GraderPool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="corral.task"):
         failing.grade([("nonsense",)] * 12, 1.0)
     assert [record.getMessage() for record in caplog.records] == [
@@ -149,14 +163,14 @@ def test_failures_are_said_at_the_first_the_tenth_and_so_on(failing: Pool, caplo
 
 def test_a_grader_that_cannot_start_is_an_error_and_not_a_zero() -> None:
     with pytest.raises(RuntimeError, match=r"does not start: .* says why"):
-        Pool("no such kind", 1).grade([("1",)], 1.0)
+        GraderPool("no such kind", 1).grade([("1",)], 1.0)
 
 
 def test_graders_end_with_their_process(tmp_path: Path) -> None:
     script = (
-        "from corral.task.grader import Pool\nimport corral.task.grader as grader, pathlib, os, signal\n"
+        "from corral.task.grader import GraderPool\nimport corral.task.grader as grader, pathlib, os, signal\n"
         f"grader.SCRIPT = pathlib.Path({str(SCRIPT)!r})\n"
-        "print(int(Pool('test', 1).grade([('pid',)], 1.0)[0].score), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(int(GraderPool('test', 1).grade([('pid',)], 1.0)[0].score), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -170,11 +184,11 @@ def test_graders_end_with_their_process(tmp_path: Path) -> None:
 
 
 def test_one_pool_of_a_kind_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pool("math") is pool("math")
+    assert grader_pool("math") is grader_pool("math")
     assert "math" in grader_counts()
     monkeypatch.setattr(grader, "_POOLS", {})
     monkeypatch.setattr(grader, "cores", lambda: 1)
-    assert pool("math").size == 1
+    assert grader_pool("math").size == 1
     monkeypatch.setattr(grader, "_POOLS", {})
     monkeypatch.setattr(grader, "cores", lambda: 256)
-    assert pool("math").size == grader.LARGEST == 4
+    assert grader_pool("math").size == grader.MAX_WORKERS == 4

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from corral.task import code_harness
 from corral.task.answer import extract, one_number
 from corral.task.arithmetic import Arithmetic
-from corral.task.code_compare import COMPARISONS, same_output
-from corral.task.code_extract import defines, extract_program
-from corral.task.code_value import dumps
+from corral.task.code import harness as code_harness
+from corral.task.code.compare import COMPARISONS, same_output
+from corral.task.code.extract import defines, extract_program
+from corral.task.code.value import dumps
 from corral.task.countdown import Countdown
 from corral.task.expression import Expression
-from corral.task.grader import pool
+from corral.task.grader import grader_pool
 from corral.task.math import same_number
 
 RESULTS = 5_000
@@ -98,7 +98,7 @@ def test_no_forged_result_raises_hangs_or_passes() -> None:
         expected = [dumps(draw.choice(EXPECTED)) for _ in range(3)]
         output = "\n".join(line(draw) for _ in range(3))
         questions.append((draw.choice(list(COMPARISONS)), draw.choice([0.0, 1e-6]), output, expected))
-    verdicts = pool("code").grade(questions, SECONDS)
+    verdicts = grader_pool("code").grade(questions, SECONDS)
     assert [number for number, verdict in enumerate(verdicts) if verdict.score > 0] == []
     assert [number for number, verdict in enumerate(verdicts) if verdict.status in ("died", "error")] == []
     ended = sum(verdict.status == "timeout" for verdict in verdicts)
@@ -108,7 +108,7 @@ def test_no_forged_result_raises_hangs_or_passes() -> None:
 def test_the_right_results_pass_the_same_way() -> None:
     lines = [json.dumps({"value": json.loads(dumps(expected))}) for expected in EXPECTED]
     questions = [("same", 0.0, "\n".join(lines), [dumps(expected) for expected in EXPECTED])]
-    assert pool("code").grade(questions, SECONDS)[0].score == len(EXPECTED)
+    assert grader_pool("code").grade(questions, SECONDS)[0].score == len(EXPECTED)
 
 
 def test_no_forged_answer_passes_a_test_or_keeps_it_from_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

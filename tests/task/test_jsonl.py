@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from corral.task import columns_of, make_task, messages_of, text_of, verify_all
-from corral.task.jsonl import checked_reward
+from corral.task.jsonl import read_reward
 
 
 def write(folder: Path, rows: list[Any], name: str = "mine.jsonl") -> str:
@@ -164,7 +164,7 @@ def test_the_text_of_a_completion(chat: Any, text: str) -> None:
         ),
         ({"path": "mine.jsonl", "prompt_column": "text"}, "there is no `text`; the row has prompt, answer"),
         ({"path": "mine.jsonl", "verifier": "number"}, "line 1: `answer` should be one number; got 'x'"),
-        ({"path": "mine.jsonl", "unsafe_code_execution": "no"}, "`unsafe_code_execution` is true or false; got 'no'"),
+        ({"path": "mine.jsonl", "unsafe_code_execution": "no"}, "`unsafe_code_execution` is one of True, False; got 'no'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -185,7 +185,7 @@ def test_rewards_are_numbers_from_0_to_1(value: Any) -> None:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = -1.0
     if 0 <= number <= 1:
-        assert checked_reward("mine", value) == number
+        assert read_reward("mine", value) == number
     else:
         with pytest.raises(ValueError, match="the verifier mine gave"):
-            checked_reward("mine", value)
+            read_reward("mine", value)

@@ -143,8 +143,8 @@ def test_what_a_busy_machine_may_have_done_is_asked_again(monkeypatch: pytest.Mo
         def grade(self, questions: list[tuple[str, str]], seconds: float) -> list[Verdict]:
             return [next(self.verdicts) for _ in questions]
 
-    monkeypatch.setattr(module, "pool", lambda kind: Moody())
-    monkeypatch.setattr(module, "KNOWN", {})
+    monkeypatch.setattr(module, "grader_pool", lambda kind: Moody())
+    monkeypatch.setattr(module, "VERDICTS", {})
     assert [right("42", "6 \\cdot 7") for _ in range(4)] == [False, False, True, True]
 
 
@@ -156,15 +156,15 @@ def test_a_verdict_is_remembered() -> None:
 
 
 def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KNOWN_LIMIT", 2)
-    monkeypatch.setattr(module, "KNOWN", {})
+    monkeypatch.setattr(module, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(module, "VERDICTS", {})
     assert same_mathematics(["5", "6", "7"], ["2+3", "2+3", "2+5"], 2.0) == [True, False, True]
     assert same_mathematics(["5", "8"], ["2+3", "9-1"], 2.0) == [True, True]
-    assert len(module.KNOWN) <= 3
+    assert len(module.VERDICTS) <= 3
 
 
 def test_whole_numbers_and_equal_texts_need_no_grader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "pool", None)
+    monkeypatch.setattr(module, "grader_pool", None)
     answers = ["42", "-42", "042", r"\text{Evelyn}", "41"]
     assert same_mathematics(["42", "-42", "42", r"\text{Evelyn}", "42"], answers, 2.0) == [True, True, True, True, False]
 
@@ -266,10 +266,10 @@ def test_numbers_never_raise(completion: str, gold: int) -> None:
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"format_weight": 1.5}, "one: `format_weight` is a number from 0 to 1; got 1.5"),
-        ({"format_weight": True}, "one: `format_weight` is a number"),
-        ({"time_limit": 0}, "one: `time_limit` is above 0"),
-        ({"form": "box"}, "one: `form` is boxed or ####; got 'box'"),
+        ({"format_weight": 1.5}, r"one: `format_weight` must lie in \[0, 1\]; got 1.5"),
+        ({"format_weight": True}, "one: `format_weight` must lie in"),
+        ({"time_limit": 0}, r"one: `time_limit` is a number of seconds and must lie in \(0, 3600\]"),
+        ({"form": "box"}, "one: `form` is one of boxed, ####; got 'box'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

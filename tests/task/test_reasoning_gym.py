@@ -73,7 +73,7 @@ def test_seeds_of_the_splits_never_meet(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_small_generator_comes_round_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One term of one digit: ten questions, asked under many seeds."""
-    monkeypatch.setattr(module, "PATIENCE", 200)
+    monkeypatch.setattr(module, "MAX_MISSES", 200)
     task = ReasoningGym(generator="chain_sum", settings={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1})
     held_out, train = task.held_out_prompts(50, 0), task.train_prompts(50, 0)
     there = set(train)
@@ -111,7 +111,7 @@ def test_settings_reach_the_generator() -> None:
         ({"generator": "chain_sum", "settings": {"min_terms": -1}}, r"chain_sum refuses \{'min_terms': -1\}: AssertionError"),
         ({"generator": "chain_sum", "settings": {"seed": 1}}, "`seed` is decided by the task"),
         ({"generator": "composite"}, "composite refuses {}: AssertionError"),
-        ({"time_limit": 0.0}, "`time_limit` is above 0"),
+        ({"time_limit": 0.0}, "`time_limit` is a number of seconds"),
         ({"max_completion_length": 0}, "`max_completion_length` is a whole number"),
     ],
 )

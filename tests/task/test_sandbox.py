@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sandboxes import EVERY_BACKEND, alive_after_a_while, needs_a_sandbox, needs_root, reason, run
 
 import corral.task.sandbox as sandbox
-from corral.task.sandbox import Job, Limits, SandboxUnavailable, Worker, run_python
+from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxUnavailable, SandboxWorker, run_python
 from corral.task.sandbox import backend as backends
 from corral.task.sandbox import view as views
 from corral.task.sandbox.inside import filter, syscalls
@@ -231,20 +231,20 @@ def test_chance_is_new_for_every_program(backend: str) -> None:
 def test_two_programs_that_talk(backend: str) -> None:
     asks = "import sys\nfor i in range(3):\n    print(i, flush=True)\n    sys.stderr.write(input())"
     answers = "import sys\nfor line in sys.stdin:\n    print(int(line) ** 2, flush=True)"
-    with Worker(backend) as one, Worker(backend) as other:
+    with SandboxWorker(backend) as one, SandboxWorker(backend) as other:
         pair = (one, other)
-        first, second = run_connected(pair, Job(code=asks), Job(code=answers))
+        first, second = run_connected(pair, SandboxJob(code=asks), SandboxJob(code=answers))
         assert (first.status, first.stderr, second.status) == ("ok", "014", "ok")
-        first, second = run_connected(pair, Job(code=asks), Job(code="1/0"))
+        first, second = run_connected(pair, SandboxJob(code=asks), SandboxJob(code="1/0"))
         assert (first.status, second.status) == ("error", "error")
-        quick = Limits(timeout=0.3)
-        first, second = run_connected(pair, Job(code="input()", limits=quick), Job(code="input()", limits=quick))
+        quick = SandboxLimits(timeout=0.3)
+        first, second = run_connected(pair, SandboxJob(code="input()", limits=quick), SandboxJob(code="input()", limits=quick))
         assert "timeout" in {first.status, second.status} <= {"timeout", "error"}  # the end of one may end the other's input
         closes = "import os, sys, time\nos.close(1)\ntime.sleep(.5)"  # its end of the pipe, seen before its own end
         reads = (
             "import sys, time\nstart = time.monotonic()\nsys.stdin.read()\nsys.stderr.write(str(time.monotonic() - start < .4))"
         )
-        _, second = run_connected(pair, Job(code=closes), Job(code=reads))
+        _, second = run_connected(pair, SandboxJob(code=closes), SandboxJob(code=reads))
         assert (second.status, second.stderr) == ("ok", "True")
 
 
@@ -317,9 +317,9 @@ def test_everything_ends_with_the_process_that_started_it(backend: str) -> None:
         for name, path in (("corral", {root!r}), ("corral.task", {root!r} + "/task")):  # without what they import
             sys.modules[name] = types.ModuleType(name)
             sys.modules[name].__path__ = [path]
-        from corral.task.sandbox import Job, Worker
-        worker = Worker({backend!r})
-        threading.Thread(target=worker.run, args=(Job(code="while True: pass"),), daemon=True).start()
+        from corral.task.sandbox import SandboxJob, SandboxWorker
+        worker = SandboxWorker({backend!r})
+        threading.Thread(target=worker.run, args=(SandboxJob(code="while True: pass"),), daemon=True).start()
         time.sleep(.3)
         print(worker.process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -370,23 +370,30 @@ def test_an_ordinary_user_gets_the_same_sandbox(backend: str) -> None:
 
 
 def test_only_the_interpreter_and_libraries_are_in_view() -> None:
-    seen = views.view()
+    seen = views.file_view()
     home = os.path.expanduser("~")
-    assert views.interpreter() in seen.paths or any(views.inside(views.interpreter(), path) for path in seen.paths)
+    assert views.interpreter() in seen.paths or any(views.is_inside(views.interpreter(), path) for path in seen.paths)
     for path in seen.paths:
         assert path not in ("/", "/usr", "/home", "/root", home, sys.base_prefix, sys.prefix)
     ours = str(Path(sandbox.__file__).parents[2])
-    visible = any(views.inside(ours, path) for path in seen.paths)
-    assert not visible or any(views.inside(ours, path) for path in seen.hidden)
+    visible = any(views.is_inside(ours, path) for path in seen.paths)
+    assert not visible or any(views.is_inside(ours, path) for path in seen.hidden)
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_installed_packages_are_hidden_and_paths_of_the_user_absent(backend: str) -> None:
-    paths = [*views.view().hidden, os.getcwd(), os.path.expanduser("~"), str(Path(sandbox.__file__).parent), "/work", "/home"]
+    paths = [
+        *views.file_view().hidden,
+        os.getcwd(),
+        os.path.expanduser("~"),
+        str(Path(sandbox.__file__).parent),
+        "/work",
+        "/home",
+    ]
     code = f"import os\nfor p in {paths!r}:\n    print(p, os.listdir(p) if os.path.exists(p) else None)"
     for line, path in zip(run(backend, code).stdout.splitlines(), paths, strict=True):
         _, _, there = line.rpartition(" ") if line.endswith(("None", "[]")) else line.partition(" ")
-        is_parent = any(views.inside(one, path) for one in views.view().paths)
+        is_parent = any(views.is_inside(one, path) for one in views.file_view().paths)
         assert there in ("None", "[]") or is_parent, line
         if is_parent and path == os.path.expanduser("~"):  # the interpreter lives at home: one branch leads there
             assert there.count("'") == 2, line
@@ -396,7 +403,7 @@ def test_installed_packages_are_hidden_and_paths_of_the_user_absent(backend: str
 
 
 def test_without_namespaces_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sandbox, "available_backend", lambda _: backends.choose(lambda name: "it is switched off"))
+    monkeypatch.setattr(sandbox.pool, "available_backend", lambda _: backends.choose(lambda name: "it is switched off"))
     touched = tmp_path / "touched"
     with pytest.raises(SandboxUnavailable) as refused:
         run_python(f"open({str(touched)!r}, 'w')")
@@ -462,7 +469,7 @@ def test_asking_for_the_unsafe_way_still_uses_the_wall_where_there_is_one() -> N
 def test_a_missing_bubblewrap_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.shutil, "which", lambda name: None)
     with pytest.raises(SandboxUnavailable, match="not installed"):
-        backends.bubblewrap()
+        backends._bubblewrap()
 
 
 @pytest.mark.parametrize(
@@ -477,8 +484,8 @@ def test_a_missing_bubblewrap_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_the_unsafe_way_has_the_same_statuses(status: str, code: str) -> None:
-    limits = Limits(timeout=0.5 if status == "timeout" else 10.0, memory_mb=256)
-    result = run_unsafe(Job(code=code, stdin="line", limits=limits))
+    limits = SandboxLimits(timeout=0.5 if status == "timeout" else 10.0, memory_mb=256)
+    result = run_unsafe(SandboxJob(code=code, stdin="line", limits=limits))
     assert result.status == status, result
     assert status != "ok" or result.stdout == "line\n"
 
@@ -486,14 +493,15 @@ def test_the_unsafe_way_has_the_same_statuses(status: str, code: str) -> None:
 def test_the_unsafe_way_does_not_wait_for_daemons() -> None:
     started = time.monotonic()
     code = "import os, time\nprint('done', flush=True)\nif os.fork() == 0: time.sleep(60)"
-    result = run_unsafe(Job(code=code))
+    result = run_unsafe(SandboxJob(code=code))
     assert (result.status, result.stdout) == ("ok", "done\n")
     assert time.monotonic() - started < 5
 
 
 def test_two_programs_that_talk_the_unsafe_way() -> None:
     first, second = run_unsafe_connected(
-        Job(code="print(7, flush=True)\nimport sys; sys.stderr.write(input())"), Job(code="print(int(input()) + 1)")
+        SandboxJob(code="print(7, flush=True)\nimport sys; sys.stderr.write(input())"),
+        SandboxJob(code="print(int(input()) + 1)"),
     )
     assert (first.status, first.stderr, second.status) == ("ok", "8", "ok")
 
@@ -504,25 +512,25 @@ def test_two_programs_that_talk_the_unsafe_way() -> None:
 @pytest.mark.parametrize(
     ("settings_", "words"),
     [
-        ({"timeout": 0}, "`timeout` is a number of seconds above 0"),
+        ({"timeout": 0}, "`timeout` is a number of seconds and must lie in (0, 86400.0]"),
         ({"timeout": -1.0}, "got -1.0"),
         ({"timeout": float("inf")}, "got inf"),
         ({"timeout": float("nan")}, "got nan"),
-        ({"memory_mb": 0}, "`memory_mb` is a whole number of MiB"),
+        ({"memory_mb": 0}, "`memory_mb` is a number of MiB, a whole number in [1, 1048576]"),
         ({"memory_mb": 1 << 40}, "`memory_mb`"),
-        ({"output": 0}, "`output` is a whole number above 0"),
+        ({"output": 0}, "`output` is a whole number ≥ 1"),
         ({"processes": -1}, "`processes`"),
     ],
 )
 def test_impossible_limits_are_refused(settings_: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        Limits(**settings_)
+        SandboxLimits(**settings_)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_only_text_is_run() -> None:
     with pytest.raises(TypeError, match="`code` is text"):
-        Job(code=b"print(1)")
+        SandboxJob(code=b"print(1)")
     with pytest.raises(ValueError, match="`backend` is one of bwrap, unshare"):
         run_python("", backend="docker")
 
@@ -567,7 +575,7 @@ def test_the_filter_lets_through_the_list_and_nothing_else(machine: str, column:
         verdict = interpret(program, number, architecture=architecture)
         if number not in allowed:
             assert verdict == 0x00050026, number  # ENOSYS is 38
-        elif allowed[number] in filter.ONLY and 0 not in filter.ONLY[allowed[number]][1]:
+        elif allowed[number] in filter.ALLOWED_VALUES and 0 not in filter.ALLOWED_VALUES[allowed[number]][1]:
             assert verdict == 0x00050001, allowed[number]  # EPERM is 1; these arguments are all 0
         else:
             assert verdict == 0x7FFF0000, allowed[number]
@@ -623,3 +631,7 @@ def test_golden_arguments_of_the_filter() -> None:
 def test_an_unknown_machine_has_no_filter() -> None:
     with pytest.raises(ValueError, match="no list of system calls for riscv64"):
         filter.build("riscv64")
+
+
+def test_old_names_stay_for_one_release() -> None:
+    assert (sandbox.Job, sandbox.Limits, sandbox.Worker) == (SandboxJob, SandboxLimits, SandboxWorker)

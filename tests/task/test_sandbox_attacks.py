@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sandboxes import EVERY_BACKEND, group, run
 
-from corral.task.sandbox import Job, Worker, run_python
+from corral.task.sandbox import SandboxJob, SandboxWorker, run_python
 from corral.task.sandbox.worker import run_connected
 
 pytestmark = pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -243,10 +243,10 @@ def test_no_secret_of_the_parent_is_in_memory(backend: str, monkeypatch: pytest.
 
 def test_one_program_leaves_nothing_in_the_memory_of_the_next(backend: str) -> None:
     # Both are forked from one process; it must never have held the first one's text, input or output.
-    with Worker(backend) as worker:
+    with SandboxWorker(backend) as worker:
         for _ in range(3):
-            assert worker.run(Job(code=f"x = '{SECRET}' * 100\nprint(input())", stdin=SECRET * 100)).status == "ok"
-        assert worker.run(Job(code=SCAN)).stdout == "True 0\n"
+            assert worker.run(SandboxJob(code=f"x = '{SECRET}' * 100\nprint(input())", stdin=SECRET * 100)).status == "ok"
+        assert worker.run(SandboxJob(code=SCAN)).stdout == "True 0\n"
 
 
 def test_no_file_is_open_but_the_three(backend: str) -> None:
@@ -283,11 +283,11 @@ print({name: value for name, value in seen.items() if not isinstance(value, floa
 
 def test_frames_do_not_tell_what_ran_before(backend: str) -> None:
     forks = "import os\nfor _ in range(30):\n    if os.fork() == 0: os._exit(0)\n    os.wait()"
-    with Worker(backend) as worker:
+    with SandboxWorker(backend) as worker:
         found = []
         for before in ("", forks, "bytearray(1 << 40)"):
-            worker.run(Job(code=before))
-            found.append(re.sub(r"'[0-9a-f]{16}'", "RANDOM", worker.run(Job(code=FRAMES)).stdout))
+            worker.run(SandboxJob(code=before))
+            found.append(re.sub(r"'[0-9a-f]{16}'", "RANDOM", worker.run(SandboxJob(code=FRAMES)).stdout))
     assert found[0] == found[1] == found[2]
     assert "RANDOM" in found[0]  # the id of a run is there, and tells nothing
 
@@ -308,16 +308,16 @@ print(attempt(lambda: os.kill({os.getpid()}, 9)), attempt(lambda: os.kill({os.ge
 @pytest.mark.parametrize("number", [1, 2, 9, 10, 15, 17, 19, 24, 34, 64])
 def test_the_first_process_feels_no_signal(backend: str, number: int) -> None:
     code = f"import time\nos.kill(1, {number}); time.sleep(.05); print(attempt(lambda: os.kill(1, 0)))"
-    with Worker(backend) as worker:
-        assert worker.run(Job(code=TRY + code)).stdout == "did it: None\n"
-        assert worker.run(Job(code="print('next')")).stdout == "next\n"  # nor did its memory, which is the worker's
+    with SandboxWorker(backend) as worker:
+        assert worker.run(SandboxJob(code=TRY + code)).stdout == "did it: None\n"
+        assert worker.run(SandboxJob(code="print('next')")).stdout == "next\n"  # nor did its memory, which is the worker's
 
 
 def test_killing_everything_kills_oneself_at_most(backend: str) -> None:
-    with Worker(backend) as worker:
-        assert worker.run(Job(code="import os, signal; os.kill(-1, 9); print('alive')")).status in ("ok", "error")
-        assert worker.run(Job(code="import os, signal; os.killpg(0, 9); print('alive')")).status == "error"
-        assert worker.run(Job(code="print('next')")).stdout == "next\n"
+    with SandboxWorker(backend) as worker:
+        assert worker.run(SandboxJob(code="import os, signal; os.kill(-1, 9); print('alive')")).status in ("ok", "error")
+        assert worker.run(SandboxJob(code="import os, signal; os.killpg(0, 9); print('alive')")).status == "error"
+        assert worker.run(SandboxJob(code="print('next')")).stdout == "next\n"
 
 
 # Numbers of x86_64; on other machines the same calls by name.
@@ -410,16 +410,16 @@ print(oct(os.umask(0)), os.environ.get("LEFT"), sys.getrecursionlimit())
 
 
 def test_a_program_finds_nothing_of_the_one_before_it(backend: str) -> None:
-    with Worker(backend) as worker:
-        before = worker.run(Job(code=TRY + FINDS)).stdout
+    with SandboxWorker(backend) as worker:
+        before = worker.run(SandboxJob(code=TRY + FINDS)).stdout
         assert before == "2 3 ESRCH [] [] did it: None 0o77 None 1000\n"
-        assert worker.run(Job(code=TRY + LEAVES)).status == "ok"
-        assert worker.run(Job(code=TRY + FINDS)).stdout == before
+        assert worker.run(SandboxJob(code=TRY + LEAVES)).status == "ok"
+        assert worker.run(SandboxJob(code=TRY + FINDS)).stdout == before
 
 
 def test_a_worker_gathers_nothing(backend: str) -> None:
     codes = ["print(1)", "1/0", "import os; os.fork(); os.setsid(); os.fork()", TRY + LEAVES]
-    with Worker(backend) as worker:
+    with SandboxWorker(backend) as worker:
 
         def belongings() -> list[tuple[int, int, int]]:
             members = [Path("/proc", pid) for pid in group(worker.process.pid)]
@@ -427,10 +427,10 @@ def test_a_worker_gathers_nothing(backend: str) -> None:
             files = [len(os.listdir(member / "fd")) for member in members]
             return sorted(zip(mounts, files, [len(list(member.glob("task/*"))) for member in members], strict=True))
 
-        worker.run(Job(code=""))
+        worker.run(SandboxJob(code=""))
         before = belongings()
         for code in codes * 3:
-            worker.run(Job(code=code))
+            worker.run(SandboxJob(code=code))
         assert belongings() == before
 
 
@@ -456,8 +456,8 @@ for pid in range(3, 100): attempt(lambda: os.kill(pid, 9))
 time.sleep(.3)
 """
     looks = """sys.stderr.write(f"{input()} {os.listdir('/tmp')}")"""
-    with Worker(backend) as one, Worker(backend) as other:
-        first, second = run_connected((one, other), Job(code=TRY + mischief), Job(code=TRY + looks))
+    with SandboxWorker(backend) as one, SandboxWorker(backend) as other:
+        first, second = run_connected((one, other), SandboxJob(code=TRY + mischief), SandboxJob(code=TRY + looks))
     assert (first.status, second.status) == ("ok", "ok")
     assert second.stderr == "ESRCH []"
 
@@ -699,7 +699,7 @@ def test_a_worker_serves_on_after_every_kind_of_end(backend: str) -> None:
         "bytearray(1 << 40)",
         "import os; os.kill(0, 9)",
     ]
-    with Worker(backend) as worker:
+    with SandboxWorker(backend) as worker:
         for code in ends:
-            assert worker.run(Job(code=code)).status != "ok"
-            assert worker.run(Job(code="print(6 * 7)")).stdout == "42\n"
+            assert worker.run(SandboxJob(code=code)).status != "ok"
+            assert worker.run(SandboxJob(code="print(6 * 7)")).stdout == "42\n"

@@ -11,11 +11,11 @@ import pytest
 from sandboxes import EVERY_BACKEND, needs_a_sandbox, run
 
 from corral.cli.doctor import sandbox as doctor_row
-from corral.task.sandbox import Job, Limits, Worker, cgroup
-from corral.task.sandbox.worker import CGROUP, LOOK, memory_bound
+from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxWorker, cgroup
+from corral.task.sandbox.worker import CGROUP, POLLING, memory_bound
 
 ROOT = str(Path(cgroup.__file__).parents[2])
-SMALL = Limits(memory_mb=64, timeout=20.0)
+SMALL = SandboxLimits(memory_mb=64, timeout=20.0)
 FEW = 0.5
 """Seconds that a program which holds what it may not is given to hold on to it."""
 
@@ -149,43 +149,43 @@ except ChildProcessError: pass
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("lends", [True, False], ids=["cgroup", "no cgroup"])
 def test_all_processes_together_are_bounded(backend: str, lends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if lends and cgroup.lent() is None:
+    if lends and cgroup.find_cgroup_parent() is None:
         pytest.skip("no memory cgroup is lent here")
     if not lends:
-        monkeypatch.setattr("corral.task.sandbox.worker.lent", lambda: None)
-    with Worker(backend) as worker:
+        monkeypatch.setattr("corral.task.sandbox.worker.find_cgroup_parent", lambda: None)
+    with SandboxWorker(backend) as worker:
         assert (worker.group is not None) == lends
         started = time.monotonic()
-        assert worker.run(Job(code=FORKS, limits=SMALL)).status == "memory"
+        assert worker.run(SandboxJob(code=FORKS, limits=SMALL)).status == "memory"
         assert time.monotonic() - started < 15
-        assert worker.run(Job(code="print('fine')")).stdout == "fine\n"
+        assert worker.run(SandboxJob(code="print('fine')")).stdout == "fine\n"
 
 
-needs_a_cgroup = pytest.mark.skipif(cgroup.lent() is None, reason="no memory cgroup is lent here")
+needs_a_cgroup = pytest.mark.skipif(cgroup.find_cgroup_parent() is None, reason="no memory cgroup is lent here")
 
 
 @needs_a_cgroup
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_the_kernel_holds_all_of_a_worker_to_its_limit(backend: str) -> None:
-    with Worker(backend) as worker:
+    with SandboxWorker(backend) as worker:
         group = worker.group
         assert group is not None
-        worker.run(Job(code="", limits=SMALL))
+        worker.run(SandboxJob(code="", limits=SMALL))
         # 64 MiB, as much for /tmp, 2 MiB for each of 64 processes, 48 MiB for the worker.
         assert int(group.limit.read_text()) == (64 + 64 + 128 + 48) << 20
-        worker.run(Job(code="", limits=Limits(memory_mb=4096)))
+        worker.run(SandboxJob(code="", limits=SandboxLimits(memory_mb=4096)))
         group.limit.write_text(str(100 << 20))  # 40 × 60 MB are far below what the look would end
-        assert worker.run(Job(code=FORKS, limits=Limits(memory_mb=4096, timeout=20.0))).status == "memory"
+        assert worker.run(SandboxJob(code=FORKS, limits=SandboxLimits(memory_mb=4096, timeout=20.0))).status == "memory"
         peaks = [group.path / name for name in ("memory.peak", "memory.max_usage_in_bytes")]
         assert 60 << 20 < next(int(peak.read_text()) for peak in peaks if peak.exists()) <= 100 << 20
         assert (group.path / "cgroup.procs").read_text().split()  # the worker is in it, and alive
-        assert worker.run(Job(code="print('fine')")).stdout == "fine\n"
+        assert worker.run(SandboxJob(code="print('fine')")).stdout == "fine\n"
     assert not group.path.exists()
 
 
 @needs_a_cgroup
 def test_groups_that_a_killed_process_left_are_removed() -> None:
-    place = cgroup.lent()
+    place = cgroup.find_cgroup_parent()
     assert place is not None
     left, kept = place[0] / f"{cgroup.PREFIX}left", place[0] / f"{cgroup.PREFIX}kept"
     left.mkdir()
@@ -193,7 +193,7 @@ def test_groups_that_a_killed_process_left_are_removed() -> None:
     lock = os.open(kept, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        cgroup.Group(*place).close()
+        cgroup.MemoryCgroup(*place).close()
         assert (left.exists(), kept.exists()) == (False, True)
     finally:
         os.close(lock)
@@ -239,7 +239,7 @@ def test_golden_places_for_groups(
 
 def test_a_place_that_cannot_be_written_to_lends_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"cgroup\.procs"):  # an ordinary folder has no such file
-        cgroup.Group(tmp_path, 2)
+        cgroup.MemoryCgroup(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,7 +248,7 @@ def test_what_bounds_memory_is_said() -> None:
     name, what, note = doctor_row()
     assert name == "sandbox"
     assert note == memory_bound(what)
-    assert note == (CGROUP if cgroup.lent() else LOOK)
+    assert note == (CGROUP if cgroup.find_cgroup_parent() else POLLING)
 
 
 def test_a_missing_sandbox_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,15 +259,15 @@ def test_a_missing_sandbox_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_a_cgroup
 def test_a_process_that_is_killed_leaves_a_group_that_is_removed_later() -> None:
-    place = cgroup.lent()
+    place = cgroup.find_cgroup_parent()
     assert place is not None
     code = f"""
 import os, signal, sys, types
 for name, path in (("corral", {ROOT!r}), ("corral.task", {ROOT!r} + "/task")):  # without what they import
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-from corral.task.sandbox import Worker, available_backend
-worker = Worker(available_backend())
+from corral.task.sandbox import SandboxWorker, available_backend
+worker = SandboxWorker(available_backend())
 print(worker.group.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

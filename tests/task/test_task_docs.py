@@ -9,7 +9,7 @@ import pytest
 
 from corral.task import TASKS
 from corral.task.competition import DAPOMath
-from corral.task.dataset import Finite
+from corral.task.dataset import FiniteTask
 from corral.task.jsonl import Jsonl
 from corral.task.math import MathTask
 from corral.task.reasoning_gym import ReasoningGym
@@ -50,7 +50,7 @@ def test_settings_of_procedural_tasks(name: str) -> None:
 
 
 def test_settings_of_the_others() -> None:
-    shared = set(defaults(Finite))
+    shared = set(defaults(FiniteTask))
     assert set(re.findall(r"^\| `(\w+)` \|", section("Data sets"), re.MULTILINE)) == shared
     mathematics = {key: value for key, value in defaults(MathTask).items() if key not in shared}
     assert rows("Which answer counts") == mathematics

@@ -63,7 +63,7 @@ class AuditFolder:
             raise RunError(
                 f"{self.path} holds an audit already: `corral audit {self.path}` shows it. Remove it, or choose another folder."
             )
-        if there and plain(read_info(self.info)["rules"]) != plain(rules):
+        if there and plain(_read_info(self.info)["rules"]) != plain(rules):
             raise RunError(f"{self.path} holds an audit by other rules: go on with the same ones, or choose another folder.")
 
     def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
@@ -101,7 +101,7 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
     folder = AuditFolder(path)
     if not path.is_dir() or not folder.info.is_file():
         raise RunError(f"{path} holds no audit: it has no audit.json.")
-    info = read_info(folder.info)
+    info = _read_info(folder.info)
     try:
         table = pq.read_table(folder.table) if folder.table.exists() else SCHEMA.empty_table()
     except (OSError, pa.ArrowException) as error:
@@ -118,14 +118,14 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
     return info, table.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
 
 
-def read_info(path: Path) -> dict[str, Any]:
+def _read_info(path: Path) -> dict[str, Any]:
     """The content of audit.json."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     try:
-        return {**content, "rules": read_rules(content["rules"]).described()}
+        return {**content, "rules": read_rules(content["rules"]).as_dict()}
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} is not what an audit writes: its rules cannot be read ({error}).") from error
 

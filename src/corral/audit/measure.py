@@ -13,7 +13,7 @@ from corral.projection import project_categorical_kl
 from corral.support import gather_support, top_k_support
 from corral.types import TokenBatch
 
-AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 24
 """Probabilities of a policy that are compared at a time: 64 MB."""
 
 
@@ -45,7 +45,7 @@ def measure(
     """
     if not len(tokens):
         raise ValueError("measure: a completion has one token or more; got none. Leave empty ones out.")
-    rows = max(1, AT_ONCE // old.shape[-1])
+    rows = max(1, _AT_ONCE // old.shape[-1])
     pieces = []
     for start in range(0, len(tokens), rows):
         part = slice(start, start + rows)

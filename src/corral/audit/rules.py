@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.numerics import number_in
 from corral.objective import Objective, make_objective
 from corral.run.settings import guess
+from corral.validate import number_in
 
 CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
 """Objectives that leave a token without a gradient once its ratio, or its sequence's, is out of range."""
@@ -52,14 +52,14 @@ class Rules:
         """DPPO on the sampled token ("binary") or on its support ("topk")."""
         return make_objective("dppo", divergence="tv", estimator=estimator, bound=self.tv_bound)
 
-    def described(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For audit.json."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "clip"}
         return {"clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}, **plain}
 
 
 def read_rules(content: Any) -> Rules:
-    """Rules as `described` wrote them, from JSON; ValueError or TypeError for anything else."""
+    """Rules as `as_dict` wrote them, from JSON; ValueError or TypeError for anything else."""
     given = {key: guess(value) for key, value in dict(content).items()}
     return Rules(clip=read_objective(given.pop("clip")), **given)
 

@@ -20,14 +20,14 @@ VERDICTS = ("clipped", "dppo_binary", "dppo_topk", "troll")
 # ≤ at every edge but the last, so that the buckets end with "≥ .99".
 PROBABILITY = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, float(np.nextafter(0.99, 0)))
 PROBABILITY_NAMES = ("≤ 1e-4", "1e-4 … 1e-3", "1e-3 … .01", ".01 … .1", ".1 … .5", ".5 … .9", ".9 … .99", "≥ .99")
-ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
-ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
-SIGNS = ("negative", "zero", "positive")
+_ENTROPY = (0.01, 0.1, 0.5, 1.0, 2.0)
+_ENTROPY_NAMES = ("≤ .01", ".01 … .1", ".1 … .5", ".5 … 1", "1 … 2", "> 2")
+_SIGNS = ("negative", "zero", "positive")
 
-RARE = 0.01
+_RARE = 0.01
 """Old probability up to which a token counts as rare."""
 
-BLOCKED_TOKENS = 20
+_BLOCKED_TOKENS = 20
 """How many of the tokens that are blocked most often are listed."""
 
 
@@ -80,14 +80,14 @@ class Summary:
     blocked_tokens: list[Row]
 
 
-def columns_of(table: pa.Table) -> dict[str, Column]:
+def table_columns(table: pa.Table) -> dict[str, Column]:
     """NumPy columns; what is null is NaN."""
     return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
 def summarise(table: pa.Table, rules: Mapping[str, Any]) -> Summary:
     """Count. Bounds come from the rules that the audit was made with."""
-    columns = columns_of(table)
+    columns = table_columns(table)
     pairs = np.unique(np.stack([columns["update"], columns["sequence"]]), axis=1)
     p_old = np.exp(columns["logp_old"].astype(float))
     reported = ~np.isnan(columns["logp_rollout"])
@@ -110,12 +110,12 @@ def summarise(table: pa.Table, rules: Mapping[str, Any]) -> Summary:
             for name in VERDICTS
         },
         troll_tv=float(projected.mean()) if len(projected) else 0.0,
-        rare=rare_tokens(columns, p_old <= RARE),
-        by_probability=bucketed(columns, np.digitize(p_old, PROBABILITY, right=True), PROBABILITY_NAMES),
-        by_entropy=bucketed(columns, np.digitize(columns["entropy"], ENTROPY, right=True), ENTROPY_NAMES),
-        by_sign=bucketed(columns, sign, SIGNS),
-        by_update=over_updates(columns),
-        blocked_tokens=blocked_tokens(columns, rules),
+        rare=_rare_tokens(columns, p_old <= _RARE),
+        by_probability=_bucket_rows(columns, np.digitize(p_old, PROBABILITY, right=True), PROBABILITY_NAMES),
+        by_entropy=_bucket_rows(columns, np.digitize(columns["entropy"], _ENTROPY, right=True), _ENTROPY_NAMES),
+        by_sign=_bucket_rows(columns, sign, _SIGNS),
+        by_update=_update_rows(columns),
+        blocked_tokens=_blocked_token_rows(columns, rules),
     )
 
 
@@ -129,7 +129,7 @@ def spread(values: Column) -> Row:
     }
 
 
-def kinds(columns: Mapping[str, Column], blocked: Column, outside: Column) -> Column:
+def token_kinds(columns: Mapping[str, Column], blocked: Column, outside: Column) -> Column:
     """What each token is, of five: blocked inside or outside the ball, passed inside it, or outside and which way it is pushed.
 
     `false` and `missed` are a rule's errors, `right`, `passed` and `back` are not.
@@ -147,7 +147,7 @@ def outside_ball(columns: Mapping[str, Column], rules: Mapping[str, Any], ball: 
 
 def classify(columns: Mapping[str, Column], blocked: Column, outside: Column) -> Ball:
     """How many there are of each kind."""
-    counted = dict(zip(*np.unique(kinds(columns, blocked, outside), return_counts=True), strict=True))
+    counted = dict(zip(*np.unique(token_kinds(columns, blocked, outside), return_counts=True), strict=True))
     false, right, missed, back, passed = (int(counted.get(kind, 0)) for kind in ("false", "right", "missed", "back", "passed"))
     return Ball(
         blocked_inside=false,
@@ -158,31 +158,31 @@ def classify(columns: Mapping[str, Column], blocked: Column, outside: Column) ->
     )
 
 
-def bucketed(columns: Mapping[str, Column], index: Column, names: tuple[str, ...]) -> list[Row]:
+def _bucket_rows(columns: Mapping[str, Column], index: Column, names: tuple[str, ...]) -> list[Row]:
     """One row per bucket that has tokens."""
     return [{"name": name, **_numbers(columns, index == place)} for place, name in enumerate(names) if (index == place).any()]
 
 
-def rare_tokens(columns: Mapping[str, Column], rare: Column) -> Row:
+def _rare_tokens(columns: Mapping[str, Column], rare: Column) -> Row:
     """How many there are, how many of them clipping blocks, and how far those really went."""
     blocked = rare & columns["clipped"]
     moved = columns["tv"][blocked].astype(float)
     return {"tokens": int(rare.sum()), "blocked": int(blocked.sum()), "tv": float(moved.mean()) if len(moved) else 0.0}
 
 
-def over_updates(columns: Mapping[str, Column]) -> list[Row]:
+def _update_rows(columns: Mapping[str, Column]) -> list[Row]:
     """One row per audited update."""
     return [
         {"update": int(update), **_numbers(columns, columns["update"] == update)} for update in np.unique(columns["update"])
     ]
 
 
-def blocked_tokens(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> list[Row]:
+def _blocked_token_rows(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> list[Row]:
     """The tokens that clipping blocks most often, and how many of those blocks were inside the KL ball."""
     clipped, inside = columns["clipped"], ~outside_ball(columns, rules, "kl")
     ids, counts = np.unique(columns["token"][clipped], return_counts=True)
     rows = []
-    for token, count in sorted(zip(ids, counts, strict=True), key=lambda pair: (-pair[1], pair[0]))[:BLOCKED_TOKENS]:
+    for token, count in sorted(zip(ids, counts, strict=True), key=lambda pair: (-pair[1], pair[0]))[:_BLOCKED_TOKENS]:
         here = columns["token"] == token
         blocked = here & clipped
         rows.append(

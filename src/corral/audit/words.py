@@ -14,22 +14,22 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
     """What was compared, how far it went, what clipping does, where, and what others would do."""
     rules = info["rules"]
     found = [
-        f"{plural(summary.tokens, 'token')} of {plural(summary.sequences, 'completion')}, {info.get('what') or 'compared'}"
+        f"{_plural(summary.tokens, 'token')} of {_plural(summary.sequences, 'completion')}, {info.get('what') or 'compared'}"
         f"{'' if summary.updates == 1 else f', {summary.updates} times'}.",
-        f"True KL to the old policy: {spread(summary.kl)} nats. Total variation: {spread(summary.tv)}.",
-        clipping(summary, rules),
+        f"True KL to the old policy: {_spread(summary.kl)} nats. Total variation: {_spread(summary.tv)}.",
+        _clipping(summary, rules),
     ]
     if summary.verdicts["clipped"]["kl"].blocked:
-        found += [other_ball(summary.verdicts["clipped"]["tv"], rules), rare(summary)]
-    found.append(others(summary, rules))
+        found += [_other_ball(summary.verdicts["clipped"]["tv"], rules), _rare(summary)]
+    found.append(_others(summary, rules))
     if summary.mismatch is None:
         found.append("The sampler reported no log-probs of its own, so there is no mismatch to measure.")
     else:
-        found.append(f"Sampler and trainer differ on the sampled tokens by a TV of {spread(summary.mismatch)}.")
+        found.append(f"Sampler and trainer differ on the sampled tokens by a TV of {_spread(summary.mismatch)}.")
     return found
 
 
-def clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
+def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
     """The sentence that people come for."""
     ball: Ball = summary.verdicts["clipped"]["kl"]
     does = ("blocks", "passes") if rules.get("own") else ("would block", "would pass")
@@ -45,7 +45,7 @@ def clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
     )
 
 
-def other_ball(ball: Ball, rules: Mapping[str, Any]) -> str:
+def _other_ball(ball: Ball, rules: Mapping[str, Any]) -> str:
     """The same by total variation."""
     return (
         f"By total variation, {percent(ball.blocked_inside / ball.blocked)} of the blocked tokens are within "
@@ -54,7 +54,7 @@ def other_ball(ball: Ball, rules: Mapping[str, Any]) -> str:
     )
 
 
-def rare(summary: Summary) -> str:
+def _rare(summary: Summary) -> str:
     """What share of the blocks falls on tokens that hardly matter."""
     row, blocked = summary.rare, summary.verdicts["clipped"]["kl"].blocked
     if not row["blocked"]:
@@ -66,7 +66,7 @@ def rare(summary: Summary) -> str:
     )
 
 
-def others(summary: Summary, rules: Mapping[str, Any]) -> str:
+def _others(summary: Summary, rules: Mapping[str, Any]) -> str:
     """DPPO and TROLL on the same tokens."""
     shares = {name: percent(row["share"]) for name, row in summary.verdicts.items()}
     moved = f", and move each of those by a TV of {number(summary.troll_tv)} on average" if summary.troll_tv else ""
@@ -87,7 +87,7 @@ def clip_range(clip: Mapping[str, Any]) -> str:
     return f"{whose} {1 - clip['clip_low']:.{digits}g} … {1 + clip['clip_high']:.{digits + 1}g}{dual}"
 
 
-def spread(row: Mapping[str, float]) -> str:
+def _spread(row: Mapping[str, float]) -> str:
     """`mean 0.002, 99.9th percentile 0.3, largest 1.2`."""
     return f"mean {number(row['mean'])}, 99.9th percentile {number(row['p999'])}, largest {number(row['max'])}"
 
@@ -109,7 +109,7 @@ def number(value: float) -> str:
     return "∞" if value == float("inf") else re.sub(r"e([-+])0*", r"e\1", f"{value:.2g}")
 
 
-def plural(count: int, thing: str) -> str:
+def _plural(count: int, thing: str) -> str:
     """1 token, 2 tokens."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import corral
-from corral.objective.naming import nearest
+from corral.naming import nearest
 
 COMMANDS = {
     "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command not in COMMANDS:
         return refuse(f"there is no command {arguments.command!r}.{nearest(arguments.command, COMMANDS)}")
     module = importlib.import_module(f"corral.cli.{arguments.command}")
-    return run_command(module, arguments.command, argv[1:])
+    return _run_command(module, arguments.command, argv[1:])
 
 
-def run_command(module: ModuleType, name: str, argv: list[str]) -> int:
+def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
     """Parse what follows the command, and do it."""
     parser = argparse.ArgumentParser(
         prog=f"corral {name}",

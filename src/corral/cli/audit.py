@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from corral.cli import refuse
-from corral.cli.eval import chosen_flags
+from corral.cli.eval import eval_settings
 from corral.cli.kind import kind_of_run, missing
-from corral.cli.train import UNSAFE, hush
+from corral.cli.train import UNSAFE, quiet_libraries
 from corral.run.files import RunError
 
-NEEDED = ("numpy", "pyarrow", "rich")
+_NEEDED = ("numpy", "pyarrow", "rich")
 """Packages without which an audit cannot be shown; what compares models needs more."""
 
-MODEL_FLAGS = {
+_MODEL_FLAGS = {
     "task": "what to ask; by default a run's own task",
     "problems": "held-out problems (16)",
     "samples": "completions of each (8)",
@@ -26,7 +26,7 @@ MODEL_FLAGS = {
     "device": "auto, cpu or cuda",
 }
 
-EPILOG = """
+_EPILOG = """
 Three things can be audited:
   corral audit audit/                     what corral.llm.audit(trainer, out="audit/") wrote during training
   corral audit RUN                        a run of `corral train`: each checkpoint against the one before
@@ -37,11 +37,11 @@ A task's own settings: --set task_config.path=problems.jsonl.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.epilog = EPILOG
+    parser.epilog = _EPILOG
     parser.add_argument("path", metavar="AUDIT|RUN", nargs="?", type=Path, help="an audit's folder, or a run's")
     parser.add_argument("--old", metavar="MODEL", help="tiny, smollm2, a folder, a run, a hub id")
     parser.add_argument("--new", metavar="MODEL", help="the same after training")
-    for name, what in MODEL_FLAGS.items():
+    for name, what in _MODEL_FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
     parser.add_argument("--clip", metavar="LOW,HIGH", help="of models: how far a ratio may be from 1 (0.2,0.2)")
@@ -57,12 +57,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Audit, and turn what goes wrong into a sentence and a status."""
     if rest:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if absent:
         return refuse(f"audits need {', '.join(absent)}. Install them: pip install 'corral[llm]'.", 1)
     try:
-        folder = written_already(arguments) if is_audit(arguments.path) else audited(arguments)
-        shown(folder, arguments.page or folder / "audit.html", quiet=arguments.quiet)
+        folder = _existing_audit(arguments) if _is_audit(arguments.path) else _audit_models(arguments)
+        _show(folder, arguments.page or folder / "audit.html", quiet=arguments.quiet)
     except RunError as error:
         return refuse(str(error), 1)
     except KeyboardInterrupt:
@@ -70,14 +70,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def is_audit(path: Path | None) -> bool:
+def _is_audit(path: Path | None) -> bool:
     """Whether a folder holds an audit that only has to be shown."""
     return path is not None and (path / "audit.json").is_file()
 
 
-def written_already(arguments: argparse.Namespace) -> Path:
+def _existing_audit(arguments: argparse.Namespace) -> Path:
     """An audit's folder; a sentence for flags that could change nothing about it."""
-    given = [name for name in ("old", "new", *MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out") if is_given(arguments, name)]
+    given = [
+        name for name in ("old", "new", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out") if _is_given(arguments, name)
+    ]
     given += [name for name in ("set", "unsafe-code-execution") if getattr(arguments, name.replace("-", "_"))]
     if given:
         raise RunError(
@@ -87,12 +89,12 @@ def written_already(arguments: argparse.Namespace) -> Path:
     return arguments.path
 
 
-def is_given(arguments: argparse.Namespace, name: str) -> bool:
+def _is_given(arguments: argparse.Namespace, name: str) -> bool:
     """Whether a flag that has no default is there."""
     return getattr(arguments, name.replace("-", "_")) is not None
 
 
-def audited(arguments: argparse.Namespace) -> Path:
+def _audit_models(arguments: argparse.Namespace) -> Path:
     """Compare saved weights; the folder that it was written to."""
     path, old, new = arguments.path, arguments.old, arguments.new
     if path is None and (old is None or new is None):
@@ -109,31 +111,31 @@ def audited(arguments: argparse.Namespace) -> Path:
     lacking = missing("llm")
     if lacking is not None:
         raise RunError(f"auditing models {lacking}")
-    hush()
+    quiet_libraries()
     from corral.llm.audit_models import audit_pair, audit_run
     from corral.run.view import make_view
 
-    settings, rules, say = settings_of(arguments), rules_of(arguments), make_view(quiet=arguments.quiet).say
+    settings, rules, say = _settings(arguments), _rules(arguments), make_view(quiet=arguments.quiet).say
     if path is not None:
         return audit_run(path, settings, rules, arguments.out or path / "audit", say)
     label = "-".join("".join(x if x.isalnum() or x in "._" else "-" for x in name).strip("-.")[-40:] for name in (old, new))
     return audit_pair(old, new, settings, rules, arguments.out or Path("audits") / label, say)
 
 
-def settings_of(arguments: argparse.Namespace) -> Any:
+def _settings(arguments: argparse.Namespace) -> Any:
     """The flags, each of its setting's type."""
     from corral.llm.evaluate import EvalSettings
 
-    chosen = chosen_flags(arguments, MODEL_FLAGS)
+    chosen = eval_settings(arguments, _MODEL_FLAGS)
     return EvalSettings(**{"model": "", "problems": 16, "samples": 8, "backend": "transformers", **chosen})
 
 
-def rules_of(arguments: argparse.Namespace) -> Any:
+def _rules(arguments: argparse.Namespace) -> Any:
     """What tokens are held against."""
     from corral.audit.rules import Rules
     from corral.objective import make_objective
 
-    given: dict[str, Any] = {key: getattr(arguments, key) for key in ("kl_bound", "tv_bound") if is_given(arguments, key)}
+    given: dict[str, Any] = {key: getattr(arguments, key) for key in ("kl_bound", "tv_bound") if _is_given(arguments, key)}
     try:
         if arguments.clip is not None:
             low, _, high = arguments.clip.partition(",")
@@ -146,12 +148,12 @@ def rules_of(arguments: argparse.Namespace) -> Any:
         raise RunError(str(error)) from error
 
 
-def shown(folder: Path, page: Path, *, quiet: bool) -> None:
+def _show(folder: Path, page: Path, *, quiet: bool) -> None:
     """Sentences and tables in the terminal, everything on the page."""
     from corral.audit.folder import read_audit
     from corral.audit.summary import summarise
     from corral.cli.audit_view import show
-    from corral.report.audit import write_audit_page
+    from corral.report.audit.page import write_audit_page
 
     info, table = read_audit(folder)
     summary = summarise(table, info["rules"])

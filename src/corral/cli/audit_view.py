@@ -9,14 +9,14 @@ from rich.text import Text
 
 from corral.audit.summary import Row, Summary
 from corral.audit.words import RULES, number, percent, sentences
-from corral.report.audit_tokens import shown
+from corral.report.audit.tokens import render_token
 from corral.report.html import visible
 from corral.run.view import PatientConsole
 
-SHORT = {"clipped": "clip", "dppo_binary": "DPPO", "dppo_topk": "DPPO-K", "troll": "TROLL"}
+_SHORT = {"clipped": "clip", "dppo_binary": "DPPO", "dppo_topk": "DPPO-K", "troll": "TROLL"}
 """The rules, as narrow columns."""
 
-LISTED = 8
+_LISTED = 8
 """Blocked tokens that a terminal lists; the page has more."""
 
 
@@ -26,16 +26,16 @@ def show(summary: Summary, info: Mapping[str, Any], last: str, *, quiet: bool) -
     for sentence in sentences(summary, info):
         console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
     if not quiet:
-        console.print(verdict_table(summary))
+        console.print(_verdict_table(summary))
         kinds = {"old p": summary.by_probability, "entropy": summary.by_entropy, "advantage": summary.by_sign}
         for title, rows in kinds.items():
-            console.print(bucket_table(title, rows))
+            console.print(_bucket_table(title, rows))
         if summary.blocked_tokens:
-            console.print(token_table(summary.blocked_tokens[:LISTED]))
+            console.print(_token_table(summary.blocked_tokens[:_LISTED]))
     console.print(Text(visible(last)), soft_wrap=True)
 
 
-def verdict_table(summary: Summary) -> Table:
+def _verdict_table(summary: Summary) -> Table:
     """Each rule against the ball of true KL."""
     table = _table("", "acts on", "inside KL ball", "missed outside")
     for name, title in RULES.items():
@@ -46,22 +46,22 @@ def verdict_table(summary: Summary) -> Table:
     return table
 
 
-def bucket_table(title: str, rows: Sequence[Row]) -> Table:
+def _bucket_table(title: str, rows: Sequence[Row]) -> Table:
     """Tokens by what they had in common before the updates."""
-    table = _table(title, "tokens", "mean TV", "99.9 %", *SHORT.values())
+    table = _table(title, "tokens", "mean TV", "99.9 %", *_SHORT.values())
     for row in rows:
         far = map(number, (row["tv"]["mean"], row["tv"]["p999"]))
-        table.add_row(row["name"], f"{row['tokens']:,}", *far, *(percent(row[name]) for name in SHORT))
+        table.add_row(row["name"], f"{row['tokens']:,}", *far, *(percent(row[name]) for name in _SHORT))
     return table
 
 
-def token_table(rows: Sequence[Row]) -> Table:
+def _token_table(rows: Sequence[Row]) -> Table:
     """What is blocked most often."""
     table = _table("token", "seen", "clipped", "inside KL ball", "mean old p", "mean TV")
     for row in rows:
         inside = percent(row["inside"] / row["blocked"])
         far = map(number, (row["p_old"], row["tv"]))
-        table.add_row(Text(shown(row["text"], 24)), f"{row['seen']:,}", f"{row['blocked']:,}", inside, *far)
+        table.add_row(Text(render_token(row["text"], 24)), f"{row['seen']:,}", f"{row['blocked']:,}", inside, *far)
     return table
 
 

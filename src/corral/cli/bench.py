@@ -6,16 +6,15 @@ import sys
 from pathlib import Path
 
 from corral.cli import refuse
-from corral.objective.naming import nearest
+from corral.naming import nearest
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
+_FOLDER = Path(__file__).parents[3] / "benchmarks"
 BENCHMARKS = {
-    "gpu": ("everything_on_gpu.py", "everything on docs/performance.md that needs a GPU, as far as the minutes reach"),
-    "head": ("head_vs_naive.py", "the language-model head: time, memory and accuracy against full logits and fused heads"),
+    "head": ("head.py", "the language-model head: time, memory and errors against full logits, fused heads and another tree"),
     "projection": ("projection_steps.py", "the KL projection: evaluations, time and accuracy against bracketing"),
-    "walk": ("tune_walk.py", "the streamed product's way through its tiles: finds the fastest on this GPU, and remembers it"),
 }
 """Name → script, and what it measures."""
+GPU_ROWS = "runs/bench-gpu.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +29,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.name is None:
         sys.stdout.write("".join(f"{name:<12} {what}\n" for name, (_, what) in BENCHMARKS.items()))
         return 0
+    if arguments.name == "gpu":  # its name until 0.2
+        sys.stderr.write(f"corral bench gpu is now corral bench head --out FILE; rows go to {GPU_ROWS}.\n")
+        arguments.name, rest = "head", ["--out", GPU_ROWS, *rest]
     if arguments.name not in BENCHMARKS:
         return refuse(f"there is no benchmark {arguments.name!r}.{nearest(arguments.name, BENCHMARKS)}")
-    script = FOLDER / BENCHMARKS[arguments.name][0]
+    script = _FOLDER / BENCHMARKS[arguments.name][0]
     if not script.exists():
         return refuse(
             f"bench runs from a source checkout, and there is no {script}. Benchmarks are not part of the installed package: "

@@ -11,11 +11,11 @@ from typing import Any
 from corral.cli import refuse
 from corral.cli.kind import Kind, kind_of, missing
 from corral.cli.report import NEEDED
-from corral.cli.train import FLAGS, INTERRUPTED, REWARD, UNSAFE, flags, hush
-from corral.objective.naming import nearest
+from corral.cli.train import FLAGS, INTERRUPTED, REWARD, UNSAFE, given_settings, quiet_libraries
+from corral.naming import nearest
 from corral.run.files import RunError
 
-EPILOG = """
+_EPILOG = """
 corral compare --recipe demo --objectives reinforce,ppo_clip,dppo,troll --seeds 3
 corral compare --recipe via_point_sparse --algorithms tce,bbrl --seeds 5
 corral compare --objectives ppo_clip,troll --sweep learning_rate --sweep num_iterations=1,4
@@ -25,19 +25,19 @@ Every other setting of `corral train` can be given too, and holds for all: --ste
 Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the steps that run; --resume goes on.
 """
 
-EXAMPLE: dict[Kind, str] = {"llm": "ppo_clip,troll", "robot": "tce,bbrl"}
+_EXAMPLE: dict[Kind, str] = {"llm": "ppo_clip,troll", "robot": "tce,bbrl"}
 """Contestants worth comparing first."""
 
-SINGULAR = ("objective", "algorithm")
+_SINGULAR = ("objective", "algorithm")
 """Flags of `corral train` that have a plural here."""
 
-ANEW = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quiet"
+_RESUME_FLAGS = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quiet"
 """What can be given anew when a comparison is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.epilog = EPILOG
+    parser.epilog = _EPILOG
     parser.add_argument("--objectives", metavar="A,B", help="contestants where a language model learns")
     parser.add_argument("--algorithms", metavar="A,B", help="contestants where a robot learns")
     parser.add_argument("--seeds", metavar="N", type=int, help="runs of each contestant (3)")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
     for name, what in FLAGS.items():
-        hidden = argparse.SUPPRESS if name in SINGULAR else "the first seed (0)" if name == "seed" else what
+        hidden = argparse.SUPPRESS if name in _SINGULAR else "the first seed (0)" if name == "seed" else what
         parser.add_argument(f"--{name}", metavar="VALUE", help=hidden)
     parser.add_argument("--reward", metavar="FUNCTION", action="append", help=REWARD)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
@@ -84,59 +84,59 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if importlib.util.find_spec("rich") is None:  # of either kind, and looked for before it is known which one learns
         return refuse("comparisons train, and training needs more: pip install 'corral[llm]', or 'corral[robot]'.", 1)
     try:
-        return compared(arguments, rest)
+        return _compare(arguments, rest)
     except RunError as error:
         return refuse(str(error), 1)
     except KeyboardInterrupt:
         return refuse("interrupted. If it had begun, `corral compare --resume DIR` goes on.", INTERRUPTED)
 
 
-def compared(arguments: argparse.Namespace, rest: list[str]) -> int:
+def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     """A new comparison, or one that goes on."""
-    from corral.compare.job import Means, described, listed, run_comparison, set_up
+    from corral.compare.job import ExecutionConfig, describe, run_comparison, run_names, set_up
     from corral.compare.record import refuse_taken
     from corral.compare.view import make_compare_view
 
-    means = Means(engine=arguments.engine, jobs=arguments.jobs, stall=arguments.stall)
+    execution = ExecutionConfig(engine=arguments.engine, jobs=arguments.jobs, stall=arguments.stall)
     resuming = arguments.resume is not None
-    comparison = resumed(arguments, rest) if resuming else asked(arguments, rest)
+    comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
     config = comparison.config if resuming else arguments.config
-    stage = set_up(comparison, config, means)
+    prepared = set_up(comparison, config, execution)
     try:
         if not resuming:
             refuse_taken(comparison)
         view = make_compare_view(quiet=arguments.quiet)
-        view.banner(described(comparison, stage))
+        view.banner(describe(comparison, prepared))
         if arguments.dry_run:
-            for line in listed(comparison):
+            for line in run_names(comparison):
                 view.end(line)
             return 0
-        comparison.go_on(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
-        status = run_comparison(comparison, stage, view, stall=means.stall)
+        comparison.resume(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
+        status = run_comparison(comparison, prepared, view, stall=execution.stall)
     finally:
-        stage.engine.close()
+        prepared.engine.close()
         comparison.close()
     return {"finished": 0, "interrupted": INTERRUPTED}.get(status, 1)
 
 
-def asked(arguments: argparse.Namespace, rest: list[str]) -> Any:
+def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     """The comparison that the command line describes, not yet begun."""
-    from corral.compare.check import rate_grid, with_common
+    from corral.compare.check import rate_grid, share_reduction
     from corral.compare.plan import make_plan, parse_sweeps
     from corral.compare.record import Comparison
 
     if arguments.retry_failed:
         raise RunError("--retry-failed goes with --resume DIR.")
-    training, first = training_of(arguments, rest)
+    training, first = _training(arguments, rest)
     kind = kind_of(arguments)
-    contestants = contestants_of(kind, arguments)
+    contestants = _contestants(kind, arguments)
     given = parse_sweeps(arguments.sweep)
     for key, values in given.items():
         if values is not None and key in training.settings:
             raise RunError(f"`{key}` is both given and swept. Leave out one of the two.")
-    ready(kind)
+    _check_installed(kind)
     if arguments.common:
-        training = with_common(kind, contestants, training, given, arguments.config)
+        training = share_reduction(kind, contestants, training, given, arguments.config)
     # Only the learning rate can be without values.
     sweep = {key: values or rate_grid(kind, contestants, training, arguments.config) for key, values in given.items()}
     seeds, choosing = (3 if arguments.seeds is None else arguments.seeds), arguments.choose_seeds
@@ -147,7 +147,7 @@ def asked(arguments: argparse.Namespace, rest: list[str]) -> Any:
     return Comparison(path=out, plan=plan, training=training, command=shlex.join(["corral", *sys.argv[1:]]))
 
 
-def contestants_of(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
+def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
     """Who is compared; a sentence for the wrong flag, or for a name that does not exist."""
     from corral.objective import OBJECTIVES
     from corral.robot.settings import ALGORITHMS
@@ -158,9 +158,9 @@ def contestants_of(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]
     if other is not None:
         learns = "a language model learns" if kind == "llm" else "a robot learns"
         instead = " For a robot, name its recipe: --recipe via_point_sparse." if kind == "llm" else ""
-        raise RunError(f"here {learns}, and its contestants are {what}s: --{what}s {EXAMPLE[kind]}.{instead}")
+        raise RunError(f"here {learns}, and its contestants are {what}s: --{what}s {_EXAMPLE[kind]}.{instead}")
     if given is None:
-        raise RunError(f"whom to compare? --{what}s {EXAMPLE[kind]}. There are: {', '.join(known)}.")
+        raise RunError(f"whom to compare? --{what}s {_EXAMPLE[kind]}. There are: {', '.join(known)}.")
     names = tuple(name.strip() for name in given.split(","))
     for name in names:
         if name not in known:
@@ -168,15 +168,15 @@ def contestants_of(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]
     return names
 
 
-def training_of(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:
+def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:
     """What all runs share, and the first seed."""
     from corral.compare.command import Training
     from corral.run.settings import coerce
 
     if arguments.threads is not None and arguments.threads < 1:
         raise RunError(f"--threads must be at least 1; got {arguments.threads}.")
-    given = dict(flags(arguments, rest))
-    for name in SINGULAR:
+    given = dict(given_settings(arguments, rest))
+    for name in _SINGULAR:
         if name in given:
             raise RunError(f"compare takes several: --{name}s {given[name]},….")
     first = coerce("seed", given.pop("seed", 0), int)
@@ -191,22 +191,24 @@ def training_of(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, in
     return training, first
 
 
-def resumed(arguments: argparse.Namespace, rest: list[str]) -> Any:
+def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     """The comparison in a folder. What is given beside it must be what it was begun with."""
-    from corral.compare.record import read, unlike
+    from corral.compare.record import list_differences, read
 
     comparison = read(arguments.resume)
-    ready(comparison.plan.kind)
+    _check_installed(comparison.plan.kind)
     if arguments.out is not None or arguments.config is not None:
         raise RunError("--resume goes on in its own folder with its own settings: --out and --config do not go with it.")
-    given = given_again(arguments, rest)
-    other = unlike(comparison.flags, given, given)
+    given = _repeated_flags(arguments, rest)
+    other = list_differences(comparison.flags, given, given)
     if other:
-        raise RunError(f"{comparison.path} is another comparison: {'; '.join(other)}. With --resume, only {ANEW} can be given.")
+        raise RunError(
+            f"{comparison.path} is another comparison: {'; '.join(other)}. With --resume, only {_RESUME_FLAGS} can be given."
+        )
     return comparison
 
 
-def given_again(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """What was given of all that decides which runs there are, by the names that `Comparison.flags` has."""
     from corral.compare.plan import parse_sweeps
 
@@ -215,13 +217,13 @@ def given_again(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any
     found |= {"contestants": tuple(name.strip() for name in names.split(",")) if names else None}
     found |= {key: True if getattr(arguments, key) else None for key in ("smoke", "common", "unsafe_code_execution")}
     found |= {f"sweep {key}": values and tuple(values) for key, values in parse_sweeps(arguments.sweep).items()}
-    return {key: value for key, value in found.items() if value is not None} | dict(flags(arguments, rest))
+    return {key: value for key, value in found.items() if value is not None} | dict(given_settings(arguments, rest))
 
 
-def ready(kind: Kind) -> None:
+def _check_installed(kind: Kind) -> None:
     """A sentence if something has to be installed first; no remarks of the libraries."""
     lacking = missing(kind)
     if lacking is not None:
         raise RunError(f"training {lacking}")
     if kind == "llm":
-        hush()
+        quiet_libraries()

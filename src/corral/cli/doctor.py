@@ -17,7 +17,7 @@ from corral.llm import TRL_RANGE
 from corral.run.cores import cores
 from corral.task.sandbox import SandboxUnavailable, available_backend, memory_bound
 
-PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[1]
 NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}
 TRAINING = {
     "trl": ">={},<{}".format(*TRL_RANGE),
@@ -39,14 +39,14 @@ ROBOTS = {
     "pyyaml": ">=6",
 }
 """Releases that work, as in pyproject.toml."""
-KINDS = {"language models": (TRAINING, "pip install 'corral[llm]'"), "robots": (ROBOTS, "pip install 'corral[robot]'")}
+_KINDS = {"language models": (TRAINING, "pip install 'corral[llm]'"), "robots": (ROBOTS, "pip install 'corral[robot]'")}
 """What can be trained, what that takes, and how to get it."""
-TELLING = {
+_TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
 }
 """Packages that nobody has by accident: if one is there, that kind is meant to work, and what is wrong with it is trouble."""
-OPTIONAL = {
+_OPTIONAL = {
     "tensorboard": "--report-to tensorboard: pip install tensorboard",
     "wandb": "--report-to wandb: pip install wandb",
     "trackio": "--report-to trackio: pip install trackio",
@@ -64,27 +64,29 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"doctor takes no arguments; got {' '.join(rest)}.")
     trouble: list[str] = []
-    rows = [("corral", corral.__version__, str(PACKAGE)), ("python", platform.python_version(), "")]
-    rows += [(name, *judged(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
-    meant = [kind for kind, names in TELLING.items() if any(found(name) for name in names)]
-    for kind in meant or KINDS:
-        wanted_there, remedy = KINDS[kind]
+    rows = [("corral", corral.__version__, str(_PACKAGE)), ("python", platform.python_version(), "")]
+    rows += [(name, *_check_package(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
+    meant = [kind for kind, names in _TELLTALE.items() if any(installed_version(name) for name in names)]
+    for kind in meant or _KINDS:
+        wanted_there, remedy = _KINDS[kind]
         known = {name for name, *_ in rows}
-        rows += [(name, *judged(name, wanted, remedy, trouble)) for name, wanted in wanted_there.items() if name not in known]
-    rows += [("device", *device()), ("memory", f"{memory():.0f} GB", ""), sandbox()]
-    for name, what in OPTIONAL.items():  # some are there under the name of another distribution
-        rows.append((name, found(name) or "there", "") if find_spec(name) else (name, "–", what))
+        rows += [
+            (name, *_check_package(name, wanted, remedy, trouble)) for name, wanted in wanted_there.items() if name not in known
+        ]
+    rows += [("device", *_device()), ("memory", f"{_memory():.0f} GB", ""), sandbox()]
+    for name, what in _OPTIONAL.items():  # some are there under the name of another distribution
+        rows.append((name, installed_version(name) or "there", "") if find_spec(name) else (name, "–", what))
     if "robots" not in meant or len(meant) != 1:
-        rows.append(("embedded", *embedded(trouble)))
+        rows.append(("embedded", *_embedded_model(trouble)))
     for name, what, note in rows:
         sys.stdout.write(f"{name:<17} {what:<14} {note}".rstrip() + "\n")
     sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
-    for kind in set(KINDS) - set(meant or KINDS):
-        sys.stdout.write(f"{kind}: {KINDS[kind][1]}\n")
+    for kind in set(_KINDS) - set(meant or _KINDS):
+        sys.stdout.write(f"{kind}: {_KINDS[kind][1]}\n")
     return 1 if trouble else 0
 
 
-def found(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """A package's version; None if it is not installed."""
     try:
         return version(name.replace("_", "-"))
@@ -92,28 +94,28 @@ def found(name: str) -> str | None:
         return None
 
 
-def judged(name: str, wanted: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
+def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
     """A package's version, and what is wrong with it."""
-    have = found(name)
+    have = installed_version(name)
     if have is None:
         trouble.append(f"{name}{wanted}: {remedy}")
         return "–", f"missing: {remedy}"
     low, _, high = wanted.removeprefix(">=").partition(",<")
-    if numbers(have) < numbers(low) or (high and numbers(have) >= numbers(high)):
+    if _numbers(have) < _numbers(low) or (high and _numbers(have) >= _numbers(high)):
         trouble.append(f"{name}{wanted}, found {have}: {remedy}")
         return have, f"{wanted} is needed: {remedy}"
-    objection = objection_to_trl() if name == "trl" else None
+    objection = _trl_error() if name == "trl" else None
     if objection is not None:
         trouble.append(objection)
     return have, objection or ""
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     """A version as numbers to compare."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
-def objection_to_trl() -> str | None:
+def _trl_error() -> str | None:
     """What corral has against this TRL: the import of its door is the check."""
     try:
         importlib.import_module("corral.llm.config")
@@ -122,7 +124,7 @@ def objection_to_trl() -> str | None:
     return None
 
 
-def device() -> tuple[str, str]:
+def _device() -> tuple[str, str]:
     """Where training would run."""
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
@@ -141,14 +143,14 @@ def sandbox() -> tuple[str, str, str]:
     return "sandbox", backend, memory_bound(backend)
 
 
-def memory() -> float:
+def _memory() -> float:
     """Memory of the machine in GB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
-def embedded(trouble: list[str]) -> tuple[str, str]:
+def _embedded_model(trouble: list[str]) -> tuple[str, str]:
     """The embedded model's weights."""
-    folder = PACKAGE / "llm" / "tiny"
+    folder = _PACKAGE / "llm" / "tiny"
     if (folder / "model.safetensors").is_file():
         return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
     trouble.append(f"the embedded model in {folder}: reinstall corral, or python scripts/warm_start.py --out {folder}")

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from corral.cli import refuse
 from corral.cli.kind import kind_of_run, missing
-from corral.cli.train import UNSAFE, hush
+from corral.cli.train import UNSAFE, quiet_libraries
 from corral.run.files import RunError
 from corral.run.settings import coerce, guess, nested
 
@@ -27,17 +27,17 @@ FLAGS = {
     "backend": "auto, transformers or vllm",
 }
 
-EPILOG = """
+_EPILOG = """
 A task's own settings: --set task_config.path=problems.jsonl.
 Stopped in the middle, the same command goes on where it was. Done, it shows what was found.
 """
 
-INTERRUPTED = 128 + signal.SIGINT
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.epilog = EPILOG
+    parser.epilog = _EPILOG
     parser.add_argument("model", metavar="RUN|MODEL", nargs="?", help="a run's folder, or tiny, smollm2, a folder, a hub id")
     for name, what in FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
@@ -61,19 +61,19 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return refuse(f"eval has no {rest[0]!r}. `corral eval --help` lists what it has.")
     try:
         if kind == "robot":
-            evaluated_robot(arguments)
+            _evaluate_robot(arguments)
         else:
-            hush()
-            evaluated(arguments)
+            quiet_libraries()
+            _evaluate_model(arguments)
     except RunError as error:
         return refuse(str(error), 1)
     except KeyboardInterrupt:
         goes_on = " What is answered is kept: the same command goes on with it." if kind == "llm" else ""
-        return refuse(f"interrupted.{goes_on}", INTERRUPTED)
+        return refuse(f"interrupted.{goes_on}", _INTERRUPTED)
     return 0
 
 
-def evaluated_robot(arguments: argparse.Namespace) -> None:
+def _evaluate_robot(arguments: argparse.Namespace) -> None:
     """A robot's run: episodes, a table, and a film if one is wanted."""
     from corral.robot.evaluate import evaluate
     from corral.robot.results import show
@@ -94,7 +94,7 @@ def evaluated_robot(arguments: argparse.Namespace) -> None:
     show(done.result, done.path, arguments.video, quiet=arguments.quiet)
 
 
-def evaluated(arguments: argparse.Namespace) -> None:
+def _evaluate_model(arguments: argparse.Namespace) -> None:
     """Settings from the flags, the evaluation, and the comparison if one is wanted."""
     from corral.llm.eval_view import comparison, make_eval_view
     from corral.llm.evaluate import evaluate
@@ -104,12 +104,12 @@ def evaluated(arguments: argparse.Namespace) -> None:
     if arguments.against is not None:
         read_evaluation(arguments.against)  # what is wrong with it is told now, not hours later
     view = make_eval_view(quiet=arguments.quiet)
-    outcome = evaluate(settings_of(arguments), view, out=arguments.out)
+    outcome = evaluate(_settings(arguments), view, out=arguments.out)
     if arguments.against is not None:
         view.console.print(comparison(compare(arguments.against, outcome.path), LEVEL))
 
 
-def chosen_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Settings of an evaluation that were given, each of its own type; the task's own are in `task_config`."""
     from corral.llm.evaluate import EvalSettings
     from corral.llm.settings import TABLES
@@ -127,7 +127,7 @@ def chosen_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[st
     return chosen
 
 
-def settings_of(arguments: argparse.Namespace) -> Any:
+def _settings(arguments: argparse.Namespace) -> Any:
     """The flags, each of its setting's type."""
     from corral.llm.evaluate import EvalSettings
     from corral.llm.smoke import EVALUATION, TASK_CONFIG
@@ -135,7 +135,7 @@ def settings_of(arguments: argparse.Namespace) -> Any:
     for name in ("episodes", "video"):
         if getattr(arguments, name) is not None:
             raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
-    chosen = chosen_flags(arguments, ("model", *FLAGS))
+    chosen = eval_settings(arguments, ("model", *FLAGS))
     if arguments.smoke:
         if "model" in chosen:
             raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")

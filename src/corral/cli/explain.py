@@ -10,10 +10,10 @@ import textwrap
 from typing import Any
 
 from corral.cli import refuse
+from corral.naming import nearest
 from corral.objective import OBJECTIVES
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
-from corral.objective.naming import nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +27,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return refuse(f"explain takes one name; got {' '.join(rest)} besides.")
     known: dict[str, tuple[Any, type]] = {**OBJECTIVES, **CORRECTIONS}
     if arguments.name is None:
-        sys.stdout.write(listing())
+        sys.stdout.write(_listing())
         return 0
     if arguments.name not in known:
         return refuse(f"there is no objective or correction {arguments.name!r}.{nearest(arguments.name, known)}")
-    sys.stdout.write(explanation(arguments.name, *known[arguments.name]))
+    sys.stdout.write(_explanation(arguments.name, *known[arguments.name]))
     return 0
 
 
-def listing() -> str:
+def _listing() -> str:
     """Every name with the first sentence of its docstring."""
     text = ""
     for title, registry in (("objectives", OBJECTIVES), ("corrections", CORRECTIONS)):
@@ -44,13 +44,13 @@ def listing() -> str:
     return text
 
 
-def explanation(name: str, function: Any, config_cls: type) -> str:
+def _explanation(name: str, function: Any, config_cls: type) -> str:
     """Docstring without its Args and Returns, then settings, needs and where to read on."""
-    parts = [f"{name}\n", body(inspect.getdoc(function) or "")]
+    parts = [f"{name}\n", _body(inspect.getdoc(function) or "")]
     preset = vars(config_cls)["__doc__"]
     if not preset.startswith(f"{config_cls.__name__}("):  # a dataclass without words of its own has its signature there
         parts.append(f"{inspect.cleandoc(preset)}\n")
-    parts.append(settings(config_cls))
+    parts.append(_settings(config_cls))
     if issubclass(config_cls, ObjectiveConfig):
         config = config_cls()
         parts.append(f"needs    {', '.join(sorted(config.needs))}\nanchor   {config.anchor}\nreduced  {config.reductions[0]}\n")
@@ -60,7 +60,7 @@ def explanation(name: str, function: Any, config_cls: type) -> str:
     return "\n".join(parts)
 
 
-def body(docstring: str) -> str:
+def _body(docstring: str) -> str:
     """Sentence, formula and reference; what the arguments are is for programmers."""
     kept, skipping = [], False
     for line in docstring.splitlines():
@@ -71,7 +71,7 @@ def body(docstring: str) -> str:
     return "\n".join(kept).rstrip() + "\n"
 
 
-def settings(config_cls: type) -> str:
+def _settings(config_cls: type) -> str:
     """Each setting with its default and what it means."""
     meanings: dict[str, str] = {}
     for cls in reversed(config_cls.__mro__[:-1]):

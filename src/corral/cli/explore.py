@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from corral.cli import refuse
-from corral.report.document import write_document
 from corral.report.explore import explore_page
+from corral.report.html import write_document
 from corral.run.files import RunError
 
 

@@ -11,7 +11,7 @@ from corral.run.settings import read_file, recipes
 
 Kind = Literal["llm", "robot"]
 
-NEEDED: dict[Kind, tuple[str, ...]] = {
+_NEEDED: dict[Kind, tuple[str, ...]] = {
     "llm": ("transformers", "trl", "accelerate", "rich"),
     "robot": ("gymnasium", "mujoco", "rich", "pyarrow"),
 }
@@ -21,7 +21,7 @@ NEEDED: dict[Kind, tuple[str, ...]] = {
 def all_recipes() -> dict[str, Path]:
     """Every recipe that ships with corral; the folder says of which kind it is: corral/<kind>/recipes."""
     package = Path(corral.__file__).parent
-    return {name: path for kind in NEEDED for name, path in recipes(package / kind / "recipes").items()}
+    return {name: path for kind in _NEEDED for name, path in recipes(package / kind / "recipes").items()}
 
 
 def kind_of(arguments: argparse.Namespace) -> Kind:
@@ -47,5 +47,5 @@ def kind_of_run(path: Path) -> Kind:
 
 def missing(kind: Kind) -> str | None:
     """A sentence if something has to be installed first."""
-    absent = [name for name in NEEDED[kind] if importlib.util.find_spec(name) is None]
+    absent = [name for name in _NEEDED[kind] if importlib.util.find_spec(name) is None]
     return f"needs {', '.join(absent)}. Install them: pip install 'corral[{kind}]'." if absent else None

@@ -10,7 +10,7 @@ from corral.cli import refuse
 NEEDED = {"rliable": "rliable", "pandas": "pandas", "pyarrow": "pyarrow", "scipy": "scipy"}
 """Packages and their modules."""
 
-EPILOG = """
+_EPILOG = """
 DIR is a run's folder, or a folder that holds runs; several are shown together.
 The page is one file that asks the network for nothing: send it to anybody.
 """
@@ -18,7 +18,7 @@ The page is one file that asks the network for nothing: send it to anybody.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.epilog = EPILOG
+    parser.epilog = _EPILOG
     parser.add_argument("runs", metavar="DIR", nargs="+", type=Path, help="a run, or a folder of runs")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (report.html)")
     parser.add_argument(
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from corral.run.files import RunError
 
     try:
-        lines = reported(arguments)
+        lines = _write_report(arguments)
     except RunError as error:
         return refuse(str(error), 1)
     if not arguments.quiet:
@@ -49,13 +49,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def reported(arguments: argparse.Namespace) -> list[str]:
+def _write_report(arguments: argparse.Namespace) -> list[str]:
     """Make the page and the exports; what was found and where it is, line by line."""
-    from corral.report.compared import read_comparisons
+    from corral.report.comparison import read_comparisons
     from corral.report.content import make_report
     from corral.report.export import export
-    from corral.report.findings import count
     from corral.report.page import write_page
+    from corral.report.page.findings import count
     from corral.report.read import read_runs
 
     runs = read_runs(arguments.runs)

@@ -29,7 +29,7 @@ FLAGS = {
 }
 """Settings with a flag in the help. Every other one has a flag too, or goes through --set."""
 
-EPILOG = """
+_EPILOG = """
 Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
 Settings of a run: corral.llm.settings.Settings. Settings of the trainer: CorralConfig, and so TRL's GRPOConfig.
 Robots: a recipe of theirs, such as via_point, or a file with an `environment`. Settings: corral.robot.settings.Settings.
@@ -42,13 +42,13 @@ UNSAFE = "where the system has no sandbox, run the model's programs as yourself 
 
 INTERRUPTED = 128 + signal.SIGINT
 
-ANEW: dict[Kind, tuple[str, ...]] = {"llm": ("guard", "report_to"), "robot": ("guard",)}
+_RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {"llm": ("guard", "report_to"), "robot": ("guard",)}
 """Settings that can be given anew when a run is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.epilog = EPILOG
+    parser.epilog = _EPILOG
     parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
     for name, what in FLAGS.items():
@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if lacking is not None:
             return refuse(f"training {lacking}", 1)
         if kind == "llm":
-            hush()
-        summary = (resumed if arguments.resume else started)(kind, arguments, rest)
+            quiet_libraries()
+        summary = (_resume if arguments.resume else _start)(kind, arguments, rest)
     except RunError as error:
         if error.__cause__ is not None and type(error).__name__ == "RewardError":
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
@@ -81,25 +81,25 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], 1)
 
 
-def started(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _start(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """A new run from layers of settings. Both kinds have the same modules: settings, smoke, train."""
     settings, smoke, job = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke", "train"))
     recipe = arguments.recipe or (None if arguments.config else "demo")
     layers = [read_named(recipe, all_recipes())] if recipe else []
     layers += [read_file(arguments.config)] if arguments.config else []
     unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
-    given = nested([*flags(arguments, rest), *unsafe], settings.TABLES)
+    given = nested([*given_settings(arguments, rest), *unsafe], settings.TABLES)
     layers += smoke.smoke_layers([*layers, given]) if arguments.smoke else []
     return job.train(settings.resolve([*layers, given]), out=arguments.out, quiet=arguments.quiet).summary
 
 
-def resumed(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """The run's own settings; only what does not change its course can be given anew."""
-    given = dict(flags(arguments, rest))
-    changes = {key: given.pop(key, None) for key in ANEW[kind]}
+    given = dict(given_settings(arguments, rest))
+    changes = {key: given.pop(key, None) for key in _RESUME_SETTINGS[kind]}
     named = [name for name in ("recipe", "config", "out", "smoke", "unsafe_code_execution") if getattr(arguments, name)]
     if given or named:
-        allowed = ", ".join(f"--{key.replace('_', '-')}" for key in ANEW[kind])
+        allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _RESUME_SETTINGS[kind])
         raise RunError(
             f"--resume goes on with the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
             f"{allowed} and --quiet can."
@@ -108,7 +108,7 @@ def resumed(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
     return job.resume(arguments.resume, quiet=arguments.quiet, **changes).summary
 
 
-def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
+def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
     """Every setting that was given on the command line, in order: named flags, --set, any other flag, then all rewards."""
     named = [(name.replace("-", "_"), getattr(arguments, name.replace("-", "_"))) for name in FLAGS]
     pairs = [(key, value) for key, value in named if value is not None]
@@ -131,7 +131,7 @@ def flags(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any
     return [*pairs, ("reward", rewards)] if rewards else pairs
 
 
-def hush() -> None:
+def quiet_libraries() -> None:
     """No telemetry, no progress bars, no remarks of the libraries below a warning: the view says what matters."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.compare.command import Training, layer
-from corral.compare.plan import Kind, Plan, PlannedRun, Setting, half_decades, pairs, planned
-from corral.objective.naming import check_keys
+from corral.compare.command import Training, run_settings
+from corral.compare.plan import ComparisonPlan, Kind, PlannedRun, Setting, half_decades, make_run
+from corral.naming import check_keys
+from corral.report.sweep.ranges import setting_text
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes
 
@@ -28,7 +29,7 @@ class Budget:
     """Of which kind they are."""
 
 
-def check_plan(plan: Plan, training: Training, config: Path | None = None) -> Budget:
+def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = None) -> Budget:
     """Resolve every contestant with every setting as `corral train` will; a sentence for the first that cannot be run.
 
     Returns:
@@ -37,33 +38,33 @@ def check_plan(plan: Plan, training: Training, config: Path | None = None) -> Bu
     first: tuple[str, Budget] | None = None
     for contestant in plan.contestants:
         for setting in plan.settings:
-            run = planned(contestant, setting, plan.report_seeds[0], "report")
-            name = " ".join([contestant, *pairs(setting)])
+            run = make_run(contestant, setting, plan.report_seeds[0], "report")
+            name = f"{contestant} {setting_text(setting)}".strip()
             try:
-                budget = budget_of(plan.kind, resolved(plan.kind, training, run, config))
+                budget = _budget(plan.kind, resolve_run(plan.kind, training, run, config))
             except (RunError, ValueError, TypeError, ImportError) as error:
                 raise RunError(f"{name}: {str(error).removeprefix(f'{contestant}: ')}") from error
             first = first or (name, budget)
             if budget != first[1]:
                 raise RunError(
-                    f"budgets differ: {first[0]} would have {spelt(first[1])}, {name} {spelt(budget)}. Contestants are "
-                    f"compared with equal ones: change the setting that makes them differ."
+                    f"budgets differ: {first[0]} would have {budget_text(first[1])}, {name} {budget_text(budget)}. "
+                    f"Contestants are compared with equal ones: change the setting that makes them differ."
                 )
     assert first is not None
     return first[1]
 
 
-def resolved(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
+def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
     """The settings of one run: recipe, file, --smoke, flags."""
     settings, smoke = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke"))
     layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
     layers += [read_file(config)] if config is not None else []
-    given = nested(layer(kind, training, run).items(), settings.TABLES)
+    given = nested(run_settings(kind, training, run).items(), settings.TABLES)
     layers += smoke.smoke_layers([*layers, given]) if training.smoke else []
     return settings.resolve([*layers, given])
 
 
-def budget_of(kind: Kind, settings: Any) -> Budget:
+def _budget(kind: Kind, settings: Any) -> Budget:
     """Steps, and what each of them draws. Whatever else is wrong with the settings comes out here."""
     if kind == "llm":
         from corral.llm.prepare import trainer_config
@@ -77,10 +78,10 @@ def budget_of(kind: Kind, settings: Any) -> Budget:
     from corral.robot.prepare import check_environment_config, find_environment
 
     check_environment_config(find_environment(settings.environment), settings.environment_config)
-    return Budget(steps=settings.iterations, samples=learner_config(settings).episodes, what="episodes")
+    return Budget(steps=settings.iterations, samples=_learner_config(settings).episodes, what="episodes")
 
 
-def learner_config(settings: Any) -> Any:
+def _learner_config(settings: Any) -> Any:
     """A robot's algorithm with its settings."""
     from corral.robot.prepare import EPISODIC
     from corral.robot.settings import typed
@@ -99,7 +100,7 @@ def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, conf
         return half_decades([args.learning_rate for args in trainer_configs(contestants, training, config).values()])
     rates = []
     for contestant in contestants:
-        learner = learner_config(resolved(kind, training, planned(contestant, {}, 0, "report"), config))
+        learner = _learner_config(resolve_run(kind, training, make_run(contestant, {}, 0, "report"), config))
         rates.append(learner.rate if contestant.startswith("sb3-") else learner.policy_rate)
     return half_decades(rates)
 
@@ -113,14 +114,14 @@ def trainer_configs(
     found = {}
     for contestant in contestants:
         try:
-            settings = resolved("llm", training, planned(contestant, setting or {}, 0, "report"), config)
+            settings = resolve_run("llm", training, make_run(contestant, setting or {}, 0, "report"), config)
             found[contestant] = trainer_config(settings, max_completion_length=1)
         except (ValueError, TypeError) as error:
             raise RunError(f"{contestant}: {str(error).removeprefix(f'{contestant}: ')}") from error
     return found
 
 
-def with_common(
+def share_reduction(
     kind: Kind, contestants: tuple[str, ...], training: Training, sweep: Iterable[str], config: Path | None = None
 ) -> Training:
     """The same training with one reduction for all objectives: the first of theirs that gives each of them its own gradient.
@@ -132,7 +133,7 @@ def with_common(
     for key in WEIGHTS:
         if key in sweep:
             raise RunError(f"--common keeps `{key}` the same for all, and --sweep {key} would not. Leave out one of the two.")
-    from corral.llm.config import REDUCTIONS
+    from corral.llm.trl_api import REDUCTIONS
 
     configs = trainer_configs(contestants, training, config)
     own = [args.make_objective().config.reductions for args in configs.values()]
@@ -144,6 +145,6 @@ def with_common(
     raise RunError(f"--common: no reduction that was asked for is every objective's own. They are: {named}.")
 
 
-def spelt(budget: Budget) -> str:
+def budget_text(budget: Budget) -> str:
     """`40 steps of 512 completions`."""
     return f"{budget.steps} steps of {budget.samples} {budget.what}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from corral.compare.plan import RATE, Kind, PlannedRun
 
-CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
+_CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
 """The setting in which contestants differ."""
 
 
@@ -28,37 +28,37 @@ class Training:
     """Of each process; None leaves that to the process."""
 
 
-def start_words(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
+def start_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
     """What follows `corral` to begin a run in its folder under `where`."""
     words = ["train"]
     words += [f"--recipe={training.recipe}"] if training.recipe else []
     words += [f"--config={where / training.config}"] if training.config else []
     words += ["--smoke"] if training.smoke else []
     words += ["--unsafe-code-execution"] if training.unsafe_code_execution else []
-    shared = layer(kind, training, run).items()
+    shared = run_settings(kind, training, run).items()
     pairs = [(key, str(one)) for key, value in shared for one in (value if isinstance(value, list) else [value])]
     # `=` keeps a value that begins with a dash with its flag.
     return [*words, *(f"--{key.replace('_', '-')}={value}" for key, value in pairs), f"--out={where / run.folder}"]
 
 
-def resume_words(run: PlannedRun, where: Path) -> list[str]:
+def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
     """What follows `corral` to go on with a run."""
     return ["train", f"--resume={where / run.folder}"]
 
 
-def layer(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
+def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
     """Flags of one run by the name of their setting: what all share, then what it alone has."""
-    own = {own_name(kind, run.contestant, key): as_text(value) for key, value in run.setting.items()}
-    return {**training.settings, CONTESTANT[kind]: run.contestant, **own, "seed": run.seed}
+    own = {contestant_key(kind, run.contestant, key): _flag_text(value) for key, value in run.setting.items()}
+    return {**training.settings, _CONTESTANT[kind]: run.contestant, **own, "seed": run.seed}
 
 
-def own_name(kind: Kind, contestant: str, key: str) -> str:
+def contestant_key(kind: Kind, contestant: str, key: str) -> str:
     """What a contestant calls a swept setting: algorithms of robots have a learning rate each, under names of their own."""
     if kind == "robot" and key == RATE:
         return "learner.rate" if contestant.startswith("sb3-") else "learner.policy_rate"
     return key
 
 
-def as_text(value: Any) -> str:
+def _flag_text(value: Any) -> str:
     """A value as flags are written."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

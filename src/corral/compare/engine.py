@@ -7,10 +7,10 @@ from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunJob:
     """A process to start: `corral` with these words, for the run in this folder."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     folder: Path
 
     @property
@@ -32,10 +32,10 @@ class Engine(Protocol):
     def about(self) -> str:
         """`2 at a time on 2 cores, 1 thread each`."""
 
-    def start(self, job: Job) -> None:
+    def start(self, job: RunJob) -> None:
         """Begin; its output goes to the run's log."""
 
-    def ended(self) -> Mapping[str, int]:
+    def poll(self) -> Mapping[str, int]:
         """Exit statuses of jobs that ended since the last call, by name; that of a killed one is minus the signal."""
 
     def stop(self, name: str) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from corral.compare.folder import summary
+from corral.compare.folder import read_summary
 from corral.compare.plan import Kind
 
-ALIKE: dict[Kind, tuple[str, ...]] = {
+_COST_SETTINGS: dict[Kind, tuple[str, ...]] = {
     "llm": (
         "model", "task", "task_config", "device", "per_device_train_batch_size", "steps_per_generation", "num_generations",
         "max_completion_length", "eval_every", "eval_size",
@@ -18,7 +18,7 @@ ALIKE: dict[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 """Settings that decide what a step costs, mostly."""
 
-KNOWN = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.5}
+_KNOWN = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.5}
 """Seconds per step of a recipe as it ships, on one core; step-based baselines take several times as long."""
 
 
@@ -29,28 +29,28 @@ def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Ite
         settings: resolved, of one contestant.
         folders: where earlier runs may be, three folders deep.
     """
-    mine = essence(kind, settings.flat())
+    mine = _cost_settings(kind, settings.flat())
     paces = []
     for folder in folders:
         for path in [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/config.json")]:
             try:
                 given = json.loads(path.read_text())["settings"]
-                told = summary(path.parent)
-                if essence(kind, given) == mine and told["stopped"] == "finished":
+                told = read_summary(path.parent)
+                if _cost_settings(kind, given) == mine and told["stopped"] == "finished":
                     paces.append(told["seconds"] / told["steps"])
             except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
                 continue  # no run, or a damaged one
     if paces:
         return median(paces), f"as {len(paces)} earlier run{'' if len(paces) == 1 else 's'} here took"
-    if recipe in KNOWN:
-        return KNOWN[recipe], f"as {recipe} took on one core elsewhere"
+    if recipe in _KNOWN:
+        return _KNOWN[recipe], f"as {recipe} took on one core elsewhere"
     return None
 
 
-def essence(kind: Kind, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _cost_settings(kind: Kind, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a step's cost depends on."""
     found = {}
-    for key in ALIKE[kind]:
+    for key in _COST_SETTINGS[kind]:
         value: Any = settings
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None

@@ -16,7 +16,7 @@ from corral.run.view import Clock
 LOG = "log.txt"
 """All that a run's processes said, in its folder."""
 
-SAID = 300
+_LONGEST_LINE = 300
 """How much of a line goes into an error."""
 
 
@@ -76,16 +76,16 @@ class Progress:
         return (self.clock.left(self.step) if self.clock is not None else None) or ""
 
 
-def found_state(folder: Path) -> State:
+def read_state(folder: Path) -> State:
     """What the files say of a run that no process writes: those that ended by themselves stay as they are."""
     ends: dict[str, State] = {"finished": "finished", "collapsed": "collapsed", "failed": "failed"}
-    stopped = str(summary(folder).get("stopped"))
+    stopped = str(read_summary(folder).get("stopped"))
     if stopped in ends:
         return ends[stopped]
     return "interrupted" if (folder / "config.json").is_file() else "waiting"
 
 
-def summary(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
     """What a run says of its end; nothing if it has not ended, or not by itself."""
     try:
         content = json.loads((folder / "summary.json").read_text())
@@ -119,7 +119,7 @@ def open_log(folder: Path) -> int:
         raise RunError(disk_sentence(error, folder)) from error
 
 
-def settle_log(folder: Path, *, ended: bool = False) -> None:
+def place_log(folder: Path, *, ended: bool = False) -> None:
     """Move a log into its run's folder once that is there; a run that ended without one gets a folder for its log."""
     pending = pending_log(folder)
     if not pending.is_file() or not (ended or (folder / "config.json").is_file()):
@@ -131,7 +131,7 @@ def settle_log(folder: Path, *, ended: bool = False) -> None:
         raise RunError(disk_sentence(error, folder / LOG)) from error
 
 
-def log_of(folder: Path) -> Path:
+def log_path(folder: Path) -> Path:
     """Where a log is now."""
     return folder / LOG if (folder / LOG).is_file() else pending_log(folder)
 
@@ -139,28 +139,28 @@ def log_of(folder: Path) -> Path:
 def log_size(folder: Path) -> int:
     """How much has been said."""
     try:
-        return log_of(folder).stat().st_size
+        return log_path(folder).stat().st_size
     except OSError:
         return 0
 
 
-def last_lines(folder: Path, count: int = 1) -> list[str]:
+def log_tail(folder: Path, count: int = 1) -> list[str]:
     """The end of a log, without control characters."""
-    path = log_of(folder)
+    path = log_path(folder)
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16_384))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [visible(line.strip())[:SAID] for line in text.splitlines() if line.strip()][-count:]
+    return [visible(line.strip())[:_LONGEST_LINE] for line in text.splitlines() if line.strip()][-count:]
 
 
-def why_failed(folder: Path, status: int) -> str:
+def failure_reason(folder: Path, status: int) -> str:
     """One line: the last of the log, or the signal that ended the process."""
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}
         hint = ", as when memory runs out" if -status == signal.SIGKILL else ""
         return f"killed by {names.get(-status, f'signal {-status}')}{hint}"
-    said = last_lines(folder)
+    said = log_tail(folder)
     return said[0].removeprefix("corral: ") if said else f"ended with status {status} and without a word"

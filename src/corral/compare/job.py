@@ -5,31 +5,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from corral.compare.check import WEIGHTS, Budget, check_plan, resolved, spelt, trainer_configs
+from corral.compare.check import WEIGHTS, Budget, budget_text, check_plan, resolve_run, trainer_configs
 from corral.compare.command import Training
 from corral.compare.engine import Engine
 from corral.compare.estimate import duration, seconds_per_step
-from corral.compare.folder import Progress, last_lines
+from corral.compare.folder import Progress, log_tail
 from corral.compare.local import LocalEngine, visible_gpus
-from corral.compare.plan import Kind, Plan, planned
+from corral.compare.plan import ComparisonPlan, Kind, make_run
 from corral.compare.record import ENDED, Comparison
 from corral.compare.results import choose, report_lines, write_report
 from corral.compare.schedule import Schedule
-from corral.compare.view import CompareView, columns, run_cells
+from corral.compare.view import CompareView, align_columns, run_cells
 from corral.report.statistics import ENOUGH
-from corral.report.sweep import value_text
+from corral.report.sweep.ranges import value_text
 from corral.run.files import RunError
 from corral.run.view import count
 
-START = 10.0
+_START = 10.0
 """Seconds until a process has imported what it needs."""
 
-Status = Literal["finished", "failed", "interrupted"]
+_Status = Literal["finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
-    """With what a comparison is run; it changes nothing in the numbers."""
+class ExecutionConfig:
+    """Where a comparison runs, how many runs at a time, and when a silent one counts as hung. It changes no result."""
 
     engine: Literal["local", "ray"] = "local"
     jobs: int | None = None
@@ -42,9 +42,13 @@ class Means:
             raise RunError(f"--stall is in seconds, and more than 0; got {self.stall}.")
 
 
+Means = ExecutionConfig
+"""Its old name, for one release."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """What is known, and stands ready, before the first run."""
+class Preparation:
+    """A checked budget, an engine and an estimate of the time: all that comes before the first run."""
 
     budget: Budget
     engine: Engine
@@ -56,7 +60,7 @@ class Stage:
     """Of reductions that are not an objective's own."""
 
 
-def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
+def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
     """Check every run that is planned, and choose where they will run. Settles how many threads each has.
 
     Args:
@@ -64,19 +68,19 @@ def set_up(comparison: Comparison, config: Path | None, means: Means) -> Stage:
     """
     plan, training = comparison.plan, comparison.training
     budget = check_plan(plan, training, config)
-    settings = resolved(plan.kind, training, planned(plan.contestants[0], {}, 0, "report"), config)
-    engine = make_engine(plan.kind, settings, means, training.threads)
-    comparison.training = with_threads(plan.kind, training, engine.threads)
+    settings = resolve_run(plan.kind, training, make_run(plan.contestants[0], {}, 0, "report"), config)
+    engine = _make_engine(plan.kind, settings, execution, training.threads)
+    comparison.training = _with_threads(plan.kind, training, engine.threads)
     # A smoke run takes as long as its imports.
     pace = None if training.smoke else seconds_per_step(plan.kind, settings, training.recipe, [Path("runs")])
     fixed = plan.kind == "llm" and not any(key in plan.sweep for key in WEIGHTS)
     configs = trainer_configs(plan.contestants, training, config, plan.settings[0]) if fixed else {}
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
     warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
-    return Stage(budget=budget, engine=engine, pace=pace, reductions=reductions, warnings=warnings)
+    return Preparation(budget=budget, engine=engine, pace=pace, reductions=reductions, warnings=warnings)
 
 
-def with_threads(kind: Kind, training: Training, threads: int | None) -> Training:
+def _with_threads(kind: Kind, training: Training, threads: int | None) -> Training:
     """Every process has so many threads; a robot's environments are stepped by as many."""
     settings = dict(training.settings)
     if kind == "robot" and threads is not None:
@@ -84,7 +88,7 @@ def with_threads(kind: Kind, training: Training, threads: int | None) -> Trainin
     return replace(training, threads=threads, settings=settings)
 
 
-def make_engine(kind: Kind, settings: Any, means: Means, threads: int | None) -> Engine:
+def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads: int | None) -> Engine:
     """The engine; robots and `device=cpu` need no GPU.
 
     Args:
@@ -92,33 +96,36 @@ def make_engine(kind: Kind, settings: Any, means: Means, threads: int | None) ->
         threads: of each process; None is one on a CPU, and as many as it likes on a GPU.
     """
     wanted = kind == "llm" and settings.device != "cpu"
-    if means.engine == "ray":
+    if execution.engine == "ray":
         from corral.compare.ray import RayEngine  # needs corral[ray]
 
-        return RayEngine(jobs=means.jobs, threads=threads, gpus=wanted)
+        return RayEngine(jobs=execution.jobs, threads=threads, gpus=wanted)
     gpus = visible_gpus() if wanted else []
-    return LocalEngine(jobs=means.jobs, threads=threads if threads is not None or gpus else 1, gpus=gpus)
+    return LocalEngine(jobs=execution.jobs, threads=threads if threads is not None or gpus else 1, gpus=gpus)
 
 
-def described(comparison: Comparison, stage: Stage) -> list[tuple[str, str]]:
+def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
     """What is about to be run, as names and sentences."""
-    budget, engine = stage.budget, stage.engine
+    budget, engine = prepared.budget, prepared.engine
     done = sum(record.state in ENDED for record in comparison.records)
     plan, name = comparison.plan, comparison.training.recipe or comparison.training.config
     lines = [("compare", f"{name}: {', '.join(plan.contestants)}")]
     for key, values in plan.sweep.items():
         lines.append(("sweep", f"{key} {', '.join(map(value_text, values))}"))
-    if stage.reductions:
-        lines.append(("reduction", reduction_text(stage.reductions)))
+    if prepared.reductions:
+        lines.append(("reduction", _reduction_text(prepared.reductions)))
     lines += [
-        ("seeds", seeds_text(plan)),
-        ("budget", f"{spelt(budget)}, for every run"),
-        ("runs", runs_text(plan)),
+        ("seeds", _seeds_text(plan)),
+        ("budget", f"{budget_text(budget)}, for every run"),
+        ("runs", _runs_text(plan)),
         ("engine", engine.about),
-        ("time", "unknown: no such run is here to judge by" if stage.pace is None else time_text(plan.count - done, stage)),
+        (
+            "time",
+            "unknown: no such run is here to judge by" if prepared.pace is None else _time_text(plan.count - done, prepared),
+        ),
         ("folder", str(comparison.path)),
     ]
-    lines += [("note", sentence) for sentence in stage.warnings]
+    lines += [("note", sentence) for sentence in prepared.warnings]
     if done:
         lines.append(("done", f"{count(done, 'run')} already"))
     if len(plan.report_seeds) < ENOUGH:
@@ -126,7 +133,7 @@ def described(comparison: Comparison, stage: Stage) -> list[tuple[str, str]]:
     return lines
 
 
-def reduction_text(reductions: Mapping[str, str]) -> str:
+def _reduction_text(reductions: Mapping[str, str]) -> str:
     """`grpo, for every run`, or that nothing can be claimed."""
     if len(set(reductions.values())) == 1:
         return f"{next(iter(reductions.values()))}, for every run"
@@ -134,13 +141,13 @@ def reduction_text(reductions: Mapping[str, str]) -> str:
     return f"{each}. Where they differ, no difference between objectives can be claimed: --common gives all the same"
 
 
-def seeds_text(plan: Plan) -> str:
+def _seeds_text(plan: ComparisonPlan) -> str:
     """`2, 3, 4; settings are chosen on 0, 1`."""
     chosen_on = f"; settings are chosen on {', '.join(map(str, plan.choose_seeds))}" if plan.choose_seeds else ""
     return f"{', '.join(map(str, plan.report_seeds))}{chosen_on}"
 
 
-def runs_text(plan: Plan) -> str:
+def _runs_text(plan: ComparisonPlan) -> str:
     """`12: 4 contestants × 3 seeds`."""
     who = count(len(plan.contestants), "contestant")
     last = f"{who} × {count(len(plan.report_seeds), 'seed')}"
@@ -150,34 +157,34 @@ def runs_text(plan: Plan) -> str:
     return f"{plan.count}: {swept}, then {last} with the setting chosen for each"
 
 
-def time_text(runs: int, stage: Stage) -> str:
+def _time_text(runs: int, prepared: Preparation) -> str:
     """`about 14 min (3.4 s a step, as …)`."""
-    assert stage.pace is not None
-    seconds, whence = stage.pace
-    rounds = -(-runs // stage.engine.slots)
-    return f"about {duration(rounds * (START + stage.budget.steps * seconds))} ({seconds:.2g} s a step, {whence})"
+    assert prepared.pace is not None
+    seconds, whence = prepared.pace
+    rounds = -(-runs // prepared.engine.slots)
+    return f"about {duration(rounds * (_START + prepared.budget.steps * seconds))} ({seconds:.2g} s a step, {whence})"
 
 
-def run_comparison(comparison: Comparison, stage: Stage, view: CompareView, *, stall: float = 3600.0) -> Status:
+def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
     """Run what is left of a comparison, say what was found, write the page."""
     schedule = Schedule(
-        comparison=comparison, engine=stage.engine, view=view, steps=stage.budget.steps, choose=choose, stall=stall
+        comparison=comparison, engine=prepared.engine, view=view, steps=prepared.budget.steps, choose=choose, stall=stall
     )
     view.open(comparison)
     try:
         schedule.run()
     finally:
         view.close()
-    status = status_of(comparison)
-    show_runs(comparison, schedule.progress, view)
+    status = comparison_status(comparison)
+    _show_runs(comparison, schedule.progress, view)
     for line in [] if schedule.interrupted else findings(comparison, view.warn):
         view.end(line)
-    for line in farewell(comparison, status):
+    for line in _next_steps(comparison, status):
         view.end(line)
     return status
 
 
-def status_of(comparison: Comparison) -> Status:
+def comparison_status(comparison: Comparison) -> _Status:
     """How it stands, of all runs the worst. A sweep whose choice is not made yet is not finished."""
     states = [record.state for record in comparison.records]
     if any(state in ("waiting", "running", "interrupted") for state in states):
@@ -185,15 +192,15 @@ def status_of(comparison: Comparison) -> Status:
     return "failed" if "failed" in states else "finished"
 
 
-def show_runs(comparison: Comparison, progress: dict[str, Progress], view: CompareView) -> None:
+def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: CompareView) -> None:
     """Every run, and the last words of those that failed."""
-    for line in ["", *columns(run_cells(comparison.records, progress))]:
+    for line in ["", *align_columns(run_cells(comparison.records, progress))]:
         view.end(line)
     for record in comparison.records:
         if record.state == "failed":
             folder = comparison.folder(record)
             view.end(f"\n{record.run.label} failed: {record.error}\nThe end of {folder / 'log.txt'}:")
-            for line in last_lines(folder, 5):
+            for line in log_tail(folder, 5):
                 view.end(f"  {line}")
 
 
@@ -207,7 +214,7 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
     return ["", *report_lines(report), "", f"The report is in {page}"]
 
 
-def farewell(comparison: Comparison, status: Status) -> Iterable[str]:
+def _next_steps(comparison: Comparison, status: _Status) -> Iterable[str]:
     """How to go on, if there is something to go on with."""
     if status == "interrupted":
         yield f"Go on with: corral compare --resume {comparison.path}"
@@ -216,6 +223,6 @@ def farewell(comparison: Comparison, status: Status) -> Iterable[str]:
         yield f"Try failed runs again with: corral compare --resume {comparison.path} --retry-failed"
 
 
-def listed(comparison: Comparison) -> Sequence[str]:
+def run_names(comparison: Comparison) -> Sequence[str]:
     """Every run by name, for a dry run."""
     return [f"  {record.run.label}" for record in comparison.records]

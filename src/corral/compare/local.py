@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.compare.engine import Job
-from corral.compare.folder import open_log, settle_log
+from corral.compare.engine import RunJob
+from corral.compare.folder import open_log, place_log
 from corral.run.cores import cores
 from corral.run.files import RunError
 
@@ -17,10 +17,10 @@ PROGRAM = (sys.executable, "-m", "corral.cli")
 
 
 @dataclass
-class Started:
+class _RunningJob:
     """A job and its process."""
 
-    job: Job
+    job: RunJob
     process: subprocess.Popen[bytes]
     gpu: str | None
 
@@ -42,7 +42,7 @@ class LocalEngine:
     ) -> None:
         self.threads, self.gpus, self.program = threads, tuple(gpus), tuple(program)
         self.slots = jobs if jobs is not None else len(self.gpus) or max(1, cores() // (threads or 1))
-        self.started: dict[str, Started] = {}
+        self.started: dict[str, _RunningJob] = {}
 
     @property
     def about(self) -> str:
@@ -52,14 +52,14 @@ class LocalEngine:
         each = "" if self.threads is None else f", {self.threads} thread{'' if self.threads == 1 else 's'} each"
         return f"{self.slots} at a time on {cores()} core{'' if cores() == 1 else 's'}{each}"
 
-    def start(self, job: Job) -> None:
+    def start(self, job: RunJob) -> None:
         """A process in a session of its own: Ctrl-C in the terminal is for the schedule, which passes it on."""
         in_use = Counter(started.gpu for started in self.started.values())
         gpu = min(self.gpus, key=lambda name: in_use[name]) if self.gpus else None
         log = open_log(job.folder)
         try:
             process = subprocess.Popen(
-                [*self.program, *job.words],
+                [*self.program, *job.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -70,13 +70,13 @@ class LocalEngine:
             raise RunError(f"no process could be started: {error}") from error
         finally:
             os.close(log)
-        self.started[job.name] = Started(job, process, gpu)
+        self.started[job.name] = _RunningJob(job, process, gpu)
 
-    def ended(self) -> Mapping[str, int]:
+    def poll(self) -> Mapping[str, int]:
         found = {}
         for name, started in list(self.started.items()):
             status = started.process.poll()
-            settle_log(started.job.folder, ended=status is not None)
+            place_log(started.job.folder, ended=status is not None)
             if status is not None:
                 found[name] = status
                 del self.started[name]
@@ -92,7 +92,7 @@ class LocalEngine:
         for name, started in self.started.items():
             self.kill(name)
             started.process.wait()
-            settle_log(started.job.folder, ended=True)
+            place_log(started.job.folder, ended=True)
         self.started.clear()
 
     def _signal(self, name: str, number: signal.Signals) -> None:

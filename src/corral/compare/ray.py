@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.compare.engine import Job
-from corral.compare.folder import log_of, open_log, settle_log
+from corral.compare.engine import RunJob
+from corral.compare.folder import log_path, open_log, place_log
 from corral.compare.local import PROGRAM, environment
 from corral.run.cores import cores
 from corral.run.files import RunError
@@ -21,10 +21,10 @@ try:
 except ImportError as missing:
     raise RunError("--engine ray needs ray. Install it: pip install 'corral[ray]'.") from missing
 
-PAUSE = 0.2
+_PAUSE = 0.2
 """Seconds between two looks at a process."""
 
-PATIENCE = 20.0
+_PATIENCE = 20.0
 """Seconds that tasks have to end their processes when the engine is closed."""
 
 
@@ -39,29 +39,29 @@ class RayEngine:
     ) -> None:
         self.program = program
         self.ours = not ray.is_initialized()
-        self.where = connect() if self.ours else "the Ray cluster of this process"
+        self.where = _connect() if self.ours else "the Ray cluster of this process"
         there = ray.cluster_resources()
         self.gpus = int(there.get("GPU", 0)) if gpus else 0
         self.threads = threads if threads is not None or self.gpus else 1
         self.slots = jobs if jobs is not None else self.gpus or max(1, int(there.get("CPU", 1)) // (self.threads or 1))
-        self.started: dict[str, tuple[Job, Any]] = {}
+        self.started: dict[str, tuple[RunJob, Any]] = {}
 
     @property
     def about(self) -> str:
         """Where, and how many at a time."""
         return f"{self.slots} at a time on {self.where}" + (f", a GPU each of {self.gpus}" if self.gpus else "")
 
-    def start(self, job: Job) -> None:
+    def start(self, job: RunJob) -> None:
         """A task that watches over the process; Ray finds a place for it, perhaps not at once."""
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         stop_file(job.folder).unlink(missing_ok=True)
-        task = ray.remote(watch).options(
+        task = ray.remote(_watch).options(
             name=job.name, num_cpus=self.threads or 1, num_gpus=1 if self.gpus else 0, max_retries=0
         )
         folder = job.folder.absolute()
-        self.started[job.name] = job, task.remote(list(job.words), str(folder), self.threads, os.getcwd(), self.program)
+        self.started[job.name] = job, task.remote(list(job.arguments), str(folder), self.threads, os.getcwd(), self.program)
 
-    def ended(self) -> Mapping[str, int]:
+    def poll(self) -> Mapping[str, int]:
         if not self.started:
             return {}
         names = {reference: name for name, (_, reference) in self.started.items()}
@@ -79,7 +79,7 @@ class RayEngine:
             self.kill(name)
         references = [reference for _, reference in self.started.values()]
         if references:
-            ray.wait(references, num_returns=len(references), timeout=PATIENCE)
+            ray.wait(references, num_returns=len(references), timeout=_PATIENCE)
         for name in list(self.started):
             self._status(name, timeout=0.0)
         if self.ours and ray.is_initialized():
@@ -94,13 +94,13 @@ class RayEngine:
         except ray.exceptions.TaskCancelledError:
             return -signal.SIGKILL
         except (ray.exceptions.RayError, TimeoutError) as error:
-            with log_of(job.folder).open("a") as log:
+            with log_path(job.folder).open("a") as log:
                 log.write(f"the Ray task was lost: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}\n")
-            settle_log(job.folder, ended=True)
+            place_log(job.folder, ended=True)
             return 1
 
 
-def connect() -> str:
+def _connect() -> str:
     """Join the cluster that RAY_ADDRESS names; without it, start one with this machine's cores. Says which."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
@@ -122,7 +122,7 @@ def stop_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.stop")
 
 
-def watch(words: list[str], folder_text: str, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
+def _watch(words: list[str], folder_text: str, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
     """The task, on whatever node: start the process, pass on the wish to stop, and end it if the task is cancelled."""
     folder = Path(folder_text)
     log = open_log(folder)
@@ -141,14 +141,14 @@ def watch(words: list[str], folder_text: str, threads: int | None, cwd: str, pro
     asked = False
     try:
         while process.poll() is None:
-            settle_log(folder)
+            place_log(folder)
             if not asked and stop_file(folder).exists():
                 asked = True
                 process.send_signal(signal.SIGTERM)
-            time.sleep(PAUSE)
+            time.sleep(_PAUSE)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        settle_log(folder, ended=True)
+        place_log(folder, ended=True)
     return process.returncode

@@ -1,21 +1,17 @@
 """compare.json: what a comparison is, and how far it has come. Written whole after every change; nothing else is remembered."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from corral.compare.command import Training
-from corral.compare.folder import found_state, refuse_busy, summary
-from corral.compare.plan import Chosen, Plan, PlannedRun, State
+from corral.compare.folder import read_state, read_summary, refuse_busy
+from corral.compare.plan import ChosenSettings, ComparisonPlan, PlannedRun, Stage, State
+from corral.report.comparison import FILE, VERSION, SavedRun, read_comparison
 from corral.run.files import RunError, disk_sentence, lock, write_json
-from corral.run.settings import guess
-
-VERSION = 1
-FILE = "compare.json"
 
 ENDED: tuple[State, ...] = ("finished", "collapsed", "failed")
 """States after which a run is left alone."""
@@ -39,10 +35,10 @@ class Comparison:
     """A comparison in its folder. Only one process holds it."""
 
     path: Path
-    plan: Plan
+    plan: ComparisonPlan
     training: Training
     command: str
-    chosen: Chosen = field(default_factory=dict)
+    chosen: ChosenSettings = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     _lock: int | None = None
 
@@ -69,22 +65,22 @@ class Comparison:
         """
         known = {record.run.folder: record for record in self.records}
         runs = [*self.plan.sweep_runs(), *self.plan.report_runs(self.chosen)]
-        self.records = [known.get(run.folder) or Record(run=run, state=found_state(self.path / run.folder)) for run in runs]
+        self.records = [known.get(run.folder) or Record(run=run, state=read_state(self.path / run.folder)) for run in runs]
 
     @property
-    def sweep(self) -> list[Record]:
+    def sweep_records(self) -> list[Record]:
         """Runs on which settings are chosen."""
         return [record for record in self.records if record.run.stage == "sweep"]
 
     @property
-    def reported(self) -> list[Record]:
+    def report_records(self) -> list[Record]:
         """Runs that the comparison is about."""
         return [record for record in self.records if record.run.stage == "report"]
 
     @property
-    def choosing(self) -> bool:
+    def must_choose(self) -> bool:
         """Whether the sweep is over and the choice has to be made."""
-        return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep)
+        return bool(self.plan.sweep) and not self.chosen and all(record.state in ENDED for record in self.sweep_records)
 
     def folder(self, record: Record) -> Path:
         """Where a run is."""
@@ -113,25 +109,25 @@ class Comparison:
         refuse_taken(self)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.hold()
+            self._hold()
             if config is not None and self.training.config is not None:
                 shutil.copyfile(config, self.path / self.training.config)
         except OSError as error:
             raise RunError(disk_sentence(error, self.path)) from error
         self.save()
 
-    def go_on(self, *, retry_failed: bool) -> None:
+    def resume(self, *, retry_failed: bool) -> None:
         """Be where the files say it is: a process that was killed could not. Failed runs wait again if they are to be retried.
 
         If runs of the sweep are retried, the choice is made anew.
         """
-        self.hold()
+        self._hold()
         for record in self.records:
             refuse_busy(self.folder(record))
-            found = found_state(self.folder(record))
+            found = read_state(self.folder(record))
             if record.state != "failed":
                 record.state = found
-                record.error = summary(self.folder(record)).get("why") if found == "failed" else None
+                record.error = read_summary(self.folder(record)).get("why") if found == "failed" else None
             elif retry_failed:
                 record.state, record.error = ("waiting" if found == "waiting" else "interrupted"), None
                 self.chosen = {} if record.run.stage == "sweep" else self.chosen
@@ -144,7 +140,7 @@ class Comparison:
             os.close(self._lock)
             self._lock = None
 
-    def hold(self) -> None:
+    def _hold(self) -> None:
         """Keep other processes out."""
         try:
             self._lock = lock(self.path)
@@ -173,59 +169,56 @@ def read(path: Path) -> Comparison:
             f"{path} holds no comparison: it has no {FILE}. --resume takes the folder that `corral compare` printed."
         )
     try:
-        content = json.loads(file.read_text())
-        if content["version"] != VERSION:
-            raise RunError(f"{file} is of version {content['version']}, and this corral reads version {VERSION}.")
-        plan = Plan(
-            kind=content["kind"],
-            contestants=tuple(content["contestants"]),
-            sweep={key: tuple(map(guess, values)) for key, values in content["sweep"].items()},
-            choose_seeds=tuple(content["choose_seeds"]),
-            report_seeds=tuple(content["report_seeds"]),
+        saved = read_comparison(path)
+        if not saved.kind or not saved.train:
+            raise ValueError("it does not say what all runs share (`kind` and `train`), so none can be started.")
+        plan = ComparisonPlan(
+            kind=saved.kind,
+            contestants=tuple(saved.contestants),
+            sweep={key: tuple(values) for key, values in saved.sweep.items()},
+            choose_seeds=tuple(saved.choose_seeds),
+            report_seeds=tuple(saved.report_seeds),
         )
         return Comparison(
             path=path,
             plan=plan,
-            training=Training(**content["train"]),
-            command=content["command"],
-            chosen={name: as_setting(setting) for name, setting in content["chosen"].items()},
-            records=[as_record(entry) for entry in content["runs"]],
+            training=Training(**saved.train),
+            command=saved.command,
+            chosen=saved.chosen,
+            records=[_as_record(run) for run in saved.runs],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def as_record(entry: Mapping[str, Any]) -> Record:
+def _as_record(saved: SavedRun) -> Record:
     """A run from compare.json."""
-    entry = dict(entry)
-    state, error = entry.pop("state"), entry.pop("error")
-    return Record(run=PlannedRun(**{**entry, "setting": as_setting(entry["setting"])}), state=state, error=error)
-
-
-def as_setting(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A setting from compare.json; JSON has no infinity."""
-    return {key: guess(value) for key, value in entry.items()}
+    stage, state = cast(Stage, saved.stage), cast(State, saved.state)
+    run = PlannedRun(folder=saved.path.name, contestant=saved.contestant, setting=saved.setting, seed=saved.seed, stage=stage)
+    return Record(run=run, state=state, error=saved.error)
 
 
 def differences(there: Comparison, new: Comparison) -> list[str]:
     """In what another comparison differs from the one that is there, in words."""
     old, now = ({**asdict(one.plan), **asdict(one.training)} for one in (there, new))
     settings = old.pop("settings"), now.pop("settings")
-    return [*unlike(old, now), *unlike(*settings)]
+    return [*list_differences(old, now), *list_differences(*settings)]
 
 
-def unlike(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
+def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
     """`key: x there, y now` where two mappings differ."""
     names = sorted(old.keys() | new.keys()) if keys is None else keys
     return [
-        f"{key} is {shown(old.get(key))} there and {shown(new.get(key))} here" for key in names if old.get(key) != new.get(key)
+        f"{key} is {render_value(old.get(key))} there and {render_value(new.get(key))} here"
+        for key in names
+        if old.get(key) != new.get(key)
     ]
 
 
-def shown(value: Any) -> str:
+def render_value(value: Any) -> str:
     """A value in a sentence."""
     if isinstance(value, Mapping):
-        return "; ".join(f"{key}={shown(inner)}" for key, inner in value.items()) or "nothing"
+        return "; ".join(f"{key}={render_value(inner)}" for key, inner in value.items()) or "nothing"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "nothing"
     return "not given" if value is None else str(value)

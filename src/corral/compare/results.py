@@ -5,54 +5,54 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.compare.plan import Chosen
+from corral.compare.plan import ChosenSettings
 from corral.compare.record import COUNTED, Comparison
-from corral.compare.view import columns
-from corral.report.compared import read_comparison
-from corral.report.content import Report, make_report
+from corral.compare.view import align_columns
+from corral.report.comparison import read_comparison
+from corral.report.content import RunReport, make_report
 from corral.report.outcomes import Measure, main_metric
 from corral.report.page import write_page
 from corral.report.read import read_run, read_runs
 from corral.report.statistics import plain
-from corral.report.sweep import SHARE, SweepRow, choose_setting, value_text
-from corral.report.sweeps import Sweep, sweep_row
+from corral.report.sweep.find import Sweep, sweep_row
+from corral.report.sweep.ranges import SHARE, SweepRow, choose_setting, value_text
 
-PAGE = "report.html"
+_PAGE = "report.html"
 
 
-def choose(comparison: Comparison) -> Chosen:
+def choose(comparison: Comparison) -> ChosenSettings:
     """The best setting of each contestant; none for one whose runs all failed."""
-    alive = {record.run.contestant for record in comparison.sweep if record.state in COUNTED}
+    alive = {record.run.contestant for record in comparison.sweep_records if record.state in COUNTED}
     return choose_setting([row for row in sweep_rows(comparison) if row.contestant in alive])
 
 
 def sweep_rows(comparison: Comparison) -> list[SweepRow]:
     """One row per run of the sweep. One that failed counts as the worst there is."""
-    done = [record for record in comparison.sweep if record.state in COUNTED]
+    done = [record for record in comparison.sweep_records if record.state in COUNTED]
     runs = {record.run.folder: read_run(comparison.folder(record)) for record in done}
     measure = main_metric([*runs.values()])
     return [
         sweep_row(record.run.contestant, record.run.setting, record.run.seed, runs.get(record.run.folder), measure)
-        for record in comparison.sweep
+        for record in comparison.sweep_records
     ]
 
 
-def write_report(comparison: Comparison) -> tuple[Report, Path]:
+def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
     """DIR/report.html, and what it says."""
     report = make_report(read_runs([comparison.path]), [read_comparison(comparison.path)])
-    page = comparison.path / PAGE
+    page = comparison.path / _PAGE
     write_page(report, page)
     return report, page
 
 
-def report_lines(report: Report) -> list[str]:
+def report_lines(report: RunReport) -> list[str]:
     """The sweep with the usable ranges, then where everybody stands, then what may be claimed."""
-    swept = [line for sweep in report.sweeps for line in [*sweep_lines(sweep, report.measure), ""]]
+    swept = [line for sweep in report.sweeps for line in [*_sweep_lines(sweep, report.measure), ""]]
     said = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
-    return [*swept, *result_lines(report.tables["results"], report.measure), "", *said]
+    return [*swept, *_result_lines(report.tables["results"], report.measure), "", *said]
 
 
-def result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> list[str]:
+def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> list[str]:
     """One line per contestant, with the setting that was chosen for it."""
     beside = [key for key in ("greedy", "return") if key != measure.key and any(row.get(key) is not None for row in results)]
     swept = any(row["setting"] for row in results)
@@ -62,12 +62,12 @@ def result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> list
         cells = [row["objective"], *([row["setting"]] if swept else []), f"{row['counted']} of {row['runs']}"]
         for key in ("final", "area", *beside):
             factor = 1.0 if key == "return" else measure.factor
-            cells.append(estimate(row[key], row[f"{key}_low"], row[f"{key}_high"], factor))
+            cells.append(_estimate(row[key], row[f"{key}_low"], row[f"{key}_high"], factor))
         rows.append([*cells, str(row["collapsed"]), "—" if row["seconds"] is None else f"{row['seconds']:.0f}"])
-    return columns(rows)
+    return align_columns(rows)
 
 
-def sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
+def _sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
     """One line per contestant and setting; then the usable ranges, by each one's own best and by the best of all."""
     settings = list(dict.fromkeys(name for cell in sweep.cells for name in cell.setting))
     greedy = any(cell.greedy is not None for cell in sweep.cells)
@@ -77,14 +77,14 @@ def sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
         values = [value_text(cell.setting.get(name)) for name in settings]
         numbers = [cell.final, cell.auc, *([cell.greedy] if greedy else [])]
         kl = "—" if cell.kl is None else f"{cell.kl:.3g}"
-        rows.append([cell.contestant, *values, *(estimate(number, None, None, measure.factor) for number in numbers)])
+        rows.append([cell.contestant, *values, *(_estimate(number, None, None, measure.factor) for number in numbers)])
         rows[-1] += [f"{cell.collapsed:.0%}", kl]
     lead = f"Usable range of {sweep.key}: within {100 * SHARE:g} % of the best final {measure.name}"
     ranges = [f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges]
-    return [*columns(rows), "", f"{lead} of each contestant, in the mean of {sweep.repeated}", *ranges]
+    return [*align_columns(rows), "", f"{lead} of each contestant, in the mean of {sweep.seeds_text}", *ranges]
 
 
-def estimate(value: float | None, low: float | None, high: float | None, factor: float) -> str:
+def _estimate(value: float | None, low: float | None, high: float | None, factor: float) -> str:
     """`67.6 % [65.0…70.1]`."""
     if value is None or not math.isfinite(value):
         return "—"

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from corral.compare.estimate import duration
 from corral.compare.folder import Progress
-from corral.compare.plan import pairs
 from corral.compare.record import Comparison, Record
-from corral.run.view import PatientConsole, View, number
+from corral.report.sweep.ranges import setting_text
+from corral.run.view import PatientConsole, RunView, number
 
-COLOURS = {
+_COLOURS = {
     "running": "cyan",
     "finished": "green",
     "collapsed": "yellow",
@@ -24,14 +24,14 @@ COLOURS = {
     "waiting": "dim",
 }
 
-MATTERS = ("running", "failed", "interrupted", "collapsed", "finished", "waiting")
+_PRIORITY = ("running", "failed", "interrupted", "collapsed", "finished", "waiting")
 """What stays in the table if not all runs fit on the screen."""
 
-EVERY = 60.0
+_EVERY = 60.0
 """Seconds between two lines that only say how far it is."""
 
 
-class CompareView(View):
+class CompareView(RunView):
     """Quiet: failures and the end. The base of the others; a `Board` of a schedule."""
 
     def __init__(self, console: Console, problems: Console) -> None:
@@ -46,13 +46,13 @@ class CompareView(View):
         """It starts, or goes on."""
         self.comparison = comparison
 
-    def changed(self, record: Record, progress: Progress) -> None:
+    def update_run(self, record: Record, progress: Progress) -> None:
         """A run has another state."""
         self.progress[record.run.folder] = progress
         if record.state == "failed":
             self.warn(f"{record.run.label} failed: {record.error}")
 
-    def look(self, left: float | None) -> None:
+    def update_time(self, left: float | None) -> None:
         """Time has passed."""
         self.left = left
 
@@ -77,16 +77,16 @@ class PlainCompareView(CompareView):
         super().open(comparison)
         self.spoke = time.monotonic()
 
-    def changed(self, record: Record, progress: Progress) -> None:
-        super().changed(record, progress)
+    def update_run(self, record: Record, progress: Progress) -> None:
+        super().update_run(record, progress)
         if record.state != "failed":
             success = "" if progress.success is None else f", success {number(progress.success)}"
             at = f" at step {progress.step} of {progress.steps}{success}" if progress.step or progress.success else ""
             self.say(f"{record.run.label}: {record.state}{at}")
 
-    def look(self, left: float | None) -> None:
-        super().look(left)
-        if time.monotonic() - self.spoke > EVERY:
+    def update_time(self, left: float | None) -> None:
+        super().update_time(left)
+        if time.monotonic() - self.spoke > _EVERY:
             self.spoke = time.monotonic()
             self.say(self.progress_line())
 
@@ -106,11 +106,11 @@ class LiveCompareView(PlainCompareView):
     def stopping(self, sentence: str) -> None:
         self.last = sentence  # what is written past the table, the table paints over
 
-    def changed(self, record: Record, progress: Progress) -> None:
-        CompareView.changed(self, record, progress)
+    def update_run(self, record: Record, progress: Progress) -> None:
+        CompareView.update_run(self, record, progress)
 
-    def look(self, left: float | None) -> None:
-        CompareView.look(self, left)
+    def update_time(self, left: float | None) -> None:
+        CompareView.update_time(self, left)
 
     def close(self) -> None:
         if hasattr(self, "live"):  # a comparison may fail before it begins
@@ -118,12 +118,12 @@ class LiveCompareView(PlainCompareView):
 
     def table(self) -> Group:
         """As many runs as fit, and a line of totals."""
-        rows = shown_records(self.comparison.records, max(3, self.console.height - 6))
+        rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
         caption = self.progress_line()
         if len(rows) < len(self.comparison.records):
             caption += f"; {len(self.comparison.records) - len(rows)} not shown"
         last = [Text(self.last, style="yellow")] if self.last else []
-        return Group(run_table(rows, self.progress), Text(caption, style="bold"), *last)
+        return Group(_run_table(rows, self.progress), Text(caption, style="bold"), *last)
 
 
 def make_compare_view(*, quiet: bool) -> CompareView:
@@ -143,7 +143,7 @@ def run_cells(records: Sequence[Record], progress: dict[str, Progress]) -> list[
     rows = [names + (["what went wrong"] if failed else [])]
     for record in records:
         seen = progress.get(record.run.folder)
-        row = [record.run.contestant, *([" ".join(pairs(record.run.setting))] if swept else []), str(record.run.seed)]
+        row = [record.run.contestant, *([setting_text(record.run.setting)] if swept else []), str(record.run.seed)]
         row += [record.state, f"{seen.step}/{seen.steps}" if seen and seen.inode is not None else ""]
         row += ["" if seen is None or seen.success is None else number(seen.success)]
         row += [seen.left if seen and record.state == "running" else "", *([record.error or ""] if failed else [])]
@@ -151,26 +151,26 @@ def run_cells(records: Sequence[Record], progress: dict[str, Progress]) -> list[
     return rows
 
 
-def run_table(records: Sequence[Record], progress: dict[str, Progress]) -> Table:
+def _run_table(records: Sequence[Record], progress: dict[str, Progress]) -> Table:
     """The same for a terminal."""
     names, *rows = run_cells(records, progress)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
         table.add_column(name, justify="right" if name in ("seed", "step", "success", "left") else "left", no_wrap=True)
     for record, row in zip(records, rows, strict=True):
-        table.add_row(*(Text(cell, style=COLOURS[record.state] if cell == record.state else "") for cell in row))
+        table.add_row(*(Text(cell, style=_COLOURS[record.state] if cell == record.state else "") for cell in row))
     return table
 
 
-def shown_records(records: Sequence[Record], most: int) -> list[Record]:
+def visible_records(records: Sequence[Record], most: int) -> list[Record]:
     """At most `most` runs, those that matter most now, in the order of the plan. Of those that ended, the latest."""
-    by_state = {state: [record for record in records if record.state == state] for state in MATTERS}
+    by_state = {state: [record for record in records if record.state == state] for state in _PRIORITY}
     by_state["finished"].reverse()
-    chosen = [record for state in MATTERS for record in by_state[state]][:most]
+    chosen = [record for state in _PRIORITY for record in by_state[state]][:most]
     return [record for record in records if any(record is other for other in chosen)]
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of text as lines, each column as wide as its widest entry."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

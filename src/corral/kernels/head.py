@@ -16,9 +16,9 @@ from corral.kernels.head_backward import HeadGradients, HeadState, head_backward
 from corral.kernels.head_rows import HeadRequest, HeadRows, join, scan_rows
 from corral.kernels.logits import LogitSpec
 from corral.kernels.parallel import Shard
-from corral.numerics import number_in
 from corral.support import check_id_dtype, check_ids, check_unique
 from corral.types import SparseDist
+from corral.validate import number_in
 
 
 @dataclass(frozen=True, eq=False)

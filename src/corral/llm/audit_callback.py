@@ -1,4 +1,4 @@
-"""An X-ray for a GRPOTrainer: what its updates did to the policy, token by token. Training stays as it is, bit for bit."""
+"""Audit of a running GRPOTrainer: the KL of its updates, token by token. Training is unchanged, bit for bit."""
 
 import logging
 import sys
@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules
-from corral.llm.audit_scoring import choose, logp_at, undisturbed
+from corral.llm.audit_scoring import choose, logp_at, preserve_state
 from corral.llm.config import steps_per_batch
 from corral.llm.models import base_model
 from corral.llm.trainer import CorralTrainer
@@ -24,7 +24,7 @@ from corral.run.files import RunError
 
 logger = logging.getLogger(__name__)
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses of TRL's that clip; the others (cispo, sapo, vespo) weigh tokens instead."""
 
 
@@ -48,14 +48,14 @@ def audit(
         sequences, tokens: completions of an audited batch, and tokens of them all together, that are looked at. A token
             costs 4 bytes per word of the vocabulary on the CPU until its batch is done, the batch two passes per completion.
         kl_bound, tv_bound: radii of the balls that tokens are held against.
-        seed: decides which completions and tokens.
+        seed: random seed of the choice of completions and tokens.
     """
     if not isinstance(trainer, GRPOTrainer):
         raise ValueError(f"audit: takes a GRPOTrainer; got {type(trainer).__name__}.")
     for name, value in (("every", 1 if every is None else every), ("sequences", sequences), ("tokens", tokens)):
         if type(value) is not int or value < 1:
             raise ValueError(f"audit: `{name}` is a number, 1 or more; got {value!r}.")
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)  # only there under DeepSpeed
+    plugin = trainer.accelerator.state.deepspeed_plugin
     if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
         raise ValueError(
             "audit: the model is sharded (FSDP or ZeRO-3), and one process alone cannot look at it. Use DDP or ZeRO-2."
@@ -64,19 +64,19 @@ def audit(
         trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
     )
     if trainer.accelerator.is_main_process:
-        watched = callback.watched(trainer._generate_and_score_completions)
-        trainer._generate_and_score_completions = watched  # type: ignore[method-assign]  # of this trainer alone
+        wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
+        trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
         trainer.add_callback(callback)
     return callback
 
 
 def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
-    """The clipping that this trainer does, or the usual one if it does none."""
+    """The trainer's own clipping, or PPO's defaults if it does not clip."""
     bounds: dict[str, Any] = {"kl_bound": kl_bound, "tv_bound": tv_bound}
     if isinstance(trainer, CorralTrainer):
         own = trainer.objective.name in CLIPPING
         return Rules(clip=trainer.objective, own=True, **bounds) if own else Rules(**bounds)
-    if trainer.loss_type not in CLIPPED:
+    if trainer.loss_type not in _CLIPPED:
         return Rules(**bounds)
     clip: dict[str, Any] = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
     delta = cast(GRPOConfig, trainer.args).delta
@@ -90,16 +90,16 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
     return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=delta), own=True, **bounds)
 
 
-def model_name(model: Any) -> str:
+def _model_name(model: Any) -> str:
     """A name on the hub, the last part of a folder's, or the class of a model that came from nowhere."""
     base = base_model(model)
-    name = getattr(base.config, "_name_or_path", "") or type(base).__name__  # set by from_pretrained
+    name = base.config.name_or_path or type(base).__name__  # from_pretrained sets it
     return Path(name).name if Path(name).is_dir() else name
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """One completion as the old policy saw it."""
+class _AuditedCompletion:
+    """The old policy at the audited tokens of one completion."""
 
     ids: Tensor
     """Prompt and completion without padding, on the model's device."""
@@ -136,7 +136,7 @@ class AuditCallback(TrainerCallback):
         self.trainer, self.folder, self.rules = trainer, folder, rules
         self.args = cast(GRPOConfig, trainer.args)  # transformers types them as its own
         self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
-        self.pending: list[Kept] = []
+        self.pending: list[_AuditedCompletion] = []
         self.due = 0
         self.failed: str | None = None
         """Why the audit stopped before training did."""
@@ -146,15 +146,15 @@ class AuditCallback(TrainerCallback):
         """What is trained; transformers types it as perhaps None."""
         return cast(nn.Module, self.trainer.model)
 
-    def watched(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """TRL's method, with an eye on what it returns."""
+    def wrap_generate(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """TRL's method, whose output is read on the way: every `every` updates the old policy is stored."""
 
         def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = generate(inputs)
             update = self.trainer.state.global_step
             if self.model.training and self.failed is None and update >= self.due:
                 self.due = update + (self.every or max(1, int(self.trainer.state.logging_steps)))
-                self._guarded(lambda: self.pending.extend(self._keep(output)))
+                self._run_safely(lambda: self.pending.extend(self._keep(output)))
             return output
 
         return generate_and_score
@@ -162,36 +162,36 @@ class AuditCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Refuse a folder that holds something else, before anything is sampled."""
         self.pending, self.due, self.failed = [], state.global_step, None
-        self.folder.begin(self._described(), done=state.global_step)
+        self.folder.begin(self._describe(), done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After an update: compare the policies on every batch that is done."""
         done = [kept for kept in self.pending if self.trainer._step >= kept.end]
         self.pending = [kept for kept in self.pending if self.trainer._step < kept.end]
         if done and self.failed is None:
-            self._guarded(lambda: self.folder.add(state.global_step, self._compare(done)))
+            self._run_safely(lambda: self.folder.add(state.global_step, self._compare(done)))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What is still pending never had its last update."""
         self.pending = []
         self.folder.close()
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    def _run_safely(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:  # whatever goes wrong in here must not take the training run with it
             self.failed, self.pending = f"{type(error).__name__}: {error}", []
             logger.warning("The audit in %s stops here, training goes on. %s", self.folder.path, self.failed)
 
-    def _described(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         trainer, args = self.trainer, self.args
         return {
             "kind": "trainer",
             "what": "compared with the old policy after the updates on their batch",
-            "model": model_name(self.model),
+            "model": _model_name(self.model),
             "trainer": type(trainer).__name__,
             "loss": trainer.objective.name if isinstance(trainer, CorralTrainer) else trainer.loss_type,
-            "rules": self.rules.described(),
+            "rules": self.rules.as_dict(),
             "settings": {
                 "every": self.every, "sequences": self.sequences, "tokens": self.tokens, "seed": self.seed,
                 "temperature": trainer.temperature, "num_iterations": trainer.num_iterations,
@@ -202,7 +202,7 @@ class AuditCallback(TrainerCallback):
             "command": sys.argv,
         }  # fmt: skip
 
-    def _keep(self, output: dict[str, Any]) -> list[Kept]:
+    def _keep(self, output: dict[str, Any]) -> list[_AuditedCompletion]:
         """The old policy at a few tokens of a few completions of this batch."""
         if "pixel_values" in output:
             raise RunError("completions about images are not audited: the pictures are no tokens.")
@@ -213,7 +213,7 @@ class AuditCallback(TrainerCallback):
         chosen = choose(live.sum(-1).cpu(), self.sequences, self.tokens, generator, whole=self.rules.whole_sequences)
         batch = steps_per_batch(self.args)
         kept = []
-        with undisturbed(self.model), trainer.accelerator.autocast():
+        with preserve_state(self.model), trainer.accelerator.autocast():
             for row, ranks in chosen:
                 places = live[row].nonzero()[:, 0][ranks.to(live.device)]
                 start = int(prompt[row].sum())
@@ -221,7 +221,7 @@ class AuditCallback(TrainerCallback):
                 positions = places + start  # completions are padded on the right, so places are those in the sequence
                 advantages, rollout = output["advantages"][row], output.get("sampling_per_token_logps")
                 kept.append(
-                    Kept(
+                    _AuditedCompletion(
                         ids,
                         start,
                         positions,
@@ -233,11 +233,11 @@ class AuditCallback(TrainerCallback):
                 )
         return kept
 
-    def _compare(self, done: list[Kept]) -> list[dict[str, Any]]:
+    def _compare(self, done: list[_AuditedCompletion]) -> list[dict[str, Any]]:
         trainer, rows = self.trainer, []
-        processor = trainer.processing_class
-        tokenizer: Any = getattr(processor, "tokenizer", processor)  # a processor has one, a tokenizer is one
-        with undisturbed(self.model), trainer.accelerator.autocast():
+        processor: Any = trainer.processing_class
+        tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+        with preserve_state(self.model), trainer.accelerator.autocast():
             for kept in done:
                 new = logp_at(self.model, kept.ids, kept.positions, trainer.temperature)
                 tokens = kept.ids[kept.positions]

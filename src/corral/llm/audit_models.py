@@ -16,24 +16,24 @@ from corral.advantage import group_advantages
 from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules, read_objective
-from corral.llm.audit_scoring import logp_at, undisturbed
-from corral.llm.evaluate import EvalSettings, Job, prepare_evaluation
+from corral.llm.audit_scoring import logp_at, preserve_state
+from corral.llm.evaluate import EvalJob, EvalSettings, prepare_evaluation
 from corral.llm.models import load_model
 from corral.llm.problems import Problems, generate
 from corral.llm.rewards import verifier
-from corral.llm.sampler import padded
+from corral.llm.sampler import set_pad_token
 from corral.llm.subject import Subject, find_subject
 from corral.run.files import RunError
 from corral.run.folder import RunFolder, damage
 
-AT_ONCE = 512
+_CHUNK = 512
 """Tokens of a completion whose distributions are held at a time."""
 
-Say = Callable[[str], object]
+_Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Pair:
+class _Pair:
     """An older and a newer policy."""
 
     old: Subject
@@ -42,15 +42,15 @@ class Pair:
     """What the rows are marked with: the newer one's step, or 1."""
 
 
-def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Path, say: Say) -> Path:
+def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
     """Two models by name: tiny, smollm2, runs, folders, or names on the hub."""
     settings = dataclasses.replace(settings, model=old)
-    pair = Pair(find_subject(old, None), find_subject(new, None), 1)
+    pair = _Pair(find_subject(old, None), find_subject(new, None), 1)
     what = f"sampled from {old} and compared under {new}"
     return _audit([pair], prepare_evaluation(settings), rules, out, what, say)
 
 
-def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: Say) -> Path:
+def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
     """Each whole checkpoint of a run against the one before; a single one against the model that the run began with."""
     folder = RunFolder.open(path, write=False)
     config = folder.read_config()
@@ -58,27 +58,29 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
     if objective.get("name") in CLIPPING:
         rules = dataclasses.replace(rules, clip=read_objective(objective), own=True)
     steps = sorted(
-        json.loads((found / "manifest.json").read_text())["step"] for found in folder.named() if damage(found) is None
+        json.loads((found / "manifest.json").read_text())["step"]
+        for found in folder.checkpoint_paths()
+        if damage(found) is None
     )
     if not steps:
         raise RunError(f"the run in {path} has no whole checkpoint to look at.")
     found = [find_subject(str(path), str(step)) for step in steps]
     if len(found) == 1:
         found, steps = [find_subject(config["settings"]["model"], None), *found], [0, *steps]
-    pairs = [Pair(*two, step) for two, step in zip(pairwise(found), steps[1:], strict=True)]
+    pairs = [_Pair(*two, step) for two, step in zip(pairwise(found), steps[1:], strict=True)]
     before, after = (" and ".join(map(str, some)) for some in (steps[:-1], steps[1:]))
     what = f"sampled at step {before} of {path} and compared at step {after}"
     return _audit(pairs, prepare_evaluation(dataclasses.replace(settings, model=str(path))), rules, out, what, say)
 
 
-def _audit(pairs: Sequence[Pair], job: Job, rules: Rules, out: Path, what: str, say: Say) -> Path:
+def _audit(pairs: Sequence[_Pair], job: EvalJob, rules: Rules, out: Path, what: str, say: _Say) -> Path:
     folder = AuditFolder(out)
-    info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.described(), "settings": job.plan()}
-    folder.check(rules.described())
+    info = {"kind": "models", "what": what, "model": job.subject.name, "rules": rules.as_dict(), "settings": job.plan()}
+    folder.check(rules.as_dict())
     found: dict[int, list[dict[str, Any]]] = {}
     for pair in pairs:
         say(f"{pair.old.model} → {pair.new.model}: {len(job.held_out)} problems, {job.samples} completions each")
-        found[pair.step] = _compared(pair, job, rules)
+        found[pair.step] = _compare(pair, job, rules)
     folder.begin({**info, "task": job.task.name, "command": sys.argv})
     try:
         for step, rows in found.items():
@@ -88,28 +90,28 @@ def _audit(pairs: Sequence[Pair], job: Job, rules: Rules, out: Path, what: str, 
     return out
 
 
-def _compared(pair: Pair, job: Job, rules: Rules) -> list[dict[str, Any]]:
+def _compare(pair: _Pair, job: EvalJob, rules: Rules) -> list[dict[str, Any]]:
     """Completions of the old model with their rewards, and both models on each of their tokens."""
-    (old, tokenizer), (new, other) = (_loaded(one, job.device) for one in (pair.old, pair.new))
+    (old, tokenizer), (new, other) = (_load(one, job.device) for one in (pair.old, pair.new))
     if tokenizer.get_vocab() != other.get_vocab():
         raise RunError(
             f"{pair.old.name} and {pair.new.name} have different vocabularies, so no token of one is one of the other."
         )
-    prompts, completions, advantages = _sampled(old, tokenizer, job)
+    prompts, completions, advantages = _sample(old, tokenizer, job)
     rows = []
-    with undisturbed(old), undisturbed(new):
+    with preserve_state(old), preserve_state(new):
         for prompt, completion, credit in zip(prompts, completions, advantages.tolist(), strict=True):
             ids = torch.tensor(prompt + completion, device=job.device)
             positions = torch.arange(len(prompt), len(ids), device=job.device)
-            parts = positions.split(len(positions) if rules.whole_sequences else AT_ONCE)
-            found = [_measured(old, new, ids, part, credit, rules, job.sampling.temperature) for part in parts]
+            parts = positions.split(len(positions) if rules.whole_sequences else _CHUNK)
+            found = [_measure_tokens(old, new, ids, part, credit, rules, job.sampling.temperature) for part in parts]
             columns = {name: torch.cat([piece[name] for piece in found]) for name in found[0]}
             texts = [tokenizer.decode([token]) for token in completion]
             rows.append({**columns, "position": torch.arange(len(completion)), "text": texts})
     return rows
 
 
-def _measured(
+def _measure_tokens(
     old: PreTrainedModel,
     new: PreTrainedModel,
     ids: torch.Tensor,
@@ -126,21 +128,21 @@ def _measured(
     return {**columns, "token": ids[positions].cpu(), "advantage": credit}
 
 
-def _loaded(subject: Subject, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(subject: Subject, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """In float32: half precision rounds logits to an eighth, and that is no movement of the policy."""
     model, tokenizer = load_model(subject.model, torch.float32)
-    return model.to(device), padded(tokenizer)  # type: ignore[arg-type]  # transformers wraps `to`, losing its signature
+    return model.to(device), set_pad_token(tokenizer)  # type: ignore[arg-type]  # transformers wraps `to`, losing its signature
 
 
-def _sampled(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job
+def _sample(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
 ) -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
     """Prompts and completions as tokens, and GRPO's advantages of the task's rewards."""
     problems = Problems(task=job.task, tokenizer=tokenizer, instruction=job.instruction)
     problems.check_length(job.held_out, model.config, job.sampling.max_tokens)
-    asked = [problem for problem in job.held_out for _ in range(job.samples)]
-    prompts, completions = problems.tokens(asked), []
-    with undisturbed(model):
+    repeated = [problem for problem in job.held_out for _ in range(job.samples)]
+    prompts, completions = problems.tokens(repeated), []
+    with preserve_state(model):
         torch.manual_seed(job.seed)
         for start in range(0, len(prompts), job.batch_size):
             batch = prompts[start : start + job.batch_size]
@@ -154,6 +156,6 @@ def _sampled(
                 top_p=job.sampling.top_p,
             )
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    rewards = [reward or 0.0 for reward in verifier(job.task)(prompts=asked, completions=texts, problem=asked)]
+    rewards = [reward or 0.0 for reward in verifier(job.task)(prompts=repeated, completions=texts, problem=repeated)]
     group = torch.arange(len(job.held_out)).repeat_interleave(job.samples)
     return prompts, completions, group_advantages(torch.tensor(rewards), group, "grpo")

@@ -1,4 +1,4 @@
-"""Which tokens an audit looks at, and a model's whole distributions there, without leaving a trace in the model."""
+"""Scoring for audits: a random choice of tokens, and full next-token distributions there."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from corral.run.files import RunError
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside: no gradients, no dropout, and draws that nobody outside will miss. After it every module is as it was."""
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Context without gradients and dropout; modes of all modules and the random state are restored after it."""
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"})
     # Not inference_mode: a model may cache what it computes here, and would find it unusable in the next backward pass.

@@ -1,7 +1,7 @@
-"""What is said before a run starts: what was asked, what was found, what was chosen, and what not to expect."""
+"""The heading of a run: objective, reduction, anchor, support, device, and why a trust region may never act."""
 
-import dataclasses
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -10,32 +10,33 @@ import trl
 from accelerate.utils import is_peft_model
 
 import corral
-from corral.llm.config import REDUCTIONS
-from corral.llm.session import RunTrainer
+from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
 from corral.llm.trainer import FUSED
+from corral.llm.trl_api import REDUCTIONS
 from corral.run.view import count
 
-NO_REGION = {"reinforce"}
+_NO_REGION = {"reinforce"}
 """Objectives without a trust region."""
 
 
 def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[str, str]]:
-    """Names and sentences, in the order in which they are shown."""
+    """(name, sentence) of every line, in order."""
     args, config = trainer.args, trainer.objective.config
-    parameters = short(sum(p.numel() for p in trainer.model.parameters())) + " parameters"
+    parameters = f"{_short(p.numel() for p in trainer.model.parameters())} parameters"
     if is_peft_model(trainer.model):
-        parameters += f", {short(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))} of them trained (LoRA)"
+        trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        parameters += f", {trained} of them trained (LoRA)"
     updates = count(trainer.updates_per_step, "update")
-    chosen = ", ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
+    chosen = ", ".join(f"{name}={value}" for name, value in vars(config).items())
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
         ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
-        ("anchor", anchor(trainer)),
-        ("support", support(trainer)),
+        ("anchor", _anchor(trainer)),
+        ("support", _support(trainer)),
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
-        ("device", device(trainer)),
+        ("device", _device(trainer)),
         ("run", str(where)),
     ]
     why = why_inactive(trainer)
@@ -43,7 +44,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     return [*lines, *(("note", sentence) for sentence in notes if sentence)]
 
 
-def anchor(trainer: RunTrainer) -> str:
+def _anchor(trainer: RunTrainer) -> str:
     """Which policy is the centre of the region, and where it comes from."""
     if trainer.anchor == "old":
         return "old: the policy before the updates, recomputed by the trainer"
@@ -52,8 +53,8 @@ def anchor(trainer: RunTrainer) -> str:
     return "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
 
 
-def support(trainer: RunTrainer) -> str:
-    """How much of a distribution the objective looks at."""
+def _support(trainer: RunTrainer) -> str:
+    """Which tokens of a distribution the objective reads."""
     if not trainer.needs_support:
         return "none: this objective looks at the sampled token alone"
     if trainer.own_support().top_k == sys.maxsize:
@@ -62,8 +63,8 @@ def support(trainer: RunTrainer) -> str:
     return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
 
 
-def device(trainer: RunTrainer) -> str:
-    """Where it runs and with what."""
+def _device(trainer: RunTrainer) -> str:
+    """The device, the head, and the versions behind it."""
     kind = trainer.accelerator.device
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else count(torch.get_num_threads(), "thread")
     processes = f", {trainer.accelerator.num_processes} processes" if trainer.accelerator.num_processes > 1 else ""
@@ -76,7 +77,7 @@ def device(trainer: RunTrainer) -> str:
 def why_inactive(trainer: RunTrainer) -> str | None:
     """Why the trust region can never act; None if it can."""
     config = trainer.objective.config
-    if trainer.objective.name in NO_REGION:
+    if trainer.objective.name in _NO_REGION:
         return f"{trainer.objective.name} has no trust region."
     if config.bounds is not None and min(config.bounds) == float("inf"):
         return "the bound is infinite."
@@ -88,8 +89,9 @@ def why_inactive(trainer: RunTrainer) -> str | None:
     return None
 
 
-def short(count: int) -> str:
-    """A number of parameters, as people say it."""
+def _short(counts: Iterable[int]) -> str:
+    """A sum of counts with its unit: 928 k, 1.5 B."""
+    count = sum(counts)
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {letter}"

@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation: progress with the time left, then a table."""
+"""What a person sees of an evaluation: progress with the time left, then a table of estimates."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from corral.run.interval import Estimate
 from corral.run.view import Clock, PatientConsole, TimeLeft
 
-LINES = 20
+_LINES = 20
 """About so many lines of progress where there is no terminal."""
 
 
@@ -38,7 +38,7 @@ class EvalView:
 
     def end(self, result: Mapping[str, Any], where: Path) -> None:
         """What came out, and where it is."""
-        self._print(last_words(result, where))
+        self._print(_last_words(result, where))
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -57,7 +57,7 @@ class PlainEvalView(EvalView):
 
     def advance(self, done: int, name: str, right: float) -> None:
         left = self.clock.left(done)
-        if done < self.total and done - self.shown < self.total / LINES:
+        if done < self.total and done - self.shown < self.total / _LINES:
             return
         self.shown = done
         self._print(f"{done:,}/{self.total:,} completions  {name} {right:.3f}" + (f"  {left} left" if left else ""))
@@ -66,12 +66,14 @@ class PlainEvalView(EvalView):
         self._print(sentence)
 
     def end(self, result: Mapping[str, Any], where: Path) -> None:
-        self.console.print(table(result))
-        self._print(remarks(result, where))
+        self.console.print(_table(result))
+        self._print(_remarks(result, where))
 
 
 class LiveEvalView(PlainEvalView):
     """A bar that stays in place."""
+
+    progress: Progress | None = None
 
     def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
         super().begin(heading, total, done)
@@ -82,10 +84,11 @@ class LiveEvalView(PlainEvalView):
 
     def advance(self, done: int, name: str, right: float) -> None:
         self.clock.left(done)
+        assert self.progress is not None  # `begin` comes first
         self.progress.update(self.task, completed=done, description=f"{name} {right:.3f}")
 
     def close(self) -> None:
-        if hasattr(self, "progress"):  # it may fail before it begins
+        if self.progress is not None:  # it may fail before it begins
             self.progress.stop()
 
 
@@ -98,7 +101,7 @@ def make_eval_view(*, quiet: bool) -> EvalView:
     return LiveEvalView(console, console) if in_terminal else PlainEvalView(console, problems)
 
 
-def table(result: Mapping[str, Any]) -> Table:
+def _table(result: Mapping[str, Any]) -> Table:
     """Every estimate with its interval."""
     columns = "", Column("value", justify="right"), f"{result['level']:.0%} interval"
     rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -107,7 +110,7 @@ def table(result: Mapping[str, Any]) -> Table:
     return rows
 
 
-def remarks(result: Mapping[str, Any], where: Path) -> str:
+def _remarks(result: Mapping[str, Any], where: Path) -> str:
     """What the table leaves out."""
     tokens, plan = result["tokens"], result["settings"]
     text = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"
@@ -116,13 +119,13 @@ def remarks(result: Mapping[str, Any], where: Path) -> str:
     return f"{text}. Results and completions are in {where}"
 
 
-def last_words(result: Mapping[str, Any], where: Path) -> str:
+def _last_words(result: Mapping[str, Any], where: Path) -> str:
     """The two numbers that matter most, in a sentence."""
     parts = []
     for name in ("greedy", "pass@1"):
         found = result["estimates"][name]
         parts.append(f"{name} {found['value']:.3f} ({found['low']:.3f}–{found['high']:.3f})")
-    return f"{', '.join(parts)}; {remarks(result, where)}"
+    return f"{', '.join(parts)}; {_remarks(result, where)}"
 
 
 def comparison(found: Mapping[str, Estimate], level: float) -> Table:

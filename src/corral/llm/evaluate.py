@@ -1,4 +1,4 @@
-"""How well a model does on problems it never saw: settings → completions, batch by batch → rewards → numbers with intervals."""
+"""Evaluation on held-out problems: settings → completions, batch by batch → rewards → estimates with intervals."""
 
 import dataclasses
 import hashlib
@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from corral.llm.eval_view import EvalView
+from corral.llm.models import choose_device
 from corral.llm.passk import RIGHT
 from corral.llm.problems import Problems
 from corral.llm.results import EvalFolder, Row, summarise
@@ -23,11 +22,15 @@ from corral.llm.subject import Subject, find_subject
 from corral.run.files import RunError, plain
 from corral.run.folder import commit, versions
 from corral.task import Task, make_task
+from corral.validate import require
 
-PROCEDURAL = 512
-"""How many problems of a task that has no end of them."""
+_PROCEDURAL = 512
+"""Problems of a procedural task, which can draw any number of them."""
 
-BATCH = {"transformers": 256, "vllm": 2048}
+_BATCH_SIZES = {"transformers": 256, "vllm": 2048}
+
+_Batch = list[tuple[int, int, bool]]
+"""(problem, sample, greedy) of each completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +60,17 @@ class EvalSettings:
     batch_size: int | None = None
     """Prompts answered at a time: 256 with transformers, 2048 with vLLM."""
     seed: int = 0
-    """Decides which problems, and every sample."""
+    """Random seed: which problems are asked, and every sample."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "transformers", "vllm"] = "auto"
 
     def __post_init__(self) -> None:
-        for key, least in (("problems", 1), ("samples", 1), ("max_tokens", 1), ("batch_size", 1), ("seed", 0)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise RunError(f"`{key}` must be at least {least}; got {value}.")
-        if not self.temperature > 0:
-            raise RunError(f"`temperature` must be above 0; got {self.temperature}. The greedy answer is given in any case.")
-        if not 0 < self.top_p <= 1:
-            raise RunError(f"`top_p` must be in (0, 1]; got {self.top_p}.")
+        require(self, "problems", "max_tokens", "batch_size", at_least=1, integer=True, optional=True, name="", error=RunError)
+        require(self, "samples", at_least=1, integer=True, name="", error=RunError)
+        require(self, "seed", at_least=0, integer=True, name="", error=RunError)
+        note = "the greedy answer is given in any case"
+        require(self, "temperature", above=0, note=note, name="", error=RunError)
+        require(self, "top_p", above=0, at_most=1, name="", error=RunError)
         if self.instruction is not None and "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
 
@@ -83,8 +84,8 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything that settings stand for, before a model is loaded."""
+class EvalJob:
+    """An evaluation with every setting resolved, before a model is loaded."""
 
     subject: Subject
     task: Task
@@ -98,7 +99,7 @@ class Job:
     backend: Backend
 
     def plan(self) -> dict[str, Any]:
-        """What decides the result. Two evaluations with the same plan are one."""
+        """Everything that the result depends on. Two evaluations with the same plan are one."""
         return plain(
             {
                 "model": self.subject.name,
@@ -117,8 +118,8 @@ class Job:
             }
         )
 
-    def batches(self) -> Iterator[list[tuple[int, int, bool]]]:
-        """(problem, sample, greedy) of every completion: greedy ones first, then all samples of a problem together."""
+    def batches(self) -> Iterator[_Batch]:
+        """Every completion once: greedy ones first, then all samples of a problem together."""
         greedy = [(problem, 0, True) for problem in range(len(self.held_out))]
         sampled = [(problem, sample, False) for problem in range(len(self.held_out)) for sample in range(self.samples)]
         for wanted in (greedy, sampled):
@@ -127,11 +128,11 @@ class Job:
 
 
 def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | None = None) -> Evaluation:
-    """Evaluate, or go on where an evaluation with the same plan stopped, or give back what one found."""
+    """Evaluate; resume an incomplete evaluation with the same plan, or return the result of a finished one."""
     job = prepare_evaluation(settings)
     plan = job.plan()
-    folder = EvalFolder(out or default_folder(job, plan))
-    done = folder.finished(plan)
+    folder = EvalFolder(out or _default_folder(job, plan))
+    done = folder.read_result(plan)
     for sentence in job.subject.complaints:
         view.warn(sentence)
     if done is None:
@@ -150,8 +151,8 @@ def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | None = None)
     return Evaluation(folder.path, done)
 
 
-def prepare_evaluation(settings: EvalSettings) -> Job:
-    """Find and check everything that the settings name."""
+def prepare_evaluation(settings: EvalSettings) -> EvalJob:
+    """Resolve and validate everything that the settings name."""
     subject = find_subject(settings.model, settings.checkpoint)
     name = settings.task or subject.defaults.get("task")
     if name is None:
@@ -169,14 +170,14 @@ def prepare_evaluation(settings: EvalSettings) -> Job:
         raise RunError(f"the task {task.name} has no held-out problems to evaluate on.")
     needed, trained = task.max_completion_length + 1, subject.defaults.get("max_tokens", 0)
     longest = settings.max_tokens or (trained if own else max(needed, trained))  # another task's answers may be longer
-    return Job(
+    return EvalJob(
         subject=subject,
         task=task,
         instruction=settings.instruction or subject.defaults.get("instruction", "{problem}"),
         held_out=held_out,
         samples=settings.samples,
         sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p, max_tokens=longest),
-        batch_size=settings.batch_size or BATCH[backend],
+        batch_size=settings.batch_size or _BATCH_SIZES[backend],
         seed=settings.seed,
         device=device,
         backend=backend,
@@ -184,20 +185,12 @@ def prepare_evaluation(settings: EvalSettings) -> Job:
 
 
 def default_problems(task: Task) -> int:
-    """All of a finite task's, which tells its sizes, and a fixed number of a procedural one's, which has no end."""
+    """All held-out problems of a data set, which has `sizes`; 512 of a procedural task."""
     sizes = getattr(task, "sizes", None)  # (to train on, held out); no part of the protocol
-    return PROCEDURAL if sizes is None else max(1, sizes[1])
+    return _PROCEDURAL if sizes is None else max(1, sizes[1])
 
 
-def choose_device(asked: str) -> str:
-    """`auto` is the GPU if there is one."""
-    there = torch.cuda.is_available()
-    if asked == "cuda" and not there:
-        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
-    return "cuda" if there and asked != "cpu" else "cpu"
-
-
-def default_folder(job: Job, plan: dict[str, Any]) -> Path:
+def _default_folder(job: EvalJob, plan: dict[str, Any]) -> Path:
     """Beside a run's checkpoints, or under evals/; named by the plan, so that the same command finds it again."""
     key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:8]
     if job.subject.run is not None:
@@ -206,15 +199,15 @@ def default_folder(job: Job, plan: dict[str, Any]) -> Path:
     return Path("evals") / f"{job.task.name}-{label}-{key}"
 
 
-def _run(job: Job, problems: Problems, sampler: Sampler, folder: EvalFolder, view: EvalView) -> dict[str, Any]:
-    """Answer what is not answered yet, then count."""
+def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: EvalView) -> dict[str, Any]:
+    """Complete and grade the batches that are missing, then summarise."""
     score = verifier(job.task)
     ids = problems.tokens(job.held_out)
     batches = list(job.batches())
     kept = {index: part for index in range(len(batches)) if (part := folder.part(index)) is not None}
-    view.begin(heading(job, folder.path), sum(map(len, batches)), sum(map(len, kept.values())))
+    view.begin(_heading(job, folder.path), sum(map(len, batches)), sum(map(len, kept.values())))
     if kept:
-        view.say(f"going on after {len(kept)} of {len(batches)} batches, kept in {folder.parts}")
+        view.say(f"resuming after {len(kept)} of {len(batches)} batches, kept in {folder.parts}")
     started = time.monotonic()
     rows: list[Row] = []
     right: dict[bool, list[bool]] = {True: [], False: []}  # by whether the answer is greedy
@@ -223,7 +216,7 @@ def _run(job: Job, problems: Problems, sampler: Sampler, folder: EvalFolder, vie
     for index, batch in enumerate(batches):
         found = kept.get(index)
         if found is None:
-            found = answers(job, ids, batch, sampler, score)
+            found = answer_batch(job, ids, batch, sampler, score)
             folder.add(index, found)
         rows += found
         marks = right[found[0]["greedy"]]
@@ -241,7 +234,7 @@ def _run(job: Job, problems: Problems, sampler: Sampler, folder: EvalFolder, vie
     return result
 
 
-def answers(job: Job, ids: list[list[int]], batch: list[tuple[int, int, bool]], sampler: Sampler, score: Reward) -> list[Row]:
+def answer_batch(job: EvalJob, ids: list[list[int]], batch: _Batch, sampler: Sampler, score: Reward) -> list[Row]:
     """Complete and grade one batch."""
     greedy = batch[0][2]
     seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
@@ -258,12 +251,12 @@ def answers(job: Job, ids: list[list[int]], batch: list[tuple[int, int, bool]], 
 
 
 def draw_seed(seed: int, problem: int, sample: int) -> int:
-    """63 bits for one completion; sums would give neighbours the same streams."""
+    """A 63-bit random seed for one completion, hashed: sums would give neighbours the same streams."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem} {sample}".encode()).digest()[:8], "big") >> 1
 
 
-def heading(job: Job, where: Path) -> list[tuple[str, str]]:
-    """What is said before it starts."""
+def _heading(job: EvalJob, where: Path) -> list[tuple[str, str]]:
+    """The heading that is printed before an evaluation starts."""
     step = "" if job.subject.step is None else f", after step {job.subject.step}"
     how = f"temperature {job.sampling.temperature:g}, top_p {job.sampling.top_p:g}, at most {job.sampling.max_tokens} tokens"
     return [

@@ -1,4 +1,4 @@
-"""Guards as callbacks of transformers: what every CorralTrainer checks of itself, and what it may have watched besides."""
+"""Guards as transformers callbacks: skip non-finite updates, watch for a collapse, and self-checks of every CorralTrainer."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -11,19 +11,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from corral.llm.config import steps_per_batch
 from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.settings import GuardMode
-from corral.run.watch import Limits
+from corral.run.watch import CollapseLimits
 
 if TYPE_CHECKING:
     from corral.llm.trainer import CorralTrainer
 
 logger = logging.getLogger(__name__)
 
-HIDDEN_KL = 0.05
-"""Nats that are certain to have happened outside the support, at one token, before they are worth a sentence: TROLL's bound."""
+_HIDDEN_KL = 0.05
+"""KL at one token, certain to have happened outside the support, above which a warning is given: TROLL's bound."""
 
 
 def on_any_process(flag: bool) -> bool:
-    """Whether it is so on any process; all of them must ask, and all get the same answer."""
+    """All-reduce of a flag with `or`: every process must call it, and all get the same answer."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return flag
@@ -39,17 +39,17 @@ class GuardCallback(Guard, TrainerCallback):
     def __init__(
         self,
         mode: GuardMode = "warn",
-        limits: Limits | None = None,
+        limits: CollapseLimits | None = None,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
         super().__init__(mode, limits, say)
         self.loss_is_finite = True
-        """Of the losses since the last update; a trainer that can tell says so here."""
+        """Whether every loss since the last update was finite; RunTrainer writes it."""
         self.zero_gradients = 0
         """Updates in a row, up to the last one, whose gradient was exactly 0."""
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Be where a run was after these lines."""
+        """Restore the state after these lines of metrics."""
         for line in lines:
             super().restore([line])
             self.zero_gradients = line.get("zero_gradients", 0)
@@ -70,7 +70,7 @@ class GuardCallback(Guard, TrainerCallback):
             drop_gradients(model.parameters())
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A line of metrics; a collapse ends the run with a checkpoint if that was asked for."""
+        """Watch a line of metrics; with mode="stop" a collapse ends the run with a checkpoint."""
         logs: dict[str, Any] = kwargs["logs"]
         if self.mode == "off" or "loss" not in logs:
             return
@@ -85,10 +85,9 @@ class SelfCheck(TrainerCallback):
     def __init__(self, trainer: "CorralTrainer") -> None:
         self.trainer = trainer
         self.say: Callable[[str], object] = logger.warning
-        self.drift_said = False
-        """Whether the drift was reported, which is done once."""
-        self.tail_said = False
-        """The same for the tail."""
+        self.drift_reported = False
+        self.tail_reported = False
+        """Each warning is given once."""
         self._before: int | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -101,19 +100,19 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """An update begins; on new rollouts, the new policy is still the old one."""
+        """Before the first update on new rollouts, when the new policy is still the old one."""
         fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0
-        self._before = len(self._active()) if fresh and not self.drift_said else None
+        self._before = len(self._active_fractions()) if fresh and not self.drift_reported else None
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Whatever the region acted on by now is a difference between sampler and trainer."""
-        active = [] if self._before is None else self._active()[self._before :]
+        """Warn if the region acted on-policy: sampler and trainer differ."""
+        active = [] if self._before is None else self._active_fractions()[self._before :]
         share = sum(active) / len(active) if active else 0.0
         if not share > 0:
             return
-        self.drift_said = True
+        self.drift_reported = True
         if state.is_world_process_zero:
             self.say(
                 f"the trust region acted on {share:.2%} of the tokens before any update, when the new policy should equal its "
@@ -121,17 +120,17 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A tail that moved behind the support's back; the union of both supports would have seen it."""
+        """Warn if KL was hidden in the tail, which the union of both supports would have seen."""
         hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0)
-        if self.tail_said or not hidden > HIDDEN_KL or self.trainer.union:
+        if self.tail_reported or not hidden > _HIDDEN_KL or self.trainer.union:
             return
-        self.tail_said = True
+        self.tail_reported = True
         if state.is_world_process_zero:
             self.say(
                 f"tr/hidden_kl_max is {hidden:.3g}: at some token at least so many nats of KL happened outside the support, "
                 f"where the region sees the tail's mass alone. Use support='union', or a larger support_size."
             )
 
-    def _active(self) -> list[float]:
-        """Shares of tokens acted on since the last line of the log."""
+    def _active_fractions(self) -> list[float]:
+        """tr/active_frac of the micro-batches since the last log line."""
         return list(self.trainer._metrics["train"].get("tr/active_frac", ()))

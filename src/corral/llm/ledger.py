@@ -1,4 +1,4 @@
-"""Metrics on their way to the log: the device hands them over when it has them, and nobody waits meanwhile."""
+"""Metrics of micro-batches: asynchronous device-to-host copies, reduced over all processes when they are logged."""
 
 import math
 from dataclasses import dataclass
@@ -11,70 +11,72 @@ from corral.kernels.later import Later
 from corral.objective.ratio import bounded, log_ratio
 from corral.types import TokenBatch
 
-Line = tuple[str, int, dict[str, float]]
-"""Train or eval, live tokens, and what was measured on them."""
+_Line = tuple[str, int, dict[str, float]]
+"""Mode (train or eval), unmasked tokens, and metrics of them."""
 
-RATIO_SUMS = ("Σρ", "Σρ²")
-"""What an entry holds for `tr/ess`, which is of all micro-batches of an update together."""
+_RATIO_SUMS = ("Σρ", "Σρ²")
+"""Terms of `tr/ess`, which is of all micro-batches of an update together."""
 
 
 @torch.no_grad()
 def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
     """Σρ and Σρ² over the unmasked tokens, for the ledger: effective sample sizes of micro-batches cannot be averaged."""
     rho = torch.where(batch.mask, bounded(log_ratio(batch)).exp(), 0.0)
-    return dict(zip(RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
+    return dict(zip(_RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
-    """What one micro-batch gave."""
+class _Entry:
+    """Metrics of one micro-batch, still being copied to the host."""
 
     mode: str
     tokens: int
     names: list[str]
     values: Later | None
     backward: Later | None
-    """Of earlier backward passes: the share of dense rows and the most that was left out [n 2]."""
+    """Of earlier backward passes: share of dense rows and the largest dropped share of a gradient [n 2]."""
 
-    def line(self) -> Line:
-        """The numbers themselves."""
+    def line(self) -> _Line:
+        """The numbers, once the copy is done."""
         found = dict(zip(self.names, self.values.numbers(), strict=True)) if self.values is not None else {}
         reports = [] if self.backward is None else self.backward.numbers()
-        if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no way back
+        if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no backward
             dense, dropped = zip(*over, strict=True)
             found |= {"head/dense_share": sum(dense) / len(dense), "head/dropped_max": max(dropped)}
         return self.mode, self.tokens, found
 
 
 class Ledger:
-    """Entries of the micro-batches since the last time that somebody asked."""
+    """Metrics of the micro-batches since the last `settle`."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[_Entry] = []
 
     def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], backward: Tensor | None) -> None:
-        """One entry for every micro-batch, on every process, even where there is nothing to say."""
+        """One entry for every micro-batch, on every process, even without metrics."""
         values = Later(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
-        self._entries.append(Entry(mode, tokens, list(metrics), values, None if backward is None else Later(backward)))
+        self._entries.append(_Entry(mode, tokens, list(metrics), values, None if backward is None else Later(backward)))
 
     def settle(self) -> list[tuple[str, str, float]]:
-        """(mode, name, value) of every entry so far, over the live tokens of all processes; `tr/ess` once for all entries."""
+        """(mode, name, value) of every entry, over the unmasked tokens of all processes; `tr/ess` once for all entries."""
         entries, self._entries = self._entries, []
         everyone = gather_object([[entry.line() for entry in entries]]) if entries else []
         found = [
             (lines[0][0], name, _over_all(name, [(tokens, found[name]) for _, tokens, found in lines if name in found]))
             for lines in zip(*everyone, strict=True)
-            # A process without live tokens has none.
-            for name in sorted({name for _, _, found in lines for name in found if name not in RATIO_SUMS})
+            # A process without unmasked tokens has none.
+            for name in sorted({name for _, _, found in lines for name in found if name not in _RATIO_SUMS})
         ]
         return found + _effective_sizes([line for lines in everyone for line in lines])
 
 
-def _effective_sizes(lines: list[Line]) -> list[tuple[str, str, float]]:
+def _effective_sizes(lines: list[_Line]) -> list[tuple[str, str, float]]:
     """(mode, "tr/ess", (Σρ)²/(N Σρ²)): the share of the tokens that the ratios leave to count, in (0, 1]."""
     sizes = []
     for mode in dict.fromkeys(mode for mode, _, _ in lines):
-        parts = [(tokens, *map(found.get, RATIO_SUMS)) for of, tokens, found in lines if of == mode and RATIO_SUMS[0] in found]
+        parts = [
+            (tokens, *map(found.get, _RATIO_SUMS)) for of, tokens, found in lines if of == mode and _RATIO_SUMS[0] in found
+        ]
         if parts:
             count, first, second = (sum(part) for part in zip(*parts, strict=True))
             size = first**2 / (count * second) if second else 0.0  # where every ratio has underflown

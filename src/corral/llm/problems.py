@@ -1,4 +1,4 @@
-"""A task's problems as a model meets them: prompts to train on, in its chat template, and what it answers."""
+"""A task's problems in a model's chat template: the training set, prompts as tokens, and completions of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from corral.run.files import RunError
 from corral.task import Task, messages_of
 
-Prompt = str | list[dict[str, str]]
+_Prompt = str | list[dict[str, str]]
 
-LONGEST = 1000
+_LONGEST = 1000
 """How many prompts, the longest in characters, are tokenised to see whether they fit."""
 
 
@@ -25,7 +25,7 @@ class Problems:
     tokenizer: PreTrainedTokenizerBase
     instruction: str
 
-    def prompt(self, problem: str) -> Prompt:
+    def prompt(self, problem: str) -> _Prompt:
         """What the trainer passes to the model; in a chat, the instruction is around the last message."""
         if not self.tokenizer.chat_template:
             return self.instruction.replace("{problem}", problem)
@@ -60,7 +60,7 @@ class Problems:
         room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
         if room is None or not problems:
             return
-        longest = sorted(set(problems), key=len)[-LONGEST:]
+        longest = sorted(set(problems), key=len)[-_LONGEST:]
         tokens, problem = max(zip(map(len, self.tokens(longest)), longest, strict=True))
         if tokens + max_completion_length > room:
             raise RunError(
@@ -92,7 +92,7 @@ def generate(
 ) -> list[list[int]]:
     """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
-    ends = ends_of(model, tokenizer)
+    ends = end_tokens(model, tokenizer)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p, "min_p": 0.0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -105,17 +105,17 @@ def generate(
     )
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
-    return [until(row, ends) for row in tokens]
+    return [cut_at_end(row, ends) for row in tokens]
 
 
-def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end a completion; instruction-tuned models often have several."""
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends  # 0 is a token like any other
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
-def until(tokens: list[int], ends: set[int]) -> list[int]:
+def cut_at_end(tokens: list[int], ends: set[int]) -> list[int]:
     """The tokens up to the first that ends the sequence, and with it: what follows is padding."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]

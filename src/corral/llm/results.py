@@ -1,8 +1,8 @@
-"""An evaluation as files: completions with their rewards, the numbers made of them, and two evaluations compared.
+"""The files of an evaluation: completions with their rewards, the estimates made of them, and paired comparisons.
 
-eval.json            what was asked, what came out, and with which versions
+eval.json            settings, estimates, versions
 completions.parquet  every completion, to read
-plan.json, parts/    while it runs: what was asked, and the completions of every batch that is done
+plan.json, parts/    while it runs: its settings, and the completions of every finished batch
 """
 
 import json
@@ -23,7 +23,7 @@ from corral.run.interval import LEVEL, Estimate
 
 Row = dict[str, Any]
 
-ROWS = pa.schema(
+_ROWS = pa.schema(
     [
         ("problem", pa.int64()),
         ("sample", pa.int64()),
@@ -38,7 +38,7 @@ ROWS = pa.schema(
 
 
 class EvalFolder:
-    """The files of one evaluation. Batches are kept as they come, so that it can be gone on with."""
+    """The files of one evaluation, resumable: every batch is kept as it comes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,11 +46,11 @@ class EvalFolder:
         self.plan, self.parts = path / "plan.json", path / "parts"
         self._lock: int | None = None
 
-    def finished(self, plan: dict[str, Any]) -> dict[str, Any] | None:
-        """The result, if this evaluation has been done; a sentence if the folder holds another one, or something else."""
+    def read_result(self, plan: dict[str, Any]) -> dict[str, Any] | None:
+        """The result of a finished evaluation, else None; RunError where the folder holds another plan, or something else."""
         for path in (self.result, self.plan):
             if path.is_file():
-                content = read_json(path)
+                content = _read_json(path)
                 self._refuse_another(content["settings"], plan)
                 return content if path == self.result else None
         if not self.path.exists():
@@ -64,12 +64,12 @@ class EvalFolder:
         if other:
             was, now = ({key: content.get(key) for key in other} for content in (old, new))
             raise RunError(
-                f"{self.path} holds another evaluation: {', '.join(other)} differ ({shown(was)} there, {shown(now)} now). "
-                f"Choose another --out, or remove that folder."
+                f"{self.path} holds another evaluation: {', '.join(other)} differ ({_render_settings(was)} there, "
+                f"{_render_settings(now)} now). Choose another --out, or remove that folder."
             )
 
     def open(self, content: dict[str, Any]) -> None:
-        """Hold the folder, and write down what is asked."""
+        """Lock the folder, and write the plan."""
         try:
             self.parts.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.path)
@@ -79,39 +79,39 @@ class EvalFolder:
             write_json(self.plan, content)
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def part(self, index: int) -> list[Row] | None:
-        """The completions of a batch; None if it is not done. A damaged one is done again."""
+        """The completions of a batch; None where it is missing or damaged."""
         path = self.parts / f"{index:06}.parquet"
         try:
-            return pq.read_table(path, schema=ROWS).to_pylist() if path.is_file() else None
+            return pq.read_table(path, schema=_ROWS).to_pylist() if path.is_file() else None
         except pa.ArrowInvalid:
             return None
 
     def add(self, index: int, rows: list[Row]) -> None:
-        """Keep the completions of a batch."""
-        write_rows(self.parts / f"{index:06}.parquet", rows)
+        """Write the completions of a batch."""
+        _write_rows(self.parts / f"{index:06}.parquet", rows)
 
     def finish(self, rows: list[Row], result: dict[str, Any]) -> None:
-        """All completions in one file, then the result; what was kept on the way goes."""
-        write_rows(self.completions, rows)
+        """Write all completions into one file, then the result, and delete the parts."""
+        _write_rows(self.completions, rows)
         write_json(self.result, result)
         shutil.rmtree(self.parts, ignore_errors=True)
         self.plan.unlink(missing_ok=True)
 
 
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """A parquet file, whole."""
-    table = pa.Table.from_pylist(rows, schema=ROWS)
+def _write_rows(path: Path, rows: list[Row]) -> None:
+    """Write a parquet file atomically."""
+    table = pa.Table.from_pylist(rows, schema=_ROWS)
     write_whole(path, lambda beside: pq.write_table(table, beside))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """eval.json or plan.json."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read eval.json or plan.json."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -121,24 +121,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Every completion of an evaluation that is done."""
+def _read_rows(path: Path) -> list[Row]:
+    """Read every completion of a finished evaluation."""
     try:
-        rows: list[Row] = pq.read_table(path, schema=ROWS).to_pylist()
+        rows: list[Row] = pq.read_table(path, schema=_ROWS).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return rows
 
 
-def shown(values: dict[str, Any]) -> str:
+def _render_settings(values: dict[str, Any]) -> str:
     """Settings in a sentence."""
     text = ", ".join(f"{key} {value}" for key, value in values.items())
     return text if len(text) <= 160 else text[:159] + "…"
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Every number of an evaluation, from its completions."""
-    greedy, sampled = rewards_of(rows)
+    """The estimates and token counts of an evaluation, from its completions."""
+    greedy, sampled = _rewards_by_problem(rows)
     estimates = {"greedy": estimate([float(reward >= RIGHT) for reward in greedy]), **sampled_estimates(sampled)}
     if any(0 < reward < RIGHT for reward in greedy):
         estimates["greedy reward"] = estimate(greedy)
@@ -156,7 +156,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def rewards_of(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
+def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
     """Rewards by problem: of the greedy completion, and of the samples in their order."""
     count = 1 + max(row["problem"] for row in rows)
     greedy, sampled = [0.0] * count, [dict[int, float]() for _ in range(count)]
@@ -169,15 +169,15 @@ def rewards_of(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
 
 
 def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
-    """Which problems an evaluation asked, as a hash, and what they earned."""
-    asked = read_json(path / "eval.json")["settings"].get("problems_sha256")
-    return asked, rewards_of(read_rows(path / "completions.parquet"))
+    """The hash of the problems of an evaluation, and their rewards."""
+    problems = _read_json(path / "eval.json")["settings"].get("problems_sha256")
+    return problems, _rewards_by_problem(_read_rows(path / "completions.parquet"))
 
 
 def compare(first: Path, second: Path) -> dict[str, Estimate]:
     """How much better the second evaluation is than the first, problem by problem; both must have asked the same ones."""
-    asked, found = zip(*map(read_evaluation, (first, second)), strict=True)
-    if len(set(asked)) != 1:
+    problems, found = zip(*map(read_evaluation, (first, second)), strict=True)
+    if len(set(problems)) != 1:
         raise RunError(f"{first} and {second} asked different problems: give both the same --task, --problems and --seed.")
     greedy = [[float(reward >= RIGHT) for reward in rewards] for rewards, _ in found]
     rights = [[sum(reward >= RIGHT for reward in row) / len(row) for row in sampled] for _, sampled in found]

@@ -14,12 +14,12 @@ from corral.task.imports import by_path
 
 Reward = Callable[..., list[float | None]]
 
-VERIFIER = "verifier"
+_VERIFIER = "verifier"
 """How the task's own verifier is named among several rewards."""
 
-HOW = "`reward` is module:function or file.py:function, with a weight module:function=0.5"
+_HOW = "`reward` is module:function or file.py:function, with a weight module:function=0.5"
 
-TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
+_TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
 """Arguments that the trainer passes itself, so that no column can have their names."""
 
 
@@ -34,7 +34,7 @@ def as_rewards(given: Any) -> tuple[str | Reward, ...]:
         found += [] if one is None else one if isinstance(one, list) else [one]
     for one in found:
         if not isinstance(one, str) and not callable(one):
-            raise RunError(f"{HOW}, a Python function, or a list of these; got {one!r}.")
+            raise RunError(f"{_HOW}, a Python function, or a list of these; got {one!r}.")
     return tuple(found)
 
 
@@ -53,11 +53,11 @@ def make_rewards(
 
     Weights stand behind the names, or beside all of them as TRL's `reward_weights`.
     """
-    names, own = zip(*(_split(one) if isinstance(one, str) else (one, None) for one in given or (VERIFIER,)), strict=True)
+    names, own = zip(*(_split(one) if isinstance(one, str) else (one, None) for one in given or (_VERIFIER,)), strict=True)
     if weights is not None and (len(weights) != len(names) or any(weight is not None for weight in own)):
         raise RunError(
-            f"`reward_weights` are {list(weights)}, and the rewards {', '.join(map(path_of, given)) or VERIFIER}. Give one for "
-            f"each and none behind the names, or leave `reward_weights` out."
+            f"`reward_weights` are {list(weights)}, and the rewards {', '.join(map(path_of, given)) or _VERIFIER}. Give one "
+            f"for each and none behind the names, or leave `reward_weights` out."
         )
     if any(weight is not None for weight in own):
         weights = [1.0 if weight is None else weight for weight in own]
@@ -66,7 +66,7 @@ def make_rewards(
 
 def check_columns(task: Task, problem: str) -> None:
     """Refuse columns that cannot be passed beside the trainer's own arguments."""
-    if taken := sorted(TAKEN & columns_of(task, [problem]).keys()):
+    if taken := sorted(_TAKEN & columns_of(task, [problem]).keys()):
         raise RunError(
             f"{task.name} has a column `{taken[0]}`, and reward functions get something else under that name from the trainer. "
             f"Rename the column."
@@ -79,10 +79,10 @@ def verifier(task: Task) -> Reward:
     def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
         return verify_all(task, problem, [text_of(completion) for completion in completions])
 
-    return checked(f"{task.name}.verify", score)
+    return _with_checks(f"{task.name}.verify", score)
 
 
-def checked(name: str, score: Reward, label: str | None = None) -> Reward:
+def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
     """`score`, with a clear error that names it and the completion whenever it fails; TRL logs it as `label`."""
 
     def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
@@ -114,7 +114,7 @@ def _split(text: str) -> tuple[str, float | None]:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise RunError(f"{HOW}; got {text!r}.")
+        raise RunError(f"{_HOW}; got {text!r}.")
     return path, number
 
 
@@ -130,17 +130,17 @@ def _labels(rewards: Sequence[str | Reward]) -> list[str]:
 
 
 def _function(reward: str | Reward, label: str, task: Task) -> Reward:
-    if reward == VERIFIER:
+    if reward == _VERIFIER:
         return verifier(task)
     function = reward
     if isinstance(reward, str):
         try:
-            function = by_path(reward, HOW)
+            function = by_path(reward, _HOW)
         except ValueError as error:
             raise RunError(str(error)) from error
     if not callable(function):
-        raise RunError(f"{HOW}, and {reward!r} is {type(function).__name__}, which cannot be called.")
-    return checked(path_of(reward), _with_columns(function, task), label)
+        raise RunError(f"{_HOW}, and {reward!r} is {type(function).__name__}, which cannot be called.")
+    return _with_checks(path_of(reward), _with_columns(function, task), label)
 
 
 def _with_columns(function: Reward, task: Task) -> Reward:

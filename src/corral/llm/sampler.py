@@ -1,4 +1,4 @@
-"""Who writes the completions of an evaluation: transformers, or vLLM where it is installed."""
+"""Samplers of an evaluation: transformers, or vLLM where it is installed."""
 
 import importlib
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corral.llm.models import load_model
-from corral.llm.problems import ends_of, generate
+from corral.llm.problems import end_tokens, generate
 from corral.llm.subject import BUILT_IN, Subject
 from corral.run.files import RunError
 
@@ -47,10 +47,10 @@ class Sampler(Protocol):
         """Called once before the first prompt: the longest one and its completion take `room` tokens."""
 
     def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
-        """One completion per prompt; `seeds`, one per prompt, decide what is drawn."""
+        """One completion per prompt, with one random seed per prompt."""
 
 
-def choose_backend(asked: str, subject: Subject, device: str) -> Backend:
+def choose_backend(requested: str, subject: Subject, device: str) -> Backend:
     """`auto` is vLLM where it is installed and a GPU is used; `vllm` says what is missing, and runs on a processor too."""
     reasons = [
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
@@ -61,15 +61,15 @@ def choose_backend(asked: str, subject: Subject, device: str) -> Backend:
         (subject.model in BUILT_IN, f"{subject.model} is built into corral, and vLLM takes a folder or a name on the hub."),
     ]
     why = next((sentence for holds, sentence in reasons if holds), None)
-    if asked == "vllm" and why is not None:
+    if requested == "vllm" and why is not None:
         raise RunError(f"--backend vllm: {why} Or use --backend transformers.")
-    suits = why is None and (asked == "vllm" or device == "cuda")
-    return "vllm" if suits and asked != "transformers" else "transformers"
+    suits = why is None and (requested == "vllm" or device == "cuda")
+    return "vllm" if suits and requested != "transformers" else "transformers"
 
 
 def make_sampler(backend: Backend, subject: Subject, device: str) -> Sampler:
     """Load the model. On a GPU it computes in bfloat16, the embedded one excepted, as training does; else in float32."""
-    return VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
+    return _VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
 
 
 class TransformersSampler:
@@ -80,7 +80,7 @@ class TransformersSampler:
         model, self.tokenizer = load_model(subject.model, dtype)
         self.model = model.to(device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
         self.config = self.model.config
-        padded(self.tokenizer)
+        set_pad_token(self.tokenizer)
 
     def start(self, room: int) -> None:
         """Nothing: the cache grows with what is written."""
@@ -101,19 +101,19 @@ class TransformersSampler:
                 )
         except torch.OutOfMemoryError as error:
             raise RunError(f"the GPU's memory is too small for {len(ids)} prompts at a time: lower --batch-size.") from error
-        ends = ends_of(self.model, self.tokenizer)
+        ends = end_tokens(self.model, self.tokenizer)
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [Completion(text, len(row), row[-1:] != [] and row[-1] in ends) for text, row in zip(texts, tokens, strict=True)]
 
 
-class VllmSampler:
+class _VllmSampler:
     """vLLM. Every prompt has a seed of its own, so that the size of a batch changes no draw."""
 
     def __init__(self, subject: Subject, device: str) -> None:
         self.name = subject.model
         self.dtype = "bfloat16" if device == "cuda" else "float32"
         try:
-            self.tokenizer = padded(AutoTokenizer.from_pretrained(self.name))
+            self.tokenizer = set_pad_token(AutoTokenizer.from_pretrained(self.name))
             self.config = AutoConfig.from_pretrained(self.name)
         except (OSError, ValueError) as error:
             raise RunError(f"the model {self.name!r} could not be loaded: {str(error).splitlines()[0]}") from error
@@ -135,7 +135,7 @@ class VllmSampler:
         return [Completion(one.text, len(one.token_ids), one.finish_reason == "stop") for one in found]
 
 
-def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """The tokenizer with a token to pad with: its end of sequence, as TRL does it."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,4 +1,4 @@
-"""What a run is told: recipe, file and flags in layers, every key checked, every value of the right type."""
+"""Settings of a run: recipe, file and flags in layers, every key checked, every value of the right type."""
 
 import dataclasses
 import typing
@@ -8,22 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from corral.llm.config import REDUCTIONS, CorralConfig, suggest
+from corral.llm.config import CorralConfig, suggest
 from corral.llm.rewards import Reward, as_rewards, path_of
+from corral.llm.trl_api import REDUCTIONS
+from corral.naming import nearest
 from corral.objective import OBJECTIVES, make_objective
-from corral.objective.naming import nearest
 from corral.run.files import RunError
-from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
+from corral.run.settings import GuardMode, add_layer, coerce, read_named, recipes
 from corral.task import TASKS
+from corral.validate import require
 
 RECIPES = Path(__file__).parent / "recipes"
 
-Device = Literal["auto", "cpu", "cuda"]
+_Device = Literal["auto", "cpu", "cuda"]
 
 TABLES = ("objective_config", "task_config", "lora")
 """Settings that are tables: layers add to them, key by key."""
 
-OURS = {
+_OURS = {
     "output_dir": "--out",
     "max_steps": "steps",
     "num_train_epochs": "steps",
@@ -40,7 +42,7 @@ OURS = {
     "logging_strategy": "nothing: every step is logged",
     "shuffle_dataset": "seed",
     "data_seed": "seed",
-    "ignore_data_skip": "nothing: a resumed run goes on where it stopped",
+    "ignore_data_skip": "nothing: a resumed run continues where it stopped",
 }
 """Settings of TRL's that a run decides itself, and what to use instead."""
 
@@ -64,7 +66,7 @@ class Settings:
     """Settings of peft's LoraConfig, such as r and lora_alpha: a new adapter is trained. Empty: every weight is, or
     the adapter that `model` is."""
     seed: int = 0
-    """Decides prompts, samples and everything else that is drawn."""
+    """Random seed of prompts, samples and everything else."""
     steps: int = 100
     """Batches of rollouts to learn from; each gives one or more updates."""
     eval_every: int = 10
@@ -83,7 +85,7 @@ class Settings:
     """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
     report_to: str = "none"
     """Where TRL reports besides: none, tensorboard, wandb, trackio, or several of them with commas between."""
-    device: Device = "auto"
+    device: _Device = "auto"
     """`auto` is the GPU if there is one."""
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
@@ -94,8 +96,9 @@ class Settings:
     """Settings of CorralConfig, checked but not yet applied."""
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "eval_every": 1, "eval_size": 1, "eval_batch_size": 1, "seed": 0}
-        check_least(self, least | {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_completions": 0})
+        counts = ("steps", "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints")
+        require(self, *counts, at_least=1, integer=True, name="", error=RunError)
+        require(self, "seed", "keep_completions", at_least=0, integer=True, name="", error=RunError)
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         for kind, name, known in (("objective", self.objective, OBJECTIVES), ("task", self.task, TASKS)):
@@ -124,8 +127,8 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
     own, trainer = get_type_hints(Settings), _trainer_hints()
     checked: dict[str, Any] = {"trainer": {}}
     for key, value in merged.items():
-        if key in OURS:
-            raise RunError(f"`{key}` is decided by the run. Use {OURS[key]}.")
+        if key in _OURS:
+            raise RunError(f"`{key}` is decided by the run. Use {_OURS[key]}.")
         if key == "trainer" or (key not in own and key not in trainer):
             where = "`corral train --help` says where to find them all."
             raise RunError(f"there is no setting `{key}`.{suggest(key, [*own, *trainer])} {where}")
@@ -142,11 +145,11 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
 
 
 def _own_reduction(settings: Settings) -> bool:
-    """Whether the objective names the reduction that was asked for; what is wrong with either comes out later."""
-    asked = settings.trainer.get("loss_type")
+    """Whether the objective names this `loss_type` as its own; errors in either are raised later."""
+    loss_type = settings.trainer.get("loss_type")
     with suppress(ValueError):
         own = make_objective(settings.objective, **settings.objective_config).config.reductions
-        return asked not in REDUCTIONS or REDUCTIONS[asked] in own
+        return loss_type not in REDUCTIONS or REDUCTIONS[loss_type] in own
     return True
 
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from corral.task import text_of
 
-PAD, START, END = SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+_PAD, _START, _END = _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -18,15 +18,15 @@ TEMPLATE = (
 )
 """ChatML, as the models of the recipes have it."""
 
-DATA = Path(__file__).parent / "recipes" / "smoke"
+_DATA = Path(__file__).parent / "recipes" / "smoke"
 
 TASK_CONFIG: dict[str, dict[str, Any]] = {
-    "gsm8k": {"path": str(DATA / "gsm8k")},
-    "dapo_math": {"path": str(DATA / "dapo_math.jsonl"), "held_out": 0.3},
+    "gsm8k": {"path": str(_DATA / "gsm8k")},
+    "dapo_math": {"path": str(_DATA / "dapo_math.jsonl"), "held_out": 0.3},
 }
 """A few problems of our own, in the shape of data sets that have to be fetched."""
 
-TRAINING: dict[str, Any] = {
+_TRAINING: dict[str, Any] = {
     "model": "smoke",
     "device": "cpu",
     "steps": 2,
@@ -45,7 +45,7 @@ TRAINING: dict[str, Any] = {
     # A random model is never right, and groups without differences give no gradient. Success is still the task's own verdict.
     "reward": "corral.llm.smoke:letters",
 }
-"""What --smoke changes in a recipe. Objective, reduction, instruction and verifier stay as they are."""
+"""What --smoke changes in a recipe; objective, reduction, instruction and verifier stay."""
 
 EVALUATION: dict[str, Any] = {
     "model": "smoke",
@@ -62,21 +62,21 @@ EVALUATION: dict[str, Any] = {
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What --smoke puts on top of a recipe and a file: small numbers, and packaged problems for the task that was asked for."""
     task = next((layer["task"] for layer in reversed(layers) if "task" in layer), "countdown")
-    return [TRAINING, {"task": task, "task_config": TASK_CONFIG.get(task, {})}]
+    return [_TRAINING, {"task": task, "task_config": TASK_CONFIG.get(task, {})}]
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that even noise gets in part: the share of letters in a completion."""
+    """A reward that a random model gets in part: the share of letters in a completion."""
     texts = [text_of(completion) for completion in completions]
     return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts]
 
 
 def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Seven thousand random weights over bytes, the same ones every time: it can read and write anything, and knows nothing."""
+    """A Llama over bytes with seven thousand random weights, the same ones every time."""
     tokenizer = build_byte_tokenizer()
     ids = {
         "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.convert_tokens_to_ids(START),
+        "bos_token_id": tokenizer.convert_tokens_to_ids(_START),
         "eos_token_id": tokenizer.eos_token_id,
     }
     config = LlamaConfig(
@@ -100,15 +100,15 @@ def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 def build_byte_tokenizer() -> PreTrainedTokenizerBase:
     """One token per byte of UTF-8, so that any text goes in and comes back, with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *alphabet))}
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *alphabet))}
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
+        pad_token=_PAD,
+        eos_token=_END,
+        additional_special_tokens=[_START],
         chat_template=TEMPLATE,
         padding_side="left",
         clean_up_tokenization_spaces=False,

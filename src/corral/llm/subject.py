@@ -1,4 +1,4 @@
-"""What is evaluated: a model by name, or a checkpoint of a run together with how that run asked."""
+"""What is evaluated: a model by name, or a checkpoint of a run with the task and instruction of that run."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from corral.run.files import RunError
 from corral.run.folder import RunFolder
 
 BUILT_IN = ("tiny", "smollm2", "smoke")
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
     if path.is_dir():
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise RunError(f"{name} is neither a run nor a model: it has no config.json, nor an adapter_config.json.")
-        found = sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
+        found = sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
         files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in found}
         return Subject(name=name, model=name, identity={"files": files})
     if name.startswith((".", "/", "runs/")) or name.count("/") > 1 or path.exists():

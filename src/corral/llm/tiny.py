@@ -17,7 +17,7 @@ from transformers import (
 TINY_FOLDER = Path(__file__).parent / "tiny"
 """The shipped model, as `save_pretrained` writes it: made by scripts/warm_start.py."""
 
-PAD, BOS, EOS, UNKNOWN = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+PAD, BOS, EOS, UNKNOWN = _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 # All of printable ASCII, though countdown needs 17 characters: other tasks can use the same model, and with 100 tokens a top-64
 # support has a rest, as it has in a real vocabulary. The 79 unused characters cost 20 thousand parameters.
@@ -71,7 +71,7 @@ def build_tiny(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 
 def build_tokenizer() -> PreTrainedTokenizerBase:
     """One token per character. Text starts with <bos>; batches are padded on the left, as generation needs it."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()  # the default joins with spaces

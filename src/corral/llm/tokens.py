@@ -1,4 +1,4 @@
-"""Single tokens of a few completions: how far each wanted to go, and what the objective did to it."""
+"""Rows of tokens.parquet: the KL and the log-ratio of single tokens, and what the objective did to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from corral.objective.metrics import token_kl
 from corral.objective.ratio import log_ratio
 from corral.types import SparseDist, TokenBatch
 
-COMPLETIONS = 4
-"""Kept of a step."""
+_COMPLETIONS = 4
+"""Completions kept of a step."""
 
-LONGEST = 1024
+_LONGEST = 1024
 """Tokens kept of a completion."""
 
-BUDGET = 200_000
+_BUDGET = 200_000
 """Tokens kept of a run; beyond it every other step goes."""
 
 
 @dataclass(frozen=True)
-class Few:
-    """The first completions of a batch, with all that is needed to tell about them, and nothing of the others held on to."""
+class CompletionSample:
+    """The first completions of a batch, copied, so that no memory of the others is held."""
 
     batch: TokenBatch
     ids: Int[Tensor, "B T"]
     rewards: Float[Tensor, " B"] | None
 
     @classmethod
-    def of(cls, batch: TokenBatch, ids: Tensor, rewards: Tensor | None, count: int = COMPLETIONS) -> "Few":
+    def of(cls, batch: TokenBatch, ids: Tensor, rewards: Tensor | None, count: int = _COMPLETIONS) -> "CompletionSample":
         """Copies, without gradients."""
 
         def first(x: Any) -> Any:
@@ -46,17 +46,19 @@ class Few:
 
 
 @torch.no_grad()
-def token_rows(few: Few, objective: Objective, tokenizer: PreTrainedTokenizerBase, **about: Any) -> list[dict[str, Any]]:
-    """Rows for tokens.parquet, one per completion that has live tokens. `about` is the same in all of them.
+def token_rows(
+    sample: CompletionSample, objective: Objective, tokenizer: PreTrainedTokenizerBase, **about: Any
+) -> list[dict[str, Any]]:
+    """Rows for tokens.parquet, one per completion that has unmasked tokens. `about` is the same in all of them.
 
-    The objective itself says what it did, on the very numbers that it was given in training. One that does not say gives none.
+    The objective is evaluated again on the batch that it had in training; one that returns no `acted` gives no rows.
     """
-    batch = few.batch
+    batch = sample.batch
     out = objective(batch)
     if out.acted is None:
         return []
     columns = {"kl_before": token_kl(batch), "kl_after": out.kl_after, "log_ratio": log_ratio(batch)}
-    advantages = batch.advantages if batch.advantages.ndim == 1 else _first_live(batch.advantages, batch.mask)
+    advantages = batch.advantages if batch.advantages.ndim == 1 else _first_unmasked(batch.advantages, batch.mask)
     rows = []
     for index, mask in enumerate(batch.mask):
         if not bool(mask.any()):
@@ -65,19 +67,19 @@ def token_rows(few: Few, objective: Objective, tokenizer: PreTrainedTokenizerBas
         bounds = objective.config.bounds
         row = {
             **about,
-            "reward": None if few.rewards is None else float(few.rewards[index]),
+            "reward": None if sample.rewards is None else float(sample.rewards[index]),
             "advantage": advantage,
             "bound": None if bounds is None else bounds[advantage > 0],
-            "token": token_texts(tokenizer, few.ids[index][mask][:LONGEST].tolist()),
-            "action": [objective.config.action if acted else "" for acted in out.acted[index][mask][:LONGEST].tolist()],
+            "token": token_texts(tokenizer, sample.ids[index][mask][:_LONGEST].tolist()),
+            "action": [objective.config.action if acted else "" for acted in out.acted[index][mask][:_LONGEST].tolist()],
         }
-        row |= {name: None if x is None else x[index][mask][:LONGEST].float().tolist() for name, x in columns.items()}
+        row |= {name: None if x is None else x[index][mask][:_LONGEST].float().tolist() for name, x in columns.items()}
         rows.append(row)
     return rows
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of every token by itself. SentencePiece drops the blank before a word that begins a text; it is put back."""
+    """Each token decoded by itself, with the leading blank that SentencePiece drops put back."""
     names = tokenizer.convert_ids_to_tokens(list(ids))
     texts = tokenizer.batch_decode([[token] for token in ids])
     return [
@@ -86,8 +88,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     ]
 
 
-def thinned(rows: list[dict[str, Any]], more: list[dict[str, Any]], budget: int = BUDGET) -> list[dict[str, Any]]:
-    """Rows of all steps, of every other one, of every fourth …: as many as have at most `budget` tokens.
+def thin_rows(rows: list[dict[str, Any]], more: list[dict[str, Any]], budget: int = _BUDGET) -> list[dict[str, Any]]:
+    """`rows` and `more`, thinned to every 2nd, 4th, … step until they have at most `budget` tokens.
 
     How far `rows` were thinned shows in their steps, so a resumed run keeps what it would have kept without the break.
     """
@@ -103,6 +105,6 @@ def thinned(rows: list[dict[str, Any]], more: list[dict[str, Any]], budget: int 
         every *= 2
 
 
-def _first_live(x: Tensor, mask: Tensor) -> Tensor:
-    """The value at the first live token of each row."""
+def _first_unmasked(x: Tensor, mask: Tensor) -> Tensor:
+    """The value at the first unmasked token of each row."""
     return x.gather(1, mask.int().argmax(1, keepdim=True)).squeeze(1)

@@ -1,4 +1,4 @@
-"""The job: settings → model, task, trainer → a run folder that tells how it went and can be gone on with."""
+"""`corral train`: settings → model, task, trainer → a resumable run folder."""
 
 import logging
 import os
@@ -12,35 +12,36 @@ from transformers import PrinterCallback, set_seed
 
 from corral.llm.banner import banner
 from corral.llm.guard import GuardCallback
-from corral.llm.prepare import Parts, described, prepare
+from corral.llm.prepare import Parts, config_content, prepare
 from corral.llm.rewards import verifier
-from corral.llm.session import RunCallback, RunTrainer, Session
+from corral.llm.run_callback import RunCallback
+from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
 from corral.run.ending import Outcome, attempt, close, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
-from corral.run.view import View, make_view
+from corral.run.view import RunView, make_view
 
 
 def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -> Outcome:
-    """A new run, in `out` or in a new folder under runs/."""
+    """Start a run, in `out` or in a new folder under runs/."""
     parts = prepare(settings)
     folder = None
-    if is_main():
+    if _is_main():
         folder = RunFolder.create(out, f"{settings.task}-{settings.objective}-{settings.seed}")
-        folder.write_config(described(settings, parts))
-    return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
+        folder.write_config(config_content(settings, parts))
+    return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not _is_main()))
 
 
 def resume(
     path: Path, *, quiet: bool = False, guard: str | None = None, report_to: str | None = None, reward: Any = None
 ) -> Outcome:
-    """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same.
+    """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
     `reward` gives the run's own functions again where they cannot be imported, such as those of a notebook.
     """
-    folder = RunFolder.open(path, write=is_main())
-    view = make_view(quiet=quiet, silent=not is_main())
+    folder = RunFolder.open(path, write=_is_main())
+    view = make_view(quiet=quiet, silent=not _is_main())
     content = folder.read_config()
     changes = {"guard": guard, "report_to": report_to, "reward": reward}
     settings = resolve([content["settings"], {key: value for key, value in changes.items() if value is not None}])
@@ -48,7 +49,7 @@ def resume(
     for sentence in complaints:
         view.warn(sentence)
     if checkpoint is not None and checkpoint.step >= settings.steps:
-        return already_finished(settings, folder, view)
+        return _report_finished(settings, folder, view)
     if content.get("versions") != versions():
         view.warn("versions differ from those the run began with: it goes on, but perhaps not bit for bit the same.")
     if checkpoint is None:
@@ -61,10 +62,10 @@ def resume(
         folder.close()  # else this process could not try again
         raise
     lines: list[dict[str, Any]] = []
-    if is_main():
+    if _is_main():
         folder.drop_unfinished()
         lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
-    return _run(settings, parts, folder if is_main() else None, checkpoint, lines, view)
+    return _run(settings, parts, folder if _is_main() else None, checkpoint, lines, view)
 
 
 def _run(
@@ -73,9 +74,9 @@ def _run(
     folder: RunFolder | None,
     checkpoint: Checkpoint | None,
     lines: list[dict[str, Any]],
-    view: View,
+    view: RunView,
 ) -> Outcome:
-    """Train, and write down how it ended, however it ended."""
+    """Train, and write summary.json however the run ended."""
     shared = [str(folder.path) if folder else None, checkpoint, lines]
     where, checkpoint, lines = broadcast_object_list(shared)
     guard = GuardCallback(settings.guard, say=view.warn)
@@ -92,7 +93,7 @@ def _run(
     )
     stopped, error = attempt(lambda: _train(session, parts, Path(where), checkpoint), Path(where))
     view.close()
-    summary = summary_of(settings, session.lines, stopped, guard.collapsed or (str(error) if error else None))
+    summary = _summary(settings, session.lines, stopped, guard.collapsed or (str(error) if error else None))
     if folder is not None:
         close(folder, (lambda: folder.write_summary(summary), folder.write_completions), view)
     if error is not None:
@@ -103,16 +104,16 @@ def _run(
 
 def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint | None) -> Stopped:
     settings = session.settings
-    with session.obeying_signals(), tensorboard_in(where):
-        trainer = build_trainer(session, parts, where)
+    with session.stop_on_signals(), _tensorboard_in(where):
+        trainer = _build_trainer(session, parts, where)
         session.view.begin(banner(settings, trainer, where), settings.steps, checkpoint.step if checkpoint else 0)
         trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
     done = session.lines[-1]["step"] == settings.steps
     return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"
 
 
-def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
-    """The trainer with its data, rewards and callbacks."""
+def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
+    """The trainer with its dataset, rewards and callbacks."""
     settings, config = session.settings, parts.config
     config.output_dir = str(where / "checkpoints")
     log = logging.getLogger("corral.llm.trainer")
@@ -135,41 +136,41 @@ def build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     trainer.session = session
     check, guard = trainer.self_check, session.guard
     check.say = guard.tell
-    said = [text for line in session.lines for text in line.get("warnings", ())]
+    earlier = [text for line in session.lines for text in line.get("warnings", ())]
     off = guard.mode == "off"
-    check.drift_said = off or any("before any update" in text for text in said)
-    check.tail_said = off or any("tr/hidden_kl_max" in text for text in said)
+    check.drift_reported = off or any("before any update" in text for text in earlier)
+    check.tail_reported = off or any("tr/hidden_kl_max" in text for text in earlier)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(session.guard)
     trainer.add_callback(RunCallback(trainer))
     return trainer
 
 
-def already_finished(settings: Settings, folder: RunFolder, view: View) -> Outcome:
-    """All steps are done; perhaps the process ended before it could say so."""
+def _report_finished(settings: Settings, folder: RunFolder, view: RunView) -> Outcome:
+    """All steps are done: write the summary again, which may be missing if the process was killed."""
     lines = folder.lines()
-    summary = summary_of(settings, lines, "finished", None)
-    if is_main():
+    summary = _summary(settings, lines, "finished", None)
+    if _is_main():
         folder.write_summary(summary)
         folder.close()
     view.end(last_words(summary, folder.path))
     return Outcome(folder.path, summary)
 
 
-def summary_of(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
+def _summary(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
     """The content of summary.json."""
-    about = {key: getattr(settings, key) for key in ("objective", "task", "model", "seed")}
+    about = {"objective": settings.objective, "task": settings.task, "model": settings.model, "seed": settings.seed}
     return summarise(about, lines, stopped, why, also="greedy")
 
 
-def is_main() -> bool:
-    """Whether this process writes; launchers number their processes in RANK."""
+def _is_main() -> bool:
+    """Whether this process writes files: rank 0, which launchers set in RANK."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
-def tensorboard_in(where: Path) -> Iterator[None]:
-    """TensorBoard's files beside the run's own; transformers takes the place from the environment."""
+def _tensorboard_in(where: Path) -> Iterator[None]:
+    """Let transformers write TensorBoard's files into the run folder, through its environment variable."""
     key = "TENSORBOARD_LOGGING_DIR"
     given = os.environ.get(key)
     os.environ[key] = given or str(where / "tensorboard")

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from corral.naming import build_config, nearest
 from corral.objective.check import check_batch
 from corral.objective.cispo import CISPOConfig, cispo
 from corral.objective.config import ObjectiveConfig
 from corral.objective.dppo import DPPOConfig, dppo
 from corral.objective.gmpo import GMPOConfig, gmpo
 from corral.objective.gspo import GSPOConfig, gspo
-from corral.objective.naming import build_config, nearest
 from corral.objective.ppo_clip import ClipHigherConfig, DualClipConfig, PPOClipConfig, ppo_clip
 from corral.objective.reinforce import ReinforceConfig, reinforce
 from corral.objective.sapo import SAPOConfig, sapo

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, live, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import number_in
 
 
 @dataclass(frozen=True, kw_only=True)

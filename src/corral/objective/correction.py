@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import kl_k2
-from corral.numerics import number_in
+from corral.naming import build_config, nearest
 from corral.objective.check import check_batch
-from corral.objective.naming import build_config, nearest
 from corral.objective.ratio import bounded, live
 from corral.types import TokenBatch
+from corral.validate import number_in, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,7 @@ class TISConfig:
     """C: the largest weight."""
 
     def __post_init__(self) -> None:
-        if not (number_in(self.cap, 0) and self.cap > 0):
-            raise ValueError(f"tis: `cap` is the largest weight and must be > 0; got {self.cap!r}.")
+        require(self, "cap", above=0, what="the largest weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +48,7 @@ class TRMConfig:
     """δ on the largest k2 estimate, ½ (log ρ)², in a sequence."""
 
     def __post_init__(self) -> None:
-        if not number_in(self.bound, 0):
-            raise ValueError(f"trm: `bound` is a divergence and must be ≥ 0 (inf switches it off); got {self.bound!r}.")
+        require(self, "bound", at_least=0, what="a divergence", note="inf switches it off")
 
 
 def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:

@@ -8,12 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_kl, categorical_tv
-from corral.numerics import number_in
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio, sampled_kl
 from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 Divergence = Literal["tv", "kl", "ratio"]
 Estimator = Literal["binary", "topk", "full"]
@@ -39,21 +39,16 @@ class DPPOConfig(ObjectiveConfig):
     """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
 
     def __post_init__(self) -> None:
-        if self.divergence not in get_args(Divergence):
-            raise ValueError(f"dppo: `divergence` is one of {', '.join(get_args(Divergence))}; got {self.divergence!r}.")
-        if self.estimator not in get_args(Estimator):
-            raise ValueError(f"dppo: `estimator` is one of {', '.join(get_args(Estimator))}; got {self.estimator!r}.")
+        require(self, "divergence", one_of=get_args(Divergence))
+        require(self, "estimator", one_of=get_args(Estimator))
         if self.divergence == "ratio" and self.estimator != "binary":
             raise ValueError(
                 f"dppo: the ratio is the sampled token's alone, so divergence='ratio' goes with estimator='binary'; got "
                 f"{self.estimator!r}."
             )
-        for key in ("bound", "bound_low", "bound_high"):
-            value = getattr(self, key)
-            if value is not None and not number_in(value, 0):
-                raise ValueError(f"dppo: `{key}` is a divergence and must be ≥ 0 (inf switches it off); got {value!r}.")
-        if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
-            raise ValueError(f"dppo: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+        bounds = ("bound", "bound_low", "bound_high")
+        require(self, *bounds, at_least=0, optional=True, what="a divergence", note="inf switches it off")
+        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, log_ratio, sequence_log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,7 @@ class GMPOConfig(ObjectiveConfig):
     """ε: a token's log-ratio counts only within ±ε, on the side its advantage pushes to."""
 
     def __post_init__(self) -> None:
-        if not number_in(self.clip, 0):
-            raise ValueError(f"gmpo: `clip` is a distance in log-ratio and must be ≥ 0; got {self.clip!r}.")
+        require(self, "clip", at_least=0, what="a distance in log-ratio")
 
     @property
     def tokenwise(self) -> bool:

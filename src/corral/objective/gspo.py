@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, log_ratio, sequence_log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,7 @@ class GSPOConfig(ObjectiveConfig):
     """ε_high on the sequence ratio."""
 
     def __post_init__(self) -> None:
-        for key in ("clip_low", "clip_high"):
-            value = getattr(self, key)
-            if not number_in(value, 0):
-                raise ValueError(f"gspo: `{key}` is a distance from ratio 1 and must be ≥ 0; got {value!r}.")
+        require(self, "clip_low", "clip_high", at_least=0, what="a distance from ratio 1")
 
     @property
     def tokenwise(self) -> bool:

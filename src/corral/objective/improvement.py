@@ -7,11 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import binary_tv, categorical_tv
-from corral.numerics import at_least_float32, number_in
+from corral.numerics import at_least_float32
 from corral.objective.check import check_batch
 from corral.objective.config import NEEDS_SUPPORT
 from corral.objective.ratio import bounded, live, log_ratio
 from corral.types import TokenBatch
+from corral.validate import number_in
 
 
 @dataclass(frozen=True, eq=False)

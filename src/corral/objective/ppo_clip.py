@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,8 @@ class PPOClipConfig(ObjectiveConfig):
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
 
     def __post_init__(self) -> None:
-        for key in ("clip_low", "clip_high"):
-            value = getattr(self, key)
-            if not number_in(value, 0):
-                raise ValueError(f"ppo_clip: `{key}` is a distance from ratio 1 and must be ≥ 0; got {value!r}.")
-        if self.dual_clip is not None and not (number_in(self.dual_clip, 1) and self.dual_clip > 1):
-            raise ValueError(f"ppo_clip: `dual_clip` is a ratio and must be > 1, or None; got {self.dual_clip!r}.")
+        require(self, "clip_low", "clip_high", at_least=0, what="a distance from ratio 1")
+        require(self, "dual_clip", above=1, optional=True, what="a ratio")
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32, number_in
+from corral.numerics import at_least_float32
+from corral.validate import number_in
 
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 

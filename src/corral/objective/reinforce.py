@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,7 @@ class ReinforceConfig(ObjectiveConfig):
     """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
 
     def __post_init__(self) -> None:
-        if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
-            raise ValueError(f"reinforce: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
 
 
 def reinforce(batch: TokenBatch, config: ReinforceConfig) -> ObjectiveOutput:

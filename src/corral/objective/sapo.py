@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, log_ratio
 from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,7 @@ class SAPOConfig(ObjectiveConfig):
     """τ where Â < 0; larger, for these tokens are the unstable ones."""
 
     def __post_init__(self) -> None:
-        for key in ("tau_positive", "tau_negative"):
-            value = getattr(self, key)
-            if not (number_in(value, 0) and 0 < value < torch.inf):
-                raise ValueError(f"sapo: `{key}` is a temperature and must be > 0 and finite; got {value!r}.")
+        require(self, "tau_positive", "tau_negative", above=0, finite=True, what="a temperature")
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:

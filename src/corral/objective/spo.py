@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.numerics import number_in
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import bounded, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,7 @@ class SPOConfig(ObjectiveConfig):
     """ε: the ratio 1 ± ε at which the penalty balances the advantage; further out the gradient pulls back."""
 
     def __post_init__(self) -> None:
-        if not (number_in(self.epsilon, 0) and self.epsilon > 0):
-            raise ValueError(f"spo: `epsilon` is a distance from ratio 1 and must be > 0; got {self.epsilon!r}.")
+        require(self, "epsilon", above=0, what="a distance from ratio 1")
 
     @property
     def bounds(self) -> tuple[float, float]:

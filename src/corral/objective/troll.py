@@ -8,13 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import categorical_kl
-from corral.numerics import at_least_float32, number_in
+from corral.numerics import at_least_float32
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
 from corral.objective.metrics import live_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+from corral.validate import require
 
 Tail = Literal["bucket", "fill"]
 Level = Literal["token", "sequence"]
@@ -44,19 +45,14 @@ class TROLLConfig(ObjectiveConfig):
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
     def __post_init__(self) -> None:
-        if not number_in(self.bound, 0):
-            raise ValueError(f"troll: `bound` is a KL in nats and must be ≥ 0 (inf switches it off); got {self.bound!r}.")
-        if not (number_in(self.regression, 0) and self.regression < torch.inf):
-            raise ValueError(f"troll: `regression` is a weight and must be finite and ≥ 0; got {self.regression!r}.")
+        require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
+        require(self, "regression", at_least=0, finite=True, what="a weight")
         for key, choices in (("tail", Tail), ("level", Level), ("gradient", Gradient)):
-            if getattr(self, key) not in get_args(choices):
-                raise ValueError(f"troll: `{key}` is one of {', '.join(get_args(choices))}; got {getattr(self, key)!r}.")
-        if self.vocab_size is not None and not (number_in(self.vocab_size, 1) and isinstance(self.vocab_size, int)):
-            raise ValueError(f"troll: `vocab_size` is a number of tokens; got {self.vocab_size!r}.")
+            require(self, key, one_of=get_args(choices))
+        require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
         if self.tail == "fill" and self.vocab_size is None:
             raise ValueError("troll: tail='fill' gives every dropped token 1e-12 and has to know how many: set `vocab_size`.")
-        if self.ratio_cap is not None and not number_in(self.ratio_cap, 0):
-            raise ValueError(f"troll: `ratio_cap` is a weight and must be ≥ 0, or None; got {self.ratio_cap!r}.")
+        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
 
     @property
     def tokenwise(self) -> bool:

@@ -8,8 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.categorical import categorical_kl, kl_terms
-from corral.numerics import in_one_dtype, logsumexp, number_in
+from corral.numerics import in_one_dtype, logsumexp
 from corral.projection.root import Root, find_root
+from corral.validate import number_in
 
 Gradient = Literal["exact", "constant_dual"]
 

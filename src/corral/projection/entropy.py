@@ -8,11 +8,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
-from corral.numerics import expm1_minus, in_one_dtype, number_in, without_autocast
+from corral.numerics import expm1_minus, in_one_dtype, without_autocast
 from corral.projection.gaussian import TOLERANCE, check_factor, checked_bound, whitening_error
 from corral.projection.gaussian_kl import solve_tilt
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
 from corral.projection.root import find_root
+from corral.validate import number_in
 
 NAME = "project_entropy_floor"
 MAX_STEPS = 128

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.numerics import in_one_dtype, number_in
+from corral.numerics import in_one_dtype
+from corral.validate import number_in
 
 TOLERANCE = 0.01
 """How far from its bound a KL projection may be and still count as converged, as a share of the bound."""

@@ -9,7 +9,7 @@ from corral.report import statistics
 from corral.report.groups import Group
 from corral.report.outcomes import Measure, finals
 
-Scores = dict[str, dict[str, dict[str, float]]]
+_Scores = dict[str, dict[str, dict[str, float]]]
 """By contestant, problem and seed."""
 
 
@@ -19,9 +19,9 @@ def overall(groups: Sequence[Group], measure: Measure) -> list[dict[str, Any]]:
     Runs are drawn anew within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
     fewer than two contestants with runs on all of them.
     """
-    scores = normalised(groups, measure)
+    scores = normalise_scores(groups, measure)
     problems = {group.problem for group in groups}
-    matrices = {name: matrix(found) for name, found in scores.items() if found.keys() == problems and matrix(found).size}
+    matrices = {name: _matrix(found) for name, found in scores.items() if found.keys() == problems and _matrix(found).size}
     if len(problems) < 2 or len(matrices) < 2:
         return []
     rows = []
@@ -39,12 +39,12 @@ def overall(groups: Sequence[Group], measure: Measure) -> list[dict[str, Any]]:
     return rows
 
 
-def normalised(groups: Sequence[Group], measure: Measure) -> Scores:
+def normalise_scores(groups: Sequence[Group], measure: Measure) -> _Scores:
     """Final values on one scale: success as it is; returns so that 0 is where runs of the task began and 1 the best end.
 
     score = (final − start) / (best − start)          start: mean over the task's runs; best: highest group mean
     """
-    found: Scores = {}
+    found: _Scores = {}
     for problem in dict.fromkeys(group.problem for group in groups):
         here = [group for group in groups if group.problem == problem]
         ends = {group.label: finals(group, measure.key) for group in here}
@@ -60,7 +60,7 @@ def normalised(groups: Sequence[Group], measure: Measure) -> Scores:
     return found
 
 
-def matrix(found: Mapping[str, Mapping[str, float]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _matrix(found: Mapping[str, Mapping[str, float]]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[R T] of the seeds that every problem has."""
     shared = [seed for seed in next(iter(found.values())) if all(seed in seeds for seeds in found.values())]
     return np.array([[found[problem][seed] for problem in sorted(found)] for seed in shared], dtype=float)

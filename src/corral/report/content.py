@@ -5,25 +5,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corral.report import across, figures, outcomes, sweeps, tables
-from corral.report.compared import Comparison, split_runs
+from corral.report import across, figures, outcomes, tables
+from corral.report.comparison import SavedComparison, split_runs
 from corral.report.groups import Group, group_runs
-from corral.report.html import shortened
+from corral.report.html import shorten
 from corral.report.read import Run
+from corral.report.sweep.find import Sweep, find_sweeps, sweep_table
 from corral.run.files import RunError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RunReport:
     """Runs in groups, what was measured, and every table."""
 
     title: str
     groups: Sequence[Group]
     """Those that the page is about."""
-    swept: Sequence[Group]
+    sweep_groups: Sequence[Group]
     """Runs on which a comparison chose its settings: they are in the sweep and in the lists, and count for nothing else."""
-    sweeps: Sequence[sweeps.Sweep]
-    comparisons: Sequence[Comparison]
+    sweeps: Sequence[Sweep]
+    comparisons: Sequence[SavedComparison]
     measure: outcomes.Measure
     threshold: float | None
     """For the steps to it; None where every problem has its own."""
@@ -40,12 +41,12 @@ class Report:
 
 def make_report(
     runs: Sequence[Run],
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[SavedComparison] = (),
     *,
     title: str | None = None,
     threshold: float | None = None,
     notes: Sequence[str] = (),
-) -> Report:
+) -> RunReport:
     """Group, count, compare.
 
     Args:
@@ -58,16 +59,16 @@ def make_report(
     shown, aside, chosen = split_runs(runs, comparisons)
     groups, swept = group_runs(shown, chosen), group_runs(aside)
     measure = outcomes.main_metric(runs)
-    check_threshold(threshold, measure)
+    _check_threshold(threshold, measure)
     by_problem = [[group for group in groups if group.problem == name] for name in dict.fromkeys(g.problem for g in groups)]
     thresholds = [outcomes.default_threshold(own, measure.key) if threshold is None else threshold for own in by_problem]
-    metrics = figures.drawn_metrics(shown)
-    found = sweeps.find_sweeps(runs, comparisons, measure)
+    metrics = figures.select_metrics(shown)
+    found = find_sweeps(runs, comparisons, measure)
     differ, same = tables.configuration(groups)
-    return Report(
-        title=title or headline(groups),
+    return RunReport(
+        title=title or _headline(groups),
         groups=groups,
-        swept=swept,
+        sweep_groups=swept,
         sweeps=found,
         comparisons=comparisons,
         measure=measure,
@@ -82,7 +83,7 @@ def make_report(
             ],
             "comparisons": outcomes.comparisons(groups, measure),
             "overall": across.overall(groups, measure),
-            "sweep": sweeps.table(found),
+            "sweep": sweep_table(found),
             "runs": tables.run_table([*groups, *swept], measure.key),
             "events": [*tables.events([*groups, *swept]), *tables.plan_events(comparisons, runs), *tables.file_events(notes)],
             "differences": differ,
@@ -93,7 +94,7 @@ def make_report(
     )
 
 
-def check_threshold(threshold: float | None, measure: outcomes.Measure) -> None:
+def _check_threshold(threshold: float | None, measure: outcomes.Measure) -> None:
     """A sentence for a threshold that no run could reach, or that is no number."""
     if threshold is None:
         return
@@ -103,9 +104,9 @@ def check_threshold(threshold: float | None, measure: outcomes.Measure) -> None:
         raise RunError(f"a threshold of success lies between 0 and 1; got {threshold:g}. For 60 %, give 0.6.")
 
 
-def headline(groups: Sequence[Group]) -> str:
+def _headline(groups: Sequence[Group]) -> str:
     """What the page is about: `countdown with tiny: dppo, troll`."""
     problems = list(dict.fromkeys(group.problem for group in groups))
     names = list(dict.fromkeys(group.objective for group in groups))
     what = problems[0] if len(problems) == 1 else f"{len(problems)} problems"
-    return shortened(f"{what}: {', '.join(names) if len(names) <= 6 else f'{len(names)} objectives'}", 120)
+    return shorten(f"{what}: {', '.join(names) if len(names) <= 6 else f'{len(names)} objectives'}", 120)

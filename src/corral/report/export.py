@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from corral.report import figures, outcomes, plots
-from corral.report.content import Report
+from corral.report.content import RunReport
 from corral.report.groups import Group
 from corral.run.files import RunError, disk_sentence, write_whole
 
 
-def export(report: Report, folder: Path) -> list[Path]:
+def export(report: RunReport, folder: Path) -> list[Path]:
     """Every figure twice, every table once, and the points of every curve."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,35 +25,35 @@ def export(report: Report, folder: Path) -> list[Path]:
         written += _of_problem(report, [group for group in report.groups if group.problem == problem], folder, ending)
     for index, sweep in enumerate(report.sweeps):
         stem = folder / ("sweep" if len(report.sweeps) == 1 else f"sweep-{index + 1}")
-        written += draw(partial(plots.draw_sweep, sweep=sweep, measure=report.measure), stem)
+        written += _draw(partial(plots.draw_sweep, sweep=sweep, measure=report.measure), stem)
     return written
 
 
-def _of_problem(report: Report, groups: Sequence[Group], folder: Path, ending: str) -> list[Path]:
+def _of_problem(report: RunReport, groups: Sequence[Group], folder: Path, ending: str) -> list[Path]:
     """Curves, ends and histograms of the groups of one problem."""
     axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
-    look, written = plots.looks(report.groups), []
+    look, written = plots.line_styles(report.groups), []
     for metric in report.metrics:
         interval = metric.section == "learning"
         found = [(group, figures.curve(group, metric, report.every, interval=interval, axis=axis)) for group in groups]
         curves = [(group, curve) for group, curve in found if curve is not None]
         stem = folder / f"{metric.key.replace('/', '_')}{ending}"
         if curves:
-            written.append(write_csv(points(curves, axis), stem.with_name(f"{stem.name}.csv")))
-            written += draw(partial(plots.draw_curves, curves=curves, metric=metric, look=look, axis=axis), stem)
+            written.append(write_csv(_points(curves, axis), stem.with_name(f"{stem.name}.csv")))
+            written += _draw(partial(plots.draw_curves, curves=curves, metric=metric, look=look, axis=axis), stem)
     rows = {id(group): row for group, row in zip(report.groups, report.tables["results"], strict=True)}
     ends = [(group, rows[id(group)], seeds) for group in groups if (seeds := outcomes.finals(group, report.measure.key))]
     if ends:
-        written += draw(partial(plots.draw_finals, rows=ends, measure=report.measure), folder / f"final{ending}")
+        written += _draw(partial(plots.draw_finals, rows=ends, measure=report.measure), folder / f"final{ending}")
     for group in groups:
         moved = any(value for run in group.runs for row in run.tokens for value in row["kl_before"] if value)
         if moved:
             stem = folder / f"kl-per-token-{_file_name(group.label)}{ending}"
-            written += draw(partial(plots.draw_histogram, group=group, colour=look[group.key]["color"]), stem)
+            written += _draw(partial(plots.draw_histogram, group=group, colour=look[group.key]["color"]), stem)
     return written
 
 
-def points(curves: Sequence[tuple[Group, figures.Curve]], axis: str) -> list[dict[str, Any]]:
+def _points(curves: Sequence[tuple[Group, figures.Curve]], axis: str) -> list[dict[str, Any]]:
     """What a figure draws, as rows."""
     return [
         {"objective": group.label, "step": step, axis: at, "value": value, "low": low, "high": high}
@@ -62,7 +62,7 @@ def points(curves: Sequence[tuple[Group, figures.Curve]], axis: str) -> list[dic
     ]
 
 
-def draw(on: Callable[[Any], None], stem: Path) -> list[Path]:
+def _draw(on: Callable[[Any], None], stem: Path) -> list[Path]:
     """One figure as SVG and as PNG."""
     try:
         from matplotlib.figure import Figure

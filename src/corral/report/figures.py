@@ -77,7 +77,7 @@ METRICS = (
 )
 
 
-ROBOTS = {
+_ROBOTS = {
     "success": "held-out contexts solved, without exploration",
     "reward": "mean return of the training episodes",
     "entropy": "nats, of the Gaussian over plans",
@@ -88,11 +88,11 @@ ROBOTS = {
 """Where metrics of robots mean something else."""
 
 
-def drawn_metrics(runs: Sequence[Run]) -> list[Metric]:
+def select_metrics(runs: Sequence[Run]) -> list[Metric]:
     """Those that any run has; of counters, those that ever counted."""
     found, robots = [], all(run.is_robot for run in runs)
     for metric in METRICS:
-        metric = replace(metric, caption=ROBOTS[metric.key]) if robots and metric.key in ROBOTS else metric
+        metric = replace(metric, caption=_ROBOTS[metric.key]) if robots and metric.key in _ROBOTS else metric
         values = [value for run in runs for line in run.lines if isinstance(value := line.get(metric.key), float)]
         if values and (metric.key not in ("skipped", "tr/unconverged") or any(values)):
             found.append(metric)

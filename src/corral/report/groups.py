@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from corral.report.read import Run
+from corral.report.sweep.ranges import setting_text
 
-ASIDE = {
+_IGNORED = {
     "seed", "objective", "objective_config", "task", "task_config", "model", "guard", "report_to", "device", "workers",
     "algorithm", "environment", "environment_config",
     "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints", "keep_completions",
@@ -51,12 +52,12 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
     chosen = {} if chosen is None else chosen
     found: dict[tuple[str, str, str], list[Run]] = {}
     problems = problems_of(runs)
-    own, shared = once(own_settings, runs), once(shared_settings, runs)
+    own, shared = read_once(own_settings, runs), read_once(shared_settings, runs)
     for run in runs:
         peers = [peer for peer in runs if peer.objective == run.objective and problems[id(peer)] == problems[id(run)]]
         objective, setting = chosen.get(run.path) or (
-            " ".join([run.objective, *pairs_of(varied(run, peers, own))]),
-            " ".join(pairs_of(varied(run, peers, shared))),
+            f"{run.objective} {setting_text(varying_settings(run, peers, own))}".strip(),
+            setting_text(varying_settings(run, peers, shared)),
         )
         found.setdefault((problems[id(run)], setting, objective), []).append(run)
 
@@ -93,12 +94,12 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
     return found
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Settings as `a.b.c` → text."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flatten(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return found
@@ -109,15 +110,15 @@ def problems_of(runs: Sequence[Run]) -> dict[int, str]:
 
     By the `id` of the run.
     """
-    read, found = once(task_settings, runs), {}
+    read, found = read_once(_task_settings, runs), {}
     for run in runs:
         same = [peer for peer in runs if peer.task == run.task]
-        task = " ".join([run.task, *pairs_of(varied(run, same, read))])
+        task = f"{run.task} {setting_text(varying_settings(run, same, read))}".strip()
         found[id(run)] = task if run.is_robot else " with ".join(filter(None, (task, run.model)))
     return found
 
 
-def once(read: Callable[[Run], dict[str, str]], runs: Iterable[Run]) -> Callable[[Run], dict[str, str]]:
+def read_once(read: Callable[[Run], dict[str, str]], runs: Iterable[Run]) -> Callable[[Run], dict[str, str]]:
     """`read`, done once for every run: each is compared with all its peers."""
     known = {id(run): read(run) for run in runs}
     return lambda run: known[id(run)]
@@ -125,29 +126,24 @@ def once(read: Callable[[Run], dict[str, str]], runs: Iterable[Run]) -> Callable
 
 def own_settings(run: Run) -> dict[str, str]:
     """Those of the objective itself."""
-    return flat(_inner(run.settings, "objective_config"))
+    return flatten(_inner(run.settings, "objective_config"))
 
 
 def shared_settings(run: Run) -> dict[str, str]:
     """Those that any objective has."""
-    return flat({key: value for key, value in run.settings.items() if key not in ASIDE})
+    return flatten({key: value for key, value in run.settings.items() if key not in _IGNORED})
 
 
-def task_settings(run: Run) -> dict[str, str]:
+def _task_settings(run: Run) -> dict[str, str]:
     """Those of the task, or of a robot's environment."""
-    return flat(_inner(run.settings, "task_config")) | flat(_inner(run.settings, "environment_config"))
+    return flatten(_inner(run.settings, "task_config")) | flatten(_inner(run.settings, "environment_config"))
 
 
-def varied(run: Run, peers: Iterable[Run], read: Callable[[Run], dict[str, str]]) -> dict[str, str]:
+def varying_settings(run: Run, peers: Iterable[Run], read: Callable[[Run], dict[str, str]]) -> dict[str, str]:
     """Those settings of a run in which its peers are not all the same, but for secrets, which make no other method."""
     mine, others = read(run), [read(peer) for peer in peers]
     keys = sorted({key for other in [mine, *others] for key in other if not SECRET.search(key)})
     return {key: mine.get(key, "default") for key in keys if len({other.get(key) for other in others}) > 1}
-
-
-def pairs_of(settings: Mapping[str, Any]) -> list[str]:
-    """`key=value` of each."""
-    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def _inner(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -1,20 +1,35 @@
-"""HTML that cannot be broken out of: elements are made by `tag`, and every text in them is escaped and made visible."""
+"""HTML that cannot be broken out of, and pages as single files that ask the network for nothing.
 
+Elements are made by `tag`, and every text in them is escaped and made visible. A page runs no script but its own.
+"""
+
+import base64
+import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-HIDDEN = re.compile(
+import corral
+from corral.run.files import RunError, write_whole
+
+LARGEST = 6_000_000
+"""Bytes of a page."""
+
+_THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
+
+_HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 """Controls, invisible and bidirectional marks, lone surrogates: what makes a text look like another one. Joiners stay."""
 
-NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
+_NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
 """A cell that is read by its digits; a column of such cells stands right."""
 
-VOID = {"meta", "input", "br", "link"}
+_VOID = {"meta", "input", "br", "link"}
 
 
 class Safe(str):
@@ -28,7 +43,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Safe:
         if value is not None and value is not False:
             key = key.rstrip("_").replace("_", "-")
             head += f" {key}" if value is True else f' {key}="{escape(visible(str(value)))}"'
-    if name in VOID:
+    if name in _VOID:
         return Safe(f"<{head}>")
     return Safe(f"<{head}>{join(*children)}</{name}>")
 
@@ -47,10 +62,10 @@ def note(*children: Any, good: bool = False) -> Safe:
 
 def visible(text: str) -> str:
     """The text with everything hidden in it written out, as ⟨U+202E⟩."""
-    return HIDDEN.sub(_name, text.replace("\r\n", "\n"))
+    return _HIDDEN.sub(_name, text.replace("\r\n", "\n"))
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """The beginning of a long text, and how much more there is."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
@@ -58,7 +73,7 @@ def shortened(text: str, most: int) -> str:
 def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
     """Rows under the headings of `columns`; `show` makes a cell of a key and a row."""
     cells = [[show(key, row) for key in columns] for row in rows]
-    numeric = [all(NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
+    numeric = [all(_NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
     wordy = [any(len(str(line[index])) > 12 for line in cells) for index in range(len(columns))]
     kinds = ["number" if digits else "words" if words else None for digits, words in zip(numeric, wordy, strict=True)]
     head = tag(
@@ -83,6 +98,86 @@ def data_block(name: str, content: Any) -> Safe:
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return Safe(f'<script type="application/json" id="{name}">{text}</script>')
+
+
+def sections(parts: Mapping[str, tuple[str, Safe]]) -> dict[str, Safe]:
+    """Parts of a page, each a heading and what is below it, as elements by the name that links go to."""
+    return {name: tag("section", tag("h2", heading), content, id=name) for name, (heading, content) in parts.items()}
+
+
+def page_body(
+    title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main: Safe, footer: str, noscript: Safe | None = None
+) -> Safe:
+    """Header with the choice of a theme and a link to every part, what is in `main`, and a footer."""
+    labels = []
+    for index, (key, text) in enumerate(_THEMES.items()):
+        labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
+    themes = tag("fieldset", tag("legend", "Theme"), *labels, class_="choice", id="choose-theme")
+    links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
+    return join(
+        tag("a", "Skip to the findings", href="#findings", class_="skip"),
+        tag(
+            "header",
+            tag("div", tag("h1", title), themes, class_="top"),
+            tag("p", lead, class_="lead"),
+            tag("nav", tag("ul", *links), aria_label="Sections"),
+        ),
+        noscript,
+        main,
+        tag("footer", tag("p", f"Made by corral {corral.__version__} from {footer}.")),
+    )
+
+
+def document(
+    title: str, inside: Safe, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str] = ("page.css",)
+) -> str:
+    """A page of its own, around this body.
+
+    Args:
+        inside: what stands in the body.
+        data: what the scripts read as `data`.
+        scripts, styles: their names in static/, in order; each kind is joined into one.
+    """
+    static = files("corral.report") / "static"
+    script, style = ("\n".join((static / name).read_text("utf-8") for name in names) for names in (scripts, styles))
+    policy = (
+        f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content=f"corral {corral.__version__}"),
+        tag("title", title),
+        Safe(f"<style>{style}</style>"),
+    )
+    shell = tag("body", inside, data_block("data", data), Safe(f"<script>{script}</script>"))
+    return f'<!doctype html>\n<html lang="en">{head}{shell}</html>\n'
+
+
+def write_document(text: str, out: Path, too_large: str = "") -> int:
+    """A page, whole or not at all. Returns its size in bytes.
+
+    Args:
+        too_large: what to do about it if it has more than six megabytes, as a sentence.
+    """
+    content = text.encode()
+    if len(content) > LARGEST:
+        raise RunError(f"the page would have {len(content) / 1e6:.1f} MB. {too_large}".strip())
+    if out.is_dir():
+        raise RunError(f"{out} is a folder, and the page is a file: name one in it, such as {out / 'page.html'}.")
+    if not out.parent.is_dir():
+        raise RunError(f"there is no folder {out.parent} to write {out.name} into: make it first, or choose another place.")
+    write_whole(out, lambda beside: beside.write_bytes(content))
+    return len(content)
+
+
+def csp_hash(text: str) -> str:
+    """What a Content-Security-Policy calls an inline script or style by."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _name(match: re.Match[str]) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from corral.report import statistics
-from corral.report.groups import Group, flat, pairs
-from corral.report.html import shortened, visible
+from corral.report.groups import Group, flatten, pairs
+from corral.report.html import shorten, visible
 from corral.report.read import Run
 
-Row = dict[str, Any]
+_Row = dict[str, Any]
 
 BESIDE = ("greedy", "return")
 """What stands beside the main metric: the success of the likeliest tokens, and the return of robots."""
@@ -32,11 +32,11 @@ class Measure:
     """From the run's number to `unit`."""
 
 
-RETURN = Measure(key="return", name="return", unit="", factor=1.0)
+_RETURN = Measure(key="return", name="return", unit="", factor=1.0)
 
-MEASURES = (
+_MEASURES = (
     Measure(key="success", name="success", unit="points", factor=100.0),
-    RETURN,
+    _RETURN,
     Measure(key="reward", name="reward", unit="", factor=1.0),
 )
 """What may be compared, the best first: on held-out problems, on held-out contexts, in training."""
@@ -46,25 +46,28 @@ def main_metric(runs: Sequence[Run]) -> Measure:
     """Held-out success where every task has it, else the return on held-out contexts, else the reward in training."""
     tasks = {run.task: [peer for peer in runs if peer.task == run.task] for run in runs}
     for everywhere in (all, any):
-        for measure in MEASURES:
+        for measure in _MEASURES:
             if everywhere(any(run.values(measure.key) for run in peers) for peers in tasks.values()):
                 return measure
-    return MEASURES[-1]
+    return _MEASURES[-1]
 
 
-def counted(group: Group, metric: str) -> dict[str, Run]:
+def _counted_runs(group: Group, metric: str) -> dict[str, Run]:
     """A group's runs that count, by seed; of two with one seed the later one."""
     return {run.seed: run for run in group.runs if run.stopped in COUNTED and run.values(metric)}
 
 
 def finals(group: Group, metric: str) -> dict[str, float]:
     """The last measurement of each run that counts."""
-    return {seed: run.values(metric)[-1][1] for seed, run in counted(group, metric).items()}
+    return {seed: run.values(metric)[-1][1] for seed, run in _counted_runs(group, metric).items()}
 
 
 def areas(group: Group, metric: str) -> dict[str, float]:
     """The mean of the metric over each run that counts."""
-    found = {seed: statistics.area_under_curve(run.values(metric), run.planned) for seed, run in counted(group, metric).items()}
+    found = {
+        seed: statistics.area_under_curve(run.values(metric), run.planned_steps)
+        for seed, run in _counted_runs(group, metric).items()
+    }
     return {seed: area for seed, area in found.items() if area is not None}
 
 
@@ -77,12 +80,12 @@ def default_threshold(groups: Sequence[Group], metric: str) -> float | None:
     return start + 0.9 * (best - start) if ends and best > start else None
 
 
-def results(groups: Sequence[Group], metric: str, threshold: float | None) -> list[Row]:
+def results(groups: Sequence[Group], metric: str, threshold: float | None) -> list[_Row]:
     """One row per group: final, area, greedy, steps to the threshold, collapses, time."""
     rows = []
     for group in groups:
-        runs = counted(group, metric)
-        row: Row = {"objective": group.objective, "setting": group.setting, "problem": group.problem}
+        runs = _counted_runs(group, metric)
+        row: _Row = {"objective": group.objective, "setting": group.setting, "problem": group.problem}
         row |= {"runs": len(group.runs), "counted": len(runs)}
         beside = {name: {seed: run.values(name)[-1][1] for seed, run in runs.items() if run.values(name)} for name in BESIDE}
         for name, found in {"final": finals(group, metric), "area": areas(group, metric), **beside}.items():
@@ -96,19 +99,19 @@ def results(groups: Sequence[Group], metric: str, threshold: float | None) -> li
         row |= {
             "steps_to_threshold": float(np.median(reached)) if reached and math.isfinite(np.median(reached)) else None,
             "reached": sum(map(math.isfinite, reached)),
-            "collapsed": sum(statistics.collapsed(run.values(metric), run.stopped) for run in runs.values()),
+            "collapsed": sum(statistics.has_collapsed(run.values(metric), run.stopped) for run in runs.values()),
             "seconds": float(np.mean([run.lines[-1].get("seconds") or 0.0 for run in runs.values()])) if runs else None,
         }
         rows.append(row)
     return rows
 
 
-def comparisons(groups: Sequence[Group], measure: Measure) -> list[Row]:
+def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
     """One row per pair and measure, with its sentence. Claims hold among all pairs of their measure together."""
     rows = []
     judged = {"final": (finals, measure), "area": (areas, measure)}
     if measure.key == "success":
-        judged["return"] = finals, RETURN  # what robots have besides
+        judged["return"] = finals, _RETURN  # what robots have besides
     for name, (read, by) in judged.items():
         found = []
         for ours, theirs in pairs(groups):
@@ -120,19 +123,19 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[Row]:
         what = f"mean {by.name} over the run" if name == "area" else f"final {by.name}"
         several = len({group.problem for group in groups}) > 1
         for (ours, theirs, difference, a, b), held in zip(found, holds, strict=True):
-            names = shortened(visible(ours.label), 80), shortened(visible(theirs.label), 80)
-            of = f"{what} in {shortened(visible(ours.problem), 80)}" if several else what
-            uneven = weighed_unlike(ours, theirs)
+            names = shorten(visible(ours.label), 80), shorten(visible(theirs.label), 80)
+            of = f"{what} in {shorten(visible(ours.problem), 80)}" if several else what
+            uneven = _uneven_weights(ours, theirs)
             held = held and not uneven
             words = statistics.sentence(*names, of, difference, holds=held, among=len(found), unit=by.unit, uneven=uneven)
-            other = differing(ours, theirs)
+            other = _other_differences(ours, theirs)
             chance = statistics.probability_of_improvement(np.array([*a.values()]), np.array([*b.values()]))
             rows.append(
                 {
                     "measure": name, "problem": ours.problem, "ours": ours.label, "theirs": theirs.label,
                     "difference": difference.mean.value, "low": difference.mean.low, "high": difference.mean.high,
                     "unit": by.unit, "p": difference.p, "seeds": difference.mean.count, "paired": difference.paired,
-                    "claimed": statistics.claimed(difference, held), "probability": chance.value,
+                    "claimed": statistics.can_claim(difference, held), "probability": chance.value,
                     "probability_low": chance.low, "probability_high": chance.high,
                     "sentence": words + (f" They also differ in {other}." if other else ""),
                 }
@@ -140,7 +143,7 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[Row]:
     return rows
 
 
-def weighed_unlike(ours: Group, theirs: Group) -> str:
+def _uneven_weights(ours: Group, theirs: Group) -> str:
     """Why a difference is not one between two objectives: their tokens or rewards were weighed otherwise. Empty if it is."""
     first, second = ours.runs[0], theirs.runs[0]
     if first.objective == second.objective:
@@ -158,13 +161,13 @@ def weighed_unlike(ours: Group, theirs: Group) -> str:
     return ""
 
 
-def differing(ours: Group, theirs: Group) -> str:
+def _other_differences(ours: Group, theirs: Group) -> str:
     """Settings in which two groups differ though neither was varied in them: a comparison that may not be fair."""
     aside = {"seed", "objective", "report_to", "guard", "keep_completions", "keep_checkpoints", "checkpoint_every", "workers"}
     aside |= {"objective_config", "algorithm", "learner", "prodmp"}  # each has its own
-    aside |= {"loss_type", "advantage", "scale_rewards"} if weighed_unlike(ours, theirs) else set()  # said already
+    aside |= {"loss_type", "advantage", "scale_rewards"} if _uneven_weights(ours, theirs) else set()  # said already
     a, b = (
-        {key: value for key, value in flat(side.runs[0].settings).items() if key.split(".")[0] not in aside}
+        {key: value for key, value in flatten(side.runs[0].settings).items() if key.split(".")[0] not in aside}
         for side in (ours, theirs)
     )
     said = f" {ours.setting} {theirs.setting}"

@@ -9,31 +9,31 @@ from corral.report import figures
 from corral.report.groups import Group
 from corral.report.html import visible
 from corral.report.outcomes import Measure
-from corral.report.sweep import value_text
-from corral.report.sweeps import Sweep
+from corral.report.sweep.find import Sweep
+from corral.report.sweep.ranges import value_text
 
-COLOURS = ("#1f5fa8", "#c2500a", "#1a7f5a", "#9c3d88", "#8a6d00", "#117a8b", "#b3263c", "#555d6b")
+_COLOURS = ("#1f5fa8", "#c2500a", "#1a7f5a", "#9c3d88", "#8a6d00", "#117a8b", "#b3263c", "#555d6b")
 """As on the page."""
 
-DASHES = ("-", "--", ":", "-.")
+_DASHES = ("-", "--", ":", "-.")
 
-AXES = {"update": "updates", "env_steps": "environment steps"}
+_AXES = {"update": "updates", "env_steps": "environment steps"}
 
 
-def label_of(text: str) -> str:
+def _label(text: str) -> str:
     """A label that begins with _ is hidden, and $ begins a formula: neither is for labels of ours to do."""
     text = visible(text).replace("$", r"\$")
     return text if not text.startswith("_") else f" {text}"
 
 
-def looks(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+def line_styles(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
     """Colour by objective, dashes by setting; by the key of the group."""
     objectives = list(dict.fromkeys(group.objective for group in groups))
     settings = list(dict.fromkeys(group.setting for group in groups))
     return {
         group.key: {
-            "color": COLOURS[objectives.index(group.objective) % 8],
-            "linestyle": DASHES[0 if group.chosen else settings.index(group.setting) % 4],
+            "color": _COLOURS[objectives.index(group.objective) % 8],
+            "linestyle": _DASHES[0 if group.chosen else settings.index(group.setting) % 4],
         }
         for group in groups
     }
@@ -46,17 +46,17 @@ def draw_curves(
     scale = 100.0 if metric.percent else 1.0
     for group, curve in curves:
         value, low, high = ([scale * number for number in column] for column in (curve.value, curve.low, curve.high))
-        axes.plot(curve.at, value, label=label_of(f"{group.label} ({curve.seeds})"), **look[group.key])
+        axes.plot(curve.at, value, label=_label(f"{group.label} ({curve.seeds})"), **look[group.key])
         axes.fill_between(curve.at, low, high, color=look[group.key]["color"], alpha=0.16, linewidth=0)
     if metric.log and any(number > 0 for _, curve in curves for number in curve.value):
         axes.set_yscale("log")
-    axes.set(xlabel=AXES[axis], ylabel=f"{metric.title}{' (%)' if metric.percent else ''}")
+    axes.set(xlabel=_AXES[axis], ylabel=f"{metric.title}{' (%)' if metric.percent else ''}")
     axes.legend(frameon=False, fontsize="small", title="objective (seeds)", title_fontsize="small")
 
 
 def draw_finals(axes: Any, rows: Sequence[tuple[Group, dict[str, Any], dict[str, float]]], measure: Measure) -> None:
     """Where each group ended: its seeds, and their interquartile mean with its interval."""
-    look = looks([group for group, _, _ in rows])
+    look = line_styles([group for group, _, _ in rows])
     for place, (group, row, seeds) in enumerate(reversed(rows)):
         colour, factor = look[group.key]["color"], measure.factor
         if row["final_low"] is not None:
@@ -68,7 +68,7 @@ def draw_finals(axes: Any, rows: Sequence[tuple[Group, dict[str, Any], dict[str,
         )
         axes.scatter([row["final"] * factor], [place], color=colour, marker="D", zorder=4)
     axes.set(xlabel=f"Final {measure.name}{' (%)' if measure.factor == 100 else ''}", ylim=(-0.6, len(rows) - 0.4))
-    axes.set_yticks(range(len(rows)), [label_of(group.label) for group, _, _ in reversed(rows)])
+    axes.set_yticks(range(len(rows)), [_label(group.label) for group, _, _ in reversed(rows)])
 
 
 def draw_sweep(axes: Any, sweep: Sweep, measure: Measure) -> None:
@@ -77,9 +77,9 @@ def draw_sweep(axes: Any, sweep: Sweep, measure: Measure) -> None:
     for index, line in enumerate(sweep.ranges):
         mine = sweep.rows_of(line)
         columns = [[row.final * measure.factor for row in mine if row.setting[sweep.key] == value] for value in line.tried]
-        dash = DASHES[sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4]
-        colour = COLOURS[contestants.index(line.contestant) % 8]
-        axes.plot(line.tried, [np.mean(column) for column in columns], color=colour, linestyle=dash, label=label_of(line.label))
+        dash = _DASHES[sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4]
+        colour = _COLOURS[contestants.index(line.contestant) % 8]
+        axes.plot(line.tried, [np.mean(column) for column in columns], color=colour, linestyle=dash, label=_label(line.label))
         axes.fill_between(line.tried, [*map(min, columns)], [*map(max, columns)], color=colour, alpha=0.16, linewidth=0)
         usable = [(value, np.mean(column)) for value, column in zip(line.tried, columns, strict=True) if value in line.own]
         axes.scatter(*zip(*usable, strict=True), color=colour, s=26, zorder=3) if usable else None
@@ -104,7 +104,7 @@ def draw_histogram(axes: Any, group: Group, colour: str) -> None:
     axes.hist(np.maximum(before, 1.01e-7), 10**bins, color=colour, alpha=0.85, label="as the network wants it")
     if after:
         axes.hist(np.maximum(after, 1.01e-7), 10**bins, histtype="step", color="black", label="after the projection")
-    axes.set(xscale="log", yscale="log", xlabel="KL per token (nats)", ylabel="tokens", title=label_of(group.label))
+    axes.set(xscale="log", yscale="log", xlabel="KL per token (nats)", ylabel="tokens", title=_label(group.label))
     axes.legend(frameon=False, fontsize="small")
 
 

@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 
 from corral.run.files import RunError
 
-FILES = ("config.json", "metrics.jsonl")
+_FILES = ("config.json", "metrics.jsonl")
 """A folder that holds one of these is a run."""
 
-DEPTH = 4
+_DEPTH = 4
 """How many folders deep runs are looked for."""
 
-KEPT_COMPLETIONS = 64
+_KEPT_COMPLETIONS = 64
 """Of one run; the first of evenly spaced steps. A page is to be sent to people."""
 
-TOKEN_COLUMNS = ("token", "kl_before", "kl_after", "log_ratio", "action")
+_TOKEN_COLUMNS = ("token", "kl_before", "kl_after", "log_ratio", "action")
 """Lists of one length in every row of tokens.parquet; kl_after and log_ratio may be left out."""
 
 
@@ -94,7 +94,7 @@ class Run:
         return int(self.lines[-1]["step"]) if self.lines else 0
 
     @property
-    def planned(self) -> int:
+    def planned_steps(self) -> int:
         """Steps that were asked for; those done where nothing says so."""
         asked = self.settings.get("steps", self.settings.get("iterations"))  # a robot's steps are iterations
         return asked if type(asked) is int and asked > 0 else self.steps
@@ -124,10 +124,10 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise RunError(f"{folder} is no folder. report takes runs' folders, or folders that hold runs.")
-        here = sorted(_runs_in(folder, DEPTH))
+        here = sorted(_runs_in(folder, _DEPTH))
         if not here:
             raise RunError(
-                f"no runs in {folder}: neither it nor the folders in it, {DEPTH} deep, hold a {FILES[0]} or a {FILES[1]}. "
+                f"no runs in {folder}: neither it nor the folders in it, {_DEPTH} deep, hold a {_FILES[0]} or a {_FILES[1]}. "
                 f"`corral train --out {folder}/…` makes one."
             )
         found |= {path.resolve(): path for path in here}
@@ -135,7 +135,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def _runs_in(folder: Path, depth: int) -> Iterable[Path]:
-    if any((folder / name).is_file() for name in FILES):
+    if any((folder / name).is_file() for name in _FILES):
         yield folder
     elif depth:
         for inner in folder.iterdir():
@@ -241,11 +241,11 @@ def _rows(path: Path, needed: Sequence[str], notes: list[str], *, optional: bool
 
 def _aligned(row: Mapping[str, Any]) -> bool:
     """Whether all lists of a row of tokens have one entry per token."""
-    lists = [row[name] for name in TOKEN_COLUMNS if row.get(name) is not None]
+    lists = [row[name] for name in _TOKEN_COLUMNS if row.get(name) is not None]
     return all(isinstance(entry, list) and len(entry) == len(row["token"] or ()) for entry in lists)
 
 
-def _evenly(rows: Sequence[Mapping[str, Any]], most: int = KEPT_COMPLETIONS) -> list[Mapping[str, Any]]:
+def _evenly(rows: Sequence[Mapping[str, Any]], most: int = _KEPT_COMPLETIONS) -> list[Mapping[str, Any]]:
     """At most `most` rows: eight of the first, of the last and of evenly spaced steps between."""
     each = 8
     by_step: dict[int, list[Mapping[str, Any]]] = {}

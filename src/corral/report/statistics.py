@@ -24,12 +24,12 @@ try:
 except ImportError as missing:
     raise RunError(f"reports need {missing.name or 'rliable'}. Install it: pip install 'corral[report]'.") from missing
 
-LEVEL = 0.95
-REPETITIONS = 2000
+_LEVEL = 0.95
+_REPETITIONS = 2000
 ENOUGH = 3
 """Pairs of runs below which nothing is claimed."""
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Difference:
     """Whether by equal seeds; else the two groups are independent."""
 
 
-def interquartile_mean(scores: Array) -> Estimate:
+def interquartile_mean(scores: _Array) -> Estimate:
     """Mean of the middle half of the runs, with a bootstrap interval.
 
     Args:
@@ -65,7 +65,7 @@ def interquartile_mean(scores: Array) -> Estimate:
     return Estimate(value=float(middle_mean(scores.reshape(-1, 1))[0]), low=_one(low), high=_one(high), count=len(scores))
 
 
-def interquartile_curve(scores: Array) -> tuple[Array, Array, Array]:
+def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
     """The same at every point of a curve: [R P] → value, low, high, each [P]; low and high are the value for one run."""
     value = middle_mean(scores)
     if len(scores) < 2:
@@ -74,31 +74,31 @@ def interquartile_curve(scores: Array) -> tuple[Array, Array, Array]:
     return value, low, high
 
 
-def probability_of_improvement(better: Array, worse: Array) -> Estimate:
+def probability_of_improvement(better: _Array, worse: _Array) -> Estimate:
     """How likely a run of the one ends above a run of the other; ties count half."""
     x, y = np.asarray(better, dtype=float)[:, None], np.asarray(worse, dtype=float)[:, None]
     low, high = _interval([x, y], share_above) if min(len(x), len(y)) > 1 else (None, None)
     return Estimate(value=float(share_above(x, y)[0]), low=_one(low), high=_one(high), count=min(len(x), len(y)))
 
 
-def mean_over_tasks(scores: Array) -> Estimate:
+def mean_over_tasks(scores: _Array) -> Estimate:
     """Mean over runs and tasks of [R T], with a bootstrap interval that draws runs within each task."""
     low, high = _interval(scores, lambda drawn: drawn.mean(keepdims=True)[0]) if len(scores) > 1 else (None, None)
     return Estimate(value=float(scores.mean()), low=_one(low), high=_one(high), count=len(scores))
 
 
-def chance_over_tasks(better: Array, worse: Array) -> float:
+def chance_over_tasks(better: _Array, worse: _Array) -> float:
     """How likely a run of the one ends above a run of the other, on a task drawn at random: [R T], [S T]."""
     return float(np.mean([share_above(x[:, None], y[:, None])[0] for x, y in zip(better.T, worse.T, strict=True)]))
 
 
-def middle_mean(scores: Array) -> Array:
+def middle_mean(scores: _Array) -> _Array:
     """[R P] → [P]: a quarter of the runs is cut at either end, rounded down. rliable's `aggregate_iqm`, sixty times as fast."""
     cut = len(scores) // 4
     return np.asarray(np.sort(scores, axis=0)[cut : len(scores) - cut].mean(axis=0))
 
 
-def share_above(x: Array, y: Array) -> Array:
+def share_above(x: _Array, y: _Array) -> _Array:
     """[R 1], [S 1] → [1]: rliable's `probability_of_improvement` of one task, without its detour by ranks."""
     return np.asarray([((x > y.T) + 0.5 * (x == y.T)).mean()])
 
@@ -120,7 +120,7 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
     if count < ENOUGH or spread <= rounding:  # without spread there is no telling how far chance goes
         return Difference(mean=Estimate(value=value, low=None, high=None, count=count), p=None, paired=paired)
     test = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
-    interval = test.confidence_interval(LEVEL)
+    interval = test.confidence_interval(_LEVEL)
     mean = Estimate(value=value, low=float(interval.low), high=float(interval.high), count=count)
     return Difference(mean=mean, p=float(test.pvalue), paired=paired)
 
@@ -134,7 +134,7 @@ def holm(ps: Sequence[float | None]) -> list[bool]:
     order = sorted((p, index) for index, p in enumerate(ps) if p is not None)
     holds = [False] * len(ps)
     for rank, (p, index) in enumerate(order):
-        if p > (1 - LEVEL) / (len(ps) - rank):
+        if p > (1 - _LEVEL) / (len(ps) - rank):
             break
         holds[index] = True
     return holds
@@ -160,12 +160,12 @@ def sentence(
     """
     mean = found.mean
     if mean.value < 0:
-        ours, theirs, mean = theirs, ours, turned(mean)
+        ours, theirs, mean = theirs, ours, _reverse(mean)
     apart = "" if found.paired else " or more each, none of them shared"
     seeds = ("one seed" if mean.count == 1 else f"{mean.count} seeds") + apart
     interval = "" if mean.low is None or mean.high is None else f", 95 % interval {plain(mean.low)}…{plain(mean.high)}"
     numbers = f"{signed(mean.value)} {unit}".strip() + f"{interval}, {seeds}"
-    if claimed(found, holds):
+    if can_claim(found, holds):
         return f"{ours} beats {theirs} on {measure}: {numbers}."
     why = ""
     if uneven:
@@ -174,18 +174,18 @@ def sentence(
         why = "that is too few"
     elif mean.low is None and mean.value:
         why = "all seeds differ by the same amount, so chance cannot be judged"
-    elif found.p is not None and found.p <= 1 - LEVEL:
+    elif found.p is not None and found.p <= 1 - _LEVEL:
         why = f"among {among} comparisons one may stray as far"
     return f"No difference can be claimed between {ours} and {theirs} on {measure}: {'; '.join(filter(None, (numbers, why)))}."
 
 
-def turned(estimate: Estimate) -> Estimate:
+def _reverse(estimate: Estimate) -> Estimate:
     """The same difference seen from the other side."""
     low, high = (None if end is None else -end for end in (estimate.high, estimate.low))
     return Estimate(value=-estimate.value, low=low, high=high, count=estimate.count)
 
 
-def claimed(found: Difference, holds: bool) -> bool:
+def can_claim(found: Difference, holds: bool) -> bool:
     """Whether a difference may be claimed: it has an interval, and holds among all that are made."""
     return holds and found.mean.low is not None
 
@@ -209,7 +209,7 @@ def steps_to(points: Sequence[tuple[float, float]], threshold: float) -> float:
     return next((x for x, y in points if y >= threshold), math.inf)
 
 
-def collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
+def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
     """Whether a run lost what it had: it ended below half of its best, and at least .1 lower; or was stopped for that.
 
     Half of a return below zero would be more than all of it: nobody can tell there. One that began below zero and came above
@@ -234,10 +234,12 @@ def plain(value: float) -> str:
     return text.replace("-", "−").replace("−0.0", "0.0") if float(text) == 0 else text.replace("-", "−")
 
 
-def _interval(scores: Array | list[Array], func: Callable[..., Array], repetitions: int = REPETITIONS) -> tuple[Array, Array]:
+def _interval(
+    scores: _Array | list[_Array], func: Callable[..., _Array], repetitions: int = _REPETITIONS
+) -> tuple[_Array, _Array]:
     """rliable's percentile interval, always of the same draws."""
     with _same_draws():
-        _, interval = library.get_interval_estimates({"": scores}, func, reps=repetitions, confidence_interval_size=LEVEL)
+        _, interval = library.get_interval_estimates({"": scores}, func, reps=repetitions, confidence_interval_size=_LEVEL)
     return interval[""][0], interval[""][1]
 
 
@@ -252,5 +254,5 @@ def _same_draws() -> Iterator[None]:
         np.random.set_state(before)
 
 
-def _one(value: Array | None) -> float | None:
+def _one(value: _Array | None) -> float | None:
     return None if value is None else float(value[0])

@@ -5,15 +5,16 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from corral.report.compared import Comparison, setting_text
-from corral.report.groups import SECRET, Group, flat
+from corral.report.comparison import SavedComparison
+from corral.report.groups import SECRET, Group, flatten
 from corral.report.outcomes import COUNTED
 from corral.report.read import Run
+from corral.report.sweep.ranges import setting_text
 
-Row = dict[str, Any]
+_Row = dict[str, Any]
 
 
-def run_table(groups: Sequence[Group], metric: str) -> list[Row]:
+def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
     """One row per run."""
     rows = []
     for group in groups:
@@ -23,7 +24,7 @@ def run_table(groups: Sequence[Group], metric: str) -> list[Row]:
             rows.append(
                 {
                     "run": str(run.path), "objective": group.label, "problem": group.problem, "seed": run.seed,
-                    "stopped": run.stopped, "steps": run.steps, "planned": run.planned,
+                    "stopped": run.stopped, "steps": run.steps, "planned": run.planned_steps,
                     "start": values[0][1] if values else None, "best": max((value for _, value in values), default=None),
                     "final": values[-1][1] if values else None, "greedy": greedy[-1][1] if greedy else None,
                     "return": returns[-1][1] if returns else None,
@@ -34,7 +35,7 @@ def run_table(groups: Sequence[Group], metric: str) -> list[Row]:
     return rows
 
 
-def events(groups: Sequence[Group]) -> list[Row]:
+def events(groups: Sequence[Group]) -> list[_Row]:
     """What went wrong: warnings of the guard by step, how runs ended that did not finish, files that are missing or torn."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for group in groups:
@@ -51,7 +52,7 @@ def events(groups: Sequence[Group]) -> list[Row]:
     ]
 
 
-def _events(run: Run, again: Sequence[Run]) -> Iterator[Row]:
+def _events(run: Run, again: Sequence[Run]) -> Iterator[_Row]:
     """Of one run; `again` are others with the same settings and seed."""
     for line in run.lines:
         warnings = line.get("warnings")
@@ -60,7 +61,7 @@ def _events(run: Run, again: Sequence[Run]) -> Iterator[Row]:
     if run.stopped not in ("finished", "not ended"):
         yield {"step": run.steps, "kind": run.stopped, "what": str(run.summary.get("why") or f"the run was {run.stopped}.")}
     if run.stopped not in COUNTED:
-        what = f"{run.stopped} after {run.steps} of {run.planned} steps: not in the statistics."
+        what = f"{run.stopped} after {run.steps} of {run.planned_steps} steps: not in the statistics."
         yield {"step": run.steps, "kind": "left out", "what": what}
     elif again:
         what = f"{len(again) + 1} runs have the same settings and seed; the last of them that finished counts."
@@ -69,10 +70,10 @@ def _events(run: Run, again: Sequence[Run]) -> Iterator[Row]:
         yield {"step": None, "kind": "file", "what": note}
 
 
-def plan_events(comparisons: Sequence[Comparison], runs: Sequence[Run]) -> list[Row]:
+def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
     """Runs of comparisons that left no folder to tell of them: not begun, or failed at once."""
     there = {run.path.resolve() for run in runs}
-    missing = [entry for plan in comparisons for entry in plan.entries if entry.path.resolve() not in there]
+    missing = [entry for plan in comparisons for entry in plan.runs if entry.path.resolve() not in there]
     rows = []
     for entry in missing:
         label = f"{entry.contestant} {setting_text(entry.setting)}".strip()
@@ -85,12 +86,12 @@ def plan_events(comparisons: Sequence[Comparison], runs: Sequence[Run]) -> list[
     return rows
 
 
-def file_events(notes: Sequence[str]) -> list[Row]:
+def file_events(notes: Sequence[str]) -> list[_Row]:
     """Files of no run that could not be read."""
     return [{"objective": "", "seed": "", "step": None, "kind": "file", "what": note} for note in notes]
 
 
-def configuration(groups: Sequence[Group]) -> tuple[list[Row], list[Row]]:
+def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
     """Settings in which groups differ, one column per group; and those that all share."""
     several = len({group.problem for group in groups}) > 1
     columns: dict[str, dict[str, str]] = {}
@@ -111,7 +112,7 @@ def configuration(groups: Sequence[Group]) -> tuple[list[Row], list[Row]]:
 def _settings(group: Group) -> dict[str, str]:
     """All that was resolved for a group; what its seeds do not share is shown as …, secrets not at all."""
     parts = ("objective", "task", "model", "settings", "trainer")
-    columns = [flat({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
+    columns = [flatten({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
     found = {}
     for key in {key for column in columns for key in column}:
         part, _, name = key.partition(".")
@@ -123,7 +124,7 @@ def _settings(group: Group) -> dict[str, str]:
     return found
 
 
-def versions(groups: Sequence[Group]) -> list[Row]:
+def versions(groups: Sequence[Group]) -> list[_Row]:
     """Packages, and which versions the runs had; more than one where they differ."""
     found: dict[str, set[str]] = {}
     for group in groups:
@@ -136,7 +137,7 @@ def versions(groups: Sequence[Group]) -> list[Row]:
     return [{"package": key, "versions": ", ".join(sorted(values)), "differ": len(values) > 1} for key, values in found.items()]
 
 
-def commands(groups: Sequence[Group]) -> list[Row]:
+def commands(groups: Sequence[Group]) -> list[_Row]:
     """How to make each run again: the command where it was one, and its settings as a file."""
     rows = []
     for group in groups:
@@ -146,16 +147,16 @@ def commands(groups: Sequence[Group]) -> list[Row]:
                     "objective": group.label,
                     "seed": run.seed,
                     "command": command(run),
-                    "settings": json.dumps(without_secrets(run.settings), indent=2, default=str),
+                    "settings": json.dumps(_drop_secrets(run.settings), indent=2, default=str),
                 }
             )
     return rows
 
 
-def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, and settings within settings, but for secrets."""
     return {
-        key: without_secrets(value) if isinstance(value, Mapping) else value
+        key: _drop_secrets(value) if isinstance(value, Mapping) else value
         for key, value in tree.items()
         if not SECRET.search(key)
     }
@@ -165,7 +166,7 @@ def command(run: Run) -> str | None:
     """`corral train …` as it was given, without where it wrote; None if it was started from Python."""
     said = run.config.get("command")
     words = [str(word) for word in said] if isinstance(said, list) else []
-    return as_command(words[words.index("train", 1) :]) if "train" in words[1:] else None
+    return _render_command(words[words.index("train", 1) :]) if "train" in words[1:] else None
 
 
 def compare_command(text: str) -> str | None:
@@ -174,10 +175,10 @@ def compare_command(text: str) -> str | None:
         words = shlex.split(text)
     except ValueError:  # a quote that is not closed
         return None
-    return as_command(words[words.index("compare", 1) :]) if "compare" in words[1:] else None
+    return _render_command(words[words.index("compare", 1) :]) if "compare" in words[1:] else None
 
 
-def as_command(words: Sequence[str]) -> str:
+def _render_command(words: Sequence[str]) -> str:
     """`corral` and these words, without where it wrote, and without secrets."""
     kept: list[str] = []
     for index, word in enumerate(words):

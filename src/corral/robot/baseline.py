@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from corral.numerics import number_in
 from corral.robot.env.vector import reset_each
 from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, told_by
 from corral.robot.tracking import Array
+from corral.validate import require
 
 try:
     from stable_baselines3 import PPO, SAC
@@ -55,14 +55,10 @@ class BaselineConfig:
     """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "episodes", "epochs", "minibatches", "train_freq", "gradient_steps"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"baseline: `{name}` is a whole number ≥ 1; got {value!r}.")
-        if not (number_in(self.rate, 0) and self.rate > 0):
-            raise ValueError(f"baseline: `rate` must be > 0; got {self.rate!r}.")
-        if not number_in(self.gamma, 0, 1):
-            raise ValueError(f"baseline: `gamma` must lie in [0, 1]; got {self.gamma!r}.")
+        counts = ("iterations", "episodes", "epochs", "minibatches", "train_freq", "gradient_steps")
+        require(self, *counts, at_least=1, integer=True)
+        require(self, "rate", above=0)
+        require(self, "gamma", at_least=0, at_most=1)
 
 
 class Baseline:

@@ -1,18 +1,16 @@
 """Settings that TCE and BBRL share, validated."""
 
-import sys
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from corral.numerics import number_in
 from corral.projection.gaussian import GaussianProjection
 from corral.projection.gaussian_frobenius import project_gaussian_frobenius
 from corral.projection.gaussian_kl import project_gaussian_kl
 from corral.projection.gaussian_wasserstein import project_gaussian_wasserstein
 from corral.robot.policy import ACTIVATIONS
-
-FINITE = sys.float_info.max
+from corral.validate import number_in, owner_name, require
 
 PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
     "kl": project_gaussian_kl,
@@ -65,31 +63,13 @@ class LearnerConfig:
     """Least entry on the diagonal of the Cholesky factor."""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "episodes", "policy_epochs", "critic_epochs"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{self._name()}: `{name}` is a whole number ≥ 1; got {value!r}.")
-        for name in ("mean_bound", "cov_bound"):
-            value = getattr(self, name)
-            if not (number_in(value, 0) and value > 0):
-                raise ValueError(f"{self._name()}: `{name}` must be > 0 (inf switches it off); got {value!r}.")
-        for name in ("policy_rate", "critic_rate"):
-            value = getattr(self, name)
-            if not (number_in(value, 0, FINITE) and value > 0):
-                raise ValueError(f"{self._name()}: `{name}` must be finite and > 0; got {value!r}.")
-        for name in ("regression", "weight_decay"):
-            if not number_in(getattr(self, name), 0, FINITE):
-                raise ValueError(f"{self._name()}: `{name}` must be finite and ≥ 0; got {getattr(self, name)!r}.")
-        if self.entropy_floor is not None and not number_in(self.entropy_floor, -FINITE, FINITE):
-            raise ValueError(f"{self._name()}: `entropy_floor` is a finite number, or None; got {self.entropy_floor!r}.")
-        for name in ("hidden", "critic_hidden"):
-            if not getattr(self, name) or any(type(width) is not int or width < 1 for width in getattr(self, name)):
-                raise ValueError(f"{self._name()}: `{name}` holds at least one whole number ≥ 1; got {getattr(self, name)!r}.")
-        if not (number_in(self.std, 0, FINITE) and number_in(self.min_std, 0) and 0 < self.min_std < self.std):
-            raise ValueError(f"{self._name()}: 0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")
-        for name, known in (("projection", PROJECTIONS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{self._name()}: `{name}` is one of {', '.join(known)}; got {getattr(self, name)!r}.")
-
-    def _name(self) -> str:
-        return type(self).__name__.removesuffix("Config").lower()
+        require(self, "iterations", "episodes", "policy_epochs", "critic_epochs", at_least=1, integer=True)
+        require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
+        require(self, "policy_rate", "critic_rate", above=0, finite=True)
+        require(self, "regression", "weight_decay", at_least=0, finite=True)
+        require(self, "entropy_floor", finite=True, optional=True)
+        require(self, "hidden", "critic_hidden", each=True, at_least=1, integer=True)
+        if not (number_in(self.std, 0) and number_in(self.min_std, 0) and 0 < self.min_std < self.std < math.inf):
+            raise ValueError(f"{owner_name(self)}: 0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")
+        require(self, "projection", one_of=PROJECTIONS)
+        require(self, "activation", one_of=ACTIVATIONS)

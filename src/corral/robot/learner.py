@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
-from corral.numerics import number_in
 from corral.objective.ratio import bounded
 from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
@@ -20,6 +19,7 @@ from corral.robot.episode import PLANS, Episodes, Plant, episode_seeds
 from corral.robot.policy import Critic, GaussianPolicy
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
+from corral.validate import number_in
 
 LAST_RATE = 0.01
 """Learning rates fall linearly to this share of their first value."""

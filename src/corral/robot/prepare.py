@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.env import ENVIRONMENTS, Environment, make_envs
 from corral.robot.episode import Plant

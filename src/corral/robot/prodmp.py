@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32, expm1_minus, number_in, without_autocast
+from corral.numerics import at_least_float32, expm1_minus, without_autocast
+from corral.validate import require
 
 Built = TypeVar("Built")
 
@@ -95,16 +96,9 @@ class ProDMP:
     """The goal is an offset from y_b instead of a position."""
 
     def __post_init__(self) -> None:
-        for name in ("dof", "basis"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not number_in(value, 1):
-                raise ValueError(f"ProDMP: `{name}` is a whole number ≥ 1; got {value!r}.")
-        for name in ("tau", "alpha", "alpha_phase", "bandwidth", "weights_scale", "goal_scale"):
-            value = getattr(self, name)
-            if not (number_in(value, 0) and 0 < value < math.inf):
-                raise ValueError(f"ProDMP: `{name}` must be finite and > 0; got {value!r}.")
-        if not (number_in(self.delay, 0) and self.delay < math.inf):
-            raise ValueError(f"ProDMP: `delay` is in seconds, finite and ≥ 0; got {self.delay!r}.")
+        require(self, "dof", "basis", at_least=1, integer=True)
+        require(self, "tau", "alpha", "alpha_phase", "bandwidth", "weights_scale", "goal_scale", above=0, finite=True)
+        require(self, "delay", at_least=0, finite=True, what="a number of seconds")
 
     @property
     def columns(self) -> int:

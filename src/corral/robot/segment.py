@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.advantage import gae
-from corral.numerics import at_least_float32, in_one_dtype, number_in, without_autocast
+from corral.numerics import at_least_float32, in_one_dtype, without_autocast
+from corral.validate import number_in
 
 STD_FLOOR = 1e-8
 """Added to the standard deviation of advantages before dividing by it, as published."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
 

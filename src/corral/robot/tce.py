@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from corral.numerics import number_in
 from corral.robot.config import LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
 from corral.robot.event import rewards_at_event
@@ -20,6 +19,7 @@ from corral.robot.segment import (
     segment_jitter,
     segment_log_prob,
 )
+from corral.validate import require
 
 AS_PUBLISHED = {"closing_segment": False, "common_jitter": True, "floor_in_region": False}
 
@@ -46,13 +46,9 @@ class TCEConfig(LearnerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gamma", "lam"):
-            if not number_in(getattr(self, name), 0, 1):
-                raise ValueError(f"tce: `{name}` must lie in [0, 1]; got {getattr(self, name)!r}.")
-        if type(self.points) is not int or self.points < 2:
-            raise ValueError(f"tce: `points` is a whole number ≥ 2; got {self.points!r}.")
-        if not (number_in(self.jitter, 0) and self.jitter > 0):
-            raise ValueError(f"tce: `jitter` must be > 0, or close points make a singular covariance; got {self.jitter!r}.")
+        require(self, "gamma", "lam", at_least=0, at_most=1)
+        require(self, "points", at_least=2, integer=True)
+        require(self, "jitter", above=0, note="at 0 close points make a singular covariance")
 
     @classmethod
     def as_published(cls, **settings: Any) -> "TCEConfig":

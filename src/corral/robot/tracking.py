@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from corral.validate import require
+
 Array = NDArray[np.floating]
 
 COMMANDS = ("torque", "velocity", "position")
@@ -38,8 +40,7 @@ class Tracking:
     """What an action of 1 stands for."""
 
     def __post_init__(self) -> None:
-        if self.command not in COMMANDS:
-            raise ValueError(f"Tracking: `command` is one of {', '.join(COMMANDS)}; got {self.command!r}.")
+        require(self, "command", one_of=COMMANDS)
         if self.joints[1] - self.joints[0] != self.velocities[1] - self.velocities[0] or self.dof < 1:
             raise ValueError(
                 f"Tracking: `joints` and `velocities` are ranges of the same length in the observation; got {self.joints} and "

@@ -18,13 +18,13 @@ from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder, Stopped, versions
 from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.interrupt import Interruptible
-from corral.run.view import View, make_view
-from corral.run.watch import Limits
+from corral.run.view import RunView, make_view
+from corral.run.watch import CollapseLimits
 
 STATE = "state.pt"
 """The file of a checkpoint: what the learner needs to go on."""
 
-LIMITS = Limits(kl=10.0)
+LIMITS = CollapseLimits(kl=10.0)
 """KL is here of a whole plan and not of a token; a healthy BBRL begins at .6 before its projection."""
 
 NOT_MEASURED: dict[str, float | None] = dict.fromkeys(("success", "return"))
@@ -93,7 +93,7 @@ class Job(Interruptible):
     settings: Settings
     agent: Agent
     folder: RunFolder
-    view: View
+    view: RunView
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Metrics so far; after a resume, those that were kept."""
 
@@ -107,7 +107,7 @@ class Job(Interruptible):
 
     def train(self) -> Stopped:
         """Every step that is left."""
-        with self.obeying_signals():
+        with self.stop_on_signals():
             done, last = self.agent.iteration, self.settings.iterations
             self.view.begin(banner(self.settings, self.agent, self.folder.path), last, done)
             if not self.lines:

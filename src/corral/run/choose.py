@@ -15,7 +15,7 @@ def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[s
             raise RunError(f"the run in {folder.path} has no whole checkpoint{why}")
         return newest, complaints
     whole = {}
-    for path in folder.named():
+    for path in folder.checkpoint_paths():
         if damage(path) is None:
             step = json.loads((path / "manifest.json").read_text())["step"]
             whole[step] = Checkpoint(path, step)

@@ -7,7 +7,7 @@ from typing import Any
 
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder, Stopped
-from corral.run.view import View, count
+from corral.run.view import RunView, count
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def summarise(
     }
 
 
-def close(folder: RunFolder, writes: Sequence[Callable[[], None]], view: View) -> None:
+def close(folder: RunFolder, writes: Sequence[Callable[[], None]], view: RunView) -> None:
     """Write the last files. On a full disk even that can fail, and must not hide why the run ended."""
     folder.drop_unfinished()
     for write in writes:

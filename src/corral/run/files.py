@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class RunError(Exception):
@@ -90,7 +90,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     """Whether this, or what caused it, says that the disk is full. torch.save tells only by a file position that is wrong."""
     while error is not None:
         text = str(error)
-        if (isinstance(error, OSError) and error.errno in FULL) or "No space left" in text:
+        if (isinstance(error, OSError) and error.errno in _FULL) or "No space left" in text:
             return True
         if isinstance(error, RuntimeError) and "inline_container.cc" in text and "unexpected pos" in text:
             return True
@@ -104,7 +104,7 @@ def disk_sentence(error: BaseException, path: Path) -> str:
         there = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(there).free / 1e6
         return f"the disk is full ({free:,.0f} MB left) and {path} could not be written. Free some space, then resume the run."
-    if isinstance(error, OSError) and error.errno in DENIED:
+    if isinstance(error, OSError) and error.errno in _DENIED:
         return f"{path} cannot be written: {error.strerror}. Choose another folder with --out."
     return f"{path} could not be written: {error}"
 

@@ -29,15 +29,15 @@ from corral.run.files import RunError, append_line, digest, disk_sentence, lock,
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
-INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
+_INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
 """Text that stands in metrics.jsonl for what JSON does not have."""
 
-PACKAGES = (
+_PACKAGES = (
     *("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow"),
     *("gymnasium", "mujoco", "stable-baselines3"),
 )
 
-COMPLETIONS = pa.schema(
+_COMPLETIONS = pa.schema(
     [
         ("step", pa.int64()),
         ("update", pa.int64()),
@@ -141,7 +141,7 @@ class RunFolder:
         lines = []
         for text in self.metrics.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):  # the last one, if the machine went down in the middle of it
-                lines.append({key: INFINITE.get(str(value), value) for key, value in json.loads(text).items()})
+                lines.append({key: _INFINITE.get(str(value), value) for key, value in json.loads(text).items()})
         return lines
 
     def cut_back(self, step: int) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ class RunFolder:
 
     def write_completions(self) -> None:
         """All completions kept so far, and those that are kept token by token."""
-        tables = {self.completions: pa.Table.from_pylist(self._rows, schema=COMPLETIONS)}
+        tables = {self.completions: pa.Table.from_pylist(self._rows, schema=_COMPLETIONS)}
         if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
             tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
         for path, table in tables.items():
@@ -177,7 +177,7 @@ class RunFolder:
         os.replace(source, target)
         sync(self.checkpoints)
         self.drop_unfinished()
-        for old in self.named()[keep:]:
+        for old in self.checkpoint_paths()[keep:]:
             shutil.rmtree(old, ignore_errors=True)
 
     def drop_unfinished(self) -> None:
@@ -187,14 +187,14 @@ class RunFolder:
     def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint whose files are all as written, and why newer ones are not used."""
         complaints: list[str] = []
-        for path in self.named():
+        for path in self.checkpoint_paths():
             why = damage(path)
             if why is None:
                 return Checkpoint(path, json.loads((path / "manifest.json").read_text())["step"]), complaints
             complaints.append(f"{path.name} is damaged ({why}) and is not used.")
         return None, complaints
 
-    def named(self) -> list[Path]:
+    def checkpoint_paths(self) -> list[Path]:
         """Checkpoints, newest first."""
         found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
         return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
@@ -230,7 +230,7 @@ def damage(checkpoint: Path) -> str | None:
 def versions() -> dict[str, str | None]:
     """Python's and the packages' versions; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "corral": corral.__version__}
-    for name in PACKAGES:
+    for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

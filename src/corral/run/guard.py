@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from corral.run.settings import GuardMode
-from corral.run.watch import CollapseWatch, Limits
+from corral.run.watch import CollapseLimits, CollapseWatch
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +20,10 @@ class Guard:
     def __init__(
         self,
         mode: GuardMode = "warn",
-        limits: Limits | None = None,
+        limits: CollapseLimits | None = None,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
-        self.mode, self.limits, self.say = mode, limits or Limits(), say
+        self.mode, self.limits, self.say = mode, limits or CollapseLimits(), say
         self.watch = CollapseWatch(self.limits)
         self.skipped = 0
         """Updates skipped so far."""

@@ -12,7 +12,7 @@ STOPPING = "Stopping after this step, with a checkpoint. Once more to stop at on
 
 
 @runtime_checkable
-class Told(Protocol):
+class StopListener(Protocol):
     """Who is told that a signal has come."""
 
     def stopping(self, sentence: str) -> None:
@@ -23,13 +23,13 @@ class Told(Protocol):
 class Interruptible:
     """What is running can be asked to stop."""
 
-    view: Told
+    view: StopListener
     interrupted: bool = False
     patient: bool = False
     """Whether a signal waits for the end of the step; before training it need not."""
 
     @contextmanager
-    def obeying_signals(self) -> Iterator[None]:
+    def stop_on_signals(self) -> Iterator[None]:
         """Ctrl-C and SIGTERM end the run at the next step's end, with a checkpoint; a second one ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield

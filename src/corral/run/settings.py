@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.run.files import RunError
 
 GuardMode = Literal["warn", "stop", "off"]
 """What to do about a collapse."""
 
-LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
+_LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
 """Of .05, as people write it; TOML wants 0.05."""
 
 
@@ -94,7 +94,7 @@ def guess(text: Any) -> Any:
     if text.lower() == "none":
         return None
     try:
-        return tomllib.loads("value = " + LEADING_POINT.sub(r"\g<1>0.", text))["value"]
+        return tomllib.loads("value = " + _LEADING_POINT.sub(r"\g<1>0.", text))["value"]
     except tomllib.TOMLDecodeError:
         return text
 

@@ -14,17 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-SHOWN = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
+_METRICS = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
 """What every line shows, in this order; then comes whatever starts with tr/."""
 
-IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after")
+_IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after")
 """How much of that fits into one line of text."""
 
-Line = Mapping[str, Any]
-Row = Mapping[str, Any]
+_Line = Mapping[str, Any]
+_Row = Mapping[str, Any]
 
 
-class View:
+class RunView:
     """Quiet: warnings and the end. The base of the others."""
 
     def __init__(self, console: Console, problems: Console) -> None:
@@ -33,10 +33,10 @@ class View:
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
         """The run starts, or goes on after `done` steps."""
 
-    def line(self, line: Line) -> None:
+    def line(self, line: _Line) -> None:
         """A step is over."""
 
-    def completions(self, rows: Sequence[Row]) -> None:
+    def completions(self, rows: Sequence[_Row]) -> None:
         """A few of its completions."""
 
     def warn(self, sentence: str) -> None:
@@ -59,7 +59,7 @@ class View:
         """Give the terminal back."""
 
 
-class PlainView(View):
+class PlainView(RunView):
     """One line per step, without colours or cursor moves: for pipes, files and batch systems."""
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
@@ -67,15 +67,15 @@ class PlainView(View):
         for name, text in banner:
             self._print(f"{name:<10} {text}")
 
-    def line(self, line: Line) -> None:
+    def line(self, line: _Line) -> None:
         left = self.clock.left(line["step"])
-        shown = {key: value for key, value in line.items() if not key.startswith("tr/") or key in IN_A_LINE}
+        shown = {key: value for key, value in line.items() if not key.startswith("tr/") or key in _IN_A_LINE}
         values = [f"{name} {text}" for name, text in readable(shown)]
         self._print("  ".join([f"step {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
 
-    def completions(self, rows: Sequence[Row]) -> None:
+    def completions(self, rows: Sequence[_Row]) -> None:
         for row in rows:
-            self._print(f"  {mark(row['reward'])} {shorten(row['prompt'])}{shorten(row['completion'])}")
+            self._print(f"  {_mark(row['reward'])} {shorten(row['prompt'])}{shorten(row['completion'])}")
 
     def say(self, sentence: str) -> None:
         self._print(sentence)
@@ -84,7 +84,7 @@ class PlainView(View):
         self.console.print(escape(text), soft_wrap=True, highlight=False)
 
 
-class LiveView(View):
+class LiveView(RunView):
     """A panel that stays in place: progress with the time left, the newest numbers, and a few completions."""
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
@@ -96,17 +96,17 @@ class LiveView(View):
         )
         self.task = self.progress.add_task("steps", total=steps, completed=done)
         self.newest: dict[str, Any] = {}
-        self.rows: Sequence[Row] = ()
+        self.rows: Sequence[_Row] = ()
         self.last = Text(style="yellow")
         self.live = Live(self._panel(), console=self.console, refresh_per_second=4, get_renderable=self._panel)
         self.live.start()
 
-    def line(self, line: Line) -> None:
+    def line(self, line: _Line) -> None:
         self.newest |= {key: value for key, value in line.items() if value is not None}
         self.progress.update(self.task, completed=line["step"])
         self.clock.left(line["step"])
 
-    def completions(self, rows: Sequence[Row]) -> None:
+    def completions(self, rows: Sequence[_Row]) -> None:
         self.rows = rows
 
     def stopping(self, sentence: str) -> None:
@@ -131,7 +131,7 @@ class LiveView(View):
             table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + across]))
         shown = [
             Text.assemble(
-                (mark(row["reward"]), "green" if row["reward"] > 0 else "red"),
+                (_mark(row["reward"]), "green" if row["reward"] > 0 else "red"),
                 " ",
                 (shorten(row["prompt"]), "dim"),
                 shorten(row["completion"]),
@@ -186,18 +186,18 @@ class PatientConsole(Console):
         os.close(null)
 
 
-def make_view(*, quiet: bool, silent: bool = False) -> View:
+def make_view(*, quiet: bool, silent: bool = False) -> RunView:
     """The view for where the output goes; a silent one, for processes beside the main one, shows nothing at all."""
     console, problems = PatientConsole(quiet=silent), PatientConsole(quiet=silent, stderr=True)
     if quiet or silent:
-        return View(console, problems)
+        return RunView(console, problems)
     # In a terminal, warnings must pass through the live panel's own console.
     return LiveView(console, console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console, problems)
 
 
-def readable(line: Line) -> list[tuple[str, str]]:
+def readable(line: _Line) -> list[tuple[str, str]]:
     """Names and numbers of a line that are worth showing."""
-    keys = [*SHOWN, *sorted(key for key in line if key.startswith("tr/"))]
+    keys = [*_METRICS, *sorted(key for key in line if key.startswith("tr/"))]
     pairs = [(key, line[key]) for key in keys if line.get(key) is not None]
     if line.get("skipped"):
         pairs.append(("skipped", line["skipped"]))
@@ -216,7 +216,7 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def mark(reward: float) -> str:
+def _mark(reward: float) -> str:
     """Right or wrong, at a glance."""
     return "✓" if reward > 0 else "✗"
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class CollapseLimits:
     """How bad is bad. A limit must be passed `patience` lines in a row: one odd batch is no collapse."""
 
     success_share: float = 0.5
@@ -40,7 +40,11 @@ class Limits:
     """Updates in a row whose gradient is exactly 0 although rewards differ."""
 
 
-class Finding(NamedTuple):
+Limits = CollapseLimits
+"""Its old name, for one release."""
+
+
+class _Finding(NamedTuple):
     """What is going wrong, in a sentence that says what to do, and whether it is a collapse or may become one."""
 
     sentence: str
@@ -50,14 +54,14 @@ class Finding(NamedTuple):
 class CollapseWatch:
     """Reads lines of metrics, and says what is going wrong. The same lines always give the same words."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: CollapseLimits) -> None:
         self.limits = limits
         self.best: dict[str, float] = {}
         self.runs: dict[str, int] = {}
         self.newest: dict[str, float] = {}
         """Of success and of equal rewards, which not every line has."""
 
-    def observe(self, line: Mapping[str, Any]) -> list[Finding]:
+    def observe(self, line: Mapping[str, Any]) -> list[_Finding]:
         """What this line shows; each kind once until it has recovered."""
         self.newest |= {key: line[key] for key in ("success", "frac_reward_zero_std") if line.get(key) is not None}
         solved = self.newest.get("success", 0.0) >= self.limits.solved
@@ -74,34 +78,34 @@ class CollapseWatch:
         ]
         return [finding for finding in found if finding is not None]
 
-    def _fell(self, key: str, value: float | None, share: float, margin: float) -> Finding | None:
+    def _fell(self, key: str, value: float | None, share: float, margin: float) -> _Finding | None:
         if value is None:
             return None
         best = self.best[key] = max(self.best.get(key, -math.inf), value)  # in this order NaN is never the best
         fine = value >= share * best or best - value <= margin  # NaN is not
         if not self._lasts(key, not fine, self.limits.patience):
             return None
-        return Finding(
+        return _Finding(
             f"{key} fell from {best:.3g} to {value:.3g} and stayed there: the policy is collapsing. Try a smaller learning "
             f"rate or bound, or fewer updates per batch."
         )
 
-    def _exploded(self, key: str, value: float | None, limit: float) -> Finding | None:
+    def _exploded(self, key: str, value: float | None, limit: float) -> _Finding | None:
         if value is None or not self._lasts(key, not value <= limit, self.limits.patience):  # NaN is beyond every limit
             return None
-        return Finding(f"{key} is {value:.3g} nats, beyond {limit:g}: the policy runs away. Try a smaller learning rate.")
+        return _Finding(f"{key} is {value:.3g} nats, beyond {limit:g}: the policy runs away. Try a smaller learning rate.")
 
-    def _few_count(self, ess: float | None) -> Finding | None:
+    def _few_count(self, ess: float | None) -> _Finding | None:
         # At the first line: three of them may be all that a collapse takes. NaN is below every limit.
         if ess is None or not self._lasts("tr/ess", not ess >= self.limits.ess, 1):
             return None
-        return Finding(
+        return _Finding(
             f"tr/ess is {ess:.3g}, below {self.limits.ess:g}: a few tokens with large ratios decide the updates, which often "
             f"comes before a collapse; take fewer updates per batch, a smaller learning rate or bound, or fresher rollouts.",
             collapse=False,
         )
 
-    def _equal(self, share: float | None, reward: float | None) -> Finding | None:
+    def _equal(self, share: float | None, reward: float | None) -> _Finding | None:
         if share is None:
             return None
         patience = self.limits.equal_patience
@@ -110,33 +114,33 @@ class CollapseWatch:
         of = "" if reward is None else f" ({reward:.3g})"
         hint = "Try easier problems, more completions per prompt, or a reward with more than two values."
         if every:
-            return Finding(
+            return _Finding(
                 f"for {patience} steps all completions of a prompt had the same reward{of}: every advantage is 0, and there is "
                 f"nothing to learn from. {hint}"
             )
         if most:
-            return Finding(
+            return _Finding(
                 f"for {patience} steps at least {self.limits.equal_share:.0%} of the groups had one reward for all completions "
                 f"({share:.0%} now): almost every sample is wasted. {hint}",
                 collapse=False,
             )
         return None
 
-    def _truncated(self, share: float | None) -> Finding | None:
+    def _truncated(self, share: float | None) -> _Finding | None:
         if share is None or not self._lasts("truncated", share >= 1.0, self.limits.truncated_patience):
             return None
-        return Finding(
+        return _Finding(
             f"for {self.limits.truncated_patience} steps every completion was cut off before its end, so rewards are of "
             f"unfinished texts: raise max_completion_length, or check that the model can write its end-of-sequence token.",
             collapse=False,
         )
 
-    def _zero_gradient(self, updates: int) -> Finding | None:
+    def _zero_gradient(self, updates: int) -> _Finding | None:
         # Where all rewards of each group are equal a gradient of 0 is right, and `_equal` says so in time.
         share = self.newest.get("frac_reward_zero_std", 0.0)
         if not self._lasts("zero gradient", updates >= self.limits.zero_patience and share < 1.0, 1):
             return None
-        return Finding(
+        return _Finding(
             f"the gradient was exactly 0 at each of the last {updates} updates, though rewards differ in {1 - share:.0%} of "
             f"the groups: no weight moves. Check that what should be trained requires a gradient, that completions are not all "
             f"masked out, and that the trust region leaves some token (tr/active_frac below 1).",

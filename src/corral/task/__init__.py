@@ -1,10 +1,10 @@
 """Prompts and verifiers: what a policy is asked, and what counts as right. This file is the one registry."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from corral.objective.naming import build_config, nearest
+from corral.naming import build_config, nearest
 from corral.task.arithmetic import Arithmetic
 from corral.task.code import APPS, MBPP, Code, HumanEval
 from corral.task.competition import AIME24, AIME25, AMC, MATH500, DAPOMath
@@ -88,6 +88,10 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
+_PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
+"""What makes a class a task."""
+
+
 def names() -> list[str]:
     """Every registered task, in alphabetical order."""
     return sorted(TASKS)
@@ -102,7 +106,8 @@ def find_task(name: str) -> type[Any]:
     found = by_path(name, "a task of your own is module:Class")
     if not isinstance(found, type):
         raise ValueError(f"a task of your own is module:Class, and {name!r} is {type(found).__name__}, not a class.")
-    missing = [part for part in PARTS if not hasattr(found, part) and part not in _fields(found)]
+    fields = [field.name for field in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
+    missing = [part for part in _PARTS if part not in (*dir(found), *fields)]
     if missing:
         raise ValueError(f"{name} is not a task: it has no {', '.join(missing)}. corral.task.Task says what they are.")
     return found
@@ -125,7 +130,7 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
     """Rewards of many completions: by the task's own `verify_all` if it has one, else one `verify` after another."""
     if len(prompts) != len(completions):
         raise ValueError(f"verify_all: there are {len(prompts)} prompts for {len(completions)} completions.")
-    together = getattr(task, "verify_all", None)
+    together = _optional_method(task, "verify_all")
     if together is None:
         return [task.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
     rewards = list(together(prompts, completions))
@@ -136,21 +141,16 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
 
 def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
     """What a task knows of these prompts besides, as lists by name; None where it has nothing under that name."""
-    columns = getattr(task, "columns", None)
+    columns = _optional_method(task, "columns")
     rows = [columns(prompt) for prompt in prompts] if columns is not None else []
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def messages_of(task: Task, prompt: str) -> list[Message]:
     """A prompt as a chat: as the task has it, else one message of the user's."""
-    messages = getattr(task, "messages", None)
-    chat: list[Message] = [{"role": "user", "content": prompt}] if messages is None else messages(prompt)
-    return chat
+    messages = _optional_method(task, "messages")
+    return [{"role": "user", "content": prompt}] if messages is None else messages(prompt)
 
 
-PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
-"""What makes a class a task."""
-
-
-def _fields(task_cls: type) -> set[str]:
-    return {item.name for item in dataclasses.fields(task_cls)} if dataclasses.is_dataclass(task_cls) else set()
+def _optional_method(task: Task, name: str) -> Callable[..., Any] | None:
+    return getattr(task, name, None)  # a class of the user's own need not have it

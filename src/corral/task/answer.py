@@ -13,29 +13,31 @@ answer, whatever stands elsewhere; one that is never closed is no box.
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from typing import Literal
 
-Form = Literal["boxed", "####", "number"]
+AnswerForm = Literal["boxed", "####", "number"]
 
 LONGEST = 1000
 """Characters of the longest answer that is looked at. The longest of the known data sets have about 150."""
 
-LONGEST_NUMBER = 60
+_LONGEST_NUMBER = 60
 """Characters of the longest number that is read."""
 
-BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-POWER = r"(?:[eE][-+]?[0-9]{1,2})?"
+_BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_POWER = r"(?:[eE][-+]?[0-9]{1,2})?"
 # Not a number, but the beginning of something else: 1.2.3, 0x10, 5x10, 1_000, 1e100, 4².
-GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
-NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{DIGITS}){POWER}(?:\s?/\s?[0-9]+)?(?!{GOES_ON})")
-BEGINNING = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
-CHANGED = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
+_GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
+_NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{_DIGITS}){_POWER}(?:\s?/\s?[0-9]+)?(?!{_GOES_ON})")
+_NUMBER_START = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
+_CHANGES_NUMBER = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
 """What makes another number of the one behind it, or two."""
-FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
-SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
+_FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
+_SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
 """Characters that people and models write for - , . and %."""
 
 
@@ -44,7 +46,7 @@ class Answer:
     """What was answered, and in which form."""
 
     text: str
-    form: Form
+    form: AnswerForm
 
 
 def extract(completion: str) -> Answer | None:
@@ -57,22 +59,22 @@ def extract(completion: str) -> Answer | None:
     if mark:
         return Answer(after.partition("\n")[0].strip(), "####")
     number = None
-    for number in NUMBER.finditer(text):  # noqa: B007 (the last one is wanted)
+    for number in _NUMBER.finditer(text):  # noqa: B007 (the last one is wanted)
         pass
     return None if number is None else Answer(number[0], "number")
 
 
 def last_box(text: str) -> str | None:
     r"""The content of the outermost \boxed{…} that was closed last; a box that holds but a box is that box."""
-    opened: list[tuple[bool, int]] = []  # whether it is a box, and where its content starts
+    opened: list[re.Match[str]] = []
     closed: tuple[int, int] | None = None
-    for token in BRACE.finditer(text):
-        if token[0][-1] == "{" and token[0] != r"\{":
-            opened.append((len(token[0]) > 1, token.end()))
-        elif token[0] == "}" and opened:
-            is_box, start = opened.pop()
-            if is_box:
-                closed = (start, token.start())
+    for step, token in _braces(text):
+        if step > 0:
+            opened.append(token)
+        elif opened:
+            start = opened.pop()
+            if len(start[0]) > 1:  # a box's
+                closed = (start.end(), token.start())
     if closed is None:
         return None
     found = text[slice(*closed)].strip()
@@ -81,25 +83,27 @@ def last_box(text: str) -> str | None:
     return found
 
 
+def _braces(text: str) -> Iterator[tuple[int, re.Match[str]]]:
+    r"""+1 for every { or \boxed{, −1 for every }, each with its place; \{ and \} are not braces."""
+    for token in _BRACE.finditer(text):
+        if token[0] == "}":
+            yield -1, token
+        elif token[0][-1] == "{" and token[0] != r"\{":
+            yield 1, token
+
+
 def ascii_digits(text: str) -> str:
     """`text` with the decimal digits of every script as 0 to 9, and minus signs as -. Superscripts stay what they are."""
     if text.isascii():
         return text
     digits = {ord(letter): str(unicodedata.decimal(letter)) for letter in set(text) if letter.isdecimal()}
-    return text.translate(digits).translate(SEPARATORS)
+    return text.translate(digits).translate(_SEPARATORS)
 
 
 def is_balanced(text: str) -> bool:
     """Whether every brace of an answer has its partner, so that nothing that is put around it can be closed from inside."""
-    depth = 0
-    for token in BRACE.finditer(text):
-        if token[0] == "}":
-            depth -= 1
-        elif token[0][-1] == "{" and token[0] != r"\{":
-            depth += 1
-        if depth < 0:
-            return False
-    return depth == 0
+    depths = list(accumulate((step for step, _ in _braces(text)), initial=0))
+    return min(depths) == depths[-1] == 0
 
 
 def one_number(answer: str) -> Fraction | None:
@@ -108,22 +112,22 @@ def one_number(answer: str) -> Fraction | None:
     Words, units, currency and percent signs around it are passed over: "42 apples", "$1,234.50", "x = 42", "50\%" is 50.
     "42 or 43", "6*7" and "3 1/2" have several and so are none; nothing is computed, so neither is \sqrt{16} or 4².
     """
-    if len(answer) > LONGEST or CHANGED.search(answer):
+    if len(answer) > LONGEST or _CHANGES_NUMBER.search(answer):
         return None
     text = ascii_digits(answer)
     for noise in (r"\$", "$", r"\!", r"\,", r"\;", r"\%"):
         text = text.replace(noise, "")
-    text = FRACTION.sub(_with_slash, text.replace("{,}", ","))
+    text = _FRACTION.sub(_with_slash, text.replace("{,}", ","))
     text = re.sub(r"(?<=[A-Za-z}])\^(?:[0-9]|\{[0-9]\})", "", text)  # cm^2
-    found = list(NUMBER.finditer(text))
-    if len(found) != 1 or len(found[0][0]) > LONGEST_NUMBER:
+    found = list(_NUMBER.finditer(text))
+    if len(found) != 1 or len(found[0][0]) > _LONGEST_NUMBER:
         return None
-    if any(digit.start() not in range(*found[0].span()) for digit in BEGINNING.finditer(text)):  # of what is no number: 4²
+    if any(digit.start() not in range(*found[0].span()) for digit in _NUMBER_START.finditer(text)):  # of what is no number: 4²
         return None
-    return as_fraction(found[0][0])
+    return _as_fraction(found[0][0])
 
 
-def as_fraction(number: str) -> Fraction | None:
+def _as_fraction(number: str) -> Fraction | None:
     """A number as NUMBER finds it, exactly; None for a division by zero."""
     whole, _, under = re.sub(r"[\s,]", "", number).partition("/")
     if under and int(under) == 0:
@@ -140,11 +144,8 @@ def _with_slash(fraction: re.Match[str]) -> str:
 def _closes_at_end(text: str) -> bool:
     r"""Whether the box that begins `text` is closed by its last character."""
     depth = 0
-    for token in BRACE.finditer(text):
-        if token[0][-1] == "{" and token[0] != r"\{":
-            depth += 1
-        elif token[0] == "}":
-            depth -= 1
-            if depth == 0:
-                return token.end() == len(text)
+    for step, token in _braces(text):
+        depth += step
+        if depth == 0:
+            return token.end() == len(text)
     return False

@@ -1,24 +1,27 @@
 """Countdown with a checked scratchpad: reach a target with every number once, and write down each step."""
 
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import ProceduralTask, quote
+from corral.validate import require
 
-OPERATORS = "+-*"
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATORS = "".join(OPERATIONS)
 
 # Numbers carry no leading zeros: they read as people write them, are shorter than two-digit fields (11.9 characters an
 # answer instead of 14 at the default settings), and completions differ in length, as they do in every real task. The result
 # of a step is the left operand of the next without being written twice. Digits are ASCII: \d would also take "٣".
-NUMBER = re.compile(r"[1-9][0-9]*")
-PROMPT = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
-STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[1-9][0-9]*")
+_PROMPT = re.compile(r"([1-9][0-9]{0,4}(?: [1-9][0-9]{0,4})+)>(0|[1-9][0-9]{0,4}):")
+_STEP = re.compile(r"([+*-])([1-9][0-9]*)=(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown(Drawn):
+class Countdown(ProceduralTask):
     """Combine n numbers into a target, left to right, with + − and *, using every number exactly once.
 
         prompt      "3 7 12>22:"         the numbers in any order, and the target
@@ -29,6 +32,7 @@ class Countdown(Drawn):
     """
 
     name: ClassVar[str] = "countdown"
+    NO_PROBLEM: ClassVar[str] = "Try a smaller `n` or a larger `value_max`."
 
     n: int = 3
     """How many numbers there are; a completion has n − 1 steps."""
@@ -38,8 +42,9 @@ class Countdown(Drawn):
     """The largest result of any step, the target included; none is negative."""
 
     def __post_init__(self) -> None:
-        for key, low, high in (("n", 2, 9), ("n_max", 5, 999), ("value_max", self.n_max, 99_999)):
-            checked_whole(self.name, key, getattr(self, key), low, high)
+        require(self, "n", at_least=2, at_most=9, integer=True)
+        require(self, "n_max", at_least=5, at_most=999, integer=True)
+        require(self, "value_max", at_least=self.n_max, at_most=99_999, integer=True, note="no less than `n_max`")
 
     @property
     def max_prompt_length(self) -> int:
@@ -58,20 +63,16 @@ class Countdown(Drawn):
         Neither spaces nor line ends are forgiven, nor leading zeros, signs or digits of other scripts: what a policy is
         paid for should be one thing. A string does not show whether the end of the sequence was reached; nothing that was cut
         off after `max_completion_length` + 1 tokens can be right.
-
-        Args:
-            prompt: as drawn by this task; anything else is a ValueError, since a reward of 0 would hide the mistake.
-            completion: any text at all, without the tokens that end it.
         """
         numbers, target = self.parse_prompt(prompt)
-        first = NUMBER.match(completion)
+        first = _NUMBER.match(completion)
         if first is None or len(completion) > self.max_completion_length:  # nothing below reads an enormous number
             return 0.0
         used, value, at = [int(first[0])], int(first[0]), first.end()
-        while step := STEP.match(completion, at):
-            operator, number, result = step.groups()
+        while step := _STEP.match(completion, at):
+            sign, number, result = step.groups()
             used.append(int(number))
-            value = apply(operator, value, used[-1])
+            value = OPERATIONS[sign](value, used[-1])
             if result != str(value) or value > self.value_max:
                 return 0.0
             at = step.end()
@@ -79,47 +80,30 @@ class Countdown(Drawn):
 
     def parse_prompt(self, prompt: str) -> tuple[list[int], int]:
         """The numbers and the target of a prompt; ValueError where these settings could not have drawn it."""
-        match = PROMPT.fullmatch(prompt)
+        match = _PROMPT.fullmatch(prompt)
         if match is None:
-            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {shown(prompt)}. Is it another task's?")
+            raise ValueError(f"countdown: a prompt looks like '3 7 12>22:'; got {quote(prompt)}. Is it another task's?")
         numbers, target = [int(number) for number in match[1].split(" ")], int(match[2])
         if len(numbers) != self.n or max(numbers) > self.n_max or target > self.value_max:
             raise ValueError(f"countdown: {prompt!r} is no problem of {self}. Was it drawn with other settings?")
         return numbers, target
 
-    def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Uniform numbers and operators, rejected until all fits.
-
-        Held out are 1/10 of (numbers, target), in any order. An answer is drawn uniformly from all that reach its target.
-        """
-        draw = uniform(self.name, seed, held_out=held_out)
-        misses = 0
-        while misses < PATIENCE:
-            misses += 1
-            numbers = [1 + int(draw() * self.n_max) for _ in range(self.n)]
-            value, answer = numbers[0], str(numbers[0])
-            for number in numbers[1:]:
-                operator = OPERATORS[int(draw() * len(OPERATORS))]
-                value = apply(operator, value, number)
-                if not 0 <= value <= self.value_max:
-                    break
-                answer += f"{operator}{number}={value}"
-            else:
-                if is_held_out(numbers, value) is held_out:
-                    numbers.sort(key=lambda _: draw())  # the order of the numbers must not give the answer away
-                    yield f"{' '.join(map(str, numbers))}>{value}:", answer
-                    misses = 0
-        split = "held-out" if held_out else "training"
-        raise ValueError(f"{self}: no {split} problem in {PATIENCE} draws; try a smaller `n` or a larger `value_max`.")
+    def _propose(self, draw: Callable[[], float], wanted: Callable[[str], bool]) -> tuple[str, str] | None:
+        """Uniform numbers and operators, where all fits; so an answer is drawn uniformly from all that reach its target."""
+        numbers = [1 + int(draw() * self.n_max) for _ in range(self.n)]
+        value, answer = numbers[0], str(numbers[0])
+        for number in numbers[1:]:
+            sign = OPERATORS[int(draw() * len(OPERATORS))]
+            value = OPERATIONS[sign](value, number)
+            if not 0 <= value <= self.value_max:
+                return None
+            answer += f"{sign}{number}={value}"
+        if not wanted(canonical(numbers, value)):
+            return None
+        numbers.sort(key=lambda _: draw())  # the order of the numbers must not give the answer away
+        return f"{' '.join(map(str, numbers))}>{value}:", answer
 
 
-def is_held_out(numbers: Sequence[int], target: int) -> bool:
-    """Whether a problem is for evaluation only. It does not depend on the numbers' order, the settings or the machine."""
-    return in_held_out_share(f"{' '.join(map(str, sorted(numbers)))}>{target}")
-
-
-def apply(operator: str, left: int, right: int) -> int:
-    """left `operator` right."""
-    if operator == "+":
-        return left + right
-    return left - right if operator == "-" else left * right
+def canonical(numbers: Sequence[int], target: int) -> str:
+    """A problem written in one way only, whatever the numbers' order: it decides, on any machine, what is held out."""
+    return f"{' '.join(map(str, sorted(numbers)))}>{target}"

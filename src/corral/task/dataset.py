@@ -8,19 +8,20 @@ from itertools import count as from_zero
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from corral.task.draws import checked_count, checked_whole, digest, shown, shuffled, uniform
+from corral.task.draws import digest, permutation, quote, require_count, uniform
 from corral.task.rows import Malformed, Row, find_split, read_file, read_hub
+from corral.validate import require
 
-LISTED = 10
+_MAX_LISTED = 10
 """How many rows an error or a warning shows; it counts them all."""
 
 Rows = Iterable[tuple[str, Row | Malformed]]
 
-PASSED = ("prompt", "completion", "completion_ids")
+_RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not pass to reward functions under these names."""
 
 
-class Known(NamedTuple):
+class _KnownProblem(NamedTuple):
     """What is known of a prompt."""
 
     answer: Any
@@ -37,7 +38,7 @@ class Hub:
     held_out: str | None = None
 
 
-class _Data:
+class _Slots:
     """The problems are kept in slots: `vars(task)` are its settings, which a run writes down."""
 
     __slots__ = ("_answers", "_held_out", "_rows", "_train")
@@ -48,7 +49,7 @@ class _Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finite(_Data):
+class FiniteTask(_Slots):
     """What all finite tasks share. One gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
 
     name: ClassVar[str]
@@ -64,7 +65,7 @@ class Finite(_Data):
     """Tokens that a right completion may need."""
 
     def __post_init__(self) -> None:
-        checked_whole(self.name, "max_completion_length", self.max_completion_length, 1, 1_000_000)
+        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
         if isinstance(self.held_out, bool | int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
             raise ValueError(f"{self.name}: `held_out` is a file, or a share above 0 and up to 1; got {self.held_out!r}.")
         train, held_out = self._load()
@@ -89,7 +90,7 @@ class Finite(_Data):
         """The prompt and the answer of a row; Malformed where it has none."""
         raise NotImplementedError(f"{type(self).__name__} must say what a row's prompt and answer are.")
 
-    def kept(self, row: Row) -> Row:
+    def reward_columns(self, row: Row) -> Row:
         """What of a row reward functions get: all of it, unless a task's rows are too large."""
         return row
 
@@ -106,7 +107,7 @@ class Finite(_Data):
     def train_prompts(self, count: int, seed: int) -> list[str]:
         """`count` prompts to learn from: all problems once, then all again in another order, as long as needed."""
         prompts: list[str] = []
-        if checked_count(self.name, count) and not self._train:
+        if require_count(self.name, count) and not self._train:
             raise ValueError(
                 f"{self.name}: every problem is held out, as the data are for evaluation. To train, give `held_out` as a "
                 f"share, 0.2 say, or other problems as `path` and these as `held_out`."
@@ -114,20 +115,20 @@ class Finite(_Data):
         for epoch in from_zero():
             if len(prompts) >= count:
                 break
-            order = shuffled(len(self._train), uniform(f"{self.name} epoch {epoch}", seed, held_out=False))
+            order = permutation(len(self._train), uniform(f"{self.name} epoch {epoch}", seed, held_out=False))
             prompts += [self._train[index] for index in order[: count - len(prompts)]]
         return prompts
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
         """`count` prompts to evaluate on, each at most once: fewer where there are fewer."""
-        order = shuffled(len(self._held_out), uniform(self.name, seed, held_out=True))
-        return [self._held_out[index] for index in order[: checked_count(self.name, count)]]
+        order = permutation(len(self._held_out), uniform(self.name, seed, held_out=True))
+        return [self._held_out[index] for index in order[: require_count(self.name, count)]]
 
     def answer(self, prompt: str) -> Any:
         """The right answer to one of the task's prompts."""
         if prompt not in self._answers:
             raise ValueError(
-                f"{self.name}: {shown(prompt)} is no prompt of this task. Is it another task's, or another file's?"
+                f"{self.name}: {quote(prompt)} is no prompt of this task. Is it another task's, or another file's?"
             )
         return self._answers[prompt]
 
@@ -139,18 +140,20 @@ class Finite(_Data):
     def columns(self, prompt: str) -> Row:
         """What reward functions get besides the prompt, which they have already."""
         row = self.row(prompt)
-        return {name: row[name] for name in row if name not in PASSED and not (name == "problem" and row[name] == prompt)}
+        return {
+            name: row[name] for name in row if name not in _RESERVED_COLUMNS and not (name == "problem" and row[name] == prompt)
+        }
 
-    def _load(self) -> tuple[dict[str, Known], dict[str, Known]]:
+    def _load(self) -> tuple[dict[str, _KnownProblem], dict[str, _KnownProblem]]:
         """Problems to train on and held-out ones."""
         first, second = self._sources()
         if first is None or second is None:
-            problems = self._gathered(first or second or ())
+            problems = self._collect(first or second or ())
             if isinstance(self.held_out, str | None):
                 raise ValueError(f"{self.name}: {self.path or 'the hub'} has one split. Say with `held_out` what is held out.")
             return split_by_share(problems, float(self.held_out))
-        held_out = self._gathered(second)
-        return self._gathered(first, leaked=held_out), held_out
+        held_out = self._collect(second)
+        return self._collect(first, leaked=held_out), held_out
 
     def _sources(self) -> tuple[Rows | None, Rows | None]:
         """Rows to train on and held-out ones; None for one of them where a share is to be taken from the other."""
@@ -168,19 +171,19 @@ class Finite(_Data):
         own = None if by_share or apart else read_file(find_split(path, "test", self.name), self.name)
         return read_file(find_split(path, "train", self.name), self.name), apart or own
 
-    def _gathered(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, Known]:
+    def _collect(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, _KnownProblem]:
         """What is known of every prompt. Rows that cannot be used are an error, or a warning where they are to be skipped."""
-        found, bad, repeated = gather(self.problem, rows, leaked, self.kept)
+        found, bad, repeated = _collect_problems(self.problem, rows, leaked, self.reward_columns)
         if bad.count and not self.skip_malformed:
             hint = "Mend them, or go on without them: skip_malformed=true."
-            raise ValueError(f"{self.name}: {listed(bad, 'malformed')}\n{hint}")
+            raise ValueError(f"{self.name}: {_list_rows(bad, 'malformed')}\n{hint}")
         for tally, what in ((bad, "malformed and skipped"), (repeated, "repeated and used once")):
             if tally.count:
-                warnings.warn(f"{self.name}: {listed(tally, what)}", stacklevel=2)
+                warnings.warn(f"{self.name}: {_list_rows(tally, what)}", stacklevel=2)
         return found
 
 
-class Tally:
+class _Tally:
     """How many rows, and where the first of them are, and why: there may be millions."""
 
     def __init__(self) -> None:
@@ -190,20 +193,20 @@ class Tally:
     def add(self, place: str, why: str) -> None:
         """One more."""
         self.count += 1
-        if self.count <= LISTED:
+        if self.count <= _MAX_LISTED:
             self.first.append((place, why))
 
 
-def gather(
-    problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str], kept: Callable[[Row], Row]
-) -> tuple[dict[str, Known], Tally, Tally]:
+def _collect_problems(
+    problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str], columns: Callable[[Row], Row]
+) -> tuple[dict[str, _KnownProblem], _Tally, _Tally]:
     """Prompt → answer and row of all rows; those that cannot be used, and why; those that are repeated, and as which.
 
     A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
     """
-    found: dict[str, Known] = {}
+    found: dict[str, _KnownProblem] = {}
     places: dict[str, str] = {}
-    bad, repeated = Tally(), Tally()
+    bad, repeated = _Tally(), _Tally()
     for place, row in rows:
         try:
             if isinstance(row, Malformed):
@@ -219,14 +222,14 @@ def gather(
         if prompt in found:
             repeated.add(place, f"as {places[prompt]}")
         else:
-            found[prompt], places[prompt] = Known(answer, kept(row)), place
+            found[prompt], places[prompt] = _KnownProblem(answer, columns(row)), place
     return found, bad, repeated
 
 
-def listed(rows: Tally, what: str) -> str:
+def _list_rows(rows: _Tally, what: str) -> str:
     """How many rows, and the places of the first of them."""
     first = "".join(f"\n  {place}: {why}" for place, why in rows.first)
-    more = f"\n  … and {rows.count - LISTED} more" if rows.count > LISTED else ""
+    more = f"\n  … and {rows.count - _MAX_LISTED} more" if rows.count > _MAX_LISTED else ""
     return f"{rows.count} {'row is' if rows.count == 1 else 'rows are'} {what}:{first}{more}"
 
 

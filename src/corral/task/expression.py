@@ -1,22 +1,29 @@
 """One-expression code completion: find a Python expression in x from what it gives. Nothing is executed."""
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from corral.task.draws import PATIENCE, Drawn, checked_whole, in_held_out_share, shown, uniform
+from corral.task.draws import ProceduralTask, quote
+from corral.validate import require
 
-PROMPT = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
-ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
+_PROMPT = re.compile(r"[1-9]>-?[0-9]{1,4}(?: [1-9]>-?[0-9]{1,4})*:")
+_ALLOWED = re.compile(r"(?:[0-9]{1,4}|x|//|[-+*%()])*")
 BOUND = 9999
 """The largest absolute value of anything on the way."""
 
-OPERATORS: dict[type[ast.operator], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%",
-}  # fmt: skip
-SHAPES = (
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_SIGNS = ("+", "-", "*", "//", "%")
+_SHAPES = (
     "x{0}{a}", "{a}{0}x", "x{0}x{1}{a}", "x{0}{a}{1}{b}", "{a}{0}x{1}{b}", "(x{0}{a}){1}{b}", "(x{0}{a}){1}x",
     "x{0}x{1}{a}{2}{b}", "x{0}{a}{1}x{2}{b}", "(x{0}{a}){1}(x{2}{b})", "(x{0}{a}){1}x{2}{b}", "{a}{0}x{1}x{2}{b}",
 )  # fmt: skip
@@ -24,7 +31,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expression(Drawn):
+class Expression(ProceduralTask):
     """Complete `f = lambda x: …`, given f(1), f(2), …
 
         prompt      "1>3 2>5 3>7 4>9:"      inputs, always 1 to `pairs`, and outputs
@@ -46,8 +53,10 @@ class Expression(Drawn):
     """Characters of the longest expression that is read."""
 
     def __post_init__(self) -> None:
-        for key, low, high in (("pairs", 2, 9), ("constant_max", 1, 99), ("value_max", 9, BOUND), ("max_length", 9, 64)):
-            checked_whole(self.name, key, getattr(self, key), low, high)
+        require(self, "pairs", at_least=2, at_most=9, integer=True)
+        require(self, "constant_max", at_least=1, at_most=99, integer=True)
+        require(self, "value_max", at_least=9, at_most=BOUND, integer=True)
+        require(self, "max_length", at_least=9, at_most=64, integer=True)
 
     @property
     def max_prompt_length(self) -> int:
@@ -60,61 +69,49 @@ class Expression(Drawn):
         return self.max_length
 
     def verify(self, prompt: str, completion: str) -> float:
-        """1.0 iff `completion` is an expression that gives every output of `prompt`; 0.0 for any other text.
-
-        Args:
-            prompt: as drawn by this task; anything else is a ValueError, since a reward of 0 would hide the mistake.
-            completion: any text at all, without the tokens that end it.
-        """
+        """1.0 iff `completion` is an expression that gives every output of `prompt`; 0.0 for any other text."""
         outputs = self.parse_prompt(prompt)
-        tree = parsed(completion, self.max_length)
+        tree = parse(completion, self.max_length)
         if tree is None:
             return 0.0
-        return float(all(evaluated(tree, x) == output for x, output in enumerate(outputs, 1)))
+        return float(all(evaluate(tree, x) == output for x, output in enumerate(outputs, 1)))
 
     def parse_prompt(self, prompt: str) -> list[int]:
         """f(1), f(2), …; ValueError where these settings could not have drawn it."""
-        if PROMPT.fullmatch(prompt) is None:
-            raise ValueError(f"expression: a prompt looks like '1>3 2>5 3>7 4>9:'; got {shown(prompt)}. Is it another task's?")
+        if _PROMPT.fullmatch(prompt) is None:
+            raise ValueError(f"expression: a prompt looks like '1>3 2>5 3>7 4>9:'; got {quote(prompt)}. Is it another task's?")
         pairs = [pair.split(">") for pair in prompt[:-1].split(" ")]
         outputs = [int(output) for _, output in pairs]
-        if prompt != worded(outputs) or len(outputs) != self.pairs or max(map(abs, outputs)) > self.value_max:
-            raise ValueError(f"expression: {shown(prompt)} is no problem of {self}. Was it drawn with other settings?")
+        if prompt != format_prompt(outputs) or len(outputs) != self.pairs or max(map(abs, outputs)) > self.value_max:
+            raise ValueError(f"expression: {quote(prompt)} is no problem of {self}. Was it drawn with other settings?")
         return outputs
 
-    def _draw(self, seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-        """Shapes, operators and constants, rejected until all fits.
+    def _propose(self, draw: Callable[[], float], wanted: Callable[[str], bool]) -> tuple[str, str] | None:
+        """A shape, operators and constants, where all fits.
 
         Inputs never vary, so whatever gives the same outputs is the same problem, and held out with it.
         """
-        draw = uniform(self.name, seed, held_out=held_out)
-        signs = list(OPERATORS.values())
-        misses = 0
-        while misses < PATIENCE:
-            misses += 1
-            a, b = (1 + int(draw() * self.constant_max) for _ in range(2))
-            shape = SHAPES[int(draw() * len(SHAPES))]
-            text = shape.format(*(signs[int(draw() * len(signs))] for _ in range(3)), a=a, b=b)
-            tree = parsed(text, self.max_length)
-            outputs = [None if tree is None else evaluated(tree, x) for x in range(1, self.pairs + 1)]
-            found = [value for value in outputs if value is not None and abs(value) <= self.value_max]
-            if len(found) < self.pairs or len(set(found)) == 1:  # a constant says nothing of x
-                continue
-            if in_held_out_share(worded(found)) is held_out:
-                yield worded(found), text
-                misses = 0
-        raise ValueError(f"{self}: no {'held-out' if held_out else 'training'} problem in {PATIENCE} draws.")
+        a, b = (1 + int(draw() * self.constant_max) for _ in range(2))
+        shape = _SHAPES[int(draw() * len(_SHAPES))]
+        text = shape.format(*(_SIGNS[int(draw() * len(_SIGNS))] for _ in range(3)), a=a, b=b)
+        tree = parse(text, self.max_length)
+        outputs = [None if tree is None else evaluate(tree, x) for x in range(1, self.pairs + 1)]
+        found = [value for value in outputs if value is not None and abs(value) <= self.value_max]
+        if len(found) < self.pairs or len(set(found)) == 1:  # a constant says nothing of x
+            return None
+        prompt = format_prompt(found)
+        return (prompt, text) if wanted(prompt) else None
 
 
-def worded(outputs: list[int]) -> str:
+def format_prompt(outputs: list[int]) -> str:
     """The prompt that shows f(1), f(2), …"""
     return " ".join(f"{x}>{output}" for x, output in enumerate(outputs, 1)) + ":"
 
 
-def parsed(text: str, max_length: int) -> ast.expr | None:
+def parse(text: str, max_length: int) -> ast.expr | None:
     """The tree of an expression of the grammar; None for any other text."""
     # Length and characters first: a short text of these alone can neither exhaust the parser nor make it warn.
-    if len(text) > max_length or not ALLOWED.fullmatch(text) or re.search(r"[0-9x]x|x[0-9]", text):
+    if len(text) > max_length or not _ALLOWED.fullmatch(text) or re.search(r"[0-9x]x|x[0-9]", text):
         return None
     try:
         tree = ast.parse(text, mode="eval").body
@@ -128,36 +125,28 @@ def _is_allowed(node: ast.AST) -> bool:
         return type(node.value) is int
     if isinstance(node, ast.Name):
         return node.id == "x"
-    return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.USub, ast.Load, *OPERATORS))
+    return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.USub, ast.Load, *_OPERATIONS))
 
 
-def evaluated(tree: ast.expr, x: int) -> int | None:
-    """The value of a tree that `parsed` allowed; None where it divides by zero or leaves ±BOUND."""
+def evaluate(tree: ast.expr, x: int) -> int | None:
+    """The value of a tree that `parse` allowed; None where it divides by zero or leaves ±BOUND."""
     if isinstance(tree, ast.Constant):
         assert isinstance(tree.value, int)
         value = tree.value
     elif isinstance(tree, ast.Name):
         value = x
     elif isinstance(tree, ast.UnaryOp):
-        inner = evaluated(tree.operand, x)
+        inner = evaluate(tree.operand, x)
         if inner is None:
             return None
         value = -inner
     else:
         assert isinstance(tree, ast.BinOp)
-        left, right = evaluated(tree.left, x), evaluated(tree.right, x)
+        left, right = evaluate(tree.left, x), evaluate(tree.right, x)
         if left is None or right is None:
             return None
-        sign = OPERATORS[type(tree.op)]
-        if sign in ("//", "%") and right == 0:
+        try:
+            value = _OPERATIONS[type(tree.op)](left, right)
+        except ZeroDivisionError:
             return None
-        value = _combined(sign, left, right)
     return value if abs(value) <= BOUND else None
-
-
-def _combined(sign: str, left: int, right: int) -> int:
-    if sign == "//":
-        return left // right
-    if sign == "%":
-        return left % right
-    return left * right if sign == "*" else left + right if sign == "+" else left - right

@@ -6,55 +6,51 @@ too, since the functions may have forged them. A worker that takes too long is k
 is wrong, and counted. Every wait has a deadline.
 """
 
-import atexit
-import contextlib
 import logging
 import math
 import os
 import pickle
-import queue
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from corral.run.cores import cores
+from corral.task.pool import WorkerLost, WorkerPool
 
-LOG = logging.getLogger("corral.task")
+_LOG = logging.getLogger("corral.task")
 SCRIPT = Path(__file__).with_name("grader_worker.py")
 
-START_SECONDS = 300.0
+_START_SECONDS = 300.0
 """After so long a worker that has not said that it is ready never will; importing sympy takes one or two seconds."""
 
-WALL_FACTOR = 4.0
+_WALL_FACTOR = 4.0
 """A worker has `seconds` of processor time, and this many times as long on the clock."""
 
-FAREWELL = 5.0
-"""Seconds within which a process that was killed has gone, or a worker in use has come back when its pool is closed."""
+EXIT_SECONDS = 5.0
+"""Seconds within which a process that was killed has gone."""
 
-LARGEST = 4
+MAX_WORKERS = 4
 """Workers of one kind: each of them has sympy in it."""
 
-Status = Literal["graded", "timeout", "error", "died"]
+GraderStatus = Literal["graded", "timeout", "error", "died"]
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What came of one question; the score is 0 unless it was graded."""
 
-    status: Status
+    status: GraderStatus
     score: float = 0.0
 
 
-class Worker:
+class GraderWorker:
     """One process that grades, one question at a time."""
 
     def __init__(self, kind: str) -> None:
@@ -65,32 +61,36 @@ class Worker:
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)  # a worker that has stopped reads nothing
         self.read = b""
-        if self._line(time.monotonic() + START_SECONDS) != "ready":
+        if self._line(time.monotonic() + _START_SECONDS) != "ready":
             self.close()
             raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
 
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
-        """The verdict on one question. After anything but "graded" or "error" the worker is gone."""
+        """The verdict on one question, "graded" or "error"; WorkerLost where it takes too long or kills the process."""
         question = pickle.dumps((seconds, arguments))
-        deadline = time.monotonic() + WALL_FACTOR * seconds
+        deadline = time.monotonic() + _WALL_FACTOR * seconds
         try:
             sent = self._send(len(question).to_bytes(8, "big") + question, deadline)
-        except OSError:
-            return Verdict("died")
+        except OSError as error:
+            raise WorkerLost("grader: its process has gone.", hung=False) from error
         line = self._line(deadline) if sent else None
         if line is None:
-            return Verdict("timeout")
+            raise WorkerLost("grader: its process does not answer.", hung=True)
         status, _, value = line.partition(" ")
         if status == "score" and math.isfinite(score := float(value)):
             return Verdict("graded", score)
         if status in ("score", "error"):
             return Verdict("error")
         # The end of the pipe: the limit on processor time ended it, or something worse.
-        return Verdict("timeout" if self._exit_status() == -signal.SIGPROF else "died")
+        raise WorkerLost("grader: its process has ended.", hung=self._exit_status() == -signal.SIGPROF)
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self.process.kill()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
-        self.process.kill()
+        """End the process and close its pipes."""
+        self.kill()
         self._exit_status()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -99,7 +99,7 @@ class Worker:
     def _exit_status(self) -> int | None:
         """Of a process that is about to end; None for one that does not."""
         try:
-            return self.process.wait(FAREWELL)
+            return self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return None
 
@@ -131,79 +131,46 @@ def _ready(file: int, event: int, deadline: float) -> bool:
     return bool(waiting.poll(1000 * max(deadline - time.monotonic(), 0.0)))
 
 
-class Pool:
-    """Workers of one kind, started when they are needed. Any thread may ask."""
+class GraderPool(WorkerPool[GraderWorker]):
+    """Graders of one kind, started when they are needed. Any thread may ask."""
 
     def __init__(self, kind: str, size: int) -> None:
-        self.kind, self.size, self.owner = kind, size, os.getpid()
+        super().__init__(size)
+        self.kind = kind
         self.counts: Counter[str] = Counter()
-        self.counting = threading.Lock()
-        self.idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()
-        for _ in range(size):
-            self.idle.put(None)
+
+    def _start(self) -> GraderWorker:
+        return GraderWorker(self.kind)
 
     def grade(self, questions: Sequence[tuple[Any, ...]], seconds: float) -> list[Verdict]:
         """A verdict for each; what hangs, fails or kills its worker is wrong and counted."""
-        if not questions:
-            return []
-        # One question too has a thread: what Ctrl-C raises in the main one must not lose a worker on its way.
-        with ThreadPoolExecutor(min(self.size, len(questions))) as threads:
-            return list(threads.map(lambda question: self._one(question, seconds), questions))
+        return self.map(lambda question: self._grade_one(question, seconds), questions)
 
-    def _one(self, question: tuple[Any, ...], seconds: float) -> Verdict:
-        verdict = self._asked(question, seconds)
-        if verdict.status == "died":
-            verdict = self._asked(question, seconds)  # someone else may have killed it; a deadly answer kills twice
+    def _grade_one(self, question: tuple[Any, ...], seconds: float) -> Verdict:
+        try:
+            verdict = self.use(lambda worker: worker.ask(question, seconds))
+        except WorkerLost as lost:  # where it died, a second time: someone else may have killed the first
+            verdict = Verdict("timeout" if lost.hung else "died")
         self._count(verdict.status)
         return verdict
 
-    def _asked(self, question: tuple[Any, ...], seconds: float) -> Verdict:
-        worker, verdict = self.idle.get(), None
-        try:
-            worker = worker or Worker(self.kind)
-            verdict = worker.ask(question, seconds)
-            return verdict
-        finally:
-            if worker is not None and (verdict is None or verdict.status in ("timeout", "died")):
-                worker.close()
-                worker = None
-            self.idle.put(worker)
-
-    def _count(self, status: Status) -> None:
-        with self.counting:
+    def _count(self, status: GraderStatus) -> None:
+        with self._lock:
             self.counts[status] += 1
             number = self.counts[status]
         if status != "graded" and str(number).strip("0") == "1":  # 1, 10, 100, …
-            LOG.warning("grader %s: %s, %d so far; such answers count as wrong.", self.kind, status, number)
-
-    def close(self) -> None:
-        """End all workers, once they are idle, unless they are another process's from which this one was forked."""
-        if self.owner != os.getpid():
-            return
-        deadline, taken = time.monotonic() + FAREWELL, 0
-        with contextlib.suppress(queue.Empty):  # a thread that is still grading has it, and ends with this process
-            while taken < self.size:
-                worker = self.idle.get(timeout=max(deadline - time.monotonic(), 0.0))
-                taken += 1
-                if worker is not None:
-                    worker.close()
-        for _ in range(taken):
-            self.idle.put(None)
+            _LOG.warning("grader %s: %s, %d so far; such answers count as wrong.", self.kind, status, number)
 
 
-_POOLS: dict[tuple[int, str], Pool] = {}
+_POOLS: dict[tuple[int, str], GraderPool] = {}
 
 
-def pool(kind: str) -> Pool:
+def grader_pool(kind: str) -> GraderPool:
     """This process's pool of a kind; a process that was forked has its own."""
     key = (os.getpid(), kind)
-    return _POOLS.get(key) or _POOLS.setdefault(key, Pool(kind, min(LARGEST, cores())))  # the first thread's is everyone's
-
-
-@atexit.register
-def _close_all() -> None:
-    for one in list(_POOLS.values()):
-        one.close()
+    if key not in _POOLS:
+        _POOLS.setdefault(key, GraderPool(kind, min(MAX_WORKERS, cores())))  # of two threads, the first one's is everyone's
+    return _POOLS[key]
 
 
 def grader_counts() -> dict[str, dict[str, int]]:

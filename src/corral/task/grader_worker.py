@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MEMORY = 4 * 2**30
+_MEMORY = 4 * 2**30
 """Bytes of address space; a tower of exponents ends in MemoryError instead of taking the machine."""
 
 
-def load_math() -> Callable[..., float]:
+def _load_math() -> Callable[..., float]:
     """(gold, answer) → whether math-verify finds them equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -34,7 +34,7 @@ def load_math() -> Callable[..., float]:
     return score
 
 
-def load_reasoning_gym() -> Callable[..., float]:
+def _load_reasoning_gym() -> Callable[..., float]:
     """(generator, its settings, entry, answer) → the generator's own score."""
     import reasoning_gym
 
@@ -49,19 +49,20 @@ def load_reasoning_gym() -> Callable[..., float]:
     return score
 
 
-def load_code() -> Callable[..., float]:
+def _load_code() -> Callable[..., float]:
     """(comparison, tolerance, what the harness wrote, expected results) → how many of them are right."""
     task = Path(__file__).parent
-    for name, folder in (("corral", task.parent), ("corral.task", task)):  # empty packages, in place of those that import torch
+    packages = {"corral": task.parent, "corral.task": task, "corral.task.code": task / "code"}
+    for name, folder in packages.items():  # empty ones, in place of those that import torch
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(folder)]
-    from corral.task.code_compare import count_right
+    from corral.task.code.compare import count_right
 
     return count_right
 
 
 LOADERS: dict[str, Callable[[], Callable[..., float]]] = {
-    "math": load_math, "reasoning_gym": load_reasoning_gym, "code": load_code,
+    "math": _load_math, "reasoning_gym": _load_reasoning_gym, "code": _load_code,
 }  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def main(kind: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a library that prints must not answer, be it in C
     score = LOADERS[kind]()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers.write("ready\n")
     questions = sys.stdin.buffer

@@ -5,18 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from corral.objective.naming import nearest
+from corral.naming import nearest
 from corral.task.answer import one_number
-from corral.task.code_problem import grade_all
-from corral.task.code_rows import problem_from_tests
+from corral.task.code.problem import grade_all
+from corral.task.code.rows import problem_from_tests
 from corral.task.imports import by_path
 from corral.task.math import MathTask, same_mathematics, same_number
 from corral.task.messages import Message, conversation
-from corral.task.pool import shared_pool
 from corral.task.rows import Malformed, Row, text_column
-from corral.task.sandbox import Limits
+from corral.task.sandbox import SandboxLimits
+from corral.task.sandbox.pool import shared_pool
+from corral.validate import require
 
-VERIFIERS = ("math", "number", "exact", "code")
+_VERIFIERS = ("math", "number", "exact", "code")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +47,12 @@ class Jsonl(MathTask):
 
     def __post_init__(self) -> None:
         if ":" in self.verifier:
-            _function(self.verifier)  # now, and not at the first completion
-        elif self.verifier not in VERIFIERS:
+            _import_function(self.verifier)  # now, and not at the first completion
+        elif self.verifier not in _VERIFIERS:
             raise ValueError(
-                f"jsonl: there is no verifier {self.verifier!r}.{nearest(self.verifier, VERIFIERS)} Or module:function."
+                f"jsonl: there is no verifier {self.verifier!r}.{nearest(self.verifier, _VERIFIERS)} Or module:function."
             )
-        if not isinstance(self.unsafe_code_execution, bool):
-            raise ValueError(f"jsonl: `unsafe_code_execution` is true or false; got {self.unsafe_code_execution!r}.")
+        require(self, "unsafe_code_execution", one_of=(True, False))
         if self.verifier not in ("math", "number") and self.format_weight:
             raise ValueError(f"jsonl: `format_weight` is for the verifiers math and number; got {self.verifier!r}.")
         super().__post_init__()
@@ -91,13 +91,13 @@ class Jsonl(MathTask):
             return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
         if self.verifier == "code":
             pool = shared_pool(None, unsafe_code_execution=self.unsafe_code_execution)
-            return grade_all(answers, completions, pool, Limits(), partial=False) if answers else []
-        function = _function(self.verifier)
+            return grade_all(answers, completions, pool, SandboxLimits(), partial=False) if answers else []
+        function = _import_function(self.verifier)
         rows = zip(prompts, completions, answers, strict=True)
-        return [checked_reward(self.verifier, function(*row)) for row in rows]
+        return [read_reward(self.verifier, function(*row)) for row in rows]
 
 
-def checked_reward(name: str, value: Any) -> float:
+def read_reward(name: str, value: Any) -> float:
     """A reward from 0 to 1 as a float, be it a bool, NumPy's or torch's; a sentence if it is none."""
     try:
         number = float(value)
@@ -108,7 +108,7 @@ def checked_reward(name: str, value: Any) -> float:
     return number
 
 
-def _function(path: str) -> Callable[..., Any]:
+def _import_function(path: str) -> Callable[..., Any]:
     found = by_path(path, "`verifier` is math, number, exact, code or module:function")
     if not callable(found):
         raise ValueError(f"`verifier` is module:function, and {path!r} is {type(found).__name__}, which cannot be called.")

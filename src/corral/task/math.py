@@ -7,17 +7,18 @@ from importlib.util import find_spec
 from typing import Literal
 
 from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
-from corral.task.dataset import Finite
-from corral.task.grader import Verdict, pool
+from corral.task.dataset import FiniteTask
+from corral.task.grader import Verdict, grader_pool
+from corral.validate import require
 
-KNOWN: dict[tuple[str, str, float], bool] = {}
+VERDICTS: dict[tuple[str, str, float], bool] = {}
 """Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
 have been to blame: those are asked about again."""
-KNOWN_LIMIT = 100_000
+MAX_VERDICTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathTask(Finite):
+class MathTask(FiniteTask):
     r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the asked form], with w = `format_weight`.
 
     "In the asked form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
@@ -32,14 +33,9 @@ class MathTask(Finite):
     """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
 
     def __post_init__(self) -> None:
-        if self.form not in ("boxed", "####"):
-            raise ValueError(f"{self.name}: `form` is boxed or ####; got {self.form!r}.")
-        for key, high in (("format_weight", 1.0), ("time_limit", 3600.0)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
-                raise ValueError(f"{self.name}: `{key}` is a number from 0 to {high:g}; got {value!r}.")
-        if self.time_limit == 0:
-            raise ValueError(f"{self.name}: `time_limit` is above 0.")
+        require(self, "form", one_of=("boxed", "####"))
+        require(self, "format_weight", at_least=0, at_most=1)
+        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
         super().__post_init__()
 
     def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
@@ -74,28 +70,28 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
     Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
     do not match, or with a box inside, is wrong. A full stop at the end is not part of it.
     """
-    pairs = [(_bare(gold), _bare(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
+    pairs = [(_strip(gold), _strip(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
     quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
-    known = {pair: KNOWN.get(pair) if verdict is None else verdict for pair, verdict in quick.items()}
+    known = {pair: VERDICTS.get(pair) if verdict is None else verdict for pair, verdict in quick.items()}
     asked = [pair for pair, verdict in known.items() if verdict is None]
-    verdicts = dict(zip(asked, _graded(asked, seconds), strict=True))
+    verdicts = dict(zip(asked, _grade(asked, seconds), strict=True))
     graded = {pair: verdict.score == 1.0 for pair, verdict in verdicts.items()}
-    if len(KNOWN) + len(graded) > KNOWN_LIMIT:
-        KNOWN.clear()
-    KNOWN.update((pair, graded[pair]) for pair, verdict in verdicts.items() if verdict.status in ("graded", "error"))
+    if len(VERDICTS) + len(graded) > MAX_VERDICTS:
+        VERDICTS.clear()
+    VERDICTS.update((pair, graded[pair]) for pair, verdict in verdicts.items() if verdict.status in ("graded", "error"))
     return [bool(graded[pair] if known[pair] is None else known[pair]) for pair in pairs]
 
 
-def _bare(text: str) -> str:
+def _strip(text: str) -> str:
     return text.strip().removesuffix(".").rstrip()
 
 
-def _graded(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verdict]:
+def _grade(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verdict]:
     if not pairs:
         return []
     if find_spec("math_verify") is None:
         raise ValueError("grading mathematics needs math-verify. Install it: pip install 'corral[task]'.")
-    return pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
+    return grader_pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:

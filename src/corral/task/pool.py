@@ -1,86 +1,67 @@
-"""Many programs, several at a time: a warm interpreter behind the wall per worker, results in order, no wait without an end."""
+"""A pool of worker processes: jobs go to whichever is idle, those that die or hang are replaced, results keep their order."""
 
 import atexit
 import collections
-import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from types import TracebackType
-from typing import Any, TypeVar, cast
-
-from corral.run.cores import cores
-from corral.task.sandbox.result import Job, SandboxResult
-from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
-from corral.task.sandbox.view import SandboxUnavailable
-from corral.task.sandbox.worker import Worker, WorkerLost, available_backend, run_connected
-
-LOG = logging.getLogger("corral.task")
-
-USES = 2000
-"""Programs after which a worker is replaced, so that nothing in it can grow without end."""
-
-Result = TypeVar("Result")
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 
-class Pool:
-    """Workers that run programs of unknown origin; a context manager.
+class WorkerLost(RuntimeError):
+    """A worker process has died or hangs; `hung` says which."""
 
-    A worker is started when it is first needed. One that dies or hangs is replaced: a program that was under way when a worker
-    died is run once more, since it may not have been its fault; one whose worker hung counts as timed out.
+    def __init__(self, message: str, *, hung: bool) -> None:
+        super().__init__(message)
+        self.hung = hung
+
+
+@runtime_checkable
+class _PoolWorker(Protocol):
+    """A process that does one job at a time, for one thread at a time; it raises WorkerLost where it cannot go on."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def close(self) -> None:
+        """End it, and let go of what belongs to it."""
+
+
+_Worker = TypeVar("_Worker", bound=_PoolWorker)
+_Result = TypeVar("_Result")
+_Pool = TypeVar("_Pool", bound="WorkerPool[Any]")
+
+
+class WorkerPool(ABC, Generic[_Worker]):
+    """Workers of one kind, each started when it is first needed; any thread may use them. A context manager.
 
     Args:
-        workers: programs at a time, or pairs of programs that talk; None for one per core that this process may use.
-        backend: "bwrap" or "unshare"; None takes the first that works.
-        unsafe_code_execution: where neither works, run programs as the user, with limits and no wall, instead of refusing.
+        size: jobs of `map` at a time, whoever calls it.
+        uses: jobs after which a worker is replaced, so that nothing in it can grow without end; None for never.
     """
 
-    def __init__(self, workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> None:
-        self.size = cores() if workers is None else workers
-        if type(self.size) is not int or self.size < 1:
-            raise ValueError(f"pool: `workers` is a whole number above 0, or None for one per core; got {workers!r}.")
-        self.backend: str | None
-        try:
-            self.backend = available_backend(backend)
-        except SandboxUnavailable:
-            if not unsafe_code_execution:
-                raise
-            self.backend = None
+    def __init__(self, size: int, uses: int | None = None) -> None:
+        self.size, self._uses = size, uses
         self._owner = os.getpid()
-        self._idle: list[tuple[Worker, int]] = []
+        self._idle: list[tuple[_Worker, int]] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="corral-pool")
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="corral-pool")
         _open_pools.add(self)
 
-    def run(self, jobs: Iterable[Job]) -> list[SandboxResult]:
-        """Run every program; results in the order of the jobs."""
-        return self.map(self.run_one, list(jobs))
+    @abstractmethod
+    def _start(self) -> _Worker:
+        """A new worker."""
 
-    def run_one(self, job: Job) -> SandboxResult:
-        """Run one program, in this thread."""
-        if self.backend is None:
-            return run_unsafe(job)
-        (result,) = self._with_workers(1, lambda workers: (workers[0].run(job),))
-        return result
-
-    def run_connected(self, first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
-        """Run two programs side by side, each in a worker of its own and reading what the other writes, in this thread."""
-        if self.backend is None:
-            return run_unsafe_connected(first, second)
-        one, other = self._with_workers(2, lambda workers: run_connected((workers[0], workers[1]), first, second))
-        return one, other
-
-    def map(self, function: Callable[..., Result], *items: Sequence[Any]) -> list[Result]:
-        """`function` of every item, several at a time, in order; it may call `run_one` and `run_connected`."""
+    def map(self, function: Callable[..., _Result], *items: Sequence[Any]) -> list[_Result]:
+        """`function` of every item, in order, in the pool's own threads; it may call `use`, and not `map`."""
         self._check()
         rows = list(zip(*items, strict=True))
-        if len(rows) <= 1:
-            return [function(*row) for row in rows]
-        results: list[Result | None] = [None] * len(rows)
+        results: list[_Result | None] = [None] * len(rows)
         todo = collections.deque(enumerate(rows))
 
         def work() -> None:  # many rows per thread: to wake another one for each of them takes its time
@@ -100,29 +81,35 @@ class Pool:
                 thread.result()
         finally:
             todo.clear()  # after Ctrl-C here the threads would go on to the last row, and the process wait for them
-        return cast(list[Result], results)
+        return cast(list[_Result], results)
 
-    def _with_workers(self, count: int, use: Callable[[list[Worker]], tuple[SandboxResult, ...]]) -> tuple[SandboxResult, ...]:
-        """Borrow workers, for a program each; replace them where one fails."""
-        for last in (False, True):
-            borrowed: list[tuple[Worker, int]] = []
-            try:
-                while len(borrowed) < count:
-                    borrowed.append(self._take())
-                results = use([worker for worker, _ in borrowed])
-            except WorkerLost as lost:
-                self._discard(borrowed)
-                if lost.hung or last:
-                    LOG.warning("%s The program counts as %s.", lost, "timed out" if lost.hung else "failed")
-                    return (SandboxResult("timeout" if lost.hung else "error", "", str(lost), 0.0),) * count
-            except BaseException:
-                self._discard(borrowed)
+    def use(self, job: Callable[..., _Result], count: int = 1) -> _Result:
+        """`job(*workers)` with `count` workers, in this thread.
+
+        Where one died the job is done once more, on other workers, since it may not have been its fault. WorkerLost where one
+        died again, or hung.
+        """
+        try:
+            return self._use_once(job, count)
+        except WorkerLost as lost:
+            if lost.hung:
                 raise
-            else:
-                for worker, uses in borrowed:
-                    self._put(worker, uses + 1)
-                return results
-        raise AssertionError("unreachable")
+        return self._use_once(job, count)
+
+    def _use_once(self, job: Callable[..., _Result], count: int) -> _Result:
+        borrowed: list[tuple[_Worker, int]] = []
+        try:
+            while len(borrowed) < count:
+                borrowed.append(self._take())
+            result = job(*(worker for worker, _ in borrowed))
+        except BaseException:
+            for worker, _ in borrowed:
+                worker.kill()
+                worker.close()
+            raise
+        for worker, uses in borrowed:
+            self._put(worker, uses + 1)
+        return result
 
     def _check(self) -> None:
         """Refuse what would hang: a fork has neither the threads nor, alone, the workers, and copies a lock as it was."""
@@ -131,25 +118,19 @@ class Pool:
         if self._closed:
             raise RuntimeError("pool: it has been closed.")
 
-    def _take(self) -> tuple[Worker, int]:
+    def _take(self) -> tuple[_Worker, int]:
         self._check()
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        assert self.backend is not None
-        return Worker(self.backend), 0
+        return self._start(), 0
 
-    def _put(self, worker: Worker, uses: int) -> None:
+    def _put(self, worker: _Worker, uses: int) -> None:
         with self._lock:
-            if not self._closed and uses < USES:
+            if not self._closed and (self._uses is None or uses < self._uses):
                 self._idle.append((worker, uses))
                 return
         worker.close()
-
-    def _discard(self, borrowed: list[tuple[Worker, int]]) -> None:
-        for worker, _ in borrowed:
-            worker.kill()
-            worker.close()
 
     def close(self) -> None:
         """Wait for what is under way, which its time limits bound, and end every worker. A second call does nothing, nor does
@@ -163,27 +144,17 @@ class Pool:
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self: _Pool) -> _Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 
-_open_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+_open_pools: "weakref.WeakSet[WorkerPool[Any]]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     for pool in list(_open_pools):
         pool.close()
-
-
-@cache
-def _shared(owner: int, workers: int | None, backend: str | None, unsafe_code_execution: bool) -> Pool:
-    return Pool(workers, backend=backend, unsafe_code_execution=unsafe_code_execution)
-
-
-def shared_pool(workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> Pool:
-    """The pool of this process with these settings: opened at the first call, closed when the process ends."""
-    return _shared(os.getpid(), workers, backend, unsafe_code_execution)

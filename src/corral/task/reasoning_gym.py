@@ -10,39 +10,40 @@ from itertools import chain, islice
 from itertools import count as from_zero
 from typing import Any, ClassVar
 
-from corral.objective.naming import nearest
-from corral.task.draws import checked_count, checked_whole, digest, in_held_out_share, shown, shuffled, uniform
-from corral.task.grader import pool
+from corral.naming import nearest
+from corral.task.draws import digest, in_held_out_share, permutation, quote, require_count, uniform
+from corral.task.grader import grader_pool
 from corral.task.imports import library
+from corral.validate import require
 
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Generators whose scorers pass an answer to eval(). Here they get nothing but literals, and right answers."""
 FORMULAS = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 """Generators whose scorers pass an answer to sympy's parser, and so to eval(). Here they get nothing but formulas."""
 
-FORMULA = re.compile(r"(?:[A-Za-z]+|[0-9]+\.?[0-9]*|[-+*/^() \t])*")
-WORDS = {
+_FORMULA = re.compile(r"(?:[A-Za-z]+|[0-9]+\.?[0-9]*|[-+*/^() \t])*")
+_WORDS = {
     *("sqrt", "exp", "log", "ln", "pi", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan"),
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 }
 """Names that a formula may have besides single letters. sympy's parser would know eval and exec too."""
 
-NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
+_NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
 """nan, or nani and nanj of a complex one: no distance from it is too large for a scorer that compares with <."""
 
-CHUNK = 32
+_CHUNK = 32
 """Entries that one instance of a generator makes: seed, seed + 1, …"""
 HALF = 2**31
 """Seeds below it are for training, those above for evaluation."""
-SHARE = 4
+_SHARE = 4
 """One question in this many is held out, whatever its seed: small generators ask the same with different seeds."""
-PATIENCE = 500
+MAX_MISSES = 500
 """Draws without a new question after which all have been seen."""
-LONGEST = 10_000
+_MAX_ANSWER = 10_000
 """Characters of the longest answer that is scored."""
 
 
-class _Data:
+class _Slots:
     """Entries are kept in a slot: `vars(task)` are its settings, which a run writes down."""
 
     __slots__ = ("_drawn",)
@@ -50,7 +51,7 @@ class _Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(_Data):
+class ReasoningGym(_Slots):
     """Questions of one generator. `corral train --task reasoning_gym --set task_config.generator=chain_sum`
 
     The answer is what stands in the last <answer>…</answer>, else the whole completion without the space around it. The reward
@@ -72,9 +73,8 @@ class ReasoningGym(_Data):
     """Seconds of processor time for one answer; whatever takes longer scores 0."""
 
     def __post_init__(self) -> None:
-        checked_whole(self.name, "max_completion_length", self.max_completion_length, 1, 1_000_000)
-        if not 0 < self.time_limit <= 3600:
-            raise ValueError(f"reasoning_gym: `time_limit` is above 0 and up to 3600 seconds; got {self.time_limit!r}.")
+        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
+        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
         object.__setattr__(self, "_drawn", {})
         known = library("reasoning_gym.factory", "the task reasoning_gym").DATASETS
         if self.generator not in known:
@@ -99,18 +99,18 @@ class ReasoningGym(_Data):
 
     def train_prompts(self, count: int, seed: int) -> list[str]:
         """`count` questions to learn from: different ones as long as there are any, then all again in another order."""
-        drawn: list[str] = list(islice(self._questions(seed, held_out=False), checked_count(self.name, count)))
+        drawn: list[str] = list(islice(self._questions(seed, held_out=False), require_count(self.name, count)))
         if len(drawn) == count:
             return drawn
         if not drawn:
             raise ValueError(f"reasoning_gym: {self.generator} with {self.settings} has no question to train on.")
-        orders = (shuffled(len(drawn), uniform(f"{self.name} {epoch}", seed, held_out=False)) for epoch in from_zero())
+        orders = (permutation(len(drawn), uniform(f"{self.name} {epoch}", seed, held_out=False)) for epoch in from_zero())
         again = (drawn[index] for index in chain.from_iterable(orders))
         return [*drawn, *islice(again, count - len(drawn))]
 
     def held_out_prompts(self, count: int, seed: int) -> list[str]:
         """`count` questions to evaluate on, all different: fewer where there are fewer. None occurs in training."""
-        return list(islice(self._questions(seed, held_out=True), checked_count(self.name, count)))
+        return list(islice(self._questions(seed, held_out=True), require_count(self.name, count)))
 
     def verify(self, prompt: str, completion: str) -> float:
         """The generator's score, 0 to 1, of any text; ValueError where the prompt was not drawn from this task before."""
@@ -126,39 +126,39 @@ class ReasoningGym(_Data):
             for entry, answer, ok in zip(entries, answers, harmless, strict=True)
             if ok
         ]
-        scores = iter(pool("reasoning_gym").grade(asked, self.time_limit) if asked else ())
+        scores = iter(grader_pool("reasoning_gym").grade(asked, self.time_limit) if asked else ())
         return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
 
     def _questions(self, seed: int, *, held_out: bool) -> Iterator[str]:
         """Different questions of one split, until no new one comes."""
-        start = digest(f"{self.generator} {seed}") % (HALF // CHUNK) * CHUNK
+        start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
         seen: set[str] = set()
         misses = 0
         for chunk in from_zero():
-            offset = (start + chunk * CHUNK) % HALF
+            offset = (start + chunk * _CHUNK) % HALF
             for entry in self._entries(offset + HALF * held_out):
                 question = entry["question"]
                 misses += 1
-                if question not in seen and in_held_out_share(question, SHARE) is held_out:
+                if question not in seen and in_held_out_share(question, _SHARE) is held_out:
                     seen.add(question)
                     misses = 0
                     self._drawn.setdefault(question, entry)
                     yield question
-            if misses > PATIENCE:
+            if misses > MAX_MISSES:
                 return
 
     def _entries(self, seed: int) -> Iterator[dict[str, Any]]:
         """Entries of the seeds `seed` to `seed` + CHUNK − 1."""
         make = library("reasoning_gym", "the task reasoning_gym").create_dataset
-        made = make(self.generator, **self.settings, seed=seed, size=CHUNK)
-        for index in range(CHUNK):
-            with own_random_state(seed + index):
+        made = make(self.generator, **self.settings, seed=seed, size=_CHUNK)
+        for index in range(_CHUNK):
+            with _own_random_state(seed + index):
                 entry = made[index]
             yield entry
 
     def _entry(self, prompt: str) -> dict[str, Any]:
         if prompt not in self._drawn:
-            raise ValueError(f"reasoning_gym: {shown(prompt)} was not drawn from this task. Is it another task's?")
+            raise ValueError(f"reasoning_gym: {quote(prompt)} was not drawn from this task. Is it another task's?")
         return self._drawn[prompt]
 
 
@@ -169,7 +169,7 @@ def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[st
 
 
 @contextmanager
-def own_random_state(seed: int) -> Iterator[None]:
+def _own_random_state(seed: int) -> Iterator[None]:
     """Python's global random numbers from `seed` on, and as they were afterwards: some generators draw from them too."""
     state = random.getstate()
     random.seed(seed)
@@ -192,23 +192,23 @@ def is_harmless(answer: str, entry: dict[str, Any], generator: str) -> bool:
     A text without brackets is no literal yet: a comprehension can make exec the method that an index calls, and the name of a
     scorer's own variable is the right answer.
     """
-    if len(answer) > LONGEST:
+    if len(answer) > _MAX_ANSWER:
         return False
     metadata = entry.get("metadata", {})
     if answer == str(entry["answer"]).strip() or answer in (metadata.get("valid_answers") or ()):
         return True
-    if NOT_A_NUMBER.search(answer):
+    if _NOT_A_NUMBER.search(answer):
         return False
     source = metadata.get("source_dataset", generator)
     if {source, generator} & LITERALS:
-        return is_literal(answer)
+        return _is_literal(answer)
     if not {source, generator} & FORMULAS:
         return True
     words = re.findall(r"[A-Za-z]+", answer)
-    return FORMULA.fullmatch(answer) is not None and all(len(word) == 1 or word in WORDS for word in words)
+    return _FORMULA.fullmatch(answer) is not None and all(len(word) == 1 or word in _WORDS for word in words)
 
 
-def is_literal(text: str) -> bool:
+def _is_literal(text: str) -> bool:
     """Whether Python reads it as numbers, strings and lists of such, and nothing else."""
     try:
         ast.literal_eval(text)

@@ -1,13 +1,16 @@
 """The one place where text written by a model is executed. docs/safety.md says what it promises and what it does not."""
 
-from corral.task.sandbox.result import Job, Limits, SandboxResult, Status
-from corral.task.sandbox.unsafe import run_unsafe
+from corral.task.sandbox.pool import SandboxPool
+from corral.task.sandbox.result import SandboxJob, SandboxLimits, SandboxResult, SandboxStatus
 from corral.task.sandbox.view import SandboxUnavailable
-from corral.task.sandbox.worker import Worker, WorkerLost, available_backend, memory_bound
+from corral.task.sandbox.worker import SandboxWorker, available_backend, memory_bound
+
+Job, Limits, Status, Worker = SandboxJob, SandboxLimits, SandboxStatus, SandboxWorker
+"""Their old names stay for one release."""
 
 __all__ = [
-    "Job", "Limits", "SandboxResult", "SandboxUnavailable", "Status", "Worker", "available_backend", "memory_bound",
-    "run_python",
+    "SandboxJob", "SandboxLimits", "SandboxPool", "SandboxResult", "SandboxStatus", "SandboxUnavailable", "SandboxWorker",
+    "available_backend", "memory_bound", "run_python",
 ]  # fmt: skip
 
 
@@ -32,21 +35,6 @@ def run_python(
     Returns:
         How it ended, and what it wrote. Never raises for what the program does.
     """
-    job = Job(code=code, stdin=stdin, limits=Limits(timeout=timeout, memory_mb=memory_mb))
-    try:
-        chosen = available_backend(backend)
-    except SandboxUnavailable:
-        if not unsafe_code_execution:
-            raise
-        return run_unsafe(job)
-    for last in (False, True):
-        with Worker(chosen) as worker:
-            try:
-                return worker.run(job)
-            except WorkerLost as lost:
-                worker.kill()
-                if lost.hung:
-                    return SandboxResult("timeout", "", str(lost), timeout)
-                if last:
-                    return SandboxResult("error", "", str(lost), 0.0)
-    raise AssertionError("unreachable")
+    job = SandboxJob(code=code, stdin=stdin, limits=SandboxLimits(timeout=timeout, memory_mb=memory_mb))
+    with SandboxPool(1, backend=backend, unsafe_code_execution=unsafe_code_execution) as pool:
+        return pool.run_one(job)

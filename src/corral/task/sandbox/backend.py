@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from corral.task.sandbox.inside.root import HOST
-from corral.task.sandbox.view import SandboxUnavailable, interpreter, view
+from corral.task.sandbox.view import SandboxUnavailable, file_view, interpreter
 
 BACKENDS = ("bwrap", "unshare")
 """In order of preference."""
 
-INSIDE = Path(__file__).with_name("inside")
-PACKAGE = "corral.task.sandbox.inside"
-MODULES = ("syscalls", "kernel", "filter", "root", "program", "memory", "zygote")
+_INSIDE = Path(__file__).with_name("inside")
+_PACKAGE = "corral.task.sandbox.inside"
+_MODULES = ("syscalls", "kernel", "filter", "root", "program", "memory", "zygote")
 """Files of that folder, each after what it imports."""
 
 # Bound modules are given as code objects: nothing of this package has to be visible inside, nor is compiled twice.
-BOOT = """
+_BOOT = """
 import marshal, sys, types
 with open(int(sys.argv[1]), "rb") as file:
     modules, config = marshal.load(file)
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
 }
 
-REFUSAL = (
+_REFUSAL = (
     "sandbox: programs written by a model are run in Linux namespaces, and this system does not offer them ({reasons}). "
     "Install bubblewrap or allow unprivileged user namespaces. To run such programs as yourself, with all your files and your "
     "network in their reach, pass --unsafe-code-execution (in Python: unsafe_code_execution=True)."
@@ -52,14 +52,14 @@ REFUSAL = (
 
 def refusal(reasons: str) -> SandboxUnavailable:
     """Why nothing is run."""
-    return SandboxUnavailable(REFUSAL.format(reasons=reasons))
+    return SandboxUnavailable(_REFUSAL.format(reasons=reasons))
 
 
 @cache
 def _modules() -> tuple[tuple[str, Any], ...]:
-    parts = PACKAGE.split(".")
+    parts = _PACKAGE.split(".")
     packages = [(".".join(parts[: depth + 1]), None) for depth in range(len(parts))]
-    files = [(f"{PACKAGE}.{name}", INSIDE / f"{name}.py") for name in MODULES]
+    files = [(f"{_PACKAGE}.{name}", _INSIDE / f"{name}.py") for name in _MODULES]
     return (
         *packages,
         *((name, compile(path.read_text(), f"<{path.name}>", "exec", dont_inherit=True)) for name, path in files),
@@ -73,11 +73,11 @@ def payload(config: dict[str, Any]) -> bytes:
 
 def command(backend: str, payload_file: int) -> list[str]:
     """The command line that starts an interpreter behind the wall."""
-    python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", BOOT, str(payload_file)]
-    return [*bubblewrap(), *python] if backend == "bwrap" else python
+    python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(payload_file)]
+    return [*_bubblewrap(), *python] if backend == "bwrap" else python
 
 
-def bubblewrap() -> list[str]:
+def _bubblewrap() -> list[str]:
     """bwrap and its arguments. Root stays root until the interpreter has started, and gives it up there: a user namespace would
     map nobody to root, for whom the number of processes has no limit."""
     if (program := shutil.which("bwrap")) is None:
@@ -85,7 +85,7 @@ def bubblewrap() -> list[str]:
     arguments = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--hostname", HOST]
     arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
-    seen = view()
+    seen = file_view()
     parents = {str(parent) for path in (*seen.paths, *seen.devices) for parent in Path(path).parents} - {"/"}
     for folder in sorted({*parents, "/tmp"}):  # made in passing, they would be root's alone
         arguments += ["--perms", "0755", "--dir", folder]

@@ -11,23 +11,23 @@ import time
 from functools import cache
 from pathlib import Path
 
-from corral.task.sandbox.result import Limits
+from corral.task.sandbox.result import SandboxLimits
 
 PREFIX = "corral-"
-NAMES = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
+_LIMIT_AND_EVENTS = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
 """By version of cgroups: the limit, and the file with the line `oom_kill`."""
-NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
+_NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
 
-WORKER = 48 << 20
+_WORKER_BYTES = 48 << 20
 """Bytes for the worker itself, and what is kept back for a program's last words."""
-PROCESS = 2 << 20
+_PROCESS_BYTES = 2 << 20
 """Bytes that a process takes without asking: pages that a fork copies, and the kernel's tables for them."""
-TRIES = 5
-FAREWELL = 2.0
+_TRIES = 5
+_EXIT_SECONDS = 2.0
 """Seconds within which the last process has left a group."""
 
 
-class Group:
+class MemoryCgroup:
     """One cgroup below `parent`, for one worker; OSError where it cannot be made.
 
     Its folder is locked for as long as this process lives: one that is not was left by a process that was killed.
@@ -37,25 +37,25 @@ class Group:
         sweep(parent)
         self.path, self._bound = parent / f"{PREFIX}{os.urandom(8).hex()}", 0
         self._files: list[int] = []
-        limit, events = NAMES[version]
+        limit, events = _LIMIT_AND_EVENTS[version]
         self.limit = self.path / limit
         self.path.mkdir()
         try:
             fcntl.flock(self._open("", os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.members, self.events = self._open("cgroup.procs", os.O_WRONLY), self._open(events, os.O_RDONLY)
-            self.bound(Limits())
-            swap, value = NO_SWAP[version]
+            self.set_limit(SandboxLimits())
+            swap, value = _NO_SWAP[version]
             if (self.path / swap).exists():  # not where the kernel counts no swap
                 (self.path / swap).write_text(value)
         except OSError:
             self.close()
             raise
 
-    def bound(self, limits: Limits) -> None:
+    def set_limit(self, limits: SandboxLimits) -> None:
         """What the next program may hold. The look at all processes ends it before this does, unless it is quick or finds a way
         to hold what no process is charged for."""
         memory = limits.memory_mb << 20
-        total = memory + min(limits.folder_size, memory) + limits.processes * PROCESS + WORKER
+        total = memory + min(limits.folder_size, memory) + limits.processes * _PROCESS_BYTES + _WORKER_BYTES
         if total != self._bound:
             self.limit.write_text(str(total))
             self._bound = total
@@ -64,7 +64,7 @@ class Group:
         """Remove it, once its last process has gone; what cannot be removed in time, the next process to make one removes."""
         while self._files:
             os.close(self._files.pop())
-        deadline = time.monotonic() + FAREWELL
+        deadline = time.monotonic() + _EXIT_SECONDS
         while self.path.exists():
             with contextlib.suppress(OSError):
                 self.path.rmdir()
@@ -91,21 +91,21 @@ def sweep(parent: Path) -> None:
 
 
 @cache
-def lent() -> tuple[Path, int] | None:
+def find_cgroup_parent() -> tuple[Path, int] | None:
     """Where groups can be made, found by making one, and the version of cgroups; None where nowhere."""
     for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
-        if group := make(*place):
+        if group := make_cgroup(*place):
             group.close()
             return place
     return None
 
 
-def make(parent: Path, version: int) -> Group | None:
+def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
     """A group, or None where none can be made. Another process that sweeps may take a new one, not locked yet, for one that was
     left: hence several tries."""
-    for _ in range(TRIES):
+    for _ in range(_TRIES):
         with contextlib.suppress(OSError):
-            return Group(parent, version)
+            return MemoryCgroup(parent, version)
     return None
 
 
@@ -135,11 +135,11 @@ def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
         if version == 1:
             result.append((folder, 1))
         else:
-            result += [(one, 2) for one in (folder, folder.parent) if one.is_relative_to(top) and passes_on(one)]
+            result += [(one, 2) for one in (folder, folder.parent) if one.is_relative_to(top) and _delegates_memory(one)]
     return result
 
 
-def passes_on(folder: Path) -> bool:
+def _delegates_memory(folder: Path) -> bool:
     """Whether groups below it can have a memory limit."""
     try:
         return "memory" in (folder / "cgroup.subtree_control").read_text().split()

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "error", "timeout", "memory", "output"]
+from corral.validate import require
 
-LONGEST = 86_400.0
+SandboxStatus = Literal["ok", "error", "timeout", "memory", "output"]
+
+MAX_TIMEOUT = 86_400.0
 """Seconds that a program may be given: a day."""
 
 
@@ -13,7 +15,7 @@ LONGEST = 86_400.0
 class SandboxResult:
     """How a program ended, and what it wrote."""
 
-    status: Status
+    status: SandboxStatus
     """ok: exit status 0. error: any other end. timeout, memory, output: it went beyond that limit and was ended."""
     stdout: str
     stderr: str
@@ -23,7 +25,7 @@ class SandboxResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What one program may use, all its processes together unless said otherwise."""
 
     timeout: float = 5.0
@@ -44,27 +46,23 @@ class Limits:
     """Files in it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= LONGEST:
-            raise ValueError(f"sandbox: `timeout` is a number of seconds above 0, at most a day; got {self.timeout!r}.")
-        if type(self.memory_mb) is not int or not 1 <= self.memory_mb <= 1 << 20:
-            raise ValueError(f"sandbox: `memory_mb` is a whole number of MiB in 1..{1 << 20}; got {self.memory_mb!r}.")
-        for name in ("output", "processes", "files", "file_size", "folder_size", "folder_files"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"sandbox: `{name}` is a whole number above 0; got {value!r}.")
+        require(self, "timeout", above=0, at_most=MAX_TIMEOUT, what="a number of seconds", name="sandbox")
+        require(self, "memory_mb", at_least=1, at_most=1 << 20, integer=True, what="a number of MiB", name="sandbox")
+        counts = ("output", "processes", "files", "file_size", "folder_size", "folder_files")
+        require(self, *counts, at_least=1, integer=True, name="sandbox")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SandboxJob:
     """A program, its input and its limits."""
 
     code: str
     stdin: str = ""
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
 
     def __post_init__(self) -> None:
-        for name in ("code", "stdin"):
-            if not isinstance(value := getattr(self, name), str):
+        for name, value in (("code", self.code), ("stdin", self.stdin)):
+            if not isinstance(value, str):
                 raise TypeError(f"sandbox: `{name}` is text (str); got {type(value).__name__}.")
 
 

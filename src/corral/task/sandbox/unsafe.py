@@ -10,11 +10,11 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from corral.task.sandbox.result import Job, SandboxResult, Status, encode
+from corral.task.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
 from corral.task.sandbox.view import interpreter
 
 # The program is an argument of the interpreter's; limits are set by its first lines, in its own process.
-RUN = """
+_RUN = """
 import resource, sys
 memory, cpu, file_size = map(int, sys.argv[1:4])
 for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, cpu), (resource.RLIMIT_FSIZE, file_size)):
@@ -30,14 +30,14 @@ try:
 except MemoryError:
     sys.exit(137)
 """
-OUT_OF_MEMORY = 137
-BASELINE = 64 << 20
-CHUNK = 1 << 16
-FAREWELL = 2.0
+_OUT_OF_MEMORY = 137
+_BASELINE = 64 << 20
+_CHUNK = 1 << 16
+_EXIT_SECONDS = 2.0
 """Seconds within which a killed process has gone."""
 
 
-def run_unsafe(job: Job) -> SandboxResult:
+def run_unsafe(job: SandboxJob) -> SandboxResult:
     """Run a program as the user. A program that means harm can do it."""
     with tempfile.TemporaryFile() as stdin:
         stdin.write(encode(job.stdin))
@@ -45,7 +45,7 @@ def run_unsafe(job: Job) -> SandboxResult:
         return _run(job, stdin.fileno(), None)
 
 
-def run_unsafe_connected(first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
+def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
     """Run two programs as the user, each reading what the other writes."""
     (there_reader, there), (back_reader, back) = os.pipe(), os.pipe()
     with ThreadPoolExecutor(2) as threads:
@@ -53,18 +53,18 @@ def run_unsafe_connected(first: Job, second: Job) -> tuple[SandboxResult, Sandbo
         return pair[0].result(), pair[1].result()
 
 
-def _run(job: Job, stdin: int, stdout: int | None) -> SandboxResult:
+def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
     """`stdout` is a file to write to, closed here with `stdin` once the program has both; None keeps what is written."""
     limits = job.limits
     with tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "program.py")
         with open(path, "wb") as file:
             file.write(encode(job.code))
-        numbers = [(limits.memory_mb << 20) + BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
+        numbers = [(limits.memory_mb << 20) + _BASELINE, math.ceil(limits.timeout) + 1, limits.file_size]
         started = time.monotonic()
         try:
             process = subprocess.Popen(
-                [interpreter(), "-I", "-S", "-B", "-c", RUN, *map(str, numbers), path],
+                [interpreter(), "-I", "-S", "-B", "-c", _RUN, *map(str, numbers), path],
                 stdin=stdin,
                 stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
@@ -83,10 +83,10 @@ def _run(job: Job, stdin: int, stdout: int | None) -> SandboxResult:
     return SandboxResult(reason or _status(process.returncode), texts[0], texts[1], time.monotonic() - started)
 
 
-def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[Status | None, list[str]]:
+def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[SandboxStatus | None, list[str]]:
     """Read both streams until the program ends, or there is a reason to end it. Daemons that keep them open are not awaited."""
     kept = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
-    reason: Status | None = None
+    reason: SandboxStatus | None = None
     with selectors.DefaultSelector() as selector:
         for file in kept:
             selector.register(file, selectors.EVENT_READ)
@@ -96,7 +96,7 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> 
             if ended and not ready:
                 break
             for key, _ in ready:
-                data = os.read(key.fd, CHUNK)
+                data = os.read(key.fd, _CHUNK)
                 kept[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
@@ -117,14 +117,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel itself holds dies when it can
-        process.wait(FAREWELL)
+        process.wait(_EXIT_SECONDS)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 
 
-def _status(code: int | None) -> Status:
-    if code == OUT_OF_MEMORY:
+def _status(code: int | None) -> SandboxStatus:
+    if code == _OUT_OF_MEMORY:
         return "memory"
     if code == -signal.SIGXCPU:
         return "timeout"

@@ -10,12 +10,12 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-DEVICES = ("/dev/null", "/dev/full", "/dev/urandom", "/dev/random")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/urandom", "/dev/random")
 """Without /dev/zero: mapped as shared, it is memory that belongs to no process."""
-LIBRARIES = (
+_LIBRARIES = (
     "/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/nix/store", "/gnu/store",
 )  # fmt: skip
-TEMPORARY = "/tmp"
+_TEMPORARY = "/tmp"
 
 
 class SandboxUnavailable(RuntimeError):
@@ -23,7 +23,7 @@ class SandboxUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class FileView:
     """Absolute paths, outer ones before inner ones; all of it is read-only."""
 
     paths: list[str]
@@ -34,8 +34,8 @@ class View:
     """Folders below `paths` that are empty inside: installed packages, among which are this one's problems and answers."""
     devices: list[str]
 
-    def plain(self) -> dict[str, Any]:
-        """As a dictionary of lists."""
+    def as_dict(self) -> dict[str, Any]:
+        """For the worker's configuration, which is plain data."""
         return asdict(self)
 
 
@@ -48,33 +48,33 @@ def interpreter() -> str:
 
 
 @cache
-def view() -> View:
+def file_view() -> FileView:
     """The view for this interpreter, wherever it lives: of its prefix the executable and the libraries, not the rest."""
     python = interpreter()
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     own = {os.path.join(prefix, folder) for prefix in prefixes for folder in ("lib", "lib64", sys.platlibdir)}
     own.add(os.path.realpath(sysconfig.get_path("stdlib")))
     links, paths = [("/tmp", "/dev/shm")], {python}
-    for path in sorted({*LIBRARIES, *own, "/etc/ld.so.cache", "/usr/share/zoneinfo"}):
+    for path in sorted({*_LIBRARIES, *own, "/etc/ld.so.cache", "/usr/share/zoneinfo"}):
         if os.path.islink(path) and os.path.dirname(path) == "/":
             links.append((os.readlink(path), path))
         elif os.path.exists(path):
             paths.add(os.path.realpath(path))
-    paths = {path for path in paths if not any(inside(path, other) for other in paths if other != path)}
+    paths = {path for path in paths if not any(is_inside(path, other) for other in paths if other != path)}
     for path in paths:
-        if inside(path, TEMPORARY):
+        if is_inside(path, _TEMPORARY):
             raise SandboxUnavailable(
-                f"sandbox: the interpreter uses {path}, and programs get a {TEMPORARY} of their own. Move it elsewhere."
+                f"sandbox: the interpreter uses {path}, and programs get a {_TEMPORARY} of their own. Move it elsewhere."
             )
-    return View(
+    return FileView(
         paths=sorted(paths),
         links=links,
-        hidden=sorted(path for path in packages(prefixes) if any(inside(path, other) for other in paths)),
-        devices=[path for path in DEVICES if os.path.exists(path)],
+        hidden=sorted(path for path in _package_folders(prefixes) if any(is_inside(path, other) for other in paths)),
+        devices=[path for path in _DEVICES if os.path.exists(path)],
     )
 
 
-def packages(prefixes: set[str]) -> set[str]:
+def _package_folders(prefixes: set[str]) -> set[str]:
     """Every folder of installed packages, and this package's own."""
     found = {*site.getsitepackages(), site.getusersitepackages(), *(path for path in sys.path if path.endswith("-packages"))}
     for prefix in (*prefixes, "/usr", "/usr/local"):
@@ -82,9 +82,9 @@ def packages(prefixes: set[str]) -> set[str]:
             found |= set(glob(f"{prefix}/{folder}/python3*/*-packages"))
     found = {os.path.realpath(path) for path in found if os.path.isdir(path)}
     ours = str(Path(__file__).resolve().parents[2])
-    return found if any(inside(ours, path) for path in found) else {*found, ours}
+    return found if any(is_inside(ours, path) for path in found) else {*found, ours}
 
 
-def inside(path: str, folder: str) -> bool:
+def is_inside(path: str, folder: str) -> bool:
     """Whether `path` is `folder` or lies below it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")

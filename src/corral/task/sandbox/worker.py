@@ -17,45 +17,38 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
+from corral.task.pool import WorkerLost
 from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
-from corral.task.sandbox.cgroup import lent, make
+from corral.task.sandbox.cgroup import find_cgroup_parent, make_cgroup
 from corral.task.sandbox.files import Input, Pipe, memory_file
-from corral.task.sandbox.result import Job, SandboxResult, Status, encode
-from corral.task.sandbox.view import SandboxUnavailable, view
+from corral.task.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
+from corral.task.sandbox.view import SandboxUnavailable, file_view
 
-START = 30.0
+_START_SECONDS = 30.0
 """Seconds within which an interpreter behind the wall must have started, on a machine that is busy with other things."""
 GRACE = 5.0
 """Seconds after a program's own limit at which the interpreter behind the wall counts as hung."""
-FAREWELL = 2.0
+_EXIT_SECONDS = 2.0
 """Seconds to leave in peace before being killed."""
-CHUNK = 1 << 16
+_CHUNK = 1 << 16
 
 CGROUP = "memory bounded by a cgroup"
-LOOK = "memory bounded by limits, a look at all processes every 20 ms, and the filter: no cgroup is lent"
+POLLING = "memory bounded by limits, a look at all processes every 20 ms, and the filter: no cgroup is lent"
 
 
-class WorkerLost(RuntimeError):
-    """The interpreter behind the wall has gone or hangs; `hung` says which."""
-
-    def __init__(self, message: str, *, hung: bool) -> None:
-        super().__init__(message)
-        self.hung = hung
-
-
-class Worker:
+class SandboxWorker:
     """One warm interpreter behind one wall; a context manager. It runs one program at a time, for one thread at a time."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        place = lent()
-        self.group = make(*place) if place else None
+        place = find_cgroup_parent()
+        self.group = make_cgroup(*place) if place else None
         """The cgroup that bounds what programs hold; None where the system lends none."""
         passed = [self.group.members, self.group.events] if self.group else []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._log = os.memfd_create("log")
-        seen = view().plain() if backend == "unshare" else None
+        seen = file_view().as_dict() if backend == "unshare" else None
         told = memory_file(payload({"control": theirs.fileno(), "proc": proc, "view": seen, "group": passed}))
         try:
             self.process = subprocess.Popen(
@@ -81,29 +74,29 @@ class Worker:
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
-        self.control.settimeout(START)
+        self.control.settimeout(_START_SECONDS)
         try:
-            message = json.loads(self.control.recv(CHUNK) or b"{}")
+            message = json.loads(self.control.recv(_CHUNK) or b"{}")
         except TimeoutError:
-            message = {"failed": f"it did not start within {START:g} s"}
+            message = {"failed": f"it did not start within {_START_SECONDS:g} s"}
         except OSError:
             message = {}
         if "ready" not in message:
-            log = os.pread(self._log, CHUNK, 0).decode(errors="replace").strip()
+            log = os.pread(self._log, _CHUNK, 0).decode(errors="replace").strip()
             self.close()
             raise SandboxUnavailable(message.get("failed") or (log.splitlines() or ["it ended at once"])[-1])
         if self.group and not message["grouped"]:
             self.group.close()
             self.group = None
 
-    def run(self, job: Job) -> SandboxResult:
+    def run(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
         with Input(job.stdin) as stdin, Pipe() as out, Pipe() as err:
             running = self.start(job, stdin, out, err, capture=(out, err))
             collect(running)
         return running.result()
 
-    def start(self, job: Job, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "Running":
+    def start(self, job: SandboxJob, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "RunningProgram":
         """Start a program; the last one must have ended. What it writes to the pipes in `capture` is for `collect` to read."""
         id = os.urandom(8).hex()  # the program can find it, and a number would tell how many there were before
         code = memory_file(encode(job.code))
@@ -111,7 +104,7 @@ class Worker:
         files = array.array("i", [code, stdin, out.writer, err.writer])
         try:
             if self.group:
-                self.group.bound(job.limits)
+                self.group.set_limit(job.limits)
             self.control.settimeout(GRACE)
             self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         except OSError as error:
@@ -120,7 +113,7 @@ class Worker:
             os.close(code)
         for pipe in capture:
             pipe.close_writer()
-        return Running(worker=self, id=id, job=job, streams={pipe.reader: bytearray() for pipe in capture})
+        return RunningProgram(worker=self, id=id, job=job, streams={pipe.reader: bytearray() for pipe in capture})
 
     def close(self) -> None:
         """End the interpreter inside and all it holds; wait until they have gone. A second call does nothing."""
@@ -130,7 +123,7 @@ class Worker:
             self.control.shutdown(socket.SHUT_RDWR)  # it leaves when it sees this, even if a forked process has the socket too
         self.control.close()
         try:
-            self.process.wait(FAREWELL)
+            self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
         os.close(self._log)
@@ -142,9 +135,9 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
-            self.process.wait(FAREWELL)
+            self.process.wait(_EXIT_SECONDS)
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "SandboxWorker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -152,12 +145,12 @@ class Worker:
 
 
 @dataclass(kw_only=True)
-class Running:
+class RunningProgram:
     """A program under way: what it wrote so far, by file, and how it ended."""
 
-    worker: Worker
+    worker: SandboxWorker
     id: str
-    job: Job
+    job: SandboxJob
     streams: dict[int, bytearray]
     overflowed: bool = False
     report: dict[str, Any] | None = None
@@ -165,7 +158,7 @@ class Running:
     def note(self) -> None:
         """A message from inside."""
         try:
-            text = self.worker.control.recv(CHUNK)
+            text = self.worker.control.recv(_CHUNK)
         except OSError:
             text = b""
         if not text:
@@ -177,7 +170,7 @@ class Running:
 
     def read(self, file: int) -> bool:
         """Take what is there; False at the end of the stream. Beyond the limit the program is ended, and the rest ignored."""
-        data = os.read(file, CHUNK)
+        data = os.read(file, _CHUNK)
         kept = self.streams[file]
         if len(kept) <= self.job.limits.output:
             kept += data
@@ -192,12 +185,12 @@ class Running:
     def result(self) -> SandboxResult:
         """Once it has ended."""
         assert self.report is not None
-        status: Status = "output" if self.overflowed else self.report["status"]
+        status: SandboxStatus = "output" if self.overflowed else self.report["status"]
         texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
         return SandboxResult(status, texts[0] if len(texts) > 1 else "", texts[-1], self.report["seconds"])
 
 
-def collect(*programs: Running) -> None:
+def collect(*programs: RunningProgram) -> None:
     """Read until every program has ended and all that it wrote has been read.
 
     By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process that
@@ -223,7 +216,9 @@ def collect(*programs: Running) -> None:
                 selector.unregister(key.fd)
 
 
-def run_connected(workers: tuple[Worker, Worker], first: Job, second: Job) -> tuple[SandboxResult, SandboxResult]:
+def run_connected(
+    workers: tuple[SandboxWorker, SandboxWorker], first: SandboxJob, second: SandboxJob
+) -> tuple[SandboxResult, SandboxResult]:
     """Run two programs side by side, each reading what the other writes; their own `stdin` is not used."""
     with Pipe() as there, Pipe() as back, Pipe() as err_first, Pipe() as err_second:
         pair = (
@@ -237,24 +232,24 @@ def run_connected(workers: tuple[Worker, Worker], first: Job, second: Job) -> tu
 
 
 @cache
-def tried(backend: str) -> tuple[str, str]:
+def _probe(backend: str) -> tuple[str, str]:
     """What an empty program shows: why a backend does not work here, or ""; and what bounds the memory of all processes."""
     try:
-        with Worker(backend) as worker:
-            worker.run(Job(code=""))
-            return "", CGROUP if worker.group else LOOK
+        with SandboxWorker(backend) as worker:
+            worker.run(SandboxJob(code=""))
+            return "", CGROUP if worker.group else POLLING
     except (SandboxUnavailable, WorkerLost, OSError) as error:
         return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: "), ""
 
 
 def why_not(backend: str) -> str:
     """Why a backend does not work here; "" where it does."""
-    return tried(backend)[0]
+    return _probe(backend)[0]
 
 
 def memory_bound(backend: str) -> str:
     """What bounds the memory of all processes of a program together, behind a backend that works."""
-    return tried(backend)[1]
+    return _probe(backend)[1]
 
 
 def available_backend(backend: str | None = None) -> str:

@@ -13,52 +13,52 @@ from collections.abc import Sequence
 from corral.task.sandbox.inside import kernel
 from corral.task.sandbox.inside.syscalls import ARCHITECTURES, allowed_numbers
 
-ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 """What becomes of a call: allowed, the process killed, refused with the error number added."""
 
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-FARTHEST = 255
+_FARTHEST = 255
 """How many instructions a conditional jump can skip."""
 
-NAMESPACES, SIBLING = 0x7E020000, 0x00008000
+_NAMESPACES, _SIBLING = 0x7E020000, 0x00008000
 """Flags of `clone`: a new mount, cgroup, uts, ipc, user, pid or net namespace; a child of the parent, whose memory would not be
 found below this process."""
-SHARED, ANONYMOUS, HUGE = 0x01, 0x20, 0x40000
+_SHARED, _ANONYMOUS, _HUGE = 0x01, 0x20, 0x40000
 """Flags of `mmap`. Anonymous memory that is shared belongs to no process, and huge pages are missing from what one holds."""
 
-UNIX = 1
-SEND_FLAGS = (0, 0x40, 0x4000, 0x4040)
+_UNIX = 1
+_SEND_FLAGS = (0, 0x40, 0x4000, 0x4040)
 """sendto: without waiting, without a signal. Out-of-band data are of no use to anyone, and had bugs in the kernel."""
-FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
+_FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """fcntl: duplicate, close on exec, flags, locks of ranges, the size of a pipe. No leases, which make whoever opens the file
 wait, the trainer included; no larger pipes."""
-MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
+_MEMORY_ADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 102, 103)
 """madvise: how it will be used, that it is free, large pages, dumps, guards. Not to swap it out: it would not be counted."""
-TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+_TERMINAL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """ioctl: is it a terminal, its group and size, bytes to read, non-blocking, close on exec or not."""
-NAME_REQUESTS = (1, 2, 3, 15, 16)
+_NAME_REQUESTS = (1, 2, 3, 15, 16)
 """prctl: the signal at the parent's end, is memory hidden, the thread's name."""
 
-ONLY: dict[str, tuple[int, Sequence[int]]] = {
-    "socketpair": (0, (UNIX,)),
-    "sendto": (3, SEND_FLAGS),
-    "fcntl": (1, FILE_COMMANDS),
-    "madvise": (2, MEMORY_ADVICE),
-    "ioctl": (1, TERMINAL_REQUESTS),
-    "prctl": (0, NAME_REQUESTS),
+ALLOWED_VALUES: dict[str, tuple[int, Sequence[int]]] = {
+    "socketpair": (0, (_UNIX,)),
+    "sendto": (3, _SEND_FLAGS),
+    "fcntl": (1, _FILE_COMMANDS),
+    "madvise": (2, _MEMORY_ADVICE),
+    "ioctl": (1, _TERMINAL_REQUESTS),
+    "prctl": (0, _NAME_REQUESTS),
     "prlimit64": (0, (0,)),  # one's own limits, not those of the process that watches
 }
 """Calls allowed for some values of one argument only: which argument, which values."""
 
-NEVER: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
-    "clone": (0, [[NAMESPACES | SIBLING]]),
-    "mmap": (3, [[HUGE], [SHARED, ANONYMOUS]]),
+REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
+    "clone": (0, [[_NAMESPACES | _SIBLING]]),
+    "mmap": (3, [[_HUGE], [_SHARED, _ANONYMOUS]]),
 }
 """Calls refused for some flags: which argument, and lists of masks; a list refuses what has a bit of each of its masks."""
 
 
-def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     """One instruction; jumps count the instructions that are skipped."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
@@ -66,34 +66,34 @@ def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> b
 def build(machine: str) -> bytes:
     """The filter for one architecture, as the kernel takes it."""
     bodies = {number: _body(name) for name, number in allowed_numbers(machine).items()}
-    missing = [instruction(_RETURN, REFUSE | errno.ENOSYS)]
+    missing = [_instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     starts: list[tuple[int, list[bytes]]] = []  # numbers from here on, up to the next start, have this body
     for number in range(max(bodies) + 2):  # beyond the last one all are missing, those of x32 among them
         body = bodies.get(number, missing)
         if not starts or starts[-1][1] != body:
             starts.append((number, body))
     head = [
-        instruction(_LOAD, _ARCHITECTURE),
-        instruction(_EQUAL, ARCHITECTURES[machine], 1, 0),
-        instruction(_RETURN, KILL),
-        instruction(_LOAD, _NUMBER),
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_EQUAL, ARCHITECTURES[machine], 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER),
     ]
     return b"".join([*head, *_search(starts)])
 
 
 def _body(name: str) -> list[bytes]:
     """What is done with one call."""
-    allow, refuse = instruction(_RETURN, ALLOW), instruction(_RETURN, REFUSE | errno.EPERM)
-    if name in NEVER:
-        index, lists = NEVER[name]
-        tests = [[instruction(_ANY_BIT, mask, 0, len(masks) - at) for at, mask in enumerate(masks)] for masks in lists]
+    allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _REFUSE | errno.EPERM)
+    if name in REFUSED_FLAGS:
+        index, lists = REFUSED_FLAGS[name]
+        tests = [[_instruction(_ANY_BIT, mask, 0, len(masks) - at) for at, mask in enumerate(masks)] for masks in lists]
         body, last = [line for test in tests for line in (*test, refuse)], allow
-    elif name in ONLY:
-        index, values = ONLY[name]
-        body, last = [line for value in values for line in (instruction(_EQUAL, value, 0, 1), allow)], refuse
+    elif name in ALLOWED_VALUES:
+        index, values = ALLOWED_VALUES[name]
+        body, last = [line for value in values for line in (_instruction(_EQUAL, value, 0, 1), allow)], refuse
     else:
         return [allow]
-    return [instruction(_LOAD, _ARGUMENTS + 8 * index), *body, last]  # the low half: the kernel reads no more of these
+    return [_instruction(_LOAD, _ARGUMENTS + 8 * index), *body, last]  # the low half: the kernel reads no more of these
 
 
 def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
@@ -102,9 +102,9 @@ def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
         return starts[0][1]
     middle = len(starts) // 2
     low, high = _search(starts[:middle]), _search(starts[middle:])
-    if len(low) <= FARTHEST:
-        return [instruction(_AT_LEAST, starts[middle][0], len(low), 0), *low, *high]
-    return [instruction(_AT_LEAST, starts[middle][0], 0, 1), instruction(_JUMP, len(low)), *low, *high]
+    if len(low) <= _FARTHEST:
+        return [_instruction(_AT_LEAST, starts[middle][0], len(low), 0), *low, *high]
+    return [_instruction(_AT_LEAST, starts[middle][0], 0, 1), _instruction(_JUMP, len(low)), *low, *high]
 
 
 class Filter:

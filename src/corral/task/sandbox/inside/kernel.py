@@ -6,9 +6,9 @@ import os
 import struct
 
 MACHINE = os.uname().machine
-NUMBERS = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
-NUMBER = {
-    **NUMBERS.get(MACHINE, {}),  # those below have one number everywhere
+_NUMBERS_BY_MACHINE = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
+_NUMBERS = {
+    **_NUMBERS_BY_MACHINE.get(MACHINE, {}),  # those below have one number everywhere
     "open_tree": 428, "move_mount": 429, "close_range": 436, "mount_setattr": 442,
 }  # fmt: skip
 
@@ -28,14 +28,14 @@ _PR_SET_DEATH_SIGNAL, _PR_SET_DUMPABLE, _PR_NO_NEW_PRIVILEGES, _PR_AMBIENT, _PR_
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
-def call(name: str, *arguments: int | bytes) -> int:
+def _syscall(name: str, *arguments: int | bytes) -> int:
     """One system call by name; OSError with its name where it fails."""
-    number = NUMBER[name]
+    number = _NUMBERS[name]
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    return _checked(name, _libc.syscall(ctypes.c_long(number), *wide))
+    return _check(name, _libc.syscall(ctypes.c_long(number), *wide))
 
 
-def _checked(name: str, result: int) -> int:
+def _check(name: str, result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -45,12 +45,12 @@ def _checked(name: str, result: int) -> int:
 def prctl(option: int, *arguments: int) -> int:
     """prctl(2), with unused arguments 0."""
     padded = [*arguments, 0, 0, 0, 0][:4]
-    return _checked(f"prctl {option}", _libc.prctl(option, *[ctypes.c_ulong(value) for value in padded]))
+    return _check(f"prctl {option}", _libc.prctl(option, *[ctypes.c_ulong(value) for value in padded]))
 
 
 def unshare(flags: int) -> None:
     """Leave the namespaces named by `flags` for new ones."""
-    _checked("unshare", _libc.unshare(flags))
+    _check("unshare", _libc.unshare(flags))
 
 
 _stack = ctypes.create_string_buffer(1 << 14)
@@ -68,14 +68,14 @@ def first_process() -> int:
     before = _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)  # it gets a copy of our handlers
     try:
         flags = ctypes.c_int(_SHARE_MEMORY | _SHARE_FILES | NEW_PIDS | _signal.SIGCHLD)
-        return _checked("clone", _libc.clone(_libc.pause, _top, flags, None))
+        return _check("clone", _libc.clone(_libc.pause, _top, flags, None))
     finally:
         _signal.signal(_signal.SIGCHLD, before)
 
 
 def children_go_to(process: int) -> None:
     """Let the next children be born in the process namespace of `process`, an open pidfd; it is this one's or below it."""
-    _checked("setns", _libc.setns(process, NEW_PIDS))
+    _check("setns", _libc.setns(process, NEW_PIDS))
 
 
 def fork() -> int:
@@ -84,7 +84,7 @@ def fork() -> int:
     Its hooks give every module that has one a chance to reset locks and generators, which takes as long as a small program. A
     process with one thread holds no locks that anyone else would free.
     """
-    return _checked("fork", _libc.fork())
+    return _check("fork", _libc.fork())
 
 
 def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
@@ -120,40 +120,40 @@ def read_at(folder: int, path: str) -> str:
     return text.decode()
 
 
-def detached(path: str, flags: int) -> int:
+def clone_mount(path: str, flags: int) -> int:
     """A bind mount of `path` and all below it, with `flags` throughout, that is not attached anywhere yet."""
-    tree = call("open_tree", _AT_CWD, os.fsencode(path), _CLONE_TREE | _CLOSE_ON_EXEC | _AT_RECURSIVE)
-    restrict(tree, flags)
+    tree = _syscall("open_tree", _AT_CWD, os.fsencode(path), _CLONE_TREE | _CLOSE_ON_EXEC | _AT_RECURSIVE)
+    restrict_mount(tree, flags)
     return tree
 
 
-def restrict(mount: int, flags: int) -> None:
+def restrict_mount(mount: int, flags: int) -> None:
     """Add `flags` to a mount and all mounts below it."""
     attributes = struct.pack("=QQQQ", flags, 0, 0, 0)
-    call("mount_setattr", mount, b"", _AT_EMPTY_PATH | _AT_RECURSIVE, attributes, len(attributes))
+    _syscall("mount_setattr", mount, b"", _AT_EMPTY_PATH | _AT_RECURSIVE, attributes, len(attributes))
 
 
-def attach(mount: int, path: str) -> None:
+def attach_mount(mount: int, path: str) -> None:
     """Put a detached mount at `path`."""
-    call("move_mount", mount, b"", _AT_CWD, os.fsencode(path), _MOVE_FROM_EMPTY_PATH)
+    _syscall("move_mount", mount, b"", _AT_CWD, os.fsencode(path), _MOVE_FROM_EMPTY_PATH)
     os.close(mount)
 
 
 def mount_memory(path: str, flags: int, options: str) -> None:
     """A file system in memory at `path`."""
-    _checked("mount tmpfs", _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()))
+    _check("mount tmpfs", _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()))
 
 
 def keep_mounts_private() -> None:
     """What is mounted here no longer reaches the outside."""
-    _checked("mount", _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None))
+    _check("mount", _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None))
 
 
 def enter_root(path: str) -> None:
     """Make `path`, a mount point, the root, and let go of the old one."""
     os.chdir(path)
-    call("pivot_root", b".", b".")
-    _checked("umount", _libc.umount2(b".", _DETACH))
+    _syscall("pivot_root", b".", b".")
+    _check("umount", _libc.umount2(b".", _DETACH))
     os.chdir("/")
 
 
@@ -163,7 +163,7 @@ _CAPABILITIES = struct.pack("=II", 0x20080522, 0), bytes(24)
 
 def drop_capabilities() -> None:
     """Give up every capability: without new privileges, nothing that is executed later can bring one back."""
-    call("capset", *_CAPABILITIES)
+    _syscall("capset", *_CAPABILITIES)
 
 
 def keep_no_capabilities() -> None:
@@ -190,4 +190,4 @@ def die_with_parent() -> None:
 
 def close_files_from(first: int) -> None:
     """Close every open file from `first` on."""
-    call("close_range", first, 0xFFFFFFFF, 0)
+    _syscall("close_range", first, 0xFFFFFFFF, 0)

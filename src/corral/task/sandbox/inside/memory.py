@@ -5,7 +5,7 @@ import os
 
 from corral.task.sandbox.inside import kernel
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Memory:
@@ -13,7 +13,7 @@ class Memory:
 
     def __init__(self, proc: int, events: int | None) -> None:
         self.proc, self.events = proc, events
-        self.baseline = self._pages("self")[0] * PAGE
+        self.baseline = self._pages("self")[0] * _PAGE
         """Address space of this process, which every program starts with."""
         self._shared = self._private("self")  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()
@@ -34,7 +34,7 @@ class Memory:
             except OSError:  # it has ended meanwhile
                 continue
         sockets = self._read("self/net/unix").count("\n") - 1  # those of this network namespace, below a line of titles
-        return total * PAGE + sockets * self._socket
+        return total * _PAGE + sockets * self._socket
 
     def ran_out(self) -> bool:
         """Whether the kernel has killed for want of memory since the last question: in the cgroup, or anywhere without one."""

@@ -19,12 +19,12 @@ from corral.task.sandbox.inside import filter, kernel
 OUT_OF_MEMORY = signal.SIGRTMAX
 """How a program that ended by a MemoryError goes: a signal that nothing else sends. Whoever forges it only loses."""
 
-SPARE = 16 << 20
+_SPARE = 16 << 20
 """Address space that is kept back for saying that memory has run out."""
 
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
 
-NAME = "<program>"
+_NAME = "<program>"
 
 # Kept from before the program ran: what it puts in their place is its own affair.
 _exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, resource.getrlimit, resource.RLIMIT_AS
@@ -41,7 +41,7 @@ def warm_up() -> None:
     _open_stream("stdin", 0, "r", "surrogateescape")
     _open_stream("stdout", 1, "w", "surrogateescape")
     _open_stream("stderr", 2, "w", "backslashreplace", line_buffering=True)
-    exec(compile("", NAME, "exec", dont_inherit=True), {})
+    exec(compile("", _NAME, "exec", dont_inherit=True), {})
 
 
 def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering: bool = False) -> None:
@@ -52,21 +52,21 @@ def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering:
         setattr(sys, attribute, stream)
 
 
-class Plan:
+class LaunchPlan:
     """All of a program's surroundings that can be worked out before the fork, where it costs no copies of memory pages."""
 
     def __init__(self, limits: dict[str, Any], address_space: int) -> None:
         memory = int(limits["memory_mb"]) << 20
         folder = min(limits["folder_size"], memory)
         self.timeout = limits["timeout"]
-        self.memory = memory + SPARE
+        self.memory = memory + _SPARE
         """What all processes together may hold."""
         self.folder = f"size={folder},nr_inodes={limits['folder_files']},mode=700"
         cpu, address_space = math.ceil(self.timeout) + 1, address_space + memory
         self.limits = [
             _at_most(kind, soft, hard)
             for kind, soft, hard in (
-                (resource.RLIMIT_AS, address_space, address_space + SPARE),
+                (resource.RLIMIT_AS, address_space, address_space + _SPARE),
                 (resource.RLIMIT_CPU, cpu, cpu + 1),
                 (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
                 (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
@@ -87,7 +87,7 @@ def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
     return kind, (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
 
 
-def prepare(plan: Plan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
+def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
     """A temporary folder, limits, files 0 to 2 and no other, no powers, the filter; returns the program's text."""
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     kernel.unshare(kernel.NEW_MOUNTS)
@@ -120,17 +120,17 @@ def run(source: bytes) -> None:
         del sys.modules[name]  # of no use to a program, and not what it would get elsewhere
     code = 0
     try:
-        exec(compile(source, NAME, "exec", dont_inherit=True), main.__dict__)
+        exec(compile(source, _NAME, "exec", dont_inherit=True), main.__dict__)
     except MemoryError as error:
         code = _out_of_memory(error, main)
     except OSError as error:
-        code = _out_of_memory(error, main) if error.errno == errno.ENOMEM else _failed(error)
+        code = _out_of_memory(error, main) if error.errno == errno.ENOMEM else _report_failure(error)
     except BaseException as error:
-        code = _failed(error)
+        code = _report_failure(error)
     _exit(_finish(main) or code)
 
 
-def _failed(error: BaseException) -> int:
+def _report_failure(error: BaseException) -> int:
     """Report an exception as the interpreter does; the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
@@ -171,7 +171,7 @@ def _finish(main: types.ModuleType) -> int:
         try:
             step()
         except BaseException as error:
-            _failed(error)
+            _report_failure(error)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

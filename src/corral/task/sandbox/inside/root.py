@@ -6,16 +6,16 @@ from typing import Any
 
 from corral.task.sandbox.inside import kernel
 
-NOBODY = 65534
+_NOBODY = 65534
 """Who programs run as: the user that owns nothing."""
 
 HOST = "sandbox"
 """The machine's name inside."""
 
-ALL = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOSTNAME | kernel.NEW_CGROUP
+_ALL_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOSTNAME | kernel.NEW_CGROUP
 
 
-def leave(view: dict[str, list[Any]], proc: int) -> None:
+def leave_host(view: dict[str, list[Any]], proc: int) -> None:
     """Go where nothing of the outside is left but its processes: new namespaces, a new root.
 
     Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
@@ -29,67 +29,67 @@ def leave(view: dict[str, list[Any]], proc: int) -> None:
     with_power = os.geteuid() == 0
     if with_power:
         try:
-            kernel.unshare(ALL)
+            kernel.unshare(_ALL_NAMESPACES)
         except PermissionError:
             with_power = False
     if not with_power:
-        become_nobody()
+        _become_nobody()
         uid, gid = os.geteuid(), os.getegid()
-        kernel.unshare(ALL | kernel.NEW_USER)
+        kernel.unshare(_ALL_NAMESPACES | kernel.NEW_USER)
         kernel.map_user(proc, uid, uid, gid)
     _socket.sethostname(HOST)
-    build(view)
+    _mount_root(view)
     if not with_power:
         kernel.keep_no_capabilities()
         kernel.drop_capabilities()
 
 
-def build(view: dict[str, list[Any]]) -> None:
+def _mount_root(view: dict[str, list[Any]]) -> None:
     """Mount what stays visible under a new root, and make that the root."""
     kernel.keep_mounts_private()
     quiet = kernel.READ_ONLY | kernel.NO_SETUID
-    trees = [(path, kernel.detached(path, quiet | kernel.NO_DEVICES)) for path in view["paths"]]
-    trees += [(path, kernel.detached(path, quiet | kernel.NO_EXEC)) for path in view["devices"]]
+    trees = [(path, kernel.clone_mount(path, quiet | kernel.NO_DEVICES)) for path in view["paths"]]
+    trees += [(path, kernel.clone_mount(path, quiet | kernel.NO_EXEC)) for path in view["devices"]]
     base = "/tmp"  # everything has been picked up before this covers it
     kernel.mount_memory(base, kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755,size=1m,nr_inodes=1k")
     for target, link in view["links"]:
         os.makedirs(os.path.dirname(base + link), exist_ok=True)
         os.symlink(target, base + link)
     for path, tree in trees:
-        make_mount_point(base + path, os.stat(tree).st_mode & 0o170000 == 0o040000)
-        kernel.attach(tree, base + path)
+        _make_mount_point(base + path, os.stat(tree).st_mode & 0o170000 == 0o040000)
+        kernel.attach_mount(tree, base + path)
     for path in view["hidden"]:
         kernel.mount_memory(base + path, quiet | kernel.NO_DEVICES | kernel.NO_EXEC, "mode=755,size=4k,nr_inodes=2")
     os.mkdir(base + "/tmp")
     kernel.enter_root(base)
-    make_read_only()
+    _make_read_only()
 
 
-def make_read_only() -> None:
+def _make_read_only() -> None:
     """Everything that is mounted, devices too: they can still be written to, and their nodes not be changed."""
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    kernel.restrict(root, kernel.READ_ONLY | kernel.NO_SETUID)
+    kernel.restrict_mount(root, kernel.READ_ONLY | kernel.NO_SETUID)
     os.close(root)
 
 
-def make_mount_point(path: str, folder: bool) -> None:
+def _make_mount_point(path: str, folder: bool) -> None:
     """An empty folder or file to mount on, where there is none yet."""
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
     if not folder and not os.path.lexists(path):
         os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o444))
 
 
-def become_nobody() -> None:
+def _become_nobody() -> None:
     """Root gives up being root; for everyone else nothing changes. Then nothing gives privileges back."""
     if os.geteuid() == 0:
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     kernel.forbid_new_privileges()
     kernel.hide_memory(False)  # a change of user hides /proc/self, where the next namespace's users are written
 
 
-def settle(proc: int) -> None:
+def enter_user_namespace(proc: int) -> None:
     """Become the first process of a namespace in which there is one user, nobody, and may fit programs out.
 
     The mounts made so far are locked there, read-only as they are. Processes are counted there, whoever else is nobody outside.
@@ -98,11 +98,11 @@ def settle(proc: int) -> None:
     Args:
         proc: an open folder /proc.
     """
-    become_nobody()
+    _become_nobody()
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.NEW_USER | kernel.NEW_PIDS | kernel.NEW_MOUNTS)
-    kernel.map_user(proc, NOBODY, uid, gid)
-    make_read_only()  # bubblewrap can have a device in use or read-only, not both
+    kernel.map_user(proc, _NOBODY, uid, gid)
+    _make_read_only()  # bubblewrap can have a device in use or read-only, not both
     kernel.keep_no_capabilities()
     kernel.write_at(proc, "self/oom_score_adj", "500")  # where memory runs out, one of us goes, and programs before this
     if child := os.fork():

@@ -22,14 +22,14 @@ from typing import Any, TypedDict
 from corral.task.sandbox.inside import filter, kernel, program, root
 from corral.task.sandbox.inside.memory import Memory
 
-COMMON = "bisect collections copy functools heapq itertools math operator random re string typing"
+_COMMON_MODULES = "bisect collections copy functools heapq itertools math operator random re string typing"
 """Modules that programs ask for most: they find them loaded."""
 
-TICK = 0.02
+_TICK = 0.02
 """Seconds between two looks at the memory of the program."""
 
 
-class Config(TypedDict):
+class _ZygoteConfig(TypedDict):
     """What the outside says at the start; numbers are of open files."""
 
     control: int
@@ -42,33 +42,33 @@ class Config(TypedDict):
     """Members and events of the cgroup to enter; empty where there is none."""
 
 
-def main(config: Config) -> None:
+def main(config: _ZygoteConfig) -> None:
     """Leave the outside, say so, and serve until the other end of the socket closes."""
     control = _socket.socket(fileno=config["control"])
-    events = join(*config["group"]) if config["group"] else None
-    for name in COMMON.split():
+    events = _join_cgroup(*config["group"]) if config["group"] else None
+    for name in _COMMON_MODULES.split():
         importlib.import_module(name)
     site.setquit()  # exit() and quit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # first processes have copies of our handlers, and must have none
     try:
         if config["view"] is not None:
-            root.leave(config["view"], config["proc"])
-        root.settle(config["proc"])
-        zygote = Zygote(control, Memory(config["proc"], events))
+            root.leave_host(config["view"], config["proc"])
+        root.enter_user_namespace(config["proc"])
+        zygote = _Zygote(control, Memory(config["proc"], events))
     except (OSError, ValueError) as error:
-        send(control, {"failed": str(error)})
+        _send(control, {"failed": str(error)})
         os._exit(1)
     os.environ.clear()
     os.environ.update(program.ENVIRONMENT)
     program.warm_up()
     gc.collect()
     gc.freeze()
-    send(control, {"ready": True, "grouped": events is not None})
+    _send(control, {"ready": True, "grouped": events is not None})
     zygote.serve()
     os._exit(0)
 
 
-def join(members: int, events: int) -> int | None:
+def _join_cgroup(members: int, events: int) -> int | None:
     """Enter the cgroup whose list of members is open for writing; its events, or None where the kernel does not let us in."""
     try:
         os.write(members, b"0")
@@ -77,7 +77,7 @@ def join(members: int, events: int) -> int | None:
     return events
 
 
-def send(control: _socket.socket, message: dict[str, object]) -> None:
+def _send(control: _socket.socket, message: dict[str, object]) -> None:
     """One message to the outside, which may have gone."""
     try:
         control.send(json.dumps(message).encode())
@@ -85,7 +85,7 @@ def send(control: _socket.socket, message: dict[str, object]) -> None:
         os._exit(0)
 
 
-class Zygote:
+class _Zygote:
     """Starts, watches and ends programs as told, one after the other."""
 
     def __init__(self, control: _socket.socket, memory: Memory) -> None:
@@ -105,7 +105,7 @@ class Zygote:
             if order is None:
                 return
             if "run" in order:  # a late order to end a program that has ended needs nothing
-                send(self.control, {"done": order["run"], **self.run(order, files)})
+                _send(self.control, {"done": order["run"], **self.run(order, files)})
 
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         """An order and the files that come with it; None when the other end has closed."""
@@ -120,23 +120,23 @@ class Zygote:
         started, child, handles = time.monotonic(), 0, []
         self.first = 0
         try:
-            plan = program.Plan(order["limits"], self.memory.baseline)
+            plan = program.LaunchPlan(order["limits"], self.memory.baseline)
             kernel.children_go_to(self.home)
             self.first = kernel.first_process()
             handles.append(os.pidfd_open(self.first))
             kernel.children_go_to(handles[0])
             child = self.fork(plan, files)
             handles.append(os.pidfd_open(child))
-            close(files)  # the program has them
+            _close(files)  # the program has them
             reason = self.watch(handles[1], order["run"], started, plan)
         except OSError as error:  # no more processes or namespaces for this user
             return {"status": "failed", "why": str(error), "seconds": 0.0}
         finally:
-            statuses = end(self.first)
-            close(files + handles)
+            statuses = _end(self.first)
+            _close(files + handles)
         return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
 
-    def fork(self, plan: program.Plan, files: list[int]) -> int:
+    def fork(self, plan: program.LaunchPlan, files: list[int]) -> int:
         """Start the program; its number."""
         random.seed()  # else all programs would draw the same numbers
         if child := kernel.fork():
@@ -153,14 +153,14 @@ class Zygote:
         finally:
             leave(1)  # whatever happens in there, the way back here is closed
 
-    def watch(self, handle: int, id: str, started: float, plan: program.Plan) -> str:
+    def watch(self, handle: int, id: str, started: float, plan: program.LaunchPlan) -> str:
         """Wait for the program's end, "", or for a reason to end it."""
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)
         waiting.register(self.control, select.POLLIN)
         deadline = started + plan.timeout
         while True:
-            patience = min(TICK, deadline - time.monotonic())
+            patience = min(_TICK, deadline - time.monotonic())
             ready = [file for file, _ in waiting.poll(1000 * max(0.001, patience))]
             if handle in ready:
                 return ""
@@ -171,7 +171,7 @@ class Zygote:
             now = time.monotonic()
             if now > deadline:
                 return "timeout"
-            if now > started + TICK and (self.memory.used() > plan.memory or self.memory.group_ran_out()):
+            if now > started + _TICK and (self.memory.used() > plan.memory or self.memory.group_ran_out()):
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
@@ -191,7 +191,7 @@ class Zygote:
         return {"status": "timeout" if code == -signal.SIGXCPU else "error"}
 
 
-def end(first: int) -> dict[int, int]:
+def _end(first: int) -> dict[int, int]:
     """Kill a first process, and with it, by the kernel, all that is left inside; the wait status of every child of ours."""
     statuses: dict[int, int] = {}
     if first:
@@ -204,7 +204,7 @@ def end(first: int) -> dict[int, int]:
         statuses[pid] = status
 
 
-def close(files: list[int]) -> None:
+def _close(files: list[int]) -> None:
     """Close each of them, and forget them."""
     while files:
         os.close(files.pop())

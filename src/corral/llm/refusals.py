@@ -1,0 +1,179 @@
+"""What CorralConfig refuses: settings of TRL that mean something else here, and samplers of a policy that is not trained.
+
+Ratios and gradients are of softmax(logits / temperature). Whatever else reshapes the probabilities that tokens are drawn with
+makes the completions another policy's. Each function yields one sentence per refusal; the first is raised.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import trl
+from packaging.version import Version
+from transformers import GenerationConfig
+from trl import GRPOConfig
+
+from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
+from corral.objective import objective_names
+
+if TYPE_CHECKING:
+    from corral.llm.config import CorralConfig, Sampler
+
+_TRUNCATIONS = ("top_p", "top_k", "min_p")
+"""Cut unlikely tokens off and scale the others up: the ratio of two policies is then off by the mass that each kept."""
+
+_HARMLESS = (
+    "max_new_tokens", "max_tokens", "max_length", "max_time",
+    "stop", "stop_strings", "stop_token_ids", "include_stop_str_in_output", "eos_token_id", "pad_token_id", "bos_token_id",
+    "seed", "use_cache", "cache_implementation", "cache_config", "prefill_chunk_size",
+    "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+"""`generation_kwargs` of transformers and vLLM that change no token's probability."""
+
+_NEUTRAL = {
+    "do_sample": True, "num_beams": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
+    "typical_p": 1, "guidance_scale": 1,
+}  # fmt: skip
+"""Others that change none at one value."""
+
+_ELSEWHERE = (*_TRUNCATIONS, "logprobs")
+"""Others yet, with a sentence of their own where they are wrong."""
+
+_OF_MODELS = (
+    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "guidance_scale",
+    "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "watermarking_config", "dola_layers", "penalty_alpha",
+)  # fmt: skip
+"""What changes probabilities from a model's own generation_config: of its settings, TRL overrides temperature, truncations and
+repetition penalty, and transformers follows the others."""
+
+_WHY = "completions must be drawn from the policy that is trained, or its ratios and gradient are of another one's tokens"
+
+
+def trl_refusals(config: "CorralConfig") -> Iterator[str]:
+    """What TRL can do and this door cannot, or does elsewhere: nothing is ignored silently."""
+    loss_type, values = config.loss_type, vars(config)
+    if loss_type not in REDUCTIONS:
+        same_name = f" Did you mean objective={loss_type!r}?" if loss_type in objective_names() else ""
+        yield f"`loss_type` chooses the reduction here: auto, {', '.join(REDUCTIONS)}; got {loss_type!r}.{same_name}"
+    elif Version(trl.__version__) < Version(WRONG_BEFORE.get(loss_type, trl.__version__)):
+        yield (
+            f"loss_type={loss_type!r} is averaged over the wrong count by TRL {trl.__version__}. Install TRL "
+            f"{WRONG_BEFORE[loss_type]} or newer, or use grpo, bnpo or dr_grpo."
+        )
+    if loss_type == "dr_grpo" and config.max_completion_length is None:
+        yield "loss_type='dr_grpo' divides by `max_completion_length`, which is None. Give it a number."
+    if config.epsilon != 0.2 or config.epsilon_high is not None:
+        yield (
+            "`epsilon` is the clip range of TRL's own loss. Use objective='ppo_clip' with objective_config={'clip_low': …, "
+            "'clip_high': …}."
+        )
+    if config.delta is not None:
+        yield "`delta` is TRL's dual clip. Use objective='dual_clip' with objective_config={'dual_clip': …}."
+    of_others = [f.name for f in fields(GRPOConfig) if f.name.startswith(("sapo_", "vespo_")) and values[f.name] != f.default]
+    if of_others:
+        yield (
+            f"`{'`, `'.join(of_others)}` set losses of TRL's own. Use objective='sapo' with objective_config="
+            f"{{'tau_positive': …, 'tau_negative': …}}; there is no vespo."
+        )
+    if not config.temperature > 0:
+        yield f"`temperature` divides the logits of the policy that is trained, and must be > 0; got {config.temperature}."
+    if config.importance_sampling_level != "token":
+        yield "`importance_sampling_level` belongs to the objective. Use objective='gspo', or troll with level='sequence'."
+    if config.off_policy_mask_threshold is not None:
+        yield "`off_policy_mask_threshold` is not supported. Use correction='trm', or objective='dppo'."
+    own_scale = config.scale_rewards == "group" and config.multi_objective_aggregation == "sum_then_normalize"
+    if config.advantage is not None and not own_scale:
+        yield (
+            f"advantage={config.advantage!r} takes the place of `scale_rewards` and `multi_objective_aggregation`. Leave "
+            f"those as they are, or `advantage` out."
+        )
+    if config.use_liger_kernel:
+        yield "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off."
+    if "unsloth" in sys.modules:
+        yield "Unsloth rewrites GRPOTrainer's methods, and corral's would never run. Use a process that does not import it."
+
+
+def generation_refusals(config: GRPOConfig, given: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with `repetition_penalty` and the `given` generation_kwargs, whoever samples."""
+    temperature = config.temperature
+    neutral = _NEUTRAL | {"temperature": temperature}
+    changing = [key for key in given if key not in (*_HARMLESS, *_ELSEWHERE) and neutral.get(key) != given[key]]
+    if config.repetition_penalty != 1:
+        yield f"`repetition_penalty` is {config.repetition_penalty}: {_WHY}. Leave it at 1."
+    if "temperature" in changing:
+        yield (
+            f"generation_kwargs has temperature {given['temperature']}, and the trained policy {temperature}: {_WHY}. Use "
+            f"`temperature`, which sets both."
+        )
+    if changing:
+        yield (
+            f"generation_kwargs has `{'`, `'.join(changing)}`, not known to leave every token its probability: {_WHY}. "
+            f"Leave that out. Allowed: {', '.join(_HARMLESS)}."
+        )
+
+
+def model_refusals(generation_config: GenerationConfig | None) -> Iterator[str]:
+    """What is wrong with a model's own settings of generation, where transformers samples."""
+    given = {} if generation_config is None else generation_config.to_diff_dict()
+    for key in _OF_MODELS:
+        if given.get(key) and given[key] != _NEUTRAL.get(key):
+            yield f"the model's generation_config has {key}={given[key]!r}: {_WHY}. Set model.generation_config.{key} = None."
+
+
+def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the anchor, the objective and the correction for this sampler; docs/trl.md has the table."""
+    rollout, reports = config.resolve_anchor() == "rollout", sampler != "transformers"
+    truncated = _renormalises(vars(config) | generation, vllm=sampler == "vllm")
+    corrects = config.use_vllm and config.vllm_importance_sampling_correction
+    # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
+    if rollout and truncated and (reports or config.anchor == "rollout"):
+        yield (
+            "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex "
+            "renormalise them. Switch those off, or use anchor='old'."
+        )
+    if rollout and reports and config.needs_support:
+        yield (
+            f"objective={config.objective!r} needs a support, and the sampler reports its sampled tokens alone, not its "
+            f"top-K. Use anchor='old'."
+        )
+    if rollout and corrects:
+        yield (
+            "with the sampler as the anchor its mismatch is in the ratio already. Set "
+            "vllm_importance_sampling_correction=False, or anchor='old'."
+        )
+    if config.use_vllm and generation.get("logprobs"):
+        yield (
+            "with `logprobs` in generation_kwargs vLLM ranks tokens by likelihood, and TRL takes the first for the "
+            "sampled one. Leave it out."
+        )
+    if "logp_rollout" in config.make_objective().needs and not reports:
+        yield (
+            f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, "
+            f"or a rollout function."
+        )
+    if config.correction is None:
+        return
+    if not reports:
+        yield (
+            f"correction={config.correction!r} needs the sampler's log-probs, and transformers' generation reports none: "
+            f"there the sampler is the trainer's own model, and there is nothing to correct."
+        )
+    if rollout:
+        yield (
+            f"correction={config.correction!r} weighs the old policy against the sampler, and with anchor='rollout' they "
+            f"are one. Use anchor='old'."
+        )
+    if corrects:
+        yield (
+            f"correction={config.correction!r} and TRL's own would both correct the sampler's mismatch. Set "
+            f"vllm_importance_sampling_correction=False."
+        )
+
+
+def _renormalises(settings: dict[str, Any], *, vllm: bool) -> bool:
+    """Whether a sampler with these settings cuts tokens off, so that its log-probs are no longer the policy's."""
+    top_p, top_k, min_p = (settings[key] for key in _TRUNCATIONS)
+    regex = vllm and settings.get("vllm_structured_outputs_regex")  # not every release of TRL has it
+    return (top_p is not None and top_p < 1) or (top_k or 0) > 0 or bool(min_p or regex)

@@ -1,0 +1,186 @@
+"""The trainer of `corral train`: measures held-out success, and writes whole checkpoints into a run folder."""
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from trl.models.utils import unwrap_model_for_generation
+
+from corral.llm.config import steps_per_batch
+from corral.llm.guard import GuardCallback
+from corral.llm.models import base_model
+from corral.llm.problems import Problems, answer
+from corral.llm.rewards import Reward, RewardError
+from corral.llm.settings import Settings
+from corral.llm.tokens import CompletionSample, token_rows
+from corral.llm.trainer import CorralTrainer
+from corral.objective import Objective
+from corral.run.files import RunError, disk_sentence, is_disk_full
+from corral.run.folder import RunFolder
+from corral.run.interrupt import Interruptible
+from corral.run.view import RunView
+from corral.task import text_of
+from corral.types import TokenBatch
+
+
+@dataclass(kw_only=True)
+class Session(Interruptible):
+    """State that the trainer, the callback and `train` share during a run. Only the main process has a folder."""
+
+    settings: Settings
+    problems: Problems
+    held_out: list[str]
+    success: Reward
+    """The task's verifier, which decides success on them."""
+    folder: RunFolder | None
+    guard: GuardCallback
+    view: RunView
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of metrics.jsonl so far."""
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Append a line of metrics, to the folder and to the view."""
+        self.lines.append(line)
+        if self.folder is not None:
+            self.folder.append(line)
+        self.view.line(line)
+
+
+class RunTrainer(CorralTrainer):
+    """CorralTrainer that measures held-out success and whose checkpoints appear in a run folder whole or not at all."""
+
+    processing_class: PreTrainedTokenizerBase
+    max_completion_length: int
+    session: Session
+    _sample: tuple[CompletionSample, Objective] | None = None
+    """For tokens.parquet: completions of the last update of a step, until its line is written."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
+        per_update = self.args.gradient_accumulation_steps
+        return math.lcm(per_update, steps_per_batch(self.args)) // per_update
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.session.guard.loss_is_finite &= bool(loss.isfinite())
+        return loss
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rewards ride along in TRL's buffer of rollouts, for the rows of tokens.parquet."""
+        output = super()._generate_and_score_completions(inputs)
+        assert self._rewards is not None
+        rewards, mine = self._rewards, len(output["completion_ids"])
+        summed = (rewards * self.reward_weights.to(rewards.device)).nansum(-1)
+        output["corral_reward"] = summed[self.accelerator.process_index * mine :][:mine]
+        return output
+
+    def _look(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
+        """In the last update of a step the policy has moved furthest."""
+        last = self.state.global_step % self.updates_per_step == self.updates_per_step - 1
+        if last and self.model.training and self.session.folder is not None:
+            self._sample = CompletionSample.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
+
+    def newest_tokens(self) -> list[dict[str, Any]]:
+        """Rows of tokens.parquet for the step that just ended."""
+        sample, self._sample = self._sample, None
+        update = self.state.global_step
+        about: dict[str, Any] = {"step": update // self.updates_per_step, "update": update}
+        return [] if sample is None else token_rows(*sample, self.processing_class, **about)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """No model card: config.json has it all, and TRL's card is not written atomically."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        assert self.args.output_dir is not None  # build_trainer has set it
+        return os.path.join(self.args.output_dir, ".writing")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder, update = self.session.folder, self.state.global_step
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if folder is not None:
+                # TRL's copy of an adapter, its reference, is made anew on resume; transformers would load nothing but that.
+                shutil.rmtree(Path(self._get_output_dir(trial), f"checkpoint-{update}", "ref"), ignore_errors=True)
+                folder.write_completions()
+                step = update // self.updates_per_step
+                folder.publish(f"checkpoint-{update}", step, self.session.settings.keep_checkpoints)
+            self.accelerator.wait_for_everyone()
+        except Exception as error:  # torch, safetensors and Python have one each for a full disk
+            if folder is not None:
+                folder.drop_unfinished()
+            if isinstance(error, OSError) or is_disk_full(error):
+                place = Path(self._get_output_dir(trial)).parent / f"checkpoint-{update}"
+                raise RunError(disk_sentence(error, place)) from error
+            raise
+
+    def measure(self) -> dict[str, float]:
+        """Success on the held-out problems, sampled at temperature 1 and greedy; the random state is left as it was."""
+        session, process = self.session, self.accelerator
+        mine = session.held_out[process.process_index :: process.num_processes]
+        devices = [process.device] if process.device.type == "cuda" else []
+        training, scores = self.model.training, []
+        self.model.eval()
+        try:
+            with (
+                torch.random.fork_rng(devices=devices),
+                unwrap_model_for_generation(self.model_wrapped, process) as unwrapped,
+            ):
+                model = base_model(unwrapped)  # an adapter sits inside the layers of its base
+                for greedy in (False, True):
+                    torch.manual_seed(session.settings.seed + process.process_index)  # the same draws at every measurement
+                    scores.append(sum(self._scores(model, mine, greedy)))
+        finally:
+            self.model.train(training)
+        total = process.reduce(torch.tensor(scores, device=process.device, dtype=torch.float64), reduction="sum") / len(
+            session.held_out
+        )
+        return dict(zip(("success", "greedy"), total.tolist(), strict=True))
+
+    def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
+        """Rewards of one completion per problem."""
+        session, size = self.session, self.session.settings.eval_batch_size
+        for start in range(0, len(problems), size):
+            batch = problems[start : start + size]
+            ids = session.problems.tokens(batch)
+            texts = answer(model, self.processing_class, ids, self.max_completion_length, greedy=greedy)
+            for text, score in zip(texts, session.success(prompts=batch, completions=texts, problem=batch), strict=True):
+                if score is None:
+                    name = session.problems.task.name
+                    raise RewardError(f"{name}.verify gave None for {text!r}. Success on held-out problems needs a number.")
+                yield score
+
+    def newest_completions(self, count: int) -> list[dict[str, Any]]:
+        """The first completions of the newest rollouts, those of one prompt together."""
+        logs, update = self._logs, self.state.global_step
+        weights = self.reward_weights.tolist()
+        rewards = (_weighted_sum(each, weights) for each in zip(*logs["rewards"].values(), strict=True))
+        columns = zip(logs["prompt"], logs["completion"], rewards, logs["advantages"], strict=False)
+        return [
+            {
+                "step": update // self.updates_per_step,
+                "update": update,
+                "prompt": text_of(prompt),
+                "completion": text_of(completion),
+                "reward": reward,
+                "advantage": advantage,
+            }
+            for (prompt, completion, reward, advantage), _ in zip(columns, range(count), strict=False)
+        ]
+
+
+def _weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
+    """A completion's reward over all functions; NaN where each of them gave none."""
+    judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
+    return sum(judged) if judged else math.nan

@@ -1,0 +1,32 @@
+"""What differs between releases of TRL, and TRL's loss types as corral's reductions."""
+
+import trl
+from packaging.version import Version
+
+from corral.llm import TRL_RANGE
+from corral.objective.reduction import Reduction
+
+REDUCTIONS: dict[str, Reduction] = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",  # of a micro-batch
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "luspo": "seq-mean-token-sum",
+}
+"""TRL's loss types that differ from PPO's clip in nothing but how they average. "auto" takes the first of its kind."""
+
+WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
+"""Reductions that TRL averaged over the wrong count, and the first release that has them right."""
+
+
+def check_trl(version: str) -> None:
+    """Refuse a TRL whose methods may not be the ones that corral overrides."""
+    low, high = TRL_RANGE
+    if not Version(low) <= Version(version) < Version(high):
+        raise ImportError(
+            f"corral.llm: tested with TRL {low} and newer, below {high}; found {version}, which may do something else in the "
+            f"methods that corral builds on. Install a tested one: pip install 'trl>={low},<{high}'."
+        )
+
+
+check_trl(trl.__version__)

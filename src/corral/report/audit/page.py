@@ -1,0 +1,142 @@
+"""The page of an audit: one file that asks the network for nothing. Tokens and names are shown as text, whatever they say."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from corral.audit.summary import Ball, Row, Summary, table_columns
+from corral.audit.words import RULES, number, percent, sentences
+from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
+from corral.report.audit.tokens import completion_heat, render_token
+from corral.report.html import (
+    Safe,
+    document,
+    join,
+    note,
+    page_body,
+    sections,
+    shorten,
+    table,
+    tag,
+    visible,
+    write_document,
+)  # fmt: skip
+
+_VERDICTS = {"rule": "Rule", "share": "Acts on", "right": "…of which outside", "false": "…of which inside", "missed": "Missed"}
+
+_METHOD = """
+The old policy is the one that the completions were sampled from, the new one is compared with it on their tokens, both over the
+whole vocabulary and at the temperature that was sampled with. KL is KL(new‖old) in nats, TV is ½ Σ |p − q|.
+
+Clipping blocks a token when its ratio new/old has left the range in the direction in which its advantage pushes: then it has
+no gradient. That looks at one probability. A rare token doubles its probability while the policy hardly moves, and a likely one
+may lose a fifth of the whole within the range. So a block inside the ball is a false alarm, and a token outside the ball that
+is pushed further out without being blocked is missed.
+
+DPPO masks a token once the total variation is beyond its bound, on the sampled token alone or on the likeliest tokens, and only
+where it is pushed further out. TROLL projects the whole distribution back into the KL ball, whatever the advantage. Both are
+computed here on the very same tokens at the same moment; a run that had been trained with them would have come to other tokens.
+"""
+
+
+def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, out: Path) -> int:
+    """The page, whole or not at all. Returns its size in bytes."""
+    return write_document(audit_page(info, rows, summary), out, "This should not happen: please report it.")
+
+
+def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
+    """The whole HTML."""
+    title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
+    return document(title, _body(title, info, rows, summary), {}, ["audit.js"], ["page.css", "audit.css"])
+
+
+def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
+    """Header, parts, footer."""
+    columns, rules = table_columns(tokens), info["rules"]
+    said = sentences(summary, info)
+    probability, kinds = summary.by_probability, (("Entropy, nats", summary.by_entropy), ("Advantage", summary.by_sign))
+    found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
+    parts = {
+        "findings": ("Findings", join(found, _verdict_tables(summary, rules))),
+        "probability": ("By old probability", join(bucket_figure(probability), _bucket_table("Old probability", probability))),
+        "ratio": ("Ratio against true distance", ratio_figure(columns, rules)),
+        "tokens": ("Tokens that clipping blocks most", _blocked_table(summary.blocked_tokens)),
+        "kinds": ("By entropy and by advantage", join(*(_bucket_table(title, rows) for title, rows in kinds))),
+        "updates": ("Over training", update_figure(summary.by_update)),
+        "completions": ("Completions", completion_heat(columns, rules)),
+        "measured": ("How this was measured", _method(info)),
+    }
+    main = tag("main", *sections(parts).values())
+    return page_body(title, said[0], parts, main, f"{len(tokens):,} audited tokens")
+
+
+def _verdict_tables(summary: Summary, rules: Mapping[str, Any]) -> Safe:
+    """How far tokens went, who acts on how many, and how that stands to two balls of true divergence."""
+    far = {"what": "Distance", "mean": "Mean", "p999": "99.9th percentile", "max": "Largest"}
+    rows = [{"what": "true KL, nats", **summary.kl}, {"what": "true TV", **summary.tv}]
+    rows += [] if summary.mismatch is None else [{"what": "sampler mismatch, TV", **summary.mismatch}]
+    distances = table(rows, far, lambda key, row: row[key] if key == "what" else number(row[key]), aria_label="Distances")
+    made = []
+    for ball, heading in (("kl", f"KL ≤ {number(rules['kl_bound'])}"), ("tv", f"TV ≤ {number(rules['tv_bound'])}")):
+        rows = [
+            {"rule": title, **summary.verdicts[name], "ball": summary.verdicts[name][ball]} for name, title in RULES.items()
+        ]
+        made += [tag("h3", f"Against the ball {heading}"), table(rows, _VERDICTS, _verdict, aria_label=heading)]
+    text = "Missed: outside the ball and pushed further out, yet left alone. TROLL acts whatever the advantage says."
+    return join(distances, *made, tag("p", text, class_="count"))
+
+
+def _verdict(key: str, row: Row) -> str:
+    ball: Ball = row["ball"]
+    counts = {"right": ball.blocked_outside, "false": ball.blocked_inside}
+    if key in counts:
+        return f"{counts[key]:,} ({percent(counts[key] / ball.blocked)})" if ball.blocked else "—"
+    if key == "missed":
+        return f"{ball.passed_outward:,} ({percent(ball.passed_outward / ball.tokens)})"
+    return row[key] if key == "rule" else percent(row[key])
+
+
+def _bucket_table(title: str, rows: Sequence[Row]) -> Safe:
+    """One row per bucket."""
+    columns = {"name": title, "tokens": "Tokens", "tv": "TV: mean, 99.9 %, largest", "kl": "KL: mean, 99.9 %, largest", **RULES}
+
+    def show(key: str, row: Row) -> str:
+        if key in ("tv", "kl"):
+            return ", ".join(number(row[key][name]) for name in ("mean", "p999", "max"))
+        return row[key] if key == "name" else f"{row[key]:,}" if key == "tokens" else percent(row[key])
+
+    return table(list(rows), columns, show, aria_label=title)
+
+
+def _blocked_table(rows: Sequence[Row]) -> Safe:
+    """The tokens most often blocked."""
+    if not rows:
+        return note("Clipping blocks no token here.", good=True)
+    columns = {"text": "Token", "token": "Id", "seen": "Seen", "blocked": "Blocked", "inside": "…inside the KL ball"}
+    columns |= {"p_old": "Mean probability before", "tv": "Mean true TV"}
+
+    def show(key: str, row: Row) -> Any:
+        if key == "text":
+            return tag("code", render_token(row["text"]))
+        if key == "inside":
+            return f"{row[key]:,} ({percent(row[key] / row['blocked'])})"
+        return number(row[key]) if key in ("p_old", "tv") else f"{row[key]:,}"
+
+    return table(list(rows), columns, show, aria_label="Blocked tokens")
+
+
+def _method(info: Mapping[str, Any]) -> Safe:
+    """The method, the rules and the settings."""
+    rows = [
+        {"setting": f"{part} {key}", "value": shorten(str(value), 300)}
+        for part in ("rules", "settings", "versions")
+        for key, value in (info.get(part) or {}).items()
+        if value is not None
+    ]
+    asked = table(rows, {"setting": "Setting", "value": "Value"}, lambda key, row: visible(row[key]), aria_label="Settings")
+    return join(
+        *(tag("p", part) for part in _METHOD.strip().split("\n\n")),
+        tag("details", tag("summary", f"{len(rows)} rules, settings and versions"), asked),
+    )

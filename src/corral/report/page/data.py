@@ -1,0 +1,189 @@
+"""What a page's script draws from, as JSON: few enough numbers for a page that opens at once. Texts in it are shown as text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from corral.report import figures, outcomes
+from corral.report.content import RunReport
+from corral.report.html import shorten, visible
+from corral.report.read import Run
+from corral.report.sweep.find import Sweep
+from corral.report.sweep.ranges import number_at, value_text
+
+_MOST_TEXT = 4000
+"""Characters of a completion that a page shows."""
+
+_ALL_TEXT = 1_500_000
+"""Characters of all completions together: the page stays below six megabytes whatever was sampled."""
+
+_ALL_TOKENS = 25_000
+"""Tokens that are shown one by one, of all runs together: a megabyte."""
+
+_LONGEST = 600
+"""Tokens of one completion that are."""
+
+_TABLES = ("results", "comparisons", "overall", "sweep", "runs", "events")
+"""Tables whose numbers a page can save as they are."""
+
+
+def page_data(report: RunReport) -> dict[str, Any]:
+    """Everything."""
+    objectives, settings = (
+        list(dict.fromkeys(names)) for names in zip(*((g.objective, g.setting) for g in report.groups), strict=True)
+    )
+    place = {id(run): index for index, run in enumerate(report.runs)}
+    return {
+        "metrics": [
+            {"key": m.key, "title": m.title, "caption": m.caption, "section": m.section, "percent": m.percent, "log": m.log}
+            for m in report.metrics
+        ],
+        "groups": [
+            {
+                "key": group.key, "label": visible(group.label), "problem": visible(group.problem),
+                "colour": objectives.index(group.objective) % 8,
+                "dash": 0 if group.chosen else settings.index(group.setting) % 4,
+            }
+            for group in report.groups
+        ],
+        "runs": [
+            {
+                "group": group.key, "seed": visible(run.seed), "stopped": visible(run.stopped),
+                "columns": _rounded(figures.points(run, report.metrics, report.every)),
+            }
+            for group in report.groups
+            for run in group.runs
+        ],
+        "bands": {metric.key: _bands(report, metric) for metric in report.metrics if metric.section == "learning"},
+        "every": report.every,
+        "measure": {"key": report.measure.key, "name": report.measure.name, "percent": report.measure.factor == 100},
+        "finals": _finals(report),
+        "sweeps": [_sweep(sweep, objectives) for sweep in report.sweeps],
+        "completions": _completions(report.runs, place),
+        "tokens": _tokens(report.runs, place),
+        "tables": {name: [_plain(row) for row in report.tables[name]] for name in _TABLES},
+    }  # fmt: skip
+
+
+def _bands(report: RunReport, metric: figures.Metric) -> dict[str, Any]:
+    """Bootstrap intervals of the learning curves, group by group, for groups of two seeds and more."""
+    found = {}
+    for group in report.groups:
+        if len(group.runs) > 1 and (curve := figures.curve(group, metric, report.every)) is not None:
+            found[str(group.key)] = _rounded({"step": list(curve.step), "low": list(curve.low), "high": list(curve.high)})
+    return found
+
+
+def _finals(report: RunReport) -> list[dict[str, Any]]:
+    """Where each group ended: its seeds, their interquartile mean and its interval."""
+    found = []
+    for group, row in zip(report.groups, report.tables["results"], strict=True):
+        seeds = outcomes.finals(group, report.measure.key)
+        if seeds:
+            found.append(
+                {
+                    "group": group.key,
+                    "seeds": {visible(seed): value for seed, value in seeds.items()},
+                    "value": row["final"],
+                    "low": row["final_low"],
+                    "high": row["final_high"],
+                }
+            )
+    return found
+
+
+def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
+    """Lines of a sweep: one per contestant and other settings, with a cell per value of the axis and its seeds' numbers."""
+    names = list(dict.fromkeys([*objectives, *(row.contestant for row in sweep.rows)]))
+    found, values = [], sorted({number_at(row.setting, sweep.key) for row in sweep.rows})
+    for index, line in enumerate(sweep.ranges):
+        mine = sweep.rows_of(line)
+        chosen = sweep.chosen.get(line.contestant, {})
+        here = sweep.others(chosen) == line.setting and chosen.get(sweep.key) in values
+        found.append(
+            {
+                "label": visible(line.label),
+                "colour": names.index(line.contestant) % 8,
+                "dash": sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4,
+                "usable": [values.index(value) for value in line.own],
+                "overall": [values.index(value) for value in line.overall],
+                "chosen": values.index(number_at(chosen, sweep.key)) if here else None,
+                "cells": [
+                    {
+                        name: [_number(getattr(row, field)) for row in mine if row.setting[sweep.key] == value]
+                        for name, field in (
+                            ("final", "final"), ("area", "auc"), ("greedy", "greedy"), ("kl", "kl"), ("collapsed", "collapsed"),
+                        )
+                    }
+                    for value in values
+                ],
+            }
+        )  # fmt: skip
+    return {"key": visible(sweep.key), "values": values, "names": [value_text(value) for value in values], "lines": found}
+
+
+def _completions(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Sampled completions, cut to what a page can hold."""
+    count = sum(len(run.completions) for run in runs)
+    most = min(_MOST_TEXT, max(_ALL_TEXT // max(count, 1), 200))
+    return [
+        {
+            "run": place[id(run)],
+            "step": int(row["step"] or 0),
+            "prompt": visible(shorten(str(row.get("prompt") or ""), most // 2)),
+            "completion": visible(shorten(str(row["completion"] or ""), most)),
+            "reward": _number(row.get("reward")),
+            "advantage": _number(row.get("advantage")),
+        }
+        for run in runs
+        for row in run.completions
+    ]
+
+
+def _tokens(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Token by token: text, what was done to it, and how far it wanted to go. Every run has an equal share of the page."""
+    kept = [run for run in runs if run.tokens]
+    return [_token_row(row, place[id(run)]) for run in kept for row in _fitting(run.tokens, _ALL_TOKENS // max(len(kept), 1))]
+
+
+def _token_row(row: Mapping[str, Any], run: int) -> dict[str, Any]:
+    entry: dict[str, Any] = {"run": run, "step": int(row["step"] or 0)}
+    entry["token"] = [visible(shorten(str(text), 80)) for text in row["token"][:_LONGEST]]
+    entry["action"] = [str(action or "") for action in row["action"][:_LONGEST]]
+    for name in ("kl_before", "kl_after", "log_ratio"):
+        entry[name] = [_number(value) for value in row[name][:_LONGEST]] if row.get(name) is not None else None
+    return entry | {name: _number(row.get(name)) for name in ("reward", "advantage", "bound")}
+
+
+def _fitting(rows: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
+    """Every row, every other one, every fourth …: as many as have at most `most` tokens, and one at least."""
+    while len(rows) > 1 and sum(min(len(row["token"]), _LONGEST) for row in rows) > most:
+        rows = rows[::2]
+    return rows
+
+
+def _number(value: Any) -> float | str | None:
+    """As JSON can hold it, with five digits."""
+    if not isinstance(value, int | float) or value != value:
+        return None
+    value = float(value)
+    return float(f"{value:.5g}") if abs(value) != float("inf") else "inf" if value > 0 else "-inf"
+
+
+def _rounded(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    whole = ("step", "update", "tokens", "env_steps")
+    return {
+        key: [
+            value if isinstance(value, str) or value is None else round(value) if key in whole else _number(value)
+            for value in column
+        ]
+        for key, column in columns.items()
+    }
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table as JSON can hold it."""
+    return {visible(key): visible(str(value)) if isinstance(value, str) else _as_is(value) for key, value in row.items()}
+
+
+def _as_is(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool) else _number(value)

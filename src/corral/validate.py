@@ -1,0 +1,109 @@
+"""Checks of settings: `require` for the fields of a dataclass, `number_in` for single numbers."""
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+_Limits = tuple[float | None, float | None]
+"""A limit that is allowed itself, and one that is not."""
+
+_WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def number_in(value: object, low: float, high: float = math.inf) -> bool:
+    """Whether `value` is a number in [low, high]; NaN, booleans and everything else are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def require(
+    owner: object,
+    *fields: str,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    finite: bool = False,
+    integer: bool = False,
+    one_of: Iterable[object] | None = None,
+    each: bool = False,
+    optional: bool = False,
+    what: str = "",
+    note: str = "",
+    name: str | None = None,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise unless each of the named fields is what it must be: a number in a range, or one of some values.
+
+        require(self, "bound", "bound_low", at_least=0, what="a divergence", note="inf switches it off")
+        ValueError: dppo: `bound` is a divergence and must be ≥ 0 (inf switches it off); got -1.
+
+    NaN and booleans are no numbers; inf is one unless `finite`, `integer` or a limit excludes it.
+
+    Args:
+        owner: the object that has the fields, `self` in `__post_init__`.
+        fields: their names; all must meet the same condition.
+        at_least, above: lower limit, included or not.
+        at_most, below: upper limit, included or not.
+        finite: refuse inf.
+        integer: refuse all but whole numbers.
+        one_of: the values allowed, compared together with their type (1 is not True); excludes the limits.
+        each: the field is a sequence, not empty, and this holds for each of its entries.
+        optional: None is allowed too.
+        what: what the field is, with its article.
+        note: anything more to say, in brackets.
+        name: who complains; by default `owner.name`, else its class: `DPPOConfig` is dppo, other classes as they are called.
+        error: the exception to raise.
+    """
+    choices = None if one_of is None else list(one_of)
+
+    def fits(value: object) -> bool:
+        if choices is not None:
+            return any(type(value) is type(choice) and value == choice for choice in choices)
+        return (
+            isinstance(value, int if integer else int | float)
+            and number_in(value, -math.inf)
+            and (not finite or abs(value) <= sys.float_info.max)  # as floats, larger integers are inf
+            and (at_least is None or value >= at_least)
+            and (above is None or value > above)
+            and (at_most is None or value <= at_most)
+            and (below is None or value < below)
+        )
+
+    for field in fields:
+        value = getattr(owner, field)  # the caller names its own fields
+        if optional and value is None:
+            continue
+        if not (isinstance(value, Sequence) and value and all(map(fits, value)) if each else fits(value)):
+            must = f"is one of {', '.join(map(str, choices))}" if choices is not None else ""
+            must = must or _condition(integer, finite, (at_least, above), (at_most, below))
+            if what:
+                must = f"is {what}, {must[3:]}" if must.startswith("is ") else f"is {what} and {must}"
+            must = ("holds at least one entry, each of which " if each else "") + must
+            who = owner_name(owner) if name is None else name
+            more = (", or None" if optional else "") + (f" ({note})" if note else "")
+            raise error(f"{f'{who}: ' if who else ''}`{field}` {must}{more}; got {value!r}.")
+
+
+def owner_name(owner: object) -> str:
+    """`owner.name` where there is one, else the class: `PPOClipConfig` is ppo_clip, `ProDMP` is itself."""
+    given = getattr(owner, "name", None)  # tasks have a name; most settings do not
+    if isinstance(given, str):
+        return given
+    called = type(owner).__name__
+    bare = called.removesuffix("Config")
+    return called if bare == called else _WORD_START.sub("_", bare).lower()
+
+
+def _condition(integer: bool, finite: bool, low: _Limits, high: _Limits) -> str:
+    """ "is a whole number ≥ 1", "must be finite and > 0", "must lie in (0, 1]"."""
+    (at_least, above), (at_most, below) = low, high
+    least, most = at_least if above is None else above, at_most if below is None else below
+    kind = "whole number" if integer else "finite number" if finite else "number"
+    if least is not None and most is not None:
+        interval = f"in {'[' if above is None else '('}{least}, {most}{']' if below is None else ')'}"
+        return f"is a {kind} {interval}" if integer or finite else f"must lie {interval}"
+    if least is None and most is None:
+        return f"is a {kind}"
+    limit = f"{'≥' if above is None else '>'} {least}" if least is not None else f"{'≤' if below is None else '<'} {most}"
+    return f"is a {kind} {limit}" if integer else f"must be {'finite and ' * finite}{limit}"
