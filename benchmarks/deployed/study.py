@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/deployed/study.py --plan gate0 --workers 16 --minutes 9 --out results
 
-Runs that a file under --out or --done already has are skipped, so that a study can be done in pieces. Seeds are outermost: what
-is there after any piece is balanced; runs that would not end in time are left to the next piece. `--list` says what would run, `--table` what the results are.
+Runs that a file under --out or --done already has are skipped, so that a study can be done in pieces; those that would not end
+in time are left to the next piece. `--list` says what would run, `--table` what the results are.
 """
 
 import argparse
@@ -93,19 +93,23 @@ PLANS = {
 }
 
 
+STARTUP = 15
+"""Seconds that a process may need for its imports."""
+
+
 def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float]) -> None:
     """Runs one after another, none that would not be finished in time."""
     import torch
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
-    while time.time() + min(expected.values(), default=0.0) < deadline:
+    while time.time() < deadline:
         try:
             spec = jobs.get(timeout=1)
         except Empty:
             return
         began, left = time.monotonic(), deadline - time.time()
-        if expected.get(spec.arm, fmean(expected.values()) if expected else 0.0) > left:
+        if STARTUP + spec.steps * expected.get(spec.arm, fmean(expected.values()) if expected else 0.0) > left:
             continue
         try:
             found = run(spec, began + left)
@@ -115,11 +119,11 @@ def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float])
 
 
 def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The longest that a run of each arm took, in seconds; an arm that was never run is missing."""
+    """Seconds a step in the slowest run of each arm there was; an arm that was never run is missing."""
     longest: dict[str, float] = defaultdict(float)
     for line in runs.values():
-        longest[line["arm"]] = max(longest[line["arm"]], line["seconds"])
-    return {arm: 1.05 * seconds + 15 for arm, seconds in longest.items()}  # the process has its imports to make
+        longest[line["arm"]] = max(longest[line["arm"]], line["seconds"] / line["steps"])
+    return dict(longest)
 
 
 def finished(places: list[Path]) -> dict[str, dict[str, Any]]:
