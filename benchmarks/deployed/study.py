@@ -34,6 +34,7 @@ SHARE = {1e-3: 0.25, 1e-2: 0.03}
 
 ARMS = {
     "auto": Arm(control="mean", retract="p999", slack=2.0),
+    "auto_mean": Arm(control="mean", retract="mean", slack=2.0),
     "auto_redo": Arm(control="mean", retract="mean", slack=2.0, redo=True),
     "rate_first": Arm(control="k3", first=True),
     "mean": Arm(retract="mean"),
@@ -52,7 +53,7 @@ ARMS = {
     "k3": Arm(retract="k3"),
 }
 """What is compared, the most telling first. Prodigy and schedule-free AdamW are packages that the study does without."""
-FIRST = 6
+FIRST = 7
 """The arms, from the first, that are seen with every seed before the others are."""
 
 
