@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "corral"
 
 LAYERS = {
-    "validate": 0, "naming": 0, "types": 0, "numerics": 0, "support": 1, "advantage": 1, "divergence": 1, "projection": 2,
-    "kernels": 2, "objective": 3, "task": 4, "run": 4, "audit": 4, "llm": 5, "robot": 5, "report": 6, "compare": 6, "cli": 6,
+    "validate": 0, "naming": 0, "types": 0, "numerics": 0, "support": 1, "advantage": 1, "deployed": 1, "divergence": 1,
+    "projection": 2, "kernels": 2, "objective": 3, "task": 4, "run": 4, "audit": 4, "llm": 5, "robot": 5, "report": 6,
+    "compare": 6, "cli": 6,
 }  # fmt: skip
 """A unit imports from its own layer or below; `corral` itself, the list of public names, sits on top."""
 
@@ -90,7 +91,7 @@ CONTRACT = """
     CategoricalProjection TokenBatch ObjectiveOutput make_objective objective_names register_objective make_correction
     reduce_loss group_advantages gae improvement_bound lm_head policy_loss_from_hidden
     project_gaussian_kl project_gaussian_wasserstein project_gaussian_frobenius project_entropy_floor GaussianProjection
-    gaussian_kl gaussian_entropy
+    gaussian_kl gaussian_entropy head_kl retract snapshot Certificate RateController
 """
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from corral.deployed import RateController, retract, snapshot
+from corral.deployed import RateController, restore, retract, snapshot
 from corral.llm.prepare import Parts, prepare
 from corral.llm.problems import answer
 from corral.llm.rewards import verifier
@@ -39,11 +39,11 @@ class StudyTrainer(CorralTrainer):
         held, raw = self.spec.held, None
         if held.ema is not None and self.begun is not None:
             raw = snapshot(self.model)
-            place(self.model, self.begun.ema)
+            restore(self.model, self.begun.ema)
         output = super()._generate_and_score_completions(inputs)
         self.begun = Begun(self, output, raw)
         if raw is not None:
-            place(self.model, raw)
+            restore(self.model, raw)
         if held.accept:
             output["advantages"] = output["advantages"].clone()
             output["advantages"][len(output["advantages"]) * 3 // 4 :] = 0
@@ -61,7 +61,7 @@ class StudyTrainer(CorralTrainer):
         """The batch's updates once more, from where it began, at another rate."""
         assert self.begun is not None
         optimizer = self.optimizer.optimizer
-        place(self.model, self.begun.weights)
+        restore(self.model, self.begun.weights)
         optimizer.state = defaultdict(dict, {p: {k: v.clone() for k, v in s.items()} for p, s in self.begun.moments.items()})
         now = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, self.begun.rates, strict=True):
@@ -93,14 +93,6 @@ class Begun:
         if held.redo:
             self.moments = {p: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
         self.reward = float(trainer._rewards.mean())
-
-
-def place(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    """Write weights into a model."""
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name in weights:
-                p.copy_(weights[name])
 
 
 class Hold(TrainerCallback):
@@ -143,7 +135,7 @@ class Hold(TrainerCallback):
         if held.ema is not None:
             raw = snapshot(trainer.model)
             begun.ema = {k: torch.lerp(x, begun.deployed[k], held.ema) for k, x in raw.items()}
-            place(trainer.model, begun.ema)
+            restore(trainer.model, begun.ema)
         before = after = summarise(measure.kl())
         by = held.retract or held.control or "mean"
         bound = aim * held.slack * LEVEL[by]
@@ -165,14 +157,14 @@ class Hold(TrainerCallback):
         if held.share is not None:
             share = held.share
             new = snapshot(trainer.model)
-            place(trainer.model, {k: torch.lerp(begun.weights[k], x, share) for k, x in new.items()})
+            restore(trainer.model, {k: torch.lerp(begun.weights[k], x, share) for k, x in new.items()})
         gain = None if begun.quarter is None else begun.quarter.gain()
         if gain is not None and not gain > 0:
             share = 0.0
-            place(trainer.model, begun.weights)
+            restore(trainer.model, begun.weights)
         after = after if share == 1.0 else summarise(measure.kl())
         if held.ema is not None:
-            place(trainer.model, raw)
+            restore(trainer.model, raw)
         if held.control is not None:
             self._scale(redone * self.controller.update(moved[held.control], aim * LEVEL[held.control]))
         return {
@@ -199,7 +191,7 @@ class Hold(TrainerCallback):
         raw = None
         if self.spec.held.ema is not None:
             raw = snapshot(trainer.model)
-            place(trainer.model, begun.ema)
+            restore(trainer.model, begun.ema)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.spec.seed)
             for start in range(0, len(self.parts.held_out), 512):
@@ -208,7 +200,7 @@ class Hold(TrainerCallback):
                 texts = answer(trainer.model, problems.tokenizer, ids, trainer.max_completion_length, greedy=greedy)
                 scores += sum(self.success(prompts=batch, completions=texts, problem=batch))
         if raw is not None:
-            place(trainer.model, raw)
+            restore(trainer.model, raw)
         return scores / len(self.parts.held_out)
 
 

@@ -1,6 +1,7 @@
 """corral keeps a policy inside its trust region while reinforcement learning improves it."""
 
 from corral.advantage import gae, group_advantages
+from corral.deployed import Certificate, RateController, TokenKL, retract, snapshot
 from corral.divergence import (
     GaussianDistance,
     binary_kl,
@@ -15,7 +16,7 @@ from corral.divergence import (
     kl_k2,
     kl_k3,
 )
-from corral.kernels import HeadOutput, lm_head, policy_loss_from_hidden
+from corral.kernels import HeadOutput, head_kl, lm_head, policy_loss_from_hidden
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CategoricalProjection",
+    "Certificate",
     "EntropyProjection",
     "GaussianDistance",
     "GaussianProjection",
@@ -46,8 +48,10 @@ __all__ = [
     "ObjectiveConfig",
     "ObjectiveOutput",
     "PackedSparseDist",
+    "RateController",
     "SparseDist",
     "TokenBatch",
+    "TokenKL",
     "binary_kl",
     "binary_tv",
     "categorical_kl",
@@ -59,6 +63,7 @@ __all__ = [
     "gaussian_kl",
     "gaussian_wasserstein",
     "group_advantages",
+    "head_kl",
     "improvement_bound",
     "kl_k1",
     "kl_k2",
@@ -75,5 +80,7 @@ __all__ = [
     "project_gaussian_wasserstein",
     "reduce_loss",
     "register_objective",
+    "retract",
+    "snapshot",
     "top_k_support",
 ]

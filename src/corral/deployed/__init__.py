@@ -6,7 +6,7 @@
 """
 
 from corral.deployed.rate import RateController
-from corral.deployed.retract import Certificate, retract, snapshot
+from corral.deployed.retract import Certificate, restore, retract, snapshot
 from corral.deployed.statistics import STATISTICS, TokenKL
 
-__all__ = ["STATISTICS", "Certificate", "RateController", "TokenKL", "retract", "snapshot"]
+__all__ = ["STATISTICS", "Certificate", "RateController", "TokenKL", "restore", "retract", "snapshot"]

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from corral.numerics import number_in
+from corral.validate import number_in
 
 
 class RateController:

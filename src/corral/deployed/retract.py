@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from corral.deployed.statistics import STATISTICS, TokenKL
-from corral.numerics import number_in
+from corral.validate import number_in
 
 AIM = 0.97
 """The share of the bound that a guess aims at: one that lands just above it would be a probe for nothing."""
@@ -19,6 +19,8 @@ ENOUGH = 0.8
 """A kept step that uses this share of the bound is not worth another probe."""
 LOST = 0.1
 """The share to try next where the distance is no number."""
+LEAST = 1e-6
+"""A smaller share is not worth a probe: nothing is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Certificate:
             "tr/deployed_kl_p999": self.after.p999,
             "tr/deployed_kl_max": self.after.max,
             "tr/step_share": self.share,
-            "tr/step_probes": float(self.probes),
+            "tr/deployed_probes": float(self.probes),
         }
 
 
@@ -79,7 +81,7 @@ def retract(
         probe: measures the module as it is now: KL(new‖old) of the batch's tokens [N], from `head_kl` or otherwise.
         bound: δ > 0, inf to measure alone.
         statistic: "mean", "p999", "cvar" (mean of the worst 1 %) or "max".
-        max_probes: measurements at most; with one, a step is kept whole or not at all.
+        max_probes: measurements at most; with one, a step is kept whole or not at all. A step that fits takes one.
     Returns:
         Certificate.
     Ref:
@@ -88,25 +90,24 @@ def retract(
     _check(module, old, bound, statistic, max_probes)
     parameters = {name: p for name, p in module.named_parameters() if name in old}
     new = {name: p.detach().clone() for name, p in parameters.items()}
+    measures = bound == math.inf  # then nothing is undone, whatever is found
+    usable = measures or all(bool(p.isfinite().all()) for p in new.values())
     tried: list[_Probe] = []
-    share: float | None = 1.0 if all(bool(p.isfinite().all()) for p in new.values()) else None
+    share: float | None = 1.0 if usable else None
     while share is not None and len(tried) < max_probes:
         if tried:
             _place(parameters, old, new, share)
-        kl = probe()
-        tried.append(_Probe(share, float(STATISTICS[statistic](kl.detach().double())), TokenKL.of(kl)))
-        share = _next_share(tried, bound, last=len(tried) == max_probes - 1)
-    fitting = [one for one in tried if one.value <= bound]
-    kept = (
-        max(fitting, key=lambda one: one.share) if fitting else _Probe(0.0, 0.0, TokenKL(mean=0.0, p999=0.0, max=0.0, tokens=0))
-    )
+        tried.append(_Probe.of(share, probe(), statistic))
+        share = None if measures else _next_share(tried, bound, last=len(tried) == max_probes - 1)
+    first = tried[0] if tried else _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=0))
+    nothing = _Probe(0.0, 0.0, TokenKL(mean=0.0, p999=0.0, max=0.0, tokens=first.kl.tokens))
+    fitting = [one for one in tried if measures or one.value <= bound]
+    kept = max(fitting, key=lambda one: one.share, default=nothing)
     if not tried or tried[-1].share != kept.share:
         _place(parameters, old, new, kept.share)
-    lost = TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=0)
     return Certificate(
         statistic=statistic, bound=bound, share=kept.share, probes=len(tried),
-        value_before=tried[0].value if tried else math.nan, value_after=kept.value,
-        before=tried[0].kl if tried else lost, after=kept.kl,
+        value_before=first.value, value_after=kept.value, before=first.kl, after=kept.kl,
     )  # fmt: skip
 
 
@@ -118,28 +119,48 @@ class _Probe:
     value: float
     kl: TokenKL
 
+    @classmethod
+    def of(cls, share: float, kl: Tensor, statistic: str) -> "_Probe":
+        """A KL that is no number anywhere leaves no statistic one: a quantile would pass it by."""
+        found = TokenKL.of(kl)
+        lost = math.isnan(found.mean)
+        return cls(share, math.nan if lost else float(STATISTICS[statistic](kl.detach().double())), found)
+
 
 def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | None:
-    """Where to measure next, as if the statistic were a power of the share; None where what fits is good enough."""
+    """Where to measure next, as if the statistic were a power of the share; None where nothing is worth another probe."""
     fits = max((one for one in tried if one.value <= bound), key=lambda one: one.share, default=None)
     if fits is not None and (fits.share == 1.0 or fits.value >= ENOUGH * bound):
         return None
-    far = sorted((one for one in tried if not one.value <= bound), key=lambda one: one.share)
+    # The whole step did not fit, so that there is one; those nearer than what fits, where a probe is noisy, say nothing.
+    far = sorted(
+        (one for one in tried if not one.value <= bound and (fits is None or one.share > fits.share)), key=lambda one: one.share
+    )
     nearest = far[0]
     if not math.isfinite(nearest.value):
-        return nearest.share * LOST if fits is None else math.sqrt(fits.share * nearest.share)
-    if fits is not None:
-        if fits.value == 0:
+        guess = nearest.share * LOST if fits is None else math.sqrt(fits.share * nearest.share)
+    elif fits is not None:
+        if fits.value <= 0:
             return math.sqrt(fits.share * nearest.share)
         power = math.log(nearest.value / fits.value) / math.log(nearest.share / fits.share)
-        return fits.share * (AIM * bound / fits.value) ** (1 / power)
-    power = 2.0
-    if len(far) > 1 and math.isfinite(far[1].value):
-        power = math.log(max(far[1].value / nearest.value, 1.0)) / math.log(far[1].share / nearest.share)
-        # Far away a KL saturates: it grew more slowly there than it will between here and the bound. The last probe relies on
-        # none of that, for where it does not fit nothing is kept.
-        power = min(2.0, max(0.5, power if last else (power + 2.0) / 2))
-    return nearest.share * ((CAREFUL if last else AIM) * bound / nearest.value) ** (1 / power)
+        guess = fits.share * (AIM * bound / fits.value) ** (1 / power)
+    else:
+        power = 2.0
+        if len(far) > 1 and math.isfinite(far[1].value):
+            power = math.log(max(far[1].value / nearest.value, 1.0)) / math.log(far[1].share / nearest.share)
+            # Far away a KL saturates: it grew more slowly there than it will between here and the bound. The last probe
+            # relies on none of that, for where it does not fit nothing is kept.
+            power = min(2.0, max(0.5, power if last else (power + 2.0) / 2))
+        guess = nearest.share * ((CAREFUL if last else AIM) * bound / nearest.value) ** (1 / power)
+    return guess if guess > LEAST else None
+
+
+def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Write the weights of a `snapshot` back into the module, bit for bit."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
 
 
 def _place(parameters: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:

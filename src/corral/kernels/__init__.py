@@ -7,6 +7,7 @@ torch, any device   `logits`          one block of products, in either direction
                     `head_rows`       logits of some rows → normaliser, entropy, support and rest
                     `head_backward`   blocks again, turned into their gradient
                     `foreseen`        or the gradient formed on the way, of a loss that is known beforehand
+                    `head_kl`         the exact KL of two networks, a few rows of both at a time
                     `parallel`        a vocabulary split over processes
 Triton, forward     `inspect_batch`   is the batch fit, and which rows will be dense?
                     `stream`          one product, each tile of which leaves five numbers; `reduce_tile`, `walk`
@@ -20,6 +21,7 @@ Triton, autograd    `triton_head`     the head alone; `fused_loss`: head and obj
 """
 
 from corral.kernels.head import HeadOutput, lm_head
+from corral.kernels.head_kl import head_kl
 from corral.kernels.policy_loss import policy_loss_from_hidden
 
-__all__ = ["HeadOutput", "lm_head", "policy_loss_from_hidden"]
+__all__ = ["HeadOutput", "head_kl", "lm_head", "policy_loss_from_hidden"]

@@ -30,7 +30,7 @@ def head_kl(
         z = softcap(scale · (h Wᵀ + b)) / temperature          KL = Σ_v p_v (eˣ − 1 − x),  x = log q_v − log p_v
 
     p is the new policy, q the old. Two GEMMs; the logits of some rows at a time are made, read and dropped. Every term is ≥ 0
-    and keeps its digits as q → p. A measurement: no gradient. Swap the networks for KL(old‖new).
+    and keeps its digits as q → p. A measurement: no gradient is made, and none flows. Swap the networks for KL(old‖new).
 
     Args:
         hidden_new, hidden_old: last hidden states [*, H] and [*, G] of the same tokens.
