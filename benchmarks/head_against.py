@@ -1,7 +1,8 @@
 """Is one source tree faster than another? A process per tree; both prepare the same case and take turns, round by round.
 
 The benchmark's own code is this tree's in both; corral is imported from the folder each process is given. The parent asks for
-one round at a time, so that one of them is on the machine, and the order changes every round.
+one round at a time, so that one of them is on the machine, and the order changes every round. The anchor is the same code in
+both: its own ratio says how far two processes differ by themselves.
 """
 
 import json
@@ -36,11 +37,6 @@ class Tree:
         )  # fmt: skip
         self.source = source
 
-    def tell(self, question: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-
     def hear(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -49,7 +45,9 @@ class Tree:
         return json.loads(line)
 
     def ask(self, question: Any) -> Any:
-        self.tell(question)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
         return self.hear()
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import update_phase
-from head_contenders import CLIP, GEMM, HEADS, OBJECTIVES, OLD, OURS, TROLL, UPCAST, Contender, overshoot
+from head_contenders import GEMM, HEADS, OBJECTIVES, OLD, OURS, TROLL, UPCAST, Contender, overshoot
 from head_problem import Problem, Reference, make_problem
 from timing import Run
+from update_phase import CONTENDERS
 
 Key = tuple[str, str]
 """Task and name of a contender."""
@@ -90,9 +91,7 @@ def prepare_update(about: About, device: str) -> Prepared:
     """One update of a trainer: TRL's own, and corral's."""
     updates = update_phase.make_updates(about, device)
     runs: dict[Key, Run] = {("update", name): update for name, update in updates.items()}
-    return Prepared(
-        runs=runs, anchor=("update", "TRL, GRPO"), check=lambda key, _: updates[key[1]].metrics(), wall=True
-    )  # fmt: skip
+    return Prepared(runs=runs, anchor=("update", CONTENDERS[0]), check=lambda key, _: updates[key[1]].metrics(), wall=True)
 
 
 _ours = partial(prepare_head, contenders=OURS)
@@ -128,4 +127,3 @@ SECTIONS = {
     ),
 }  # fmt: skip
 """Those of a GPU in the order of their importance."""
-TASKS = (GEMM, OLD, TROLL, CLIP, "update")

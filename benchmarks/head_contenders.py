@@ -64,10 +64,8 @@ def overshoot(p: Problem) -> float:
 
 
 def _policy_loss(p: Problem, hidden: Tensor, weight: Tensor, objective: str, exact: bool = False) -> Any:
-    made = corral.make_objective(objective)
-    return corral.policy_loss_from_hidden(
-        hidden[None], weight, p.tokens[None], p.batch, made, exact=exact, weights=p.weights
-    )  # fmt: skip
+    inputs = hidden[None], weight, p.tokens[None], p.batch, corral.make_objective(objective)
+    return corral.policy_loss_from_hidden(*inputs, exact=exact, weights=p.weights)
 
 
 @torch.no_grad()
@@ -163,9 +161,8 @@ def liger_clip(p: Problem) -> tuple[Tensor, Tensor]:
     return gradients(p, loss)
 
 
-def cross_entropy(p: Problem, module: str, name: str) -> tuple[Tensor, Tensor]:
-    """A fused cross-entropy called as (hidden, weight, tokens). Only its time is compared."""
-    function = getattr(importlib.import_module(module), name)
+def torch_cross_entropy(p: Problem) -> tuple[Tensor, Tensor]:
+    function = F.linear_cross_entropy  # since torch 2.13
     return gradients(p, lambda h, w: function(h, w, p.tokens, reduction="sum"))
 
 
@@ -196,11 +193,9 @@ HEADS: dict[tuple[str, str], Contender] = {
     (CLIP, "checkpointed chunks, compiled"): compiled_clip,
     (CLIP, "TRL, chunked log-probs, clip"): trl_clip,
     (CLIP, "verl, fused kernel, clip"): verl_clip,
-    (CLIP, "torch F.linear_cross_entropy"): partial(
-        cross_entropy, module="torch.nn.functional", name="linear_cross_entropy"  # since torch 2.13
-    ),
+    (CLIP, "torch F.linear_cross_entropy"): torch_cross_entropy,
     (CLIP, "Liger, fused cross-entropy"): liger_cross_entropy,
     (CLIP, "Liger, fused GRPO"): liger_clip,
     (CLIP, "CCE, clip"): cce_clip,
-}  # fmt: skip
+}
 """Those of others; what is not installed is found out when it is called."""

@@ -98,8 +98,7 @@ def on_cpu(rows: Rows) -> str:
 
 Find = Callable[[Rows, int, str], float | None]
 """Rows, a width, and "x" or "x_sustained" → a figure."""
-Spot = tuple[str, str, str]
-"""Policy, task and name."""
+Spot = tuple[str, str, str]  # policy, task and name
 
 
 def over(one: Spot, other: Spot) -> Find:
@@ -163,10 +162,8 @@ def goals(rows: Rows) -> str:
         cells = [what]
         for width, goal in zip(WIDTHS, most, strict=True):
             values = [found(rows, width, x) for x in ("x", "x_sustained")]
-            cells += [
-                f"≤ {goal:{form}}",
-                *("" if v is None else f"**{v:{form}}**" if v <= goal else f"{v:{form}}" for v in values),
-            ]
+            said = ("" if v is None else f"**{v:{form}}**" if v <= goal else f"{v:{form}}" for v in values)
+            cells += [f"≤ {goal:{form}}", *said]
         lines.append(cells)
     return f"{markdown(head, lines)}\n{source(rows, 'usual', 'heads')}"
 
@@ -198,7 +195,7 @@ def updates(rows: Rows) -> str:
 
 def shapes(rows: Rows) -> str:
     """A line per shape: multiples of one GEMM, and the exact update's of three."""
-    brief = [row for row in rows if row["section"] in ("usual", "shapes")]
+    brief = [row for section in ("usual", "shapes") for row in rows if row["section"] == section]
     head = ["N", "V", "H", "K", "policy", "one GEMM, ms", "old pass", "TROLL", "clip", "exact TROLL ÷ 3"]
     lines = []
     for shape, group in groupby(brief, lambda row: tuple(row[key] for key in ("N", "V", "H", "K", "policy"))):
@@ -233,8 +230,7 @@ def in_short(rows: Rows, width: int = 4096) -> str:
 
 
 BLOCKS: dict[str, Callable[[Rows], str]] = {
-    "gains": gains, "cpu": on_cpu, "goals": goals, "heads": heads, "updates": updates, "shapes": shapes,
-    "head": in_short,
+    "gains": gains, "cpu": on_cpu, "goals": goals, "heads": heads, "updates": updates, "shapes": shapes, "head": in_short,
 }  # fmt: skip
 
 

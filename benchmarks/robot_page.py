@@ -15,8 +15,7 @@ from robot_results import FILE, TASKS, Run
 from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
 from corral.run.files import write_whole
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/results/robots.md"
+PAGE = Path(__file__).parents[1] / "docs/results/robots.md"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 ORDER = ("TCE", "TCE, paid at take-off", "TCE, published rules", "BBRL", "PPO", "PPO, gSDE", "SAC", "SAC, gSDE")
 COLOURS = ("#2563eb", "#0891b2", "#7c3aed", "#dc2626", "#059669", "#84cc16", "#d97706", "#92400e")

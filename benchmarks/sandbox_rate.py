@@ -19,9 +19,8 @@ from results import arguments, finish
 
 from corral.task.sandbox import SandboxJob, run_python
 from corral.task.sandbox.backend import BACKENDS
-from corral.task.sandbox.pool import USES, SandboxPool
+from corral.task.sandbox.pool import USES, SandboxPool, why_not
 from corral.task.sandbox.view import interpreter
-from corral.task.sandbox.worker import why_not
 
 PROGRAM, STDIN, STDOUT = "print(sum(map(int, input().split())))", "1 2 3\n", "6\n"
 
@@ -89,9 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.programs} programs: {PROGRAM}")
     if args.programs * (args.rounds + 1) >= USES:
-        parser.error(
-            f"a worker is replaced after {USES} programs, which would be measured too: ask for fewer, or fewer rounds."
-        )
+        parser.error(f"a worker is replaced after {USES} programs, which would be measured too: ask for fewer.")
     rows = []
     for backend in BACKENDS:
         if reason := why_not(backend):

@@ -84,20 +84,10 @@ def time_epochs(update: Update, repeats: int) -> list[dict[str, Any]]:
     assert bool(near.active_mean.all() & near.active_cov.all()), "the benchmark projects every row"
     times = in_turns({name: partial(update.epoch, way) for name, way in ways.items()}, repeats)
     rows = [
-        {
-            "part": "epoch",
-            "way": name,
-            "ms": round(ms, 2),
-            "times": round(ms / times["corral"], 1),
-            "gap": float(f"{gaps[name]:.1g}"),
-        }
-        for name, ms in times.items()
+        {"part": "epoch", "way": name, "ms": ms, "times": ms / times["corral"], "gap": gaps[name]} for name, ms in times.items()
     ]
-    parts = {
-        "projection with gradient": update.project_backward,
-        "likelihood with gradient": update.likelihood_backward,
-    }
-    return rows + [{"part": name, "way": "corral", "ms": round(ms, 2)} for name, ms in in_turns(parts, 10 * repeats).items()]
+    parts = {"projection with gradient": update.project_backward, "likelihood with gradient": update.likelihood_backward}
+    return rows + [{"part": name, "way": "corral", "ms": ms} for name, ms in in_turns(parts, 10 * repeats).items()]
 
 
 def mp_pytorch(update: Update) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]:
@@ -136,11 +126,9 @@ def time_trajectories(update: Update, repeats: int) -> list[dict[str, Any]]:
     rows = []
     for (part, run), theirs in zip(ours.items(), mp_pytorch(update), strict=True):
         ms, ms_theirs = in_turns({"ours": run, "theirs": theirs}, 5 * repeats).values()
-        rows.append({"part": part, "way": "corral", "ms": round(ms, 2)})
-        error = float(f"{gap(theirs(), run()):.1g}")
-        rows.append(
-            {"part": part, "way": "mp_pytorch", "ms": round(ms_theirs, 2), "times": round(ms_theirs / ms, 1), "gap": error}
-        )
+        rows.append({"part": part, "way": "corral", "ms": ms})
+        theirs_off = gap(theirs(), run())
+        rows.append({"part": part, "way": "mp_pytorch", "ms": ms_theirs, "times": ms_theirs / ms, "gap": theirs_off})
     return rows
 
 

@@ -105,7 +105,7 @@ interpreter._patch_builtin = _patch_builtins_once
 def small_tiles(monkeypatch: pytest.MonkeyPatch, columns: int = 16) -> None:
     """Without a GPU, tiles of 16 × `columns` × 16, so that a small problem crosses every border."""
     if DEVICE == "cpu":
-        from corral.kernels import stream  # Triton is patched by now
+        from corral.kernels.triton.gemm_stats import TILES, Tile  # Triton is patched by now
 
-        for dtype in stream.TILES:
-            monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, columns, 16, warps=4, stages=1))
+        for dtype in TILES:
+            monkeypatch.setitem(TILES, dtype, Tile(16, columns, 16, warps=4, stages=1))

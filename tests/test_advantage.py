@@ -184,7 +184,7 @@ def test_golden_gae_skips_holes_and_padding():
 
 
 def episodes(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and a mask with holes, [4 6]; the last episode has no live token."""
+    """Rewards, values and a mask with holes, [4 6]; the last episode has no unmasked token."""
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 6, generator=generator) < 0.7
@@ -197,7 +197,7 @@ UNIT = st.floats(0.0, 1.0)
 
 @given(SEEDS, UNIT, UNIT)
 def test_gae_agrees_with_the_double_sum(seed, gamma, lam):
-    # Â_t = Σ_l (γλ)^l δ_{t+l} over the live tokens of one episode.
+    # Â_t = Σ_l (γλ)^l δ_{t+l} over the unmasked tokens of one episode.
     rewards, values, mask = episodes(seed)
     advantages, returns = gae(rewards, values, mask, gamma, lam)
     expected = torch.zeros_like(rewards)

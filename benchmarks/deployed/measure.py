@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corral import head_kl
 from corral.deployed import STATISTICS
 from corral.divergence import kl_k3
 from corral.kernels import lm_head
-from corral.kernels.head_kl import head_kl
 
 ROWS, FEW = 256, 64
 """Completions of a batch on which the network is measured after its updates, and between them."""

@@ -16,12 +16,12 @@ from corral.divergence import (
     kl_k2,
     kl_k3,
 )
-from corral.kernels import HeadOutput, head_kl, lm_head, policy_loss_from_hidden
+from corral.kernels import HeadOutput, PolicyLoss, head_kl, lm_head, policy_loss_from_hidden
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
 from corral.objective.improvement import ImprovementBound, improvement_bound
-from corral.objective.reduction import reduce_loss
+from corral.objective.reduction import reduce_loss, reduction_weights
 from corral.projection import (
     CategoricalProjection,
     EntropyProjection,
@@ -48,6 +48,7 @@ __all__ = [
     "ObjectiveConfig",
     "ObjectiveOutput",
     "PackedSparseDist",
+    "PolicyLoss",
     "RateController",
     "SparseDist",
     "TokenBatch",
@@ -79,6 +80,7 @@ __all__ = [
     "project_gaussian_kl",
     "project_gaussian_wasserstein",
     "reduce_loss",
+    "reduction_weights",
     "register_objective",
     "retract",
     "snapshot",

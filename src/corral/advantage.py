@@ -11,7 +11,7 @@ from corral.validate import number_in
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
 
-STD_FLOOR = 1e-4
+_STD_FLOOR = 1e-4
 """Added to a standard deviation before dividing by it."""
 
 
@@ -67,24 +67,24 @@ def group_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how
         return centred * count / (count - 1)
     if how == "reinforce++":
         spread = centred.std() if len(centred) > 1 else torch.zeros_like(centred[0])
-        return (centred - centred.mean()) / (spread + STD_FLOOR)
+        return (centred - centred.mean()) / (spread + _STD_FLOOR)
     std = (group_sum(centred**2) / (count - 1).clamp(min=1)).sqrt()
-    return centred / (std + STD_FLOOR)
+    return centred / (std + _STD_FLOOR)
 
 
 def gae(
     rewards: Float[Tensor, "B T"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float, lam: float
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalised advantage estimation over the live tokens; an episode ends with its last one.
+    """Generalised advantage estimation over the unmasked tokens; an episode ends with its last one.
 
         δ_t = r_t + γ V_{t+1} − V_t          Â_t = δ_t + γ λ Â_{t+1}          returns_t = Â_t + V_t
 
-    Masked-out tokens are skipped wherever they stand: t + 1 is the next live token, and V = 0 after the last.
+    Masked-out tokens are skipped wherever they stand: t + 1 is the next unmasked token, and V = 0 after the last.
 
     Args:
         rewards: reward of each token [B T].
         values: the critic's value before each token [B T].
-        mask: live tokens [B T].
+        mask: unmasked tokens [B T].
         gamma, lam: discount γ and trace λ, both in [0, 1].
     Returns:
         Advantages and returns [B T], 0 where masked out; neither carries a gradient.
@@ -97,13 +97,15 @@ def gae(
             f", where at least one token is needed."
         )
     if mask.dtype != torch.bool:
-        raise ValueError(f"gae: mask must be bool, True where a token is live; got {mask.dtype}. Use .bool().")
+        raise ValueError(f"gae: mask must be bool, True where a token is trained on; got {mask.dtype}. Use .bool().")
     for name, x in (("gamma", gamma), ("lam", lam)):
         if not number_in(x, 0, 1):
             raise ValueError(f"gae: `{name}` must lie in [0, 1]; got {x!r}.")
     rewards, values = (torch.where(mask, x.detach(), 0.0) for x in in_one_dtype(rewards, values))
     if not bool(rewards.isfinite().all() & values.isfinite().all()):
-        raise ValueError("gae: rewards and values must be finite at live tokens. Look at the reward function and the critic.")
+        raise ValueError(
+            "gae: rewards and values must be finite at unmasked tokens. Look at the reward function and the critic."
+        )
     next_value = next_advantage = torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
     for t in reversed(range(mask.shape[1])):

@@ -1,4 +1,4 @@
-"""Names and settings that people type: near matches for the misspelt, a sentence for the unknown."""
+"""Nearest match of misspelt names, and refusal of unknown settings."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ ALSO_CALLED = {"ppo": "ppo_clip", "grpo": "ppo_clip", "dapo": "clip_higher", "ep
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """What to say after "there is no such name": the nearest match, and everything there is."""
+    """The end of a message on an unknown name: the nearest match, and all known names."""
     known = sorted(known)
     typed = str(name).lower().replace("-", "_")
     meant = ALSO_CALLED.get(typed)

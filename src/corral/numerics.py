@@ -1,4 +1,4 @@
-"""Numerics everything else leans on: precision, and logarithms that stay exact at both ends."""
+"""Numerics: precision, and logarithms that stay exact at both ends."""
 
 import math
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from corral.validate import number_in as number_in
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 NEAR = 0.5
 """|x| below which eˣ − 1 − x is summed as a series; above it the plain form loses three bits at most."""
@@ -37,11 +37,11 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def without_autocast(function: Callable[P, Result]) -> Callable[P, Result]:
+def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     """Autocast would round the factors of every float32 product to half precision: here they stay what they are."""
 
     @wraps(function)
-    def exact(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def exact(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
         devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
         with ExitStack() as stack:
             for device in devices:

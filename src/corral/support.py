@@ -1,4 +1,4 @@
-"""The few tokens worth keeping, and the exact mass of all the others."""
+"""Sparse supports: the most likely tokens of a policy and the sampled one, with the exact mass of the tail."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from corral.validate import number_in
 
 ANCHOR_TOLERANCE = 1e-3
 """How far an old policy's support and its log-probs may disagree, in nats, on the token that both describe."""
-LOGP_MAX = 1e-3
+_LOGP_MAX = 1e-3
 """The largest log-probability that rounding explains."""
-MASS_TOLERANCE, MASS_TOLERANCE_HALF = 1e-3, 5e-2
+_MASS_TOLERANCE, _MASS_TOLERANCE_HALF = 1e-3, 5e-2
 """How far from 1 the mass of a distribution may be, and where half precision has rounded its log-probabilities."""
-LEAST_LEFT = 1e-6
+_LEAST_LEFT = 1e-6
 """Share of a tail's mass that is left at least once some of its tokens have been taken out of it."""
 
 
@@ -49,7 +49,7 @@ def top_k_support(
     Ref:
         Becker et al. 2025, arXiv:2510.03817 (k = 64, mass = 1 − 1e-5). Invariant: Σ exp(logp) + exp(rest) = 1.
     """
-    check_logp("top_k_support", logp)
+    _check_logp("top_k_support", logp)
     vocabulary = logp.shape[-1]
     if type(k) is not int or not 1 <= k <= vocabulary:
         raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k!r}. k = V keeps every token.")
@@ -64,13 +64,13 @@ def top_k_support(
 
     if ids is not None:
         _check_given("top_k_support", logp, ids)
-    limits, logp = Limits.of(logp), at_least_float32(logp)
+    limits, logp = LogpTolerance.of(logp), at_least_float32(logp)
     with torch.no_grad():
         ranked = rank_top_k(logp, k)
         support = choose_support(tokens.long(), ranked, logp.gather(-1, ranked), mass, ids)
     dist = _gather(logp, support)
     if check:
-        check_mass("top_k_support", dist, limits)
+        _check_mass("top_k_support", dist, limits)
     return dist
 
 
@@ -82,15 +82,15 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, che
         ids: the support [*, K], −1 at padding.
         check: refuse rows whose mass is not 1, as of logits or probabilities; False takes them as they are.
     Returns:
-        SparseDist on the same `ids`, differentiable in `logp`, through the rest too.
+        SparseDist on the same `ids`, differentiable in `logp`, through the tail too.
     Ref:
         Invariant: the gradient of every field reaches every logit, as the dense softmax would have it.
     """
-    check_logp("gather_support", logp)
+    _check_logp("gather_support", logp)
     _check_given("gather_support", logp, ids)
     dist = _gather(logp, ids)
     if check:
-        check_mass("gather_support", dist, Limits.of(logp))
+        _check_mass("gather_support", dist, LogpTolerance.of(logp))
     return dist
 
 
@@ -116,7 +116,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
     added = at_least_float32(logp).gather(-1, (slot - members).clamp(0, logp.shape[-1] - 1))
     added = torch.where(new, added, -torch.inf)
     share = (logsumexp(added) - dist.rest).exp()
-    left = torch.where(share > 0, dist.rest + (1 - share).clamp(min=LEAST_LEFT).log(), dist.rest)
+    left = torch.where(share > 0, dist.rest + (1 - share).clamp(min=_LEAST_LEFT).log(), dist.rest)
     return SparseDist(ids, torch.where(new, added, wide), left, dist.rest_max)
 
 
@@ -167,7 +167,7 @@ def choose_support(
     """Ids of a support: the sampled token, or all that are given, then those of the ranking that `mass` asks for."""
     first = tokens.unsqueeze(-1) if given is None else given.long()
     known = (ranked.unsqueeze(-1) == first.unsqueeze(-2)).any(-1)
-    ids = torch.cat([first, torch.where(reached_before(logp, mass) | known, -1, ranked)], dim=-1)
+    ids = torch.cat([first, torch.where(_reached_before(logp, mass) | known, -1, ranked)], dim=-1)
     return ids.gather(-1, torch.argsort((ids < 0).byte(), dim=-1, stable=True))
 
 
@@ -176,7 +176,7 @@ def _gather(logp: Tensor, ids: Tensor) -> SparseDist:
     logp = at_least_float32(logp)
     padding = ids < 0
     kept = torch.where(padding, -torch.inf, logp.gather(-1, torch.where(padding, 0, ids).long()))
-    # Padding marks one column past the vocabulary. Clamped to 0 instead, it would take token 0 out of the rest.
+    # Padding marks one column past the vocabulary. Clamped to 0 instead, it would take token 0 out of the tail.
     outside = torch.ones(*logp.shape[:-1], logp.shape[-1] + 1, dtype=torch.bool, device=logp.device)
     outside = outside.scatter(-1, torch.where(padding, logp.shape[-1], ids).long(), False)[..., :-1]
     tail = torch.where(outside, logp, -torch.inf)
@@ -201,7 +201,7 @@ def rank_top_k(logp: Float[Tensor, "*b V"], k: int) -> Int[Tensor, "*b k"]:
     return ids.gather(-1, by_value)
 
 
-def reached_before(ranked: Tensor, mass: float) -> Tensor:
+def _reached_before(ranked: Tensor, mass: float) -> Tensor:
     """Whether the tokens ranked above each one already hold `mass`, up to the rounding of their probabilities."""
     if mass == 1.0:
         return torch.zeros_like(ranked, dtype=torch.bool)
@@ -210,31 +210,34 @@ def reached_before(ranked: Tensor, mass: float) -> Tensor:
     return (before > 0) & (before >= mass - 2 * torch.finfo(ranked.dtype).eps)
 
 
-def check_logp(where: str, logp: Tensor) -> None:
+def _check_logp(where: str, logp: Tensor) -> None:
     """Refuse what can be no log-probabilities: integers, or a single number."""
     if not logp.is_floating_point() or not logp.ndim:
         raise ValueError(f"{where}: `logp` holds log-probabilities [*, V]; got {logp.dtype} {list(logp.shape)}.")
 
 
-class Limits(NamedTuple):
-    """What still counts as log-probabilities: the largest of them, and how far their mass may be from 1."""
+class LogpTolerance(NamedTuple):
+    """Tolerances for log-probs: the largest value, and how far their mass may be from 1."""
 
     logp: float = torch.inf
     mass: float = torch.inf
 
     @classmethod
-    def of(cls, *policies: Tensor | SparseDist | None) -> "Limits":
-        """Those of numbers in these precisions: the least one decides."""
+    def of(cls, *policies: Tensor | SparseDist | None) -> "LogpTolerance":
+        """Of log-probs in these precisions; the lowest one decides."""
         half = any(
             x.dtype in (torch.float16, torch.bfloat16)
             for policy in policies
             if policy is not None
             for x in ((policy.logp, policy.rest) if isinstance(policy, SparseDist) else (policy,))
         )
-        return cls(LOGP_MAX, MASS_TOLERANCE_HALF if half else MASS_TOLERANCE)
+        return cls(_LOGP_MAX, _MASS_TOLERANCE_HALF if half else _MASS_TOLERANCE)
 
 
-def check_mass(where: str, dist: SparseDist, limits: Limits) -> None:
+Limits = LogpTolerance  # the name until 0.1
+
+
+def _check_mass(where: str, dist: SparseDist, limits: LogpTolerance) -> None:
     """Refuse rows whose support and tail together do not hold 1. NaN passes: padding may be that, and only objectives know."""
     if torch.compiler.is_compiling():
         return
@@ -265,7 +268,7 @@ def check_id_dtype(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_ids(where: str, what: str, low: int, high: int, *, lowest: int, vocabulary: int) -> None:
-    """Where the least or the largest id lies outside `lowest` … V − 1."""
+    """Raise if the least or the largest id lies outside `lowest` … V − 1."""
     if low < lowest or high >= vocabulary:
         ignored = " At padding put any token, such as 0: the mask leaves it out." if low < lowest == 0 else ""  # labels of −100
         raise ValueError(
@@ -282,7 +285,7 @@ def check_unique(where: str, what: str, ids: Tensor) -> None:
 
 
 def refuse_repeats(where: str, what: str, repeated: bool) -> None:
-    """Where a token is twice in one row: its mass would count twice, and no row has room for that."""
+    """Raise if a token is twice in one row: its mass would count twice."""
     if repeated:
         raise ValueError(
             f"{where}: `{what}` has a token twice in one row. A support is a set: keep one of them, −1 pads the row."

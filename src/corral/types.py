@@ -1,7 +1,8 @@
 """The nouns: a distribution on a sparse support, a batch of tokens, what an objective returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,9 +13,9 @@ from corral.numerics import at_least_float32
 
 @dataclass(frozen=True, eq=False)
 class SparseDist:
-    """A next-token distribution on the few tokens worth keeping, and the exact mass of all the others.
+    """A next-token distribution on a sparse support, with the exact mass of its tail.
 
-    Slot 0 is the sampled token; the other slots hold the rest of the support, most likely first, ties by lower id, padding
+    Slot 0 is the sampled token; the other slots hold the others of the support, most likely first, ties by lower id, padding
     last. Built by :func:`corral.top_k_support`; the same support under another policy by :func:`corral.gather_support`.
     """
 
@@ -44,7 +45,7 @@ class SparseDist:
             )
 
     def with_rest(self) -> Float[Tensor, "*b K_plus_rest"]:
-        """Log-probabilities with the rest bucket as one more category: a whole distribution, [*, K + 1]."""
+        """Log-probabilities with the tail as one more category: a whole distribution, [*, K + 1]."""
         return at_least_float32(torch.cat([self.logp, self.rest.unsqueeze(-1)], dim=-1))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SparseDist":
@@ -57,7 +58,7 @@ class SparseDist:
         return self.map(Tensor.detach)
 
     def pack(self, device: torch.device | str = "cpu") -> "PackedSparseDist":
-        """Jagged int32 + float32 storage without the padding, on the CPU unless told otherwise; detached."""
+        """Jagged int32 + float32 storage without the padding, on the CPU by default; detached."""
         kept = self.ids >= 0
         return PackedSparseDist(
             ids=self.ids[kept].to(device, torch.int32),
@@ -71,13 +72,13 @@ class SparseDist:
 
 @dataclass(frozen=True, eq=False)
 class PackedSparseDist:
-    """What a rollout buffer keeps of a :class:`SparseDist`: 8 bytes per kept token and 12 per position."""
+    """A :class:`SparseDist` as a rollout buffer stores it: 8 bytes per token of the support and 12 per position."""
 
     ids: Int[Tensor, " n"]
     logp: Float[Tensor, " n"]
     rest: Float[Tensor, "*b"]
     counts: Int[Tensor, "*b"]
-    """Tokens kept at each position; the rows of `ids` and `logp` follow one another in this order."""
+    """Tokens of the support at each position; the rows of `ids` and `logp` follow one another in this order."""
     slots: int
     """K of the distribution that was packed, padding included."""
     rest_max: Float[Tensor, "*b"] | None = None
@@ -142,3 +143,40 @@ class ObjectiveOutput:
         if self.regression is None:
             return torch.where(weights == 0, 0.0, self.loss * weights)
         return torch.where(weights == 0, 0.0, (self.loss - self.regression) * weights) + self.regression
+
+    def total(self, weights: Float[Tensor, "B T"], policy_weights: Float[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
+        """Σ w (c · policy + regression), w = `weights` and c = `policy_weights`; what is weighted with 0 does not count."""
+        loss = self.loss if policy_weights is None else self.weigh(policy_weights)
+        return torch.where(weights == 0, 0.0, loss * weights).sum()
+
+    def detach(self) -> "ObjectiveOutput":
+        """The same as constants for autograd."""
+        regression = None if self.regression is None else self.regression.detach()
+        return ObjectiveOutput(self.loss.detach(), self.metrics, self.acted, self.kl_after, regression)
+
+
+def metric_kind(name: str) -> Literal["max", "sum", "mean"]:
+    """How a metric of several batches is made of theirs; means are over tokens."""
+    return "max" if "_max" in name else "sum" if name == "tr/unconverged" else "mean"
+
+
+def join_outputs(parts: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
+    """Outputs for some tokens each [1 n], all of them unmasked, as one [1 N]."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = parts[0].loss.new_tensor([float(part.loss.numel()) for part in parts])
+    metrics = {}
+    for name in parts[0].metrics:
+        values, kind = torch.stack([part.metrics[name].to(counts.dtype) for part in parts]), metric_kind(name)
+        # A dual belongs to the tokens that were projected.
+        counted = counts * torch.stack([part.metrics["tr/active_frac"] for part in parts]) if name == "tr/dual" else counts
+        mean = (values * counted).sum() / counted.sum().clamp(min=1)
+        metrics[name] = values.amax() if kind == "max" else values.sum() if kind == "sum" else mean
+
+    def cat(name: str) -> Tensor | None:
+        found = [getattr(part, name) for part in parts]  # one of the fields below
+        return None if found[0] is None else torch.cat(found, 1)
+
+    loss = cat("loss")
+    assert loss is not None
+    return ObjectiveOutput(loss, metrics, cat("acted"), cat("kl_after"), cat("regression"))

@@ -3,97 +3,86 @@
 Run in a process of its own, in which Triton does not interpret: python compile_kernels.py CAPABILITY
 """
 
+import importlib
+import pkgutil
 import sys
 from typing import Any
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from corral.kernels import (
-    dense_backward,
-    dense_forward,
-    difference,
-    doubt,
-    extract,
-    few_rows,
-    ids_later,
-    inspect_batch,
-    loss_rows,
-    route,
-    row_factor,
-    row_gradient,
-    select,
-    settle,
-    sparse_backward,
-    stream,
-    token_loss,
-    troll_loss,
-)
+import corral.kernels.triton
+from corral.kernels.triton import gemm_stats, plan_batch, validate
+from corral.kernels.triton.backward import dense, dense_forward, route, row_factor, row_gradient, sparse
+from corral.kernels.triton.loss import rows, token, troll
+from corral.kernels.triton.support import finalize, recompute, recompute_plan, select
 
 # The types of arguments by name; all others are pointers to float32.
 TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
-    "stride_kept stride_logp stride_scale",
+    "stride_kept stride_logp",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high highest slack",
-    "*i32": "counter marks queue key keys route counts starts out_ids out_key filled floors overflow few need out_need",
-    "*i64": "listed order picked tokens", "*u8": "place mask state", "*bf16": "dz d_weight stored",
+    "*i32": "marks queue key keys route counts starts out_ids filled floors overflow need out_need likely",
+    "*i64": "listed order picked tokens", "*u8": "place mask state left_out", "*bf16": "dz d_weight stored",
 }  # fmt: skip
-BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8}
-ON = "COMPILED BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT WEIGHTS KEPT REST LOGP NATS SCALE WEIGHT THRESHOLD CAPPED"
+BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8, "PIECE": 64}
+ON = "COMPILED BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT POLICY WEIGHTS KEPT REST LOGP WEIGHT THRESHOLD CAPPED ANCHOR DENSE TAIL"
 SWITCHES = dict.fromkeys(ON.split(), True)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
-STREAM = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
+STATS = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
-INSPECT = [dict.fromkeys(("EVERY", "MASKED_TOO"), x) for x in (True, False)]
-ORDER = {"position": "*i32", "fewest": "i32", "share": "fp32", "rest": "fp32"}
-FORMED = {"index": "*i64", "ids": "*i64", "left_out": "*u8", "formed": "i32", "out_met": "*i32", "rounding": "fp32"}
-COMPARISONS = (difference._ratio_kernel, difference._difference_kernel)
-WRITTEN = {"FEW": 16, "PIECE": 64}
-WALK = {"PROGRAMS": 132, "GROUP": 16}
+ORDER = {"fewest": "i32", "share": "fp32", "rest": "fp32"}
+PROGRAMS = {"PROGRAMS": 132, "GROUP": 16}
 SHARED = {80: 163, 90: 227}
 """KiB of shared memory that a block of theirs may take."""
-FULL = {"STORE": True, "REFERENCE": True, "COUNTER": True}
-BLANK = {"store": None, "reference": None, "counter": None, "STORE": False, "REFERENCE": False, "COUNTER": False}
+FULL = {"STORE": True, "REFERENCE": True}
+BLANK = {"store": None, "reference": None, "STORE": False, "REFERENCE": False}
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
-    *((stream._stream_kernel, STREAM, WALK | FULL | {"PLAIN": plain}, 8) for plain in (False, True)),
-    (stream._stream_kernel, STREAM, WALK | BLANK | {"PLAIN": True}, 8),
-    (doubt._given_kernel, {"length": "*i32"}, {"COUNTER": True}, 4),
-    (doubt._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
-    (extract._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "PROGRAMS": 132, "LISTED": 256}, 8),
-    (extract._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "PROGRAMS": 132, "LISTED": 128}, 8),
-    (settle._given_kernel, {}, {"COUNTER": True}, 4),
-    (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
-    (settle._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
-    (select._marks_kernel, {"ids": "*i64", "index": "*i64"}, {"BLOCK": 1024, "INDEX": True, "COUNTER": True}, 4),
+    *((gemm_stats._stats_kernel, STATS, PROGRAMS | FULL | {"PLAIN": plain}, 8) for plain in (False, True)),
+    (gemm_stats._stats_kernel, STATS, PROGRAMS | BLANK | {"PLAIN": True}, 8),
+    (recompute_plan._given_kernel, {"length": "*i32"}, {}, 4),
+    (recompute_plan._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
+    (recompute._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "PROGRAMS": 132, "LISTED": 256}, 8),
+    (recompute._tile_kernel, TILE, {"OWN": False, "ROWS": 64, "PROGRAMS": 132, "LISTED": 128}, 8),
+    (finalize._given_kernel, {}, {}, 4),
+    (finalize._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
+    (finalize._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
+    (select._marks_kernel, {"ids": "*i64"}, {"BLOCK": 1024}, 4),
+    (validate._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
+    *((plan_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 8, "EVERY": every}, 4) for every in (True, False)),
+    (plan_batch._order_kernel, ORDER, {}, 8),
     (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
-    (route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048}, 4),
-    (ids_later._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
-    (route._tally_kernel, {}, {"FEW": 16, "BLOCK": 8192}, 16),
-    (few_rows._logit_kernel, {"ids": "*i32"} | HEAD, {"FEW": 16, "COLUMNS": 128}, 4),
-    (few_rows._hidden_kernel, HEAD, {"FEW": 16, "PARTS": 64, "COLUMNS": 128}, 4),
-    (few_rows._sum_kernel, {"out": "*bf16"}, {"FEW": 16, "PARTS": 64, "BLOCK": 128}, 4),
-    (sparse_backward._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024, "SOME": 4}, 4),
-    *((sparse_backward._piece_kernel, HEAD, WRITTEN | {"ADD": add}, 16) for add in (True, False)),
-    *((sparse_backward._weight_kernel, HEAD, WRITTEN | {"ADD": add}, 4) for add in (True, False)),
-    (dense_backward._dense_kernel, {"ids": "*i32"}, {}, 8),
+    *((route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048, "MEAN": mean}, 8) for mean in (True, False)),
+    (route._tally_kernel, {}, {"BLOCK": 8192}, 8),
+    (sparse._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024, "SOME": 4}, 4),
+    (sparse._piece_kernel, HEAD, {}, 16),
+    *((sparse._weight_kernel, HEAD, {"ADD": add}, 4) for add in (True, False)),
+    (dense._dense_kernel, {"ids": "*i32"}, {}, 8),
     (dense_forward._gradient_kernel, {"ids": "*i32"}, {"SOME": 16}, 8),
     (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
-    (inspect_batch._compact_kernel, {"hidden": "*bf16", "picked": "*bf16", "position": "*i32", "index": "*i64"}, {}, 4),
-    *((inspect_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 16, "FORM": True} | x, 4) for x in INSPECT),
-    *((inspect_batch._order_kernel, ORDER, {"FORMED_FIRST": x}, 8) for x in (True, False)),
-    *((kernel, FORMED, {"INDEX": True, "LOSS_OWN": True, "LOSS_KEPT": True, "WEIGHED": True}, 1) for kernel in COMPARISONS),
-    (difference._median_kernel, FORMED, {"BLOCK": 1024}, 4),
-    (loss_rows._metrics_kernel, {}, {"BLOCK": 2048, "TAIL": True}, 8),
-    (troll_loss._troll_kernel, {}, {"GRADIENT": 0}, 1),
-    *((token_loss._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(5)),
-    (row_factor._sampled_kernel, HEAD | {"index": "*i64"}, {"INDEX": True, "COUNTER": True, "BLOCK": 1024}, 2),
-    (row_factor._singles_kernel, {"ids": "*i32", "likely": "*i32", "left_out": "*u8", "stored": "*bf16"}, {"LIKELY": 4}, 1),
-    (row_factor._rows_kernel, {"out": "*bf16", "likely": "*i32", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),
+    (rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
+    (troll._troll_kernel, {}, {"GRADIENT": 0}, 1),
+    *((token._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(5)),
+    (row_factor._sampled_kernel, HEAD, {"BLOCK": 1024}, 2),
+    (row_factor._singles_kernel, {"ids": "*i32"}, {"LIKELY": 4}, 1),
+    (row_factor._rows_kernel, {"out": "*bf16", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),
     (row_factor._rows_kernel, {"x": "*bf16", "out": "*bf16"}, {"BLOCK": 1024, "LIKELY": 0}, 2),
 ]  # fmt: skip
 
 
+def every_kernel() -> set[Any]:
+    """What is launched: functions whose name says so, in every module."""
+    found = set()
+    for module in pkgutil.walk_packages(corral.kernels.triton.__path__, "corral.kernels.triton."):
+        members = vars(importlib.import_module(module.name))
+        found |= {x for name, x in members.items() if isinstance(x, triton.JITFunction) and name.endswith("_kernel")}
+    return found
+
+
 def compile_all(capability: int) -> None:
+    missing = every_kernel() - {kernel for kernel, *_ in CASES}
+    assert not missing, f"not compiled here: {missing}"
     types = {name: kind for kind, names in TYPES.items() for name in names.split()}
     for kernel, own_types, own_constants, warps in CASES:
         constants = {k: v for k, v in (BLOCKS | SWITCHES | own_constants).items() if k in kernel.arg_names}

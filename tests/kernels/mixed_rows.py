@@ -1,4 +1,4 @@
-"""Rows that are sure of their token beside rows that are sure of nothing: their losses and gradients in float64, and fused."""
+"""Peaked rows beside flat ones: their loss and gradients from full logits in float64, and fused."""
 
 import math
 from typing import Any
@@ -8,7 +8,9 @@ from torch import Tensor
 
 import corral
 from corral import SparseDist, TokenBatch, policy_loss_from_hidden
+from corral.kernels.policy_loss import PolicyLoss
 from interpreted import DEVICE
+from tolerance import assert_close
 
 F64 = torch.float64
 VOCABULARY, WIDTH, SLOTS = 90, 8, 5
@@ -60,8 +62,10 @@ class Problem:
         batch = TokenBatch(logp_old, logp_old, advantages, b.mask.to(device), None, dist, logp_old)
         return batch, self.tokens.view(b.mask.shape).to(device), self.weights.to(device, dtype)
 
-    def exact(self, objective: Any, upstream: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Losses and gradients in float64, from full logits."""
+    def exact(
+        self, objective: Any, policy_weights: Tensor | None = None, *, on_policy: bool = False
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Loss per token, Σ w (c · policy + regression) and its gradients in float64, from full logits."""
         leaves, (b, tokens, weights) = self.leaves(F64, "cpu"), self.on(F64, "cpu")
         bias = 0.0 if self.bias is None else leaves[2]
         z = self.spec.get("scale", 1.0) * (leaves[0] @ leaves[1].T + bias)
@@ -69,9 +73,12 @@ class Problem:
         logp = ((z if cap is None else cap * torch.tanh(z / cap)) / self.spec["temperature"]).log_softmax(-1)
         new = None if b.dist_old is None else corral.gather_support(logp, b.dist_old.ids)
         own = logp.gather(-1, tokens[..., None])[..., 0]
-        out = objective(TokenBatch(own, b.logp_old, b.advantages, b.mask, new, b.dist_old, b.logp_rollout))
-        loss = torch.where(b.mask, out.loss * weights, 0.0)
-        return loss, list(torch.autograd.grad((loss * upstream).sum(), leaves))
+        anchor = own.detach() if on_policy else b.logp_old
+        out = objective(TokenBatch(own, anchor, b.advantages, b.mask, new, b.dist_old, b.logp_rollout))
+        regression = 0.0 if out.regression is None else out.regression
+        policy = (out.loss - regression) * (1.0 if policy_weights is None else policy_weights.cpu().to(F64))
+        total = torch.where(b.mask, weights * (policy + regression), 0.0).sum()
+        return torch.where(b.mask, out.loss, 0.0).detach(), total.detach(), list(torch.autograd.grad(total, leaves))
 
 
 def assert_gradients(got: Any, wanted: list[Tensor], error: float = 1e-4) -> None:
@@ -79,14 +86,22 @@ def assert_gradients(got: Any, wanted: list[Tensor], error: float = 1e-4) -> Non
         assert (actual.cpu().to(F64) - expected).norm() < error * expected.norm()
 
 
-def fused(problem: Problem, objective: Any, how: str, **options: Any) -> tuple[Any, list[Tensor], Tensor]:
-    """Output and gradients of the fused path, and what the losses were summed with."""
-    leaves, (batch, tokens, weights) = problem.leaves(), problem.on()
+def run_fused(problem: Problem, objective: Any, *, leaves: list[Tensor] | None = None, **options: Any) -> PolicyLoss:
+    """The fused Triton path."""
+    leaves, (batch, tokens, weights) = leaves or problem.leaves(), problem.on()
     given = {"bias": leaves[2] if len(leaves) > 2 else None, "weights": weights, "impl": "triton", **problem.spec, **options}
-    out = policy_loss_from_hidden(leaves[0], leaves[1], tokens, batch, objective, **given)
-    ones = torch.ones_like(out.loss)
-    factor = {"summed": ones, "scaled": -3 * ones}.get(how, torch.arange(1.0, ones.numel() + 1).view(ones.shape).to(DEVICE))
-    if how == "masked":
-        factor = batch.mask.float()
-    summed = {"summed": lambda x: x.sum(), "scaled": lambda x: -3 * x.sum()}.get(how, lambda x: (x * factor).sum())
-    return out, list(torch.autograd.grad(summed(out.loss), leaves)), factor.cpu().to(F64)
+    return policy_loss_from_hidden(leaves[0], leaves[1], tokens, batch, objective, **given)
+
+
+def check_fused(problem: Problem, objective: Any, **options: Any) -> tuple[PolicyLoss, list[Tensor]]:
+    """Its loss and gradients, which are those of float64."""
+    leaves = problem.leaves()
+    out = run_fused(problem, objective, leaves=leaves, **options)
+    got = list(torch.autograd.grad(out.loss, leaves))
+    known = {name: options[name] for name in ("policy_weights", "on_policy") if name in options}
+    loss, total, wanted = problem.exact(objective, **known)
+    assert_close(out.per_token, loss, atol=2e-5)
+    assert_close(out.loss, total, atol=2e-5 * int(problem.mask.sum()))
+    assert_gradients(got, wanted)
+    assert got[0][~problem.mask.to(DEVICE)].count_nonzero() == 0
+    return out, got

@@ -101,7 +101,7 @@ def test_an_old_policy_that_is_not_finite_is_refused(case, support, bad):
     batch.logp_old[1, 1] = bad
     if support:
         batch.dist_old.logp[1, 1, 0] = bad
-    with torch.no_grad(), pytest.raises(ValueError, match="logp_old is not finite at a live token"):
+    with torch.no_grad(), pytest.raises(ValueError, match="logp_old is not finite at an unmasked token"):
         batch_loss(objective, dataclasses.replace(batch, logp_rollout=None), kernels=True)
 
 
@@ -112,7 +112,7 @@ def test_a_sampler_that_is_not_finite_is_refused(case, support):
     objective, (batch, _) = corral.make_objective(name, **config), make_batch(support)
     rollout = batch.logp_old.clone()
     rollout[1, 1] = math.nan
-    with torch.no_grad(), pytest.raises(ValueError, match="logp_rollout is not finite at a live token"):
+    with torch.no_grad(), pytest.raises(ValueError, match="logp_rollout is not finite at an unmasked token"):
         batch_loss(objective, dataclasses.replace(batch, logp_rollout=rollout), kernels=True)
 
 
@@ -200,5 +200,5 @@ def test_any_function_is_an_objective_and_a_cpu_asks_it():
 def test_nothing_to_train_on_is_the_objective_s_affair():
     batch, _ = make_batch()
     empty = dataclasses.replace(batch, mask=torch.zeros_like(batch.mask))
-    with pytest.raises(ValueError, match="mask has no live token"):
+    with pytest.raises(ValueError, match="mask has no unmasked token"):
         batch_loss(corral.make_objective("troll"), empty, kernels=True)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.kernels.head_backward import Marks
 from corral.kernels.logits import Scratch, slices
+from corral.kernels.torch.backward import Marks
 
 F64 = torch.float64
 

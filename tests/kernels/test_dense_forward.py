@@ -1,4 +1,4 @@
-"""Gradients formed in the forward pass, as stored logits times one factor per row, against float64 autograd on full logits."""
+"""Gradients of dense rows, as stored logits times one factor per row, against float64 autograd on full logits."""
 
 import math
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from torch import Tensor
 
 import corral
 from corral import SparseDist, TokenBatch
-from interpreted import DEVICE, HALF, small_tiles
+from corral.kernels.logits import LogitSpec
+from corral.kernels.rows import HeadInput, HeadRequest, HeadRows
+from interpreted import DEVICE, small_tiles
 
-from corral.kernels import dense_forward as module  # isort: skip  # after `interpreted`
-from corral.kernels import row_factor, stream  # isort: skip
-from corral.kernels.dense_forward import Begun, begin, dense_forward  # isort: skip
-from corral.kernels.logits import LogitSpec  # isort: skip
-from corral.kernels.loss_rows import LOSS, OldRows  # isort: skip
-from corral.kernels.head_rows import HeadRequest, HeadRows  # isort: skip
-from corral.kernels.row_gradient import RowGradient  # isort: skip
-from corral.kernels.rule import rule_of  # isort: skip
-from corral.kernels.select import HeadInput  # isort: skip
+from corral.kernels.triton import gemm_stats  # isort: skip  # after `interpreted`
+from corral.kernels.triton.backward import dense_forward as module  # isort: skip
+from corral.kernels.triton.backward import row_factor  # isort: skip
+from corral.kernels.triton.backward.dense_forward import dense_forward  # isort: skip
+from corral.kernels.triton.backward.row_gradient import RowGradient  # isort: skip
+from corral.kernels.triton.loss.rows import LOSS, OldRows  # isort: skip
+from corral.kernels.triton.loss.rule import rule_of  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -114,7 +114,8 @@ def draw(top: float = 3.0, rows: int = ROWS, **options: object) -> Problem:
 def check(problem: Problem, name: str = "troll", lost: tuple[int, ...] = (), **settings: object) -> None:
     """Losses and gradients are those of float64 but for the rows expected to be left out, which add nothing."""
     objective = corral.make_objective(name, **settings)
-    _, loss, gradients, left_out = dense_forward(*problem.inputs(objective))
+    found = dense_forward(*problem.inputs(objective))
+    loss, gradients, left_out = found.loss, found.finish(), found.left_out
     assert tuple(left_out.nonzero().flatten().tolist()) == lost
     wanted, exact = problem.exact(objective, left_out)
     assert (loss.fields[LOSS].cpu() - wanted).norm() <= 2e-5 * wanted.norm()
@@ -137,7 +138,7 @@ def test_every_objective_on_every_policy(name, settings, top):
 )
 def test_supports_scales_and_parts(name, parts, options, monkeypatch):
     if parts == 2 and DEVICE == "cpu":
-        monkeypatch.setitem(stream.TILES, torch.float32, stream.Tile(4, 16, 16, warps=4, stages=1))
+        monkeypatch.setitem(gemm_stats.TILES, torch.float32, gemm_stats.Tile(4, 16, 16, warps=4, stages=1))
         monkeypatch.setattr(module, "BYTES_AT_ONCE", 0)  # as few rows as a tile has
     check(draw(**options), name)
 
@@ -173,8 +174,8 @@ def test_awkward_rows(name, kind):
     check(problem, name)
 
 
-def test_a_token_next_to_impossible_is_handed_back():
-    # log p_a < −70 in row 1 and > −50 in row 2: the second is still in reach. Row 4 has no advantage, and nothing to be formed.
+def test_a_token_next_to_impossible_is_left_out():
+    # log p_a < −70 in row 1 and > −50 in row 2: the second is still in reach. Row 4 has no advantage, and no gradient.
     problem = draw(support=False)
     problem.bias = torch.zeros(VOCABULARY, dtype=torch.float64)
     problem.bias[88], problem.bias[89] = -70.0, -45.0
@@ -191,34 +192,6 @@ def test_a_token_next_to_impossible_may_be_in_the_support():
     problem.weight[88] = 0.0
     problem.tokens[3] = 88
     check(problem, "reinforce", lost=(3,))
-
-
-def test_what_is_handed_back_takes_the_usual_way_back():
-    problem = draw(support=False)
-    problem.bias = torch.zeros(VOCABULARY, dtype=torch.float64)
-    problem.bias[88], problem.weight[88], problem.tokens[1] = -70.0, 0.0, 88
-    leaves = [x.float().to(DEVICE).requires_grad_() for x in (problem.moved[None], problem.weight, problem.bias)]
-    logp, advantages, weights, tokens = (
-        x[None].to(DEVICE)
-        for x in (problem.old().logp[:, 0].float(), problem.advantages.float(), problem.weights.float(), problem.tokens)
-    )
-    batch = TokenBatch(logp, logp, advantages, torch.ones_like(logp, dtype=torch.bool))
-
-    def gradients(impl: str) -> tuple[Tensor, ...]:
-        out = corral.policy_loss_from_hidden(
-            *leaves[:2],
-            tokens,
-            batch,
-            corral.make_objective("reinforce"),
-            exact=True,
-            weights=weights,
-            bias=leaves[2],
-            impl=impl,
-        )
-        return torch.autograd.grad(out.loss.sum(), leaves)
-
-    for actual, expected in zip(gradients("triton"), gradients("torch"), strict=True):
-        assert (actual - expected).norm() <= 2e-5 * expected.norm()
 
 
 def scattered(
@@ -293,17 +266,15 @@ def test_the_reference_is_the_sampled_token_s_logit():
     problem = draw(spec=LogitSpec(1.5, None, 0.8))
     problem.bias = torch.randn(VOCABULARY, dtype=torch.float64)
     hidden, weight, bias = (x.float().to(DEVICE) for x in (problem.moved, problem.weight, problem.bias))
-    order = torch.tensor([3, 0, 6, 5, 10**6, -(10**6), 0], device=DEVICE)  # behind the fourth row there may be anything
     tokens = problem.tokens.to(DEVICE)
-    tokens[6] = VOCABULARY + 5  # refused elsewhere
-    counter = torch.tensor([4, 9, 9], dtype=torch.int32, device=DEVICE)
-    got = row_factor.sampled_logits(hidden, weight, bias, problem.spec, tokens, order, counter)[:4].cpu()
-    picked = problem.tokens[[3, 0, 6, 5]]
+    tokens[2] = VOCABULARY + 5  # refused elsewhere: the nearest stands for it
+    picked = problem.tokens.clone()
     picked[2] = VOCABULARY - 1
-    z = problem.spec.slope * ((problem.moved[:4] * problem.weight[picked]).sum(-1) + problem.bias[picked])
-    torch.testing.assert_close(got, z.float(), rtol=1e-5, atol=1e-5)
+    z = problem.spec.slope * ((problem.moved * problem.weight[picked]).sum(-1) + problem.bias[picked])
+    got = row_factor.sampled_logits(hidden, weight, bias, problem.spec, tokens)
+    torch.testing.assert_close(got.cpu(), z.float(), rtol=1e-5, atol=1e-5)
     bias[picked[0]] = -math.inf
-    assert row_factor.sampled_logits(hidden, weight, bias, problem.spec, tokens, order, counter)[0] == 0
+    assert row_factor.sampled_logits(hidden, weight, bias, problem.spec, tokens)[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["plain", "biased"])
@@ -313,34 +284,37 @@ def test_what_is_stored_reaches_far_below_the_reference(kind):
     weight = torch.zeros(300, WIDTH, device=DEVICE)
     weight[:, 0] = -0.3 * torch.arange(300, device=DEVICE)
     bias = torch.zeros(300, device=DEVICE) if kind == "biased" else None
-    begun = begin(hidden, weight, bias, LogitSpec(), tokens=torch.tensor([0, 70, 200], device=DEVICE))
-    expected = (weight[:266, 0].double() - begun.reference[:, None].double()).exp()
-    torch.testing.assert_close(begun.memory[:3, :266].double(), expected, rtol=2e-5, atol=0)
+    how = hidden, weight, bias, LogitSpec()
+    reference = row_factor.sampled_logits(*how, torch.tensor([0, 70, 200], device=DEVICE))
+    width = gemm_stats.tile_of(hidden).columns
+    stored = torch.empty(3, -(-300 // width) * width, device=DEVICE)
+    gemm_stats.gemm_stats(*how, entropy=False, store=stored, reference=reference)
+    expected = (weight[:266, 0].double() - reference[:, None].double()).exp()
+    torch.testing.assert_close(stored[:, :266].double(), expected, rtol=2e-5, atol=0)
 
 
-def test_all_but_the_gradients_is_known_before_the_last_products(monkeypatch):
-    problem, objective, told = draw(), corral.make_objective("troll"), []
-    monkeypatch.setattr(row_factor, "multiply", lambda *inputs, **options: told.append("a product"))
-    rows, loss, _, left_out = dense_forward(*problem.inputs(objective), None, lambda *what: told.append(what))
-    assert told == [(rows, loss, left_out), "a product", "a product"]
+@pytest.fixture
+def stored_bfloat16(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """The dtype to compute in: the interpreter multiplies no bfloat16, and there only what is stored of the logits is."""
+    if DEVICE == "cuda":
+        return torch.bfloat16
+    inner = module.put_singles
+    monkeypatch.setattr(module, "put_singles", lambda stored, *rest: inner(stored.bfloat16(), *rest))
+    return torch.float32
 
 
 @pytest.mark.parametrize("name", ["troll", "ppo_clip"])
 @pytest.mark.parametrize("top", TOPS)
-def test_bfloat16_costs_no_more_than_its_rounding(name, top):
+def test_bfloat16_costs_no_more_than_its_rounding(name, top, stored_bfloat16):
     problem, objective = draw(top, rows=12), corral.make_objective(name)
     problem.moved, problem.weight = (x.bfloat16().double() for x in (problem.moved, problem.weight))
-    source, *others = problem.inputs(objective, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
-    begun = begin(source.hidden, source.weight, None, problem.spec, tokens=source.tokens)
-    if DEVICE == "cpu":  # the interpreter multiplies no bfloat16: only what is stored is
-        begun = Begun(begun.memory.bfloat16(), begun.stats, begun.reference)
-    _, _, gradients, left_out = dense_forward(source, *others, begun)
-    assert not left_out.any()
-    for actual, expected in zip(gradients, problem.exact(objective)[1], strict=False):
+    found = dense_forward(*problem.inputs(objective, stored_bfloat16))
+    assert not found.left_out.any()
+    for actual, expected in zip(found.finish(), problem.exact(objective)[1], strict=False):
         assert (actual.cpu() - expected).norm() <= (4e-3 if DEVICE == "cuda" else ROUNDING) * expected.norm()
 
 
-def test_gradients_that_nearly_cancel_are_not_lost_in_rounding():
+def test_gradients_that_nearly_cancel_are_not_lost_in_rounding(stored_bfloat16):
     # Two likely tokens have all the mass and nearly the same weights: dH = g p (1 − p) (w₀ − w₁), a hundredth of either part.
     problem, objective = draw(0.1, rows=12), corral.make_objective("troll")
     problem.weight[:2] = 3.0 + 0.02 * torch.randn(2, WIDTH, dtype=torch.float64)
@@ -348,29 +322,19 @@ def test_gradients_that_nearly_cancel_are_not_lost_in_rounding():
     problem.moved = problem.hidden + 0.01 * torch.randn(12, WIDTH, dtype=torch.float64)
     problem.moved, problem.weight = (x.bfloat16().double() for x in (problem.moved, problem.weight))
     problem.tokens = torch.arange(12).remainder(2)
-    source, *others = problem.inputs(objective, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
-    begun = begin(source.hidden, source.weight, None, problem.spec, tokens=source.tokens)
-    if DEVICE == "cpu":  # the interpreter multiplies no bfloat16: only what is stored is
-        begun = Begun(begun.memory.bfloat16(), begun.stats, begun.reference)
-    actual, expected = dense_forward(source, *others, begun)[2][0], problem.exact(objective)[1][0]
+    actual = dense_forward(*problem.inputs(objective, stored_bfloat16)).finish()[0]
+    expected = problem.exact(objective)[1][0]
     assert (actual.cpu() - expected).norm() <= (4e-3 if DEVICE == "cuda" else 1e-4) * expected.norm()
 
 
 def test_every_time_the_same():
     problem, objective = draw(), corral.make_objective("troll")
-    first, second = (dense_forward(*problem.inputs(objective))[2] for _ in range(2))
+    first, second = (dense_forward(*problem.inputs(objective)).finish() for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first[:2], second[:2], strict=True))
 
 
-OTHER_WAYS = {"half precision": (HALF, {}), "a soft cap": (torch.float32, {"spec": LogitSpec(1.2, 6.0, 0.9)})}
-
-
-@pytest.mark.parametrize("way", OTHER_WAYS)
-def test_what_does_not_reach_is_relative_to_its_tile(way):
-    dtype, options = OTHER_WAYS[way]
-    hidden = torch.randn(ROWS, WIDTH, device=DEVICE).to(dtype)
-    reached = row_factor.reaches(hidden, options.get("spec", LogitSpec()))
-    assert reached == (dtype == torch.bfloat16 and not options)
-    tokens = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE)
-    begun = begin(hidden, hidden, None, options.get("spec", LogitSpec()), tokens=tokens)
-    assert (begun.reference is not None) == reached
+def test_float16_and_a_soft_cap_do_not_reach():
+    half, single = (torch.zeros(1, dtype=dtype, device=DEVICE) for dtype in (torch.float16, torch.float32))
+    assert row_factor.reaches(single, LogitSpec())
+    assert not row_factor.reaches(half, LogitSpec())
+    assert not row_factor.reaches(single, LogitSpec(1.2, 6.0, 0.9))

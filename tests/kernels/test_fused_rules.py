@@ -13,9 +13,10 @@ from corral.numerics import log1mexp
 from interpreted import DEVICE
 from tolerance import assert_close
 
-from corral.kernels.loss_rows import ACTED, FLAWED, KL_AFTER, LOSS, LossRows, OldRows, metrics_of  # isort: skip  # after `interpreted`
-from corral.kernels.head_rows import HeadRows  # isort: skip
-from corral.kernels.rule import rule_of  # isort: skip
+from corral.kernels.triton.loss.rows import ACTED, FLAWED, KL_AFTER, LOSS, LossRows, OldRows, summarize  # isort: skip  # after `interpreted`
+from corral.kernels.rows import HeadRows
+
+from corral.kernels.triton.loss.rule import rule_of  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -86,7 +87,7 @@ def kernel(rule, batch: TokenBatch) -> tuple[LossRows, dict[str, Tensor]]:
     before = (None, None) if old is None else (old.logp[0], old.rest[0])
     given = OldRows(batch.logp_old[0], *before, batch.advantages[0], None)
     found = rule(rows, given)
-    return found, metrics_of(found, rows, given, projects=rule.projects)[0]
+    return found, summarize(found, rows, given, projects=rule.projects)[0]
 
 
 def out_of_reach(batch: TokenBatch) -> Tensor:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import corral
-from corral.kernels import HeadOutput, head_rows, lm_head, logits
+from corral.kernels import HeadOutput, lm_head, logits
+from corral.kernels.torch import online
 from tolerance import assert_close
 
 F64 = torch.float64
@@ -19,9 +20,9 @@ F64 = torch.float64
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 3 tokens × 7 vocabulary entries, so that every test crosses their borders."""
     monkeypatch.setitem(logits.BLOCK, "cpu", (3, 7))
-    monkeypatch.setitem(head_rows.HELD, "cpu", 1)
-    monkeypatch.setattr(head_rows, "ROWS", 3)
-    monkeypatch.setattr(head_rows, "COLUMNS", 7)
+    monkeypatch.setitem(online.HELD, "cpu", 1)
+    monkeypatch.setattr(online, "ROWS", 3)
+    monkeypatch.setattr(online, "COLUMNS", 7)
 
 
 def dense(hidden, weight, tokens, *, bias=None, scale=1.0, softcap=None, temperature=1.0, top_k=None, mass=1.0, ids=None):
@@ -106,13 +107,13 @@ def test_the_size_of_a_block_changes_nothing(vocabulary, rows, columns, seed):
     torch.manual_seed(seed)
     hidden, weight, tokens = problem(vocabulary)
     whole = dense(hidden, weight, tokens, top_k=min(3, vocabulary))
-    before = logits.BLOCK["cpu"], head_rows.ROWS, head_rows.COLUMNS
-    logits.BLOCK["cpu"], head_rows.ROWS, head_rows.COLUMNS = (rows, columns), rows, columns
+    before = logits.BLOCK["cpu"], online.ROWS, online.COLUMNS
+    logits.BLOCK["cpu"], online.ROWS, online.COLUMNS = (rows, columns), rows, columns
     try:
         out = lm_head(hidden, weight, tokens, top_k=min(3, vocabulary), entropy=True)
         (gradient,) = torch.autograd.grad(scalar(out), hidden)
     finally:
-        logits.BLOCK["cpu"], head_rows.ROWS, head_rows.COLUMNS = before
+        logits.BLOCK["cpu"], online.ROWS, online.COLUMNS = before
     assert torch.equal(out.dist.ids, whole.dist.ids)
     assert_close(out.dist.rest, whole.dist.rest)
     assert_close(gradient, torch.autograd.grad(scalar(whole), hidden)[0])

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from corral import TokenBatch, make_objective
+from corral import TokenBatch, make_objective, policy_loss_from_hidden
 from corral.kernels import lm_head
-from corral.kernels.foreseen import foresee
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 FORMS = {"neither": {}, "top-k": {"top_k": 8, "mass": 0.99}, "ids": {"ids": True}, "union": {"top_k": 8, "ids": True}}
@@ -57,13 +56,13 @@ def test_a_support_is_the_same_bits_however_it_was_found():
         assert torch.equal(getattr(found, field)[20:90], getattr(again, field)), field
 
 
-def test_gradients_formed_on_the_way_change_no_log_prob():
+def test_the_fused_loss_has_the_same_log_probs():
     hidden, weight, tokens, _ = problem(torch.float32)
     old = lm_head(hidden, weight, tokens, top_k=16, impl="torch")
-    nothing = torch.zeros(1, len(tokens))
-    batch = TokenBatch(nothing, old.logp[None], nothing + 1, nothing == 0, None, old.dist.map(lambda x: x[None]))
-    expect = foresee(make_objective("troll"), batch, lambda x: x[0])
-    new = lm_head(hidden.requires_grad_(), weight, tokens, ids=old.dist.ids, impl="torch", expect=expect)
-    assert torch.equal(new.logp, old.logp)
-    assert torch.equal(new.dist.logp, old.dist.logp)
-    assert torch.equal(new.dist.rest, old.dist.rest)
+    one = torch.ones(1, len(tokens))
+    batch = TokenBatch(one, old.logp[None], one, one > 0, None, old.dist.map(lambda x: x[None]))
+    given = hidden[None].requires_grad_(), weight, tokens[None], batch, make_objective("troll")
+    new = policy_loss_from_hidden(*given, weights=one, impl="torch")
+    assert torch.equal(new.logp[0], old.logp)
+    for field in ("logp", "rest", "rest_max"):
+        assert torch.equal(getattr(new.dist, field)[0], getattr(old.dist, field)), field

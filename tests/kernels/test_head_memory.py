@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from corral.kernels import head_rows, lm_head, logits
+from corral.kernels import lm_head, logits
+from corral.kernels.torch import online
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11 says so, once
 
@@ -22,8 +23,8 @@ HELD = ROWS * 8192
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logits.BLOCK, "cpu", (ROWS, COLUMNS))
-    monkeypatch.setitem(head_rows.HELD, "cpu", HELD)
-    monkeypatch.setattr(head_rows, "COLUMNS", COLUMNS)
+    monkeypatch.setitem(online.HELD, "cpu", HELD)
+    monkeypatch.setattr(online, "COLUMNS", COLUMNS)
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

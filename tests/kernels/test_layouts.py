@@ -8,12 +8,13 @@ from torch import Tensor
 
 import corral
 from corral import SparseDist, TokenBatch
+from corral.kernels.batch_loss import batch_loss
+from corral.kernels.dispatch import MAX_GIVEN
 from interpreted import DEVICE, small_tiles
 from tolerance import assert_close
 
-from corral.kernels import select  # isort: skip  # after `interpreted`
-from corral.kernels.batch_loss import batch_loss  # isort: skip
-from corral.kernels.dispatch import MAX_GIVEN
+from corral.kernels.triton.loss.token import TokenLoss  # isort: skip  # after `interpreted`
+from corral.kernels.triton.support import select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -68,7 +69,7 @@ def test_a_loss_of_strided_inputs(exact):
         out = corral.policy_loss_from_hidden(
             leaves[0], leaves[1], t[:, None], batch, objective, bias=leaves[2], weights=weights, exact=exact, impl="triton"
         )  # fmt: skip
-        found.append((out.loss, *torch.autograd.grad(out.loss.sum(), leaves)))
+        found.append((out.per_token, *torch.autograd.grad(out.loss, leaves)))
     for got, wanted in zip(found[1], found[0], strict=True):
         assert_close(got, wanted)
 
@@ -79,17 +80,17 @@ def test_a_support_without_a_slot_is_refused():
     mask, none = torch.ones(1, ROWS, dtype=torch.bool, device=DEVICE), torch.empty(1, ROWS, 0, device=DEVICE)
     logp = torch.full((1, ROWS), -1.0, device=DEVICE)
     batch = TokenBatch(logp, logp, torch.ones(1, device=DEVICE), mask, None, SparseDist(none.long(), none, logp))
-    with pytest.raises(ValueError, match=r"slot 0 of dist_old\.ids is not the sampled token at 6 of 6 live"):
+    with pytest.raises(ValueError, match=r"slot 0 of dist_old\.ids is not the sampled token at 6 of 6 unmasked"):
         corral.policy_loss_from_hidden(
-            hidden[None], weight, tokens[None], batch, corral.make_objective("ppo_clip"), impl="triton"
+            hidden[None], weight, tokens[None], batch, corral.make_objective("ppo_clip"), weights=logp, impl="triton"
         )
 
 
 def test_lists_fit_shared_memory(monkeypatch):
     """Of equal logits all come into question: twice as many as are listed at first, or everything by the torch path."""
     assert select.MOST_LISTED * 8 <= 99 * 1024  # what the smallest GPUs have, and keys have 8 bytes
-    listed, own_doubts = [], select.own_doubts
-    monkeypatch.setattr(select, "own_doubts", lambda *x, room, **how: listed.append(room) or own_doubts(*x, room=room, **how))
+    listed, plan_own = [], select.plan_own
+    monkeypatch.setattr(select, "plan_own", lambda *x, room, **how: listed.append(room) or plan_own(*x, room=room, **how))
     hidden, weight = torch.zeros(2, WIDTH, device=DEVICE), torch.randn(600, WIDTH, device=DEVICE)
     tokens = torch.tensor([4, 599], device=DEVICE)
     for most, rooms in ((64, [8, 64]), (16, [8, 16]), (8, [8])):
@@ -116,15 +117,15 @@ def test_kernels_run_where_their_tensors_are(monkeypatch):
     new = SparseDist(*(x[None] for x in (dist.ids, dist.logp, dist.rest)))
     batch = TokenBatch(new.logp[..., 0], new.logp[..., 0], torch.ones(1, device=DEVICE), mask, new, new)
     batch_loss(corral.make_objective("troll"), batch, kernels=True)
-    corral.policy_loss_from_hidden(hidden[None], weight, tokens[None], batch, corral.make_objective("troll"), impl="triton")
+    corral.policy_loss_from_hidden(
+        hidden[None], weight, tokens[None], batch, corral.make_objective("troll"), weights=batch.logp_old, impl="triton"
+    )
     assert entered == [hidden.device] * 3
 
 
 def test_a_support_too_large_for_registers_takes_the_torch_path(monkeypatch):
     """Up to the whole vocabulary, as an objective of full distributions keeps it."""
-    from corral.kernels import token_loss
-
-    monkeypatch.setattr(token_loss.TokenLoss, "__call__", lambda *_: pytest.fail("in a kernel"))
+    monkeypatch.setattr(TokenLoss, "__call__", lambda *_: pytest.fail("in a kernel"))
     slots = MAX_GIVEN + 1
     logp = torch.randn(1, 2, slots, device=DEVICE).log_softmax(-1)
     dist = SparseDist(torch.arange(slots, device=DEVICE).expand(1, 2, -1), logp, torch.full((1, 2), -20.0, device=DEVICE))
@@ -136,5 +137,5 @@ def test_a_support_too_large_for_registers_takes_the_torch_path(monkeypatch):
     with pytest.raises(ValueError, match="a support of 1026 tokens was given, and one of more than 1025 does not fit"):
         corral.policy_loss_from_hidden(
             torch.zeros(1, 2, WIDTH, device=DEVICE), torch.zeros(2000, WIDTH, device=DEVICE), mask.long(), batch,
-            corral.make_objective("ppo_clip"), impl="triton",
+            corral.make_objective("ppo_clip"), weights=mask.float(), impl="triton",
         )  # fmt: skip

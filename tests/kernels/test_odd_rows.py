@@ -11,23 +11,23 @@ import corral
 from corral import SparseDist, TokenBatch, policy_loss_from_hidden
 from interpreted import DEVICE, HALF, small_tiles
 
-from corral.kernels import inspect_batch  # isort: skip  # after `interpreted`
+from corral.kernels.triton import plan_batch  # isort: skip  # after `interpreted`
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 VOCABULARY, WIDTH = 90, 8
 ROUNDING = {F64: 1e-9, F32: 5e-5, F16: 2e-3, BF16: 6e-3}
-"""Of a row's gradient: what products in float32 leave, and what half precision does to the result."""
+"""Of a row's gradient: what GEMMs in float32 leave, and what half precision does to the result."""
 SETTINGS = {"dppo": {"estimator": "topk"}, "troll": {"bound": 0.01}}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, and a single row is worth a product of its own."""
+    """Small tiles, and a single row is worth GEMMs of its own."""
     small_tiles(monkeypatch)
-    monkeypatch.setattr(inspect_batch, "FEWEST", 1)
-    monkeypatch.setattr(inspect_batch, "SMALL", 0)
+    monkeypatch.setattr(plan_batch, "FEWEST", 1)
+    monkeypatch.setattr(plan_batch, "SMALL", 0)
 
 
 class Problem:
@@ -82,11 +82,12 @@ class Problem:
         dist = SparseDist(*(x.to(device) for x in (old.ids, old.logp, old.rest)))
         logp_old, advantages, mask = (x.to(device) for x in (b.logp_old, b.advantages, b.mask))
         batch = TokenBatch(logp_old, logp_old, advantages, mask, None, dist, logp_old)
+        batch_weights = self.weights.to(device)
         out = policy_loss_from_hidden(
-            leaves[0], leaves[1], self.tokens.to(device), batch, objective, exact=exact, weights=self.weights.to(device),
+            leaves[0], leaves[1], self.tokens.to(device), batch, objective, exact=exact, weights=batch_weights,
             bias=leaves[2], impl=impl,
         )  # fmt: skip
-        return out.loss.detach().cpu(), [x.cpu() for x in torch.autograd.grad(out.loss.sum(), leaves)]
+        return (out.per_token * batch_weights).cpu(), [x.cpu() for x in torch.autograd.grad(out.loss, leaves)]
 
 
 def check(name: str, problem: Problem, impl: str, *, exact: bool = True) -> None:

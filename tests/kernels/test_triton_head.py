@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 import corral
+from corral.kernels.logits import LogitSpec
+from corral.kernels.rows import HeadInput, HeadRequest, HeadRows
 from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
 
-from corral.kernels import dense_backward, select  # isort: skip  # after `interpreted`
-from corral.kernels.triton_head import Plan, TritonHead  # isort: skip
-from corral.kernels.head_rows import HeadRequest, HeadRows
-from corral.kernels.logits import LogitSpec
+from corral.kernels.triton.autograd import TritonHead  # isort: skip  # after `interpreted`
+from corral.kernels.triton.backward import dense as dense_backward  # isort: skip
+from corral.kernels.triton.support import select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
@@ -21,6 +22,8 @@ F64 = torch.float64
 WIDTH = 8
 LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
 """How far float32 sums of products may be off."""
+PLAIN = HeadRequest(), 0.0, None
+"""Request, tolerance and report of an exact gradient."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +48,7 @@ def problem(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> t
 
 
 def stream_head(*given: object) -> HeadRows:
-    return select.stream_head(select.HeadInput(*given))
+    return select.stream_head(HeadInput(*given))
 
 
 def some_ids(rows: int, vocabulary: int, slots: int, tokens: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ def assert_gradients(slots=None, top_k=None, entropy=False, biased=False, spec=N
     leaves = [x.requires_grad_() for x in leaves]
     bias = leaves[2] if biased else None
     logp, nats, kept, rest, support, _ = TritonHead.apply(
-        *leaves[:2], bias, tokens, ids, Plan(spec, HeadRequest(top_k, 1.0, entropy))
+        *leaves[:2], bias, tokens, ids, spec, HeadRequest(top_k, 1.0, entropy), 0.0, None
     )
     exact = [x.detach().to(F64).requires_grad_() for x in leaves]
     full = dense(spec, *exact[:2], exact[2] if biased else None)
@@ -182,7 +185,7 @@ def test_a_rest_too_small_for_float32_has_its_gradient(sampled):
     for dtype in (torch.float32, F64):
         h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
         if dtype == torch.float32:
-            logp, _, _, rest, *_ = TritonHead.apply(h, w, None, tokens, ids, Plan(LogitSpec(), HeadRequest()))
+            logp, _, _, rest, *_ = TritonHead.apply(h, w, None, tokens, ids, LogitSpec(), *PLAIN)
         else:
             full = dense(LogitSpec(), h, w, None)
             logp, rest = full.gather(1, tokens[:, None])[:, 0], corral.gather_support(full, ids).rest
@@ -197,7 +200,7 @@ def test_a_frozen_head_gets_no_gradient_and_a_frozen_trunk_neither():
     hidden, weight, tokens = problem(3, 40)
     for first, second in ((True, False), (False, True)):
         inputs = hidden.clone().requires_grad_(first), weight.clone().requires_grad_(second)
-        TritonHead.apply(*inputs, None, tokens, None, Plan(LogitSpec(), HeadRequest()))[0].sum().backward()
+        TritonHead.apply(*inputs, None, tokens, None, LogitSpec(), *PLAIN)[0].sum().backward()
         assert (inputs[0].grad is not None) == first
         assert (inputs[1].grad is not None) == second
 
@@ -214,8 +217,7 @@ def test_routes_follow_the_bound():
     report = torch.full((2,), math.nan, device=DEVICE)
     hidden.requires_grad_()
     weight.requires_grad_()
-    plan = Plan(LogitSpec(), HeadRequest(), 1e-3, report)
-    logp, *_ = TritonHead.apply(hidden, weight, None, tokens, ids, plan)
+    logp, *_ = TritonHead.apply(hidden, weight, None, tokens, ids, LogitSpec(), HeadRequest(), 1e-3, report)
     got = torch.autograd.grad((logp * torch.tensor([1.0, 1.0, 0.0], device=DEVICE)).sum(), (hidden, weight))
     # Row 0: dz = e_6 − p, p_5 = 1 − 6e-6, the 38 others hold 38 e⁻³⁰ = 4e-12. Row 1: all 40 alike, 38/40 of dz off the support.
     assert report[0].item() == 0.5
@@ -231,9 +233,9 @@ def test_the_same_gradient_every_time():
     hidden, weight, tokens = problem(8, 60)
     tokens[:] = tokens[0]  # one token with a long list of rows
     weight.requires_grad_()
-    plan = Plan(LogitSpec(), HeadRequest(4), 1.0)
+    plan = LogitSpec(), HeadRequest(4), 1.0, None
     first, second = (
-        torch.autograd.grad(TritonHead.apply(hidden, weight, None, tokens, None, plan)[0].sum(), weight)[0] for _ in range(2)
+        torch.autograd.grad(TritonHead.apply(hidden, weight, None, tokens, None, *plan)[0].sum(), weight)[0] for _ in range(2)
     )
     assert torch.equal(first, second)
 

@@ -9,9 +9,10 @@ import corral
 from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
-from corral.kernels.loss_rows import ACTED, FLAWED, LOSS, OldRows, metrics_of  # isort: skip  # after `interpreted`
-from corral.kernels.head_rows import HeadRows  # isort: skip
-from corral.kernels.token_loss import TokenLoss  # isort: skip
+from corral.kernels.triton.loss.rows import ACTED, FLAWED, LOSS, OldRows, summarize  # isort: skip  # after `interpreted`
+from corral.kernels.rows import HeadRows
+
+from corral.kernels.triton.loss.token import TokenLoss  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -72,7 +73,7 @@ def test_loss_gradient_and_metrics_are_the_objective_s(name, settings, support):
     assert (found.fields[LOSS].cpu() - exact.loss.flatten()).abs().max() < 2e-6 * (1 + exact.loss.abs().max())
     assert (found.own.cpu() - wanted.flatten()).abs().max() < 2e-6 * (1 + wanted.abs().max())
     assert torch.equal(found.fields[ACTED].cpu() > 0, exact.acted.flatten())
-    metrics, flawed = metrics_of(found, new, before, projects=False)
+    metrics, _, flawed = summarize(found, new, before, projects=False)
     assert flawed.item() == 0
     assert set(metrics) == set(exact.metrics)
     for key, value in exact.metrics.items():

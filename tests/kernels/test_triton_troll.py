@@ -10,9 +10,10 @@ import corral
 from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 
-from corral.kernels.loss_rows import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, OldRows, metrics_of  # isort: skip  # after it
-from corral.kernels.head_rows import HeadRows  # isort: skip
-from corral.kernels.troll_loss import TrollLoss  # isort: skip
+from corral.kernels.triton.loss.rows import ACTED, CONVERGED, DUAL, FLAWED, KL_AFTER, LOSS, OldRows, summarize  # isort: skip  # after it
+from corral.kernels.rows import HeadRows
+
+from corral.kernels.triton.loss.troll import TrollLoss  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernel computes with inf
 
@@ -74,7 +75,7 @@ def test_loss_gradient_and_metrics_are_the_objective_s(settings, far):
     met = (active > 0) & (found.fields[CONVERGED] > 0)  # not where the old policy's mass on a ruled-out token is spent already
     assert met.any() or far > 1e4 or objective.config.bound == math.inf
     assert ((kl_after[met] - objective.config.bound).abs() <= 1e-6).all()
-    metrics, flawed = metrics_of(found, rows, before, projects=True)
+    metrics, _, flawed = summarize(found, rows, before, projects=True)
     assert flawed.item() == 0
     assert set(metrics) == set(exact.metrics)
     for name, value in exact.metrics.items():

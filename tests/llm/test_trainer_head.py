@@ -1,6 +1,7 @@
-"""The trainer's head: gradients are formed on the way where the loss is known, and Triton's kernels give the same."""
+"""The trainer's loss: taken at once with its gradient where it is of tokens one by one; Triton's kernels give the same."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,13 @@ from tiny_models import RIGHT_REDUCTIONS, loss_and_gradient, make_trainer, measu
 
 import corral.llm.policy_head
 import corral.llm.trainer
-from corral.kernels import foreseen, head, head_backward
-from corral.kernels.policy_loss import TOLERANCE
+from corral.kernels.torch import autograd, backward
 from corral.llm import CorralTrainer
 from corral.llm.trainer import FUSED
 from interpreted import DEVICE
 from tolerance import assert_close
 
-from corral.kernels import stream  # isort: skip  # after `interpreted`
+from corral.kernels.triton import gemm_stats  # isort: skip  # after `interpreted`
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
@@ -36,20 +36,20 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def rows_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows the torch head took back the usual way, pass by pass."""
+    """How many rows' logits the torch head recomputed, backward pass by backward pass."""
     seen: list[int] = []
 
     def counted(spec: Any, state: Any, grads: Any, needed: Any) -> Any:
-        seen.append(len(grads.live()))
-        return head_backward.head_backward(spec, state, grads, needed)
+        seen.append(len(grads.nonzero()))
+        return backward.head_backward(spec, state, grads, needed)
 
-    for module in (foreseen, head):
-        monkeypatch.setattr(module, "head_backward", counted)
+    monkeypatch.setattr(autograd, "head_backward", counted)
     return seen
 
 
-def usual_way(trainer: CorralTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "_foresee", lambda *_: None)
+def build_from_blocks(trainer: CorralTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss from `lm_head`, the objective and autograd."""
+    monkeypatch.setattr(trainer, "_loss_terms", lambda *_: None)
 
 
 def assert_same(got: tuple[Any, Any], wanted: tuple[Any, Any], atol: float = 1e-6) -> None:
@@ -60,12 +60,12 @@ def assert_same(got: tuple[Any, Any], wanted: tuple[Any, Any], atol: float = 1e-
         assert_close(got[1][name], gradient, atol=atol)
 
 
-class TestForeseen:
+class TestAtOnce:
     """The torch path, which is the CPU's."""
 
     @pytest.mark.parametrize("loss_type", RIGHT_REDUCTIONS)
     @pytest.mark.parametrize(("objective", "config"), OBJECTIVES.values(), ids=OBJECTIVES)
-    def test_the_loss_is_known_before_it_is_taken(
+    def test_loss_and_gradient_are_those_of_the_building_blocks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_back: list[int], objective: str, config: Any, loss_type: str
     ) -> None:
         trainer = make_trainer(tmp_path, objective, use_cpu=True, objective_config=config, loss_type=loss_type)
@@ -73,7 +73,7 @@ class TestForeseen:
         nudge(trainer.model)
         got = loss_and_gradient(trainer, inputs)
         assert rows_back == []
-        usual_way(trainer, monkeypatch)
+        build_from_blocks(trainer, monkeypatch)
         wanted = loss_and_gradient(trainer, inputs)
         assert len(rows_back) == 1
         assert_same(got, wanted)
@@ -87,7 +87,7 @@ class TestForeseen:
         assert "old_per_token_logps" not in inputs
         got = loss_and_gradient(trainer, inputs)
         assert rows_back == []
-        usual_way(trainer, monkeypatch)
+        build_from_blocks(trainer, monkeypatch)
         assert_same(got, loss_and_gradient(trainer, inputs))
 
     @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ class TestForeseen:
         nudge(trainer.model)
         got = loss_and_gradient(trainer, inputs)
         assert len(rows_back) == (0 if tools else 1)
-        usual_way(trainer, monkeypatch)
+        build_from_blocks(trainer, monkeypatch)
         assert_same(got, loss_and_gradient(trainer, inputs))
 
     def test_tied_embeddings_under_checkpointing(
@@ -126,7 +126,7 @@ class TestForeseen:
         got = loss_and_gradient(trainer, inputs)
         assert rows_back == []
         assert "lm_head.weight" not in got[1]
-        usual_way(trainer, monkeypatch)
+        build_from_blocks(trainer, monkeypatch)
         assert_same(got, loss_and_gradient(trainer, inputs))
 
 
@@ -136,8 +136,8 @@ class TestTriton:
     @pytest.fixture(autouse=True)
     def small_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if DEVICE == "cpu":
-            for dtype in stream.TILES:
-                monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
+            for dtype in gemm_stats.TILES:
+                monkeypatch.setitem(gemm_stats.TILES, dtype, gemm_stats.Tile(16, 16, 16, warps=4, stages=1))
 
     @pytest.mark.parametrize(
         ("case", "frozen"), [("troll", False), ("dppo on a support", False), ("ppo_clip", False), ("troll", True)]
@@ -151,55 +151,36 @@ class TestTriton:
         nudge(trainer.model)
         trainer.model.lm_head.weight.requires_grad_(not frozen)
         results = {}
-        lm_head, batch_loss = corral.llm.policy_head.lm_head, corral.llm.trainer.batch_loss
         # On a GPU so small a vocabulary would take the torch path throughout.
         monkeypatch.setattr(corral.llm.policy_head._HeadFunction, "_one_implementation", lambda *_: {})
+        fused = corral.llm.policy_head.policy_loss_from_hidden
         for impl in ("torch", "triton"):
-            monkeypatch.setattr(corral.llm.policy_head, "lm_head", functools.partial(lm_head, impl=impl))
-            monkeypatch.setattr(corral.llm.trainer, "batch_loss", functools.partial(batch_loss, kernels=impl == "triton"))
+            monkeypatch.setattr(corral.llm.policy_head, "policy_loss_from_hidden", functools.partial(fused, impl=impl))
             results[impl] = loss_and_gradient(trainer, inputs)
         got, wanted = results["triton"], results["torch"]
         assert_close(got[0], wanted[0], atol=2e-5)
         assert ("lm_head.weight" in got[1]) is not frozen
         for name, gradient in wanted[1].items():
             assert (got[1][name] - gradient).norm() <= 2e-3 * gradient.norm(), name
-        trainer.compute_loss(trainer.model, inputs)  # what a backward pass did is told with the next micro-batch
-        (share,), (dropped,) = (measured(trainer)[f"head/{name}"] for name in ("dense_share", "dropped_max"))
+        (_, share), (_, dropped) = (measured(trainer)[f"head/{name}"] for name in ("dense_share", "dropped_max"))
         assert 0 <= share <= 1
         assert 0 <= dropped <= 1e-3
 
-    @pytest.mark.parametrize(("entropy", "tolerance"), [(0.4, TOLERANCE), (2.0, 0.0)])
-    def test_without_a_support_a_flat_policy_is_formed_whole(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entropy: float, tolerance: float
-    ) -> None:
-        trainer = make_trainer(tmp_path, "ppo_clip")
-        inputs = rollouts(trainer)[0]
-        nudge(trainer.model)
-        wanted = loss_and_gradient(trainer, inputs)
-        trainer.state.log_history += [{"entropy": entropy}, {"eval_reward": 1.0}]
-        lm_head, asked = corral.llm.policy_head.lm_head, []
 
-        def head(*inputs: Any, **how: Any) -> Any:
-            asked.append((how["tolerance"], how["expect"] is not None))
-            return lm_head(*inputs, **how, impl="triton")
+def test_every_token_passes_the_objective_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, "troll", use_cpu=True)
+    inputs = rollouts(trainer)[0]
+    nudge(trainer.model)
+    function, seen = trainer.objective.function, []
 
-        monkeypatch.setattr(corral.llm.policy_head, "lm_head", head)
-        got = loss_and_gradient(trainer, inputs)
-        foreseen = DEVICE == "cpu" or tolerance == 0
-        assert asked == [(tolerance, foreseen)]
-        for name, gradient in wanted[1].items():
-            assert (got[1][name] - gradient).norm() <= 2e-3 * gradient.norm(), name
+    def counted(batch: Any, config: Any) -> Any:
+        seen.append(batch.logp_old[batch.mask])
+        return function(batch, config)
 
-    def test_a_support_says_more_than_an_entropy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        trainer = make_trainer(tmp_path, "troll")
-        inputs = rollouts(trainer)[0]
-        trainer.state.log_history.append({"entropy": 5.0})
-        lm_head, asked = corral.llm.policy_head.lm_head, []
-        monkeypatch.setattr(
-            corral.llm.policy_head, "lm_head", lambda *x, **how: asked.append(how["tolerance"]) or lm_head(*x, **how)
-        )
-        trainer.compute_loss(trainer.model, inputs)
-        assert asked == [TOLERANCE]
+    trainer.objective = replace(trainer.objective, function=counted)
+    loss_and_gradient(trainer, inputs)
+    live = inputs["completion_mask"].bool()
+    assert_close(torch.cat(seen).sort().values, inputs["corral_logp"][..., 0][live].sort().values)
 
 
 @pytest.mark.supports("kept: the whole door on a GPU", door="TRL")

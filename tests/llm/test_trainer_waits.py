@@ -14,12 +14,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 import corral.llm.policy_head
 import corral.llm.trainer
-from corral.kernels.later import Later
+from corral.kernels.async_copy import AsyncCopy
 from corral.llm import CorralTrainer
 from corral.llm.trainer import FUSED
 from interpreted import DEVICE
 
-from corral.kernels import stream  # isort: skip  # after `interpreted`
+from corral.kernels.triton import gemm_stats  # isort: skip  # after `interpreted`
 from waits import Waits  # isort: skip
 
 pytestmark = [
@@ -35,18 +35,18 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_clip": ("ppo_clip", {}),
 }
 UPDATE = 10
-"""Waits of an update: five of TRL's and transformers' own scoring pass, three of the head's, one to see that the loss is finite
-and one for the metrics, both after the backward pass, when the device has long been there."""
+"""Waits of an update: five of TRL's and transformers' own scoring pass, four of the head's at most, the last to see that the
+loss is finite, and one for the metrics, after the backward pass, when the device has long been there."""
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on TRL passes the scored rows alone, and corral's kernels run, in Triton's interpreter."""
     monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)
-    for dtype in stream.TILES:
-        monkeypatch.setitem(stream.TILES, dtype, stream.Tile(16, 16, 16, warps=4, stages=1))
-    lm_head, batch_loss = corral.llm.policy_head.lm_head, corral.llm.trainer.batch_loss
-    monkeypatch.setattr(corral.llm.policy_head, "lm_head", functools.partial(lm_head, impl="triton"))
-    monkeypatch.setattr(corral.llm.trainer, "batch_loss", functools.partial(batch_loss, kernels=True))
+    for dtype in gemm_stats.TILES:
+        monkeypatch.setitem(gemm_stats.TILES, dtype, gemm_stats.Tile(16, 16, 16, warps=4, stages=1))
+    for name in ("lm_head", "policy_loss_from_hidden"):
+        function = getattr(corral.llm.policy_head, name)
+        monkeypatch.setattr(corral.llm.policy_head, name, functools.partial(function, impl="triton"))
 
 
 def stock(folder: Path) -> GRPOTrainer:
@@ -79,7 +79,7 @@ def test_an_update_waits_less_often_than_trls(
     mine, theirs = waits_of(trainer, inputs), waits_of(stock(tmp_path), inputs)
     assert mine.places.total() < theirs.places.total()
     assert mine.places.total() <= UPDATE, mine.places
-    assert not [place for place in mine.places if place.startswith(("trainer.py", "policy_head.py", "live.py"))]
+    assert not [place for place in mine.places if place.startswith(("trainer.py", "policy_head.py", "packed.py"))]
     assert measured(trainer)["entropy"] == [pytest.approx(measured_of_trl(tmp_path, inputs), rel=1e-4)]
 
 
@@ -105,7 +105,7 @@ class TestCounting:
             lambda x: x[x > 0],
             lambda x: (x > 0).nonzero(),
             lambda x: x.masked_select(x > 0),
-            lambda x: Later(x).numbers(),
+            lambda x: AsyncCopy(x).wait(),
         ],
     )
     def test_one_wait(self, ask: Callable[[Tensor], Any]) -> None:
@@ -130,6 +130,5 @@ def test_a_loss_that_is_not_finite_is_refused_before_the_optimizer_sees_it(
     old = inputs["old_per_token_logps"] = inputs["old_per_token_logps"].clone()
     old[0, 0] = torch.nan
     assert inputs["completion_mask"][0, 0]
-    loss = trainer.compute_loss(trainer.model, inputs)
-    with pytest.raises(ValueError, match="ppo_clip: logp_old is not finite at a live token"):
-        loss.backward()
+    with pytest.raises(ValueError, match="ppo_clip: logp_old is not finite at an unmasked token"):
+        trainer.compute_loss(trainer.model, inputs)

@@ -205,9 +205,9 @@ class Spy:
     @classmethod
     def on(cls, trainer: CorralTrainer) -> "Spy":
         spy = cls(trainer.objective.function)
-        # By another name no kernel takes its place, and without foresight it is asked once.
+        # By another name no kernel takes its place; and it is asked of the whole batch, as where other terms are.
         trainer.objective = replace(trainer.objective, name="spied", function=spy)
-        trainer._foresee = lambda *_: None
+        trainer._loss_terms = lambda *_: None
         return spy
 
     def __call__(self, batch: TokenBatch, config: ObjectiveConfig) -> ObjectiveOutput:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from corral.kernels.later import Later
+from corral.kernels.async_copy import AsyncCopy
 
 OF_A_NUMBER = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
 BY_A_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -36,8 +36,7 @@ class Waits(TorchDispatchMode):
 
     def __enter__(self) -> "Waits":
         self._patch(Tensor, "tolist")
-        for name in ("number", "numbers"):  # one wait, however it reads the numbers
-            self._patch(Later, name)
+        self._patch(AsyncCopy, "wait")
         self._patch(interpreter.GridExecutor, "__call__", counts=False)
         return super().__enter__()
 

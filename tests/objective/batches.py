@@ -112,7 +112,7 @@ def with_leaves(batch: TokenBatch) -> TokenBatch:
 def poison_padding(batch: TokenBatch, garbage: float = torch.nan) -> TokenBatch:
     """The same batch, with leaves, and `garbage` at padding: in every field, and in each distribution with its own ids.
 
-    Per-sequence advantages [B] become garbage where a sequence has no live token.
+    Per-sequence advantages [B] become garbage where a sequence has no unmasked token.
     """
 
     def poison(x: Tensor, with_: float) -> Tensor:

@@ -117,12 +117,12 @@ def bad_dtypes() -> Iterator[Refused]:
 
 
 def bad_values() -> Iterator[Refused]:
-    yield batch("ppo_clip", "mask has no live token, so there is nothing to train on. Skip", mask=torch.zeros(2, 3).bool())
+    yield batch("ppo_clip", "mask has no unmasked token, so there is nothing to train on. Skip", mask=torch.zeros(2, 3).bool())
     for value in (NAN, INF, -INF):
         for field in ("logp_new", "logp_old", "logp_rollout"):
-            says = f"{field} is not finite at a live token. NaN comes from the model or the sampler"
+            says = f"{field} is not finite at an unmasked token. NaN comes from the model or the sampler"
             yield batch("ppo_clip", says, "use the same temperature", FIRST, **{field: at_first(getattr(GOOD, field), value)})
-        says = "advantages are not finite at a live token. Look at the rewards first."
+        says = "advantages are not finite at an unmasked token. Look at the rewards first."
         yield batch("ppo_clip", says, FIRST, advantages=at_first(torch.zeros(2, 3), value))
         yield batch("ppo_clip", says, advantages=at_first(torch.zeros(2), value))
     for field in ("dist_new", "dist_old"):
@@ -130,7 +130,9 @@ def bad_values() -> Iterator[Refused]:
         for part in ("logp", "rest"):
             for value in (NAN, INF):
                 poisoned = replace(dist, **{part: at_first(getattr(dist, part), value)})
-                yield batch("troll", f"{field} holds NaN or +inf at a live token", "model's logits", FIRST, **{field: poisoned})
+                yield batch(
+                    "troll", f"{field} holds NaN or +inf at an unmasked token", "model's logits", FIRST, **{field: poisoned}
+                )
     for owner in ("ppo_clip", "troll", "tis"):
         for field in ("logp_new", "logp_old", "logp_rollout"):
             says = (
@@ -156,7 +158,7 @@ def bad_values() -> Iterator[Refused]:
         says = "dist_old.logp[..., 0] and logp_old differ by more than 0.001 nats. Slot 0 must be the sampled token"
         yield batch("troll", says, "at the same position", "same temperature", logp_old=GOOD.logp_old + gap)
     impossible = without_rest(GOOD.dist_old)
-    says = "the old policy rules out tokens that the new one allows, at 1 live positions"
+    says = "the old policy rules out tokens that the new one allows, at 1 unmasked positions"
     yield batch("troll", says, "Use the same logit masks for both", dist_old=impossible)
     says = "`vocab_size` counts every token, and a support has"
     yield batch("troll", says, "got 1", settings={"tail": "fill", "vocab_size": 1})
@@ -177,7 +179,7 @@ def missing_fields() -> Iterator[Refused]:
     for name in CORRECTIONS:
         says = "needs `logp_rollout`, which this batch does not have. Pass the log-probs that the sampler reported"
         yield batch(name, says, logp_rollout=None)
-        yield batch(name, "logp_rollout is not finite at a live token", logp_rollout=torch.full((2, 3), NAN))
+        yield batch(name, "logp_rollout is not finite at an unmasked token", logp_rollout=torch.full((2, 3), NAN))
     rewards = replace(GOOD, advantages=torch.zeros(2, 3).double())
     yield call(improvement_bound, "R(y) is one reward per sequence, so `advantages` must be [B]; got [2, 3]", args=(rewards,))
     yield call(improvement_bound, "needs `dist_new`", args=(replace(GOOD, dist_new=None),))
@@ -312,7 +314,7 @@ def bad_reductions() -> Iterator[Refused]:
         says = "'seq-mean-token-sum-norm' divides by a fixed `length` > 0, the same for every batch"
         yield call(reduce_loss, says, f"got {length!r}", args=(loss, mask, "seq-mean-token-sum-norm"), length=length)
     for total in (0, -1.0, NAN, torch.tensor(0)):
-        says = f"the batch has no live token to average over (total = {total})"
+        says = f"the batch has no unmasked token to average over (total = {total})"
         yield call(reduce_loss, says, args=(loss, mask, "token-mean"), total=total)
     for how in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
         says = "Skip it, or pass `total` where other micro-batches or ranks have some."
@@ -347,12 +349,14 @@ def bad_advantages() -> Iterator[Refused]:
         a, b, c = (torch.zeros(shape) for shape in shapes)
         says = f"rewards, values and mask are all [B T]; got {shapes[0]}, {shapes[1]}, {shapes[2]}"
         yield call(gae, says, args=(a, b, c.bool(), 1.0, 1.0))
-    yield call(gae, "mask must be bool, True where a token is live; got torch.float32", args=(x, x, mask.float(), 1.0, 1.0))
+    yield call(
+        gae, "mask must be bool, True where a token is trained on; got torch.float32", args=(x, x, mask.float(), 1.0, 1.0)
+    )
     for value in (-0.1, 1.1, NAN, INF, "1", True, None):
         yield call(gae, f"`gamma` must lie in [0, 1]; got {value!r}", args=(x, x, mask, value, 1.0))
         yield call(gae, f"`lam` must lie in [0, 1]; got {value!r}", args=(x, x, mask, 1.0, value))
     for value in (NAN, INF):
-        says = "rewards and values must be finite at live tokens. Look at the reward function and the critic."
+        says = "rewards and values must be finite at unmasked tokens. Look at the reward function and the critic."
         yield call(gae, says, args=(at_first(x, value), x, mask, 1.0, 1.0))
         yield call(gae, says, args=(x, at_first(x, value), mask, 1.0, 1.0))
 

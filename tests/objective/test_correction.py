@@ -199,7 +199,7 @@ def test_a_batch_without_the_samplers_log_probs_is_refused(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_impossible_sampled_token_is_refused(name):
     batch = inputs(p_new=[0.5], p_old=[0.5], adv=[1.0], p_rollout=[0.0])
-    with pytest.raises(ValueError, match=f"{name}: logp_rollout is not finite at a live token"):
+    with pytest.raises(ValueError, match=f"{name}: logp_rollout is not finite at an unmasked token"):
         make_correction(name)(batch)
 
 

@@ -32,7 +32,7 @@ def on_support(batch: TokenBatch, p_new: list[float], p_old: list[float]) -> Tok
 
 
 def blocked(batch: TokenBatch, **config) -> Tensor:
-    """Live tokens with an advantage that get no loss."""
+    """Unmasked tokens with an advantage that get no loss."""
     return (make_objective("dppo", **config)(batch).loss == 0) & batch.mask & (batch.advantages != 0)
 
 
@@ -114,7 +114,7 @@ def test_golden_default_bounds(divergence, bounds):
 
 
 def test_golden_a_capped_weight_keeps_its_gradient():
-    # ρ = 8, 0.5, 8; min(ρ, 5) = 5, 0.5, 5.  Value −Â min(ρ, C), gradient the same: clamping the live ratio would give 0.
+    # ρ = 8, 0.5, 8; min(ρ, 5) = 5, 0.5, 5.  Value −Â min(ρ, C), gradient the same: clamping ρ itself would give 0.
     batch = inputs(p_new=[0.8, 0.1, 0.8], p_old=[0.1, 0.2, 0.1], adv=[2.0, 2.0, -1.0])
     loss, grad = loss_and_grad(make_objective("dppo", bound=INF, ratio_cap=5.0), batch)
     assert_close(loss, row([-10.0, -1.0, 5.0]))
@@ -122,7 +122,7 @@ def test_golden_a_capped_weight_keeps_its_gradient():
 
 
 def test_golden_metrics():
-    # |Δp| = 0.4, 0.1, 0.4; live tokens 0, 1, 2; one of the three blocked; ρ = 1.8, 1.2, 0.2.
+    # |Δp| = 0.4, 0.1, 0.4; unmasked tokens 0, 1, 2; one of the three blocked; ρ = 1.8, 1.2, 0.2.
     # kl_before: mean of ρ − 1 − ln ρ = (0.8 − ln 1.8 + 0.2 − ln 1.2 − 0.8 − ln 0.2) / 3 = (0.2 − ln 0.432) / 3.
     # kl_max: ½ ln(0.5/0.9) + ½ ln(0.5/0.1) = −½ ln 0.36.   mismatch: (|0.5−0.4| + |0.5−0.5| + |0.5−0.3|) / 3 = 0.1.
     batch = inputs(
@@ -400,7 +400,7 @@ def test_padding_may_hold_anything(estimator, garbage):
 
 def test_a_batch_without_a_live_token_is_refused():
     batch = inputs(p_new=[0.5], p_old=[0.5], adv=[1.0], mask=[False])
-    with pytest.raises(ValueError, match="dppo: mask has no live token"):
+    with pytest.raises(ValueError, match="dppo: mask has no unmasked token"):
         make_objective("dppo")(batch)
 
 

@@ -377,7 +377,7 @@ def test_calling_twice_gives_the_same_and_changes_no_input(case):
 
 @pytest.mark.parametrize("name", [name for name in objective_names() if name != "troll"])
 def test_golden_metrics_from_sampled_tokens_alone(name):
-    # Live tokens: π_old = ½, ½ and π = ¾, ¼, so ρ = 3/2, ½; the third would have had the largest of everything.
+    # Unmasked tokens: π_old = ½, ½ and π = ¾, ¼, so ρ = 3/2, ½; the third would have had the largest of everything.
     # k3 = ρ − 1 − ln ρ = ½ − ln 1.5 and ln 2 − ½, mean ½(ln 2 − ln 1.5) = ½ ln(4/3).
     # Two-way KL(½‖½ ± ¼) = −½ ln(1 − 4/16) = ½ ln(4/3) at both.  |π_rollout − π_old| = .1, .2, mean .15.
     batch = inputs([0.75, 0.25, 0.9], [0.5, 0.5, 0.1], [1.0, -1.0, 1.0], [True, True, False], p_rollout=[0.6, 0.3, 0.9])

@@ -46,7 +46,7 @@ def test_golden_negative_advantage_clips_below():
 
 
 def test_golden_masked_out_tokens_do_not_count_in_the_length():
-    # The live tokens have ρ = 4, 1 and nothing is clipped: √(4·1) = 2 as if the middle one were not there.
+    # The unmasked tokens have ρ = 4, 1 and nothing is clipped: √(4·1) = 2 as if the middle one were not there.
     batch = inputs(p_new=[0.8, 0.9, 0.4], p_old=[0.2, 0.1, 0.4], adv=[1.0] * 3, mask=[True, False, True])
     loss, grad = loss_and_grad(make_objective("gmpo", clip=5.0), batch)
     assert_close(loss, row([-2.0, 0.0, -2.0]))

@@ -15,7 +15,7 @@ from tolerance import assert_close
 
 
 def paper_loss(batch: TokenBatch, low: float, high: float) -> Tensor:
-    """−J of arXiv:2507.18071, eq. 5, sequence by sequence on the live tokens alone, for autograd to differentiate."""
+    """−J of arXiv:2507.18071, eq. 5, sequence by sequence on the unmasked tokens alone, for autograd to differentiate."""
     losses = []
     for b in range(len(batch.mask)):
         live = batch.mask[b]
@@ -52,7 +52,7 @@ def test_golden_clip(p_new, adv, value, slope):
 
 
 def test_golden_masked_out_tokens_do_not_count_in_the_length():
-    # The live tokens have ρ = 4, 1: s = 2 as if the middle one were not there.
+    # The unmasked tokens have ρ = 4, 1: s = 2 as if the middle one were not there.
     batch = inputs(p_new=[0.8, 0.9, 0.4], p_old=[0.2, 0.1, 0.4], adv=[1.0] * 3, mask=[True, False, True])
     loss, grad = loss_and_grad(make_objective("gspo", clip_high=1.5), batch)
     assert_close(loss, row([-2.0, 0.0, -2.0]))

@@ -329,5 +329,5 @@ def test_one_policys_distribution_alone_is_refused(field):
 
 def test_a_batch_without_a_live_token_is_refused():
     batch, _ = random_batch(2, 3, 6, 3)
-    with pytest.raises(ValueError, match="improvement_bound: mask has no live token"):
+    with pytest.raises(ValueError, match="improvement_bound: mask has no unmasked token"):
         improvement_bound(replace(batch, mask=torch.zeros_like(batch.mask)))

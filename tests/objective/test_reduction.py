@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral import reduce_loss
+from corral import reduce_loss, reduction_weights
 from tolerance import assert_close
 
 SEEDS = st.integers(0, 2**20)
@@ -49,7 +49,7 @@ def reduce_by_hand(loss: np.ndarray, mask: np.ndarray, how: str) -> float:
 @pytest.mark.parametrize(
     ("how", "value", "gradient"),
     [
-        # Sequences (1, 2) and (4), and one without a live token.
+        # Sequences (1, 2) and (4), and one without an unmasked token.
         ("token-mean", 7 / 3, [[1 / 3, 1 / 3], [1 / 3, 0.0], [0.0, 0.0]]),  # 7 over 3 tokens
         ("seq-mean-token-mean", 2.75, [[1 / 4, 1 / 4], [1 / 2, 0.0], [0.0, 0.0]]),  # (1.5 + 4) / 2 sequences
         ("seq-mean-token-sum", 3.5, [[1 / 2, 1 / 2], [1 / 2, 0.0], [0.0, 0.0]]),  # (3 + 4) / 2
@@ -104,7 +104,7 @@ def test_gradcheck(how):
 
 @given(SEEDS, st.sampled_from(HOWS), st.lists(st.integers(1, 3), min_size=1, max_size=6))
 def test_micro_batches_add_up_to_the_batch(seed, how, sizes):
-    # The last sequence has no live token: a micro-batch of it alone must give 0, not an error.
+    # The last sequence has no unmasked token: a micro-batch of it alone must give 0, not an error.
     loss, mask = ragged(seed, sequences=sum(sizes) + 1)
     whole = reduce_loss(loss, mask, how, length=LENGTH)
     (expected,) = torch.autograd.grad(whole, loss)
@@ -184,3 +184,21 @@ def test_half_precision_is_added_up_in_float32(dtype):
     reduced = reduce_loss(torch.tensor([[4096.0, 1.0]], dtype=dtype), torch.tensor([[True, True]]), "seq-mean-token-sum")
     assert reduced.dtype == torch.float32
     assert reduced == 4097
+
+
+@given(st.sampled_from(HOWS), st.integers(0, 1000), st.sampled_from([None, 7.0]))
+def test_weights_are_those_that_the_reduction_multiplies_with(how, seed, total):
+    draw = torch.Generator().manual_seed(seed)
+    loss, mask = torch.randn(3, 5, generator=draw), torch.rand(3, 5, generator=draw) < 0.6
+    mask[0, 0] = True
+    weights = reduction_weights(mask, how, total=total, length=LENGTH)
+    assert not weights[~mask].any()
+    assert_close((weights * loss).sum(), reduce_loss(loss, mask, how, total=total, length=LENGTH))
+
+
+def test_golden_weights():
+    # Two sequences of 2 and 1 unmasked tokens: 1/3 each; or a half of a half, a half of a half, and a half.
+    mask = torch.tensor([[True, True, False], [False, True, False]])
+    third = 1 / 3
+    assert_close(reduction_weights(mask, "token-mean"), torch.tensor([[third, third, 0], [0, third, 0]]))
+    assert_close(reduction_weights(mask, "seq-mean-token-mean"), torch.tensor([[0.25, 0.25, 0], [0, 0.5, 0]]))

@@ -226,7 +226,7 @@ def test_a_registered_objective_is_like_any_other(clean_registry):
 
 def test_a_registered_objective_is_given_checked_batches(clean_registry):
     register_objective("scaled", scaled, ScaledConfig)
-    with pytest.raises(ValueError, match="scaled: logp_new is not finite at a live token"):
+    with pytest.raises(ValueError, match="scaled: logp_new is not finite at an unmasked token"):
         make_objective("scaled")(inputs([float("nan")], [0.5], [1.0]))
 
 

@@ -24,7 +24,7 @@ def test_golden_loss_and_gradient():
 
 
 def test_golden_cap_limits_the_weight_and_keeps_the_gradient():
-    # min(ρ, 1.5) = 1.5, .5, 1.  L = −w Â = −3, .5, −3; clamping a live ratio would have given the first token no gradient.
+    # min(ρ, 1.5) = 1.5, .5, 1.  L = −w Â = −3, .5, −3; clamping ρ itself would have given the first token no gradient.
     batch = inputs(p_new=[0.9, 0.3, 0.5], p_old=[0.5, 0.6, 0.5], adv=[2.0, -1.0, 3.0])
     loss, grad = loss_and_grad(make_objective("reinforce", ratio_cap=1.5), batch)
     expected = row([-3.0, 0.5, -3.0])

@@ -204,7 +204,7 @@ def projected(q: np.ndarray, p: np.ndarray, bound: float) -> tuple[np.ndarray, f
 
 
 def rows(logits: np.ndarray, batch: TokenBatch, config: TROLLConfig) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-    """Of every live token: old and new policy on the kept tokens and, where something is left, everything else."""
+    """Of every unmasked token: old and new policy on the kept tokens and, where something is left, everything else."""
     for b, t in batch.mask.nonzero().tolist():
         ids = [i for i in batch.dist_old.ids[b, t].tolist() if i >= 0]
         dense = np.exp(logits[b, t] - logits[b, t].max())
@@ -356,7 +356,7 @@ def test_metrics_agree_with_bisection(seed, k, bound):
 
 
 def policy_gradient(batch: TokenBatch, logits: Tensor, weight: Tensor) -> Tensor:
-    """−w Â (e_a − π) at every live token."""
+    """−w Â (e_a − π) at every unmasked token."""
     advantages = batch.advantages[:, None] if batch.advantages.ndim == 1 else batch.advantages
     credit = torch.where(batch.mask, weight * advantages, 0.0)[..., None]
     return -credit * (one_hot(batch.dist_old.ids[..., 0], logits.shape[-1]) - logits.detach().softmax(-1))
@@ -539,7 +539,7 @@ def test_a_batch_without_distributions_is_refused(field):
 @pytest.mark.parametrize("k", [2, 3])  # the token that is ruled out is in the rest, or in the support
 def test_an_old_policy_that_rules_out_what_the_new_one_allows_is_refused(k):
     batch, logits = policies([[0.5, 0.3, 0.2]], [[0.6, 0.4, 0.0]], [1.0], k)
-    with pytest.raises(ValueError, match="the old policy rules out tokens that the new one allows, at 1 live positions"):
+    with pytest.raises(ValueError, match="the old policy rules out tokens that the new one allows, at 1 unmasked positions"):
         make_objective("troll")(batch)
     # Without the regression there is no target to reach: r = (5/8, 3/8) is inside, with ratio (5/8)/.6 = 25/24.
     assert_close(loss_and_logit_grad(batch, logits, regression=0.0)[0], row([-25 / 24]))
@@ -632,7 +632,7 @@ def test_padding_may_hold_anything(config, garbage, k):
 
 def test_a_batch_without_a_live_token_is_refused():
     batch, _ = random_batch(2, 3, 6, 3)
-    with pytest.raises(ValueError, match="troll: mask has no live token"):
+    with pytest.raises(ValueError, match="troll: mask has no unmasked token"):
         make_objective("troll")(replace(batch, mask=torch.zeros_like(batch.mask)))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from corral.robot.baseline import BASELINES, REPLAYED, Baseline, BaselineConfig, StepEnvironments
+from corral.robot.baseline import BASELINES, REPLAY_FIELDS, Baseline, BaselineConfig, StepEnvironments
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.env.vector import Threads
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
@@ -70,7 +70,7 @@ def test_a_buffer_that_has_begun_to_forget_is_resumed_whole() -> None:
     assert len(state["rewards"]) == 300
     resumed = baseline("sb3-sac", iterations=3)
     resumed.restore(state)
-    for key in REPLAYED:
+    for key in REPLAY_FIELDS:
         np.testing.assert_array_equal(getattr(resumed.model.replay_buffer, key), getattr(whole.model.replay_buffer, key))
     whole.step()
     resumed.step()

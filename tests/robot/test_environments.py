@@ -97,7 +97,7 @@ def test_some_begin_anew_and_the_others_go_on_in_every_block() -> None:
 
 def test_an_info_of_one_block_has_room_for_all() -> None:
     envs = make_envs(SIMULATED[0], 3, workers=2)
-    joined = envs._joined([{}, {"success": np.array([1.0]), "_success": np.array([True])}])  # blocks of two and of one
+    joined = envs._join_infos([{}, {"success": np.array([1.0]), "_success": np.array([True])}])  # blocks of two and of one
     np.testing.assert_array_equal(joined["success"], [0, 0, 1])
     np.testing.assert_array_equal(joined["_success"], [False, False, True])
     envs.close()

@@ -14,7 +14,7 @@ import torch
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.episode import Plant, held_out_seeds
-from corral.robot.export import Limits, export_policy, tables
+from corral.robot.export import JointLimits, export_policy, tables
 from corral.robot.exported import load
 from corral.robot.prodmp import ProDMP
 
@@ -87,12 +87,12 @@ def test_the_loader_beside_the_file_needs_numpy_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "kind"),
     [
-        (Limits(position=(-0.5, 0.5)), "position"),
-        (Limits(velocity=[9.0, 9.0, 0.01, 9.0, 9.0]), "velocity of joint 2"),
-        (Limits(acceleration=0.01), "acceleration of joint 0"),
+        (JointLimits(position=(-0.5, 0.5)), "position"),
+        (JointLimits(velocity=[9.0, 9.0, 0.01, 9.0, 9.0]), "velocity of joint 2"),
+        (JointLimits(acceleration=0.01), "acceleration of joint 0"),
     ],
 )
-def test_limits_are_kept_or_said(limits: Limits, kind: str, tmp_path: Path) -> None:
+def test_limits_are_kept_or_said(limits: JointLimits, kind: str, tmp_path: Path) -> None:
     learner = agent()
     contexts = learner.plant.start(held_out_seeds(6))
     path = tmp_path / "policy.npz"
@@ -111,7 +111,7 @@ def test_limits_are_kept_or_said(limits: Limits, kind: str, tmp_path: Path) -> N
 def test_wide_limits_let_all_plans_pass(tmp_path: Path) -> None:
     learner = agent()
     contexts = learner.plant.start(held_out_seeds(6))
-    limits = Limits(position=(-100.0, [100.0] * 5), velocity=1e3, acceleration=1e4)
+    limits = JointLimits(position=(-100.0, [100.0] * 5), velocity=1e3, acceleration=1e4)
     assert export_policy(learner, tmp_path / "policy.npz", contexts=contexts, limits=limits) == []
     _, _, a = load(tmp_path / "policy.npz")(contexts)
     assert np.abs(a).max() < 1e4
@@ -148,11 +148,11 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.npz"):
         export_policy(learner, tmp_path / "my-policy.npz")
     with pytest.raises(ValueError, match="checked over contexts"):
-        export_policy(learner, tmp_path / "policy.npz", limits=Limits(velocity=1.0))
+        export_policy(learner, tmp_path / "policy.npz", limits=JointLimits(velocity=1.0))
     with pytest.raises(ValueError, match="one for each of 5 joints"):
-        Limits(velocity=[1.0, 2.0]).array(5)
+        JointLimits(velocity=[1.0, 2.0]).array(5)
     with pytest.raises(ValueError, match="least must lie below"):
-        Limits(position=(1.0, -1.0)).array(5)
+        JointLimits(position=(1.0, -1.0)).array(5)
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     with pytest.raises(ValueError, match="not a file of the form 'corral plan 1'; got None"):
         load(tmp_path / "other.npz")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from corral.robot.prepare import EPISODIC, prepare
-from corral.robot.settings import ALGORITHMS, RECIPES, read_recipe, resolve, typed
+from corral.robot.settings import ALGORITHMS, RECIPES, coerce_fields, read_recipe, resolve
 from corral.robot.smoke import TRAINING
 from corral.robot.tce import AS_PUBLISHED
 from corral.robot.train import train
@@ -56,7 +56,9 @@ def test_metaworld_s_recipe_fits_and_has_the_published_trajectory() -> None:
     assert 4 * (settings.prodmp["basis"] + 1) == 36
     for algorithm in EPISODIC:
         config_cls = EPISODIC[algorithm][1]
-        config_cls(**typed(algorithm, config_cls, resolve([read_recipe("metaworld"), {"algorithm": algorithm}]).learner))
+        config_cls(
+            **coerce_fields(algorithm, config_cls, resolve([read_recipe("metaworld"), {"algorithm": algorithm}]).learner)
+        )
 
 
 def test_a_recipe_that_is_none() -> None:

@@ -22,7 +22,7 @@ from corral.robot.evaluate import bootstrap, evaluate
 from corral.robot.learner import Learner
 from corral.robot.settings import Settings, resolve
 from corral.robot.smoke import TRAINING
-from corral.robot.train import LIMITS, STATE, Job, resume, train, watched
+from corral.robot.train import LIMITS, STATE, RobotRun, resume, select_watched, train
 from corral.run.files import RunError
 from corral.run.interval import Estimate
 from corral.run.watch import CollapseWatch
@@ -135,14 +135,14 @@ def test_a_killed_run_goes_on_bit_for_bit(reference: Path, tmp_path: Path) -> No
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
     number: int, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, step = tmp_path / "run", Job.step
+    out, step = tmp_path / "run", RobotRun.step
 
-    def signalled(job: Job) -> bool:
+    def signalled(job: RobotRun) -> bool:
         if job.agent.iteration == 2:
             os.kill(os.getpid(), number)
         return step(job)
 
-    monkeypatch.setattr(Job, "step", signalled)
+    monkeypatch.setattr(RobotRun, "step", signalled)
     outcome = train(settings(), out=out, quiet=True)
     assert (outcome.summary["stopped"], outcome.summary["steps"]) == ("interrupted", 3)
     assert state(out, 3)["iteration"] == 3
@@ -198,14 +198,14 @@ def test_without_a_checkpoint_it_starts_over_and_a_finished_run_stays(reference:
 def test_every_algorithm_is_resumed(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = settings(algorithm=algorithm, iterations=3, checkpoint_every=1)
     train(asked, out=tmp_path / "whole", quiet=True)
-    step = Job.step
+    step = RobotRun.step
 
-    def failing(job: Job) -> bool:
+    def failing(job: RobotRun) -> bool:
         if job.agent.iteration == 1:
             raise RuntimeError("power cut")
         return step(job)
 
-    monkeypatch.setattr(Job, "step", failing)
+    monkeypatch.setattr(RobotRun, "step", failing)
     with pytest.raises(RuntimeError, match="power cut"):
         train(asked, out=tmp_path / "cut", quiet=True)
     assert summary(tmp_path / "cut")["stopped"] == "failed"
@@ -269,7 +269,7 @@ def test_nothing_but_nans_is_a_collapse(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("guard", ["warn", "stop"])
 def test_a_collapse_is_noticed(guard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = itertools.chain([0.1, 0.8], itertools.repeat(0.05))
-    monkeypatch.setattr(Job, "measure", lambda job: {"success": next(found), "return": -1.0})
+    monkeypatch.setattr(RobotRun, "measure", lambda job: {"success": next(found), "return": -1.0})
     outcome = train(settings(guard=guard, eval_every=1), out=tmp_path / "run", quiet=True)
     assert (outcome.summary["stopped"], outcome.summary["steps"]) == (("collapsed", 4) if guard == "stop" else ("finished", 6))
     warned = [line["step"] for line in lines(tmp_path / "run") if "warnings" in line]
@@ -281,17 +281,17 @@ def test_a_density_s_entropy_below_zero_is_no_collapse() -> None:
     falling = [{"entropy": value, "success": 0.5} for value in (5.0, 1.0, -1.0, -2.0, -3.0, -4.0)]
     alarmed, calm = CollapseWatch(LIMITS), CollapseWatch(LIMITS)
     assert any(alarmed.observe(line) for line in falling)
-    assert not any(calm.observe(watched(line)) for line in falling)
+    assert not any(calm.observe(select_watched(line)) for line in falling)
 
 
 def test_a_policy_that_stops_exploring_is_noticed_unless_it_is_done() -> None:
     narrow = [{"std": value, "success": 0.2} for value in (0.3, 0.2, 0.002, 0.002, 0.002, 0.002)]
     watch = CollapseWatch(LIMITS)
-    found = [watch.observe(watched(line)) for line in narrow]
+    found = [watch.observe(select_watched(line)) for line in narrow]
     assert [len(said) for said in found] == [0, 0, 0, 0, 1, 0], "the third in a row, and once"
     assert found[4][0].sentence.startswith("std fell from 0.3 to 0.002")
     done = CollapseWatch(LIMITS)
-    assert not any(done.observe(watched({**line, "success": 0.95})) for line in narrow)
+    assert not any(done.observe(select_watched({**line, "success": 0.95})) for line in narrow)
 
 
 def test_std_is_the_geometric_mean_of_the_deviations(reference: Path) -> None:

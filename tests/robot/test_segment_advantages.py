@@ -218,5 +218,5 @@ def test_bad_arguments():
         segment_advantages(ok, ok, torch.zeros(0, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="`gamma`"):
         segment_advantages(ok, ok, pairs, gamma=1.1)
-    with pytest.raises(ValueError, match="must be finite at live steps"):
+    with pytest.raises(ValueError, match="must be finite at unmasked steps"):
         segment_advantages(ok + math.nan, ok, pairs)

@@ -10,8 +10,7 @@ import pytest
 
 from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxResult
 from corral.task.sandbox.backend import BACKENDS
-from corral.task.sandbox.pool import SandboxPool
-from corral.task.sandbox.worker import why_not
+from corral.task.sandbox.pool import SandboxPool, why_not
 
 
 def reason(backend: str) -> str:

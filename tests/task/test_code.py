@@ -97,7 +97,7 @@ def test_defines(program: str, found: bool) -> None:
     assert defines(program, "f") is found
 
 
-# ---------------------------------------------------------------- values that cross the wall
+# ---------------------------------------------------------------- values that leave the sandbox
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(allow_nan=False),
@@ -759,7 +759,7 @@ def test_apps_conventions() -> None:
 MALFORMED: list[tuple[Callable[[dict[str, Any]], tuple[str, Problem]], dict[str, Any], str]] = [
     (own_row, {}, "`tests` should be a list"),
     (own_row, {"prompt": "p", "tests": []}, "not empty"),
-    (own_row, {"prompt": "p", "tests": [{"stdin": 1, "stdout": ""}]}, "`stdin` of a test should be a text"),
+    (own_row, {"prompt": "p", "tests": [{"stdin": 1, "stdout": ""}]}, "`stdin` should be a text"),
     (own_row, {"prompt": "", "tests": [{"stdin": "", "stdout": ""}]}, "`prompt`"),
     (own_row, {"prompt": "p", "entry": "1f", "tests": [{"args": [], "result": 1}]}, "`entry` should be the name"),
     (own_row, {"prompt": "p", "entry": "f", "tests": [{"args": 1, "result": 1}]}, "`args`, a list"),

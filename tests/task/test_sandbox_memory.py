@@ -1,4 +1,4 @@
-"""Memory that a program might hold beyond its limit: refused by the filter, counted by the look, or bounded by a cgroup."""
+"""Memory that a program might hold beyond its limit: refused by the filter, counted by polling, or bounded by a cgroup."""
 
 import fcntl
 import os
@@ -12,7 +12,7 @@ from sandboxes import EVERY_BACKEND, needs_a_sandbox, run
 
 from corral.cli.doctor import sandbox as doctor_row
 from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxWorker, cgroup
-from corral.task.sandbox.worker import CGROUP, POLLING, memory_bound
+from corral.task.sandbox.pool import CGROUP, POLLING, memory_bound
 
 ROOT = str(Path(cgroup.__file__).parents[2])
 SMALL = SandboxLimits(memory_mb=64, timeout=20.0)
@@ -147,21 +147,21 @@ except ChildProcessError: pass
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("lends", [True, False], ids=["cgroup", "no cgroup"])
-def test_all_processes_together_are_bounded(backend: str, lends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if lends and cgroup.find_cgroup_parent() is None:
-        pytest.skip("no memory cgroup is lent here")
-    if not lends:
+@pytest.mark.parametrize("delegated", [True, False], ids=["cgroup", "no cgroup"])
+def test_all_processes_together_are_bounded(backend: str, delegated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if delegated and cgroup.find_cgroup_parent() is None:
+        pytest.skip("no memory cgroup is delegated here")
+    if not delegated:
         monkeypatch.setattr("corral.task.sandbox.worker.find_cgroup_parent", lambda: None)
     with SandboxWorker(backend) as worker:
-        assert (worker.group is not None) == lends
+        assert (worker.group is not None) == delegated
         started = time.monotonic()
         assert worker.run(SandboxJob(code=FORKS, limits=SMALL)).status == "memory"
         assert time.monotonic() - started < 15
         assert worker.run(SandboxJob(code="print('fine')")).stdout == "fine\n"
 
 
-needs_a_cgroup = pytest.mark.skipif(cgroup.find_cgroup_parent() is None, reason="no memory cgroup is lent here")
+needs_a_cgroup = pytest.mark.skipif(cgroup.find_cgroup_parent() is None, reason="no memory cgroup is delegated here")
 
 
 @needs_a_cgroup
@@ -174,7 +174,7 @@ def test_the_kernel_holds_all_of_a_worker_to_its_limit(backend: str) -> None:
         # 64 MiB, as much for /tmp, 2 MiB for each of 64 processes, 48 MiB for the worker.
         assert int(group.limit.read_text()) == (64 + 64 + 128 + 48) << 20
         worker.run(SandboxJob(code="", limits=SandboxLimits(memory_mb=4096)))
-        group.limit.write_text(str(100 << 20))  # 40 × 60 MB are far below what the look would end
+        group.limit.write_text(str(100 << 20))  # 40 × 60 MB are far below what polling would end
         assert worker.run(SandboxJob(code=FORKS, limits=SandboxLimits(memory_mb=4096, timeout=20.0))).status == "memory"
         peaks = [group.path / name for name in ("memory.peak", "memory.max_usage_in_bytes")]
         assert 60 << 20 < next(int(peak.read_text()) for peak in peaks if peak.exists()) <= 100 << 20

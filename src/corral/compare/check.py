@@ -84,13 +84,13 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 def _learner_config(settings: Any) -> Any:
     """A robot's algorithm with its settings."""
     from corral.robot.prepare import EPISODIC
-    from corral.robot.settings import typed
+    from corral.robot.settings import coerce_fields
 
     if settings.algorithm in EPISODIC:
         config_cls = EPISODIC[settings.algorithm][1]
     else:
         from corral.robot.baseline import BaselineConfig as config_cls
-    given = typed(settings.algorithm, config_cls, settings.learner, without=["iterations"])
+    given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
     return config_cls(iterations=settings.iterations, **given)
 
 

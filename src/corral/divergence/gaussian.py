@@ -14,7 +14,7 @@ WassersteinForm = Literal["commuting", "bures"]
 
 
 class GaussianDistance(NamedTuple):
-    """How far apart two Gaussians are: what their means add, and what their covariances add."""
+    """A divergence of two Gaussians: the means' part and the covariances' part."""
 
     mean: Tensor
     """[*b], over the rows of the means and of whatever measures them."""
@@ -133,7 +133,7 @@ def gaussian_entropy(chol: Float[Tensor, "... D"], *, diagonal: bool = False) ->
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-def whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
+def _whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
     """L⁻¹ x for vectors x [*, D]; one factor [D, D] serves all rows in a single solve."""
     if diagonal:
         return x / chol
@@ -145,7 +145,7 @@ def whiten(x: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
 
 def mahalanobis(gap: Tensor, chol: Tensor, diagonal: bool) -> Tensor:
     """|L⁻¹ gap|² [*], the squared length of `gap` in units of the Gaussian."""
-    return whiten(gap, chol, diagonal).square().sum(-1)
+    return _whiten(gap, chol, diagonal).square().sum(-1)
 
 
 def kl_of_covariances(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
@@ -173,7 +173,7 @@ def covariance_gap(chol_p: Tensor, chol_q: Tensor, diagonal: bool) -> Tensor:
     return cross + cross.mT + f @ f.mT
 
 
-class WassersteinLine(NamedTuple):
+class _WassersteinLine(NamedTuple):
     """A straight line between square roots of two covariances, F_t F_tᵀ with F_t = F_q + t (F_p − F_q)."""
 
     start: Tensor
@@ -184,7 +184,7 @@ class WassersteinLine(NamedTuple):
     """Squared length [*] in the chosen form; t of the way is t² of it."""
 
 
-def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> WassersteinLine:
+def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> _WassersteinLine:
     """The line whose length is the distance. "bures" with `scaled` is in the frame of q: its start is I, not a root of Σ_q.
 
     The optimal map from q to p is T = L_q⁻ᵀ (L_qᵀ Σ_p L_q)^½ L_q⁻¹, so T L_q is a root of Σ_p, and |(T − I) L_q|² is the
@@ -194,7 +194,7 @@ def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scal
         raise ValueError(f"Wasserstein distance: `form` is one of {', '.join(get_args(WassersteinForm))}; got {form!r}.")
     if diagonal:  # all forms are one
         step = chol_p - chol_q
-        return WassersteinLine(chol_q, step, (step / chol_q if scaled else step).square().sum(-1))
+        return _WassersteinLine(chol_q, step, (step / chol_q if scaled else step).square().sum(-1))
     if form == "commuting":
         start = symmetric_root(chol_q)
         step = symmetric_root(chol_p) - start
@@ -207,7 +207,7 @@ def wasserstein_line(chol_p: Tensor, chol_q: Tensor, form: WassersteinForm, scal
         start = chol_q
         end = torch.linalg.solve_triangular(chol_q.mT, symmetric_root(chol_q.mT @ chol_p), upper=True)
         measured = step = end - start
-    return WassersteinLine(start, step, measured.square().sum((-2, -1)))
+    return _WassersteinLine(start, step, measured.square().sum((-2, -1)))
 
 
 def symmetric_root(factor: Tensor) -> Tensor:

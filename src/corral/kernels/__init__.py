@@ -1,27 +1,30 @@
-"""The same maths, fast: from hidden states to log-probs and sparse distributions without ever holding the logits.
+"""Hidden states → log-probs, supports, losses and gradients, without ever holding the logits.
 
-Hidden states → loss → gradient, file by file. `head` (log-probs, support) and `policy_loss` (the loss too) are the doors,
-`dispatch` chooses the path, `batch_loss` takes an objective's loss of a head's rows; `live` picks rows out of a batch.
+Two verbs. `lm_head` (head.py) is the differentiable building block; `policy_loss_from_hidden` (policy_loss.py) takes an
+objective's reduced loss and its gradient together, once. One call of it, file by file:
 
-torch, any device   `logits`          one block of products, in either direction
-                    `head_rows`       logits of some rows → normaliser, entropy, support and rest
-                    `head_backward`   blocks again, turned into their gradient
-                    `foreseen`        or the gradient formed on the way, of a loss that is known beforehand
-                    `head_kl`         the exact KL of two networks, a few rows of both at a time
-                    `parallel`        a vocabulary split over processes
-Triton, forward     `inspect_batch`   is the batch fit, and which rows will be dense?
-                    `stream`          one product, each tile of which leaves five numbers; `reduce_tile`, `walk`
-                    `select`          supports from these: `doubt` finds tiles to make again, `extract` does, `settle` sums up
-                    `rule`            an objective's own kernel: `token_loss`, `troll_loss`, on `project_row` and `loss_rows`
-Triton, backward    `row_gradient`    gradients of log-probs → of logits: single entries, and one factor for the rest
-                    `route`           sparse rows (`sparse_backward`), a few dense ones (`few_rows`), many (`dense_backward`)
-                    `formed`          gradients formed on the way: `dense_forward`, `row_factor`; `difference` to what is asked
-Triton, autograd    `triton_head`     the head alone; `fused_loss`: head and objective in one
-                    `later`           answers for the host; `ids_later`: are the ids what they should be?
+dispatch.py         torch or triton: the only place that chooses
+packed.py           unmasked tokens → packed rows; the terms of the loss (`rows.py` has the nouns of both implementations)
+torch/              on any device
+  online.py           logits of some rows → normaliser, entropy, support and tail mass
+  head_kl.py          the exact KL of two networks, a few rows of both at a time
+  fused.py            the objective on these rows, and its gradient off the same logits; `backward.py` has dz
+triton/             on a GPU
+  plan_batch.py       is the batch valid, and which rows are planned to be dense?
+  gemm_stats.py       one GEMM, each tile of which leaves five numbers (`reduce_tile.py`)
+  support/            supports from these: `select` plans which tiles to recompute, recomputes them, finalizes the rows
+  loss/               the objective's own kernel (`rule`: `token`, `troll`), and the metrics (`rows`)
+  backward/           gradients of log-probs → of logits (`row_gradient`); dense rows three GEMMs on the way (`dense_forward`,
+                      `row_factor`); streamed ones sparse or recomputed (`route`, `sparse`, `dense`)
+  fused.py            these in order
+precomputed.py      autograd: the gradients times the one number that arrives
+
+`lm_head` passes torch/autograd.py or triton/autograd.py instead, and batch_loss.py takes an objective's loss of its rows.
+`head_kl` measures: the exact KL of two networks, without a gradient.
 """
 
 from corral.kernels.head import HeadOutput, lm_head
-from corral.kernels.head_kl import head_kl
-from corral.kernels.policy_loss import policy_loss_from_hidden
+from corral.kernels.policy_loss import PolicyLoss, policy_loss_from_hidden
+from corral.kernels.torch.head_kl import head_kl
 
-__all__ = ["HeadOutput", "head_kl", "lm_head", "policy_loss_from_hidden"]
+__all__ = ["HeadOutput", "PolicyLoss", "head_kl", "lm_head", "policy_loss_from_hidden"]

@@ -5,7 +5,6 @@ own, calls `lm_head` and then this.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,45 +13,45 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from corral.kernels.async_copy import AsyncCopy
 from corral.kernels.dispatch import MAX_GIVEN, has_triton
-from corral.kernels.head_rows import HeadRows
-from corral.kernels.later import Later
-from corral.kernels.live import Live, advantages_of, fits
+from corral.kernels.packed import Packing, TokenObjective, has_token_shapes, token_advantages
+from corral.kernels.rows import HeadRows
 from corral.support import Limits
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
 
 @dataclass(frozen=True, eq=False)
 class NewRows:
-    """The new policy at the live tokens of a batch, one behind the other as a head has them, and where they stand."""
+    """The new policy at the unmasked tokens of a batch, packed as a head has them."""
 
     logp: Float[Tensor, " N"]
     dist: SparseDist | None
-    live: Live
+    packing: Packing
 
     @classmethod
     def of(cls, batch: TokenBatch) -> "NewRows":
         """Those of a batch that has its new policy in it."""
-        live, new = Live(batch.mask), batch.dist_new
-        return cls(live.pick(batch.logp_new), None if new is None else new.map(live.pick), live)
+        packing, new = Packing(batch.mask), batch.dist_new
+        return cls(packing.pack(batch.logp_new), None if new is None else new.map(packing.pack), packing)
 
     def only(self, kept: Int[Tensor, " M"], mask: Bool[Tensor, "B T"]) -> "NewRows":
         """Some of the rows: those where `mask` is True."""
-        places = kept if self.live.rows is None else self.live.rows[kept]
+        places = kept if self.packing.rows is None else self.packing.rows[kept]
         dist = None if self.dist is None else self.dist.map(lambda x: x[kept])
-        return NewRows(self.logp[kept], dist, Live(mask, len(kept), places))
+        return NewRows(self.logp[kept], dist, Packing(mask, places))
 
     def within(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with this new policy in it, on the old one's support if there is one; anything where nothing is live."""
+        """The batch with this new policy in it, on the old one's support if there is one; anything at masked tokens."""
         new, old = self.dist, batch.dist_old
         if new is not None:
-            new = new.map(self.live.spread)
+            new = new.map(self.packing.unpack)
             new = new if old is None else dataclasses.replace(new, ids=old.ids)
-        return dataclasses.replace(batch, logp_new=self.live.spread(self.logp), dist_new=new)
+        return dataclasses.replace(batch, logp_new=self.packing.unpack(self.logp), dist_new=new)
 
 
 def batch_loss(
-    objective: Callable[[TokenBatch], ObjectiveOutput],
+    objective: TokenObjective,
     batch: TokenBatch,
     new: NewRows | None = None,
     *,
@@ -78,29 +77,29 @@ def batch_loss(
 
 
 def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> ObjectiveOutput | None:
-    from corral.kernels.loss_rows import OldRows, metrics_of
-    from corral.kernels.rule import rule_of
+    from corral.kernels.triton.loss.rows import OldRows, summarize
+    from corral.kernels.triton.loss.rule import rule_of
 
     rule, old = rule_of(objective), batch.dist_old
     supported = old is not None and (batch.dist_new if new is None else new.dist) is not None
-    if rule is None or (rule.needs_support and not supported) or not fits(batch):
+    if rule is None or (rule.needs_support and not supported) or not has_token_shapes(batch):
         return None
     if old is not None and old.ids.shape[-1] > MAX_GIVEN:
         return None
     new = NewRows.of(batch) if new is None else new
-    live = new.live
-    if not live.count:
+    packing = new.packing
+    if not packing.count:
         return None
 
     def rows(x: Tensor) -> Tensor:
-        return live.pick(x.detach()).float().contiguous()
+        return packing.pack(x.detach()).float().contiguous()
 
     tail = None if old is None or new.dist is None or new.dist.rest_max is None else old.rest_max
     anchor = OldRows(
         logp=rows(batch.logp_old),
         kept=rows(old.logp) if supported and old is not None else None,
         rest=rows(old.rest) if supported and old is not None else None,
-        advantages=rows(advantages_of(batch)),
+        advantages=rows(token_advantages(batch)),
         rollout=None if batch.logp_rollout is None else rows(batch.logp_rollout),
         rest_max=None if tail is None else rows(tail),
     )
@@ -112,29 +111,29 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
     found["rest_max"] = None if tail is None or new.dist is None else new.dist.rest_max
     limits = Limits.of(new.logp, batch.logp_old, new.dist, old) if objective.check else Limits()
     loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, limits, found)
-    metrics, flawed = metrics_of(found["loss"], found["rows"], anchor, projects=rule.projects)
-    found["check"] = _Check(objective, batch, new, Later(flawed))
+    metrics, _, flawed = summarize(found["loss"], found["rows"], anchor, projects=rule.projects)
+    found["check"] = _Check(objective, batch, new, AsyncCopy(flawed))
     if not loss.requires_grad:
         found["check"]()
-    return ObjectiveOutput(live.spread(loss), metrics)
+    return ObjectiveOutput(packing.unpack(loss), metrics)
 
 
 @dataclass(frozen=True, eq=False)
 class _Check:
     """Refuses a batch in which something is not finite, or no log-probability, in the objective's own words."""
 
-    objective: Callable[[TokenBatch], ObjectiveOutput]
+    objective: TokenObjective
     batch: TokenBatch
     new: NewRows
-    flawed: Later
+    flawed: AsyncCopy
 
     def __call__(self) -> None:
-        number = self.flawed.number()
+        number = int(self.flawed.wait())
         if not number:
             return
         with torch.no_grad():
             self.objective(self.new.within(self.batch))
-        raise ValueError(f"batch_loss: the loss is not finite at {number} live tokens. NaN comes from the model.")
+        raise ValueError(f"batch_loss: the loss is not finite at {number} unmasked tokens. NaN comes from the model.")
 
 
 class _RuleLoss(torch.autograd.Function):
@@ -151,7 +150,7 @@ class _RuleLoss(torch.autograd.Function):
         limits: Limits,
         found: dict[str, Any],
     ) -> Tensor:
-        from corral.kernels.loss_rows import LOSS
+        from corral.kernels.triton.loss.rows import LOSS
 
         none = logp[:, None] if kept is None else kept
         rest_max = logp if found["rest_max"] is None else found["rest_max"]

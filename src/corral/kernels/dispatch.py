@@ -83,7 +83,7 @@ def own_top_k(hidden: Tensor, vocabulary: int, top_k: int = OWN_SUPPORT) -> int:
 
 
 def _tile_width(hidden: Tensor) -> int:
-    from corral.kernels.stream import tile_of  # Triton is there by now
+    from corral.kernels.triton.gemm_stats import tile_of  # Triton is there by now
 
     return tile_of(hidden).columns
 

@@ -1,22 +1,17 @@
 """The language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from corral.kernels.dispatch import choose, own_top_k
-from corral.kernels.foreseen import Expect, ExpectedLoss, can_foresee, head_foreseen
-from corral.kernels.head_backward import HeadGradients, HeadState, head_backward
-from corral.kernels.head_rows import HeadRequest, HeadRows, join, scan_rows
 from corral.kernels.logits import LogitSpec
-from corral.kernels.parallel import Shard
-from corral.support import check_id_dtype, check_ids, check_unique
+from corral.kernels.rows import HeadRequest
+from corral.kernels.torch.autograd import TorchHead
+from corral.kernels.torch.sharded import Shard
+from corral.support import check_id_dtype
 from corral.types import SparseDist
 from corral.validate import number_in
 
@@ -28,7 +23,7 @@ class HeadOutput:
     logp: Float[Tensor, "*b"]
     """Log-probability of the sampled token."""
     entropy: Float[Tensor, "*b"] | None
-    """Entropy in nats, where asked for."""
+    """Where asked for."""
     dist: SparseDist | None
     """The policy on a sparse support, where `top_k` or `ids` was given."""
     report: Float[Tensor, "2"] | None = None
@@ -50,14 +45,14 @@ def lm_head(
     entropy: bool = False,
     impl: str = "auto",
     group: torch.distributed.ProcessGroup | None = None,
-    expect: Expect | None = None,
     tolerance: float = 0.0,
 ) -> HeadOutput:
     """Log-probs, entropy and support of the next-token distribution, without ever holding [N V] logits.
 
         z = softcap(scale · (h Wᵀ + b)) / temperature          log p = z − logsumexp z
 
-    The logits of some rows at a time are made, read and dropped; the backward pass makes them again. With `top_k` the support
+    The differentiable building block: the logits of some rows at a time are made, read and dropped, and the backward pass makes
+    them again, four GEMMs where a row's gradient is dense. `policy_loss_from_hidden` takes three. With `top_k` the support
     is this policy's own, as `top_k_support` has it; with `ids` it is another's, as `gather_support` has it; with both it is
     their union: what either policy thinks likely. A token's log-prob does not depend on which: on a CPU, and with Triton's
     kernels, it is the same to the last bit, and the same whatever other rows are in the call.
@@ -74,10 +69,6 @@ def lm_head(
         group: processes that each hold some rows of `weight` and `bias`, in the order of their ranks, and all the same of
             everything else. Ids count through all of them; every process gets the same result, and a loss that each of them
             computes in full gives each the gradient of its own rows, and all of it for `hidden`.
-        expect: the loss that will follow, of some of the flattened rows: (logp, dist on `ids`, which rows) → scalar; from
-            `foresee`. Its gradients are then formed at once, which saves a quarter of the time: on the torch path of any such
-            function and of all rows, on a GPU of objectives with a kernel, and of rows that will be dense. Whatever loss really
-            follows, the gradients are its own.
         tolerance: share of a row's gradient, in Σ |dz|, that the backward pass may leave out on a GPU; 0 leaves out nothing.
     Returns:
         HeadOutput, float32 or better, differentiable in `hidden`, `weight` and `bias`.
@@ -88,107 +79,35 @@ def lm_head(
     spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
     shard = Shard.of(weight, group)
     _check(hidden, weight, tokens, bias, request, ids, shard.vocabulary)
-    _check_expected(expect, tokens)
-    way = _Way(shard, expect if torch.is_grad_enabled() else None, tolerance)
-    head, report = _head_function(impl, hidden, weight, request, way, 0 if ids is None else ids.shape[-1])
     shape, count = tokens.shape, tokens.numel()
     flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
-    logp, nats, kept, rest, support, rest_max = head(
-        hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec, request
-    )
+    inputs = (hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec)
+    report = None
+    if _choose(impl, hidden, weight, request, shard, 0 if ids is None else ids.shape[-1]) == "torch":
+        logp, entropies, kept, rest, support, rest_max = TorchHead.apply(*inputs, request, shard)
+    else:
+        from corral.kernels.triton.autograd import TritonHead  # Triton is there by now
+
+        if tolerance > 0:
+            report = torch.full((2,), torch.nan, device=hidden.device)
+            if ids is None and top_k is None:  # the policy's own support carries the gradient
+                request = replace(request, top_k=own_top_k(hidden, len(weight)))
+        with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+            logp, entropies, kept, rest, support, rest_max = TritonHead.apply(*inputs, request, tolerance, report)
     dist = None
     if ids is not None or top_k is not None:
         support = ids if ids is not None and top_k is None else support.reshape(*shape, support.shape[-1])
         dist = SparseDist(support, kept.reshape(support.shape), rest.reshape(shape), rest_max.reshape(shape))
-    return HeadOutput(logp.reshape(shape), nats.reshape(shape) if entropy else None, dist, report)
+    return HeadOutput(logp.reshape(shape), entropies.reshape(shape) if entropy else None, dist, report)
 
 
-@dataclass(frozen=True, eq=False)
-class _Way:
-    """How the head is run, beside what it computes."""
-
-    shard: Shard
-    expect: Expect | None
-    tolerance: float
-
-
-def _head_function(
-    impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, way: _Way, given: int
-) -> tuple[Callable[..., Any], Tensor | None]:
-    """The implementation that runs: (hidden, weight, bias, tokens, ids, spec, request) → logp, nats, kept, rest, ids, rest_max.
-
-    And where it will report on its backward pass, if that may be sparse.
-    """
-    if way.shard.group is not None:
+def _choose(impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, shard: Shard, given: int) -> str:
+    """The implementation that runs; a vocabulary split over processes has one."""
+    if shard.group is not None:
         if impl == "triton":
             raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
         impl = "torch" if impl == "auto" else impl
-    if choose("lm_head", impl, hidden, weight, request.top_k, given) == "torch":
-        return lambda *inputs: _Head.apply(*inputs, way.shard, way.expect), None
-    from corral.kernels.triton_head import Plan, TritonHead  # Triton is there by now
-
-    report = torch.full((2,), torch.nan, device=hidden.device) if way.tolerance > 0 else None
-
-    def run(hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, ids: Any, spec: LogitSpec, request: HeadRequest) -> Any:
-        if way.tolerance > 0 and ids is None and request.top_k is None:  # the policy's own support carries the gradient
-            request = dataclasses.replace(request, top_k=own_top_k(hidden, len(weight)))
-        plan = Plan(spec, request, way.tolerance, report, way.expect)
-        with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
-            return TritonHead.apply(hidden, weight, bias, tokens, ids, plan)
-
-    return run, report
-
-
-class _Head(torch.autograd.Function):
-    """Rows [N, H] → log-probs, entropy, support and rest; logits are made block by block, in both directions."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, *how: Any
-    ) -> tuple[Tensor, ...]:
-        ctx.spec, ctx.request, ctx.shard, expect = how
-        check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=ctx.shard.vocabulary)
-        if ids is not None:
-            check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=ctx.shard.vocabulary)
-            check_unique("lm_head", "ids", ids)
-        ctx.foreseen, needed = None, ctx.needs_input_grad[:3]
-        if expect is not None and any(needed) and can_foresee(ctx.spec, ctx.request, ctx.shard):
-            rows, ctx.foreseen = head_foreseen(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, expect, needed)
-        else:
-            rows = head_forward(hidden, weight, bias, tokens, ids, ctx.spec, ctx.request, ctx.shard)
-        ctx.mark_non_differentiable(rows.ids, rows.rest_max)
-        ctx.save_for_backward(hidden, weight, bias, tokens, rows.ids, rows.lse, rows.rest, rows.entropy)
-        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_logp: Tensor, g_nats: Tensor, g_kept: Tensor, g_rest: Tensor, *_: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, tokens, ids, lse, rest, nats = ctx.saved_tensors
-        state = HeadState(
-            hidden, weight, bias, tokens, ids, lse, rest, nats=nats if ctx.request.entropy else None, shard=ctx.shard
-        )
-        grads, needed = HeadGradients(g_logp, g_kept, g_rest, g_nats), ctx.needs_input_grad[:3]
-        foreseen, ctx.foreseen = ctx.foreseen, None  # handed on, not copied; a second backward pass starts from nothing
-        found = (
-            head_backward(ctx.spec, state, grads, needed)
-            if foreseen is None
-            else foreseen.backward(ctx.spec, state, grads, needed)
-        )
-        return (*found, None, None, None, None, None, None)
-
-
-def head_forward(
-    hidden: Float[Tensor, "N H"],
-    weight: Float[Tensor, "V H"],
-    bias: Float[Tensor, " V"] | None,
-    tokens: Int[Tensor, " N"],
-    ids: Int[Tensor, "N K"] | None,
-    spec: LogitSpec,
-    request: HeadRequest,
-    shard: Shard,
-) -> HeadRows:
-    """Some tokens at a time, over the whole vocabulary."""
-    return join([rows for _, rows, _ in scan_rows(hidden, weight, bias, tokens, ids, spec, request, shard)])
+    return choose("lm_head", impl, hidden, weight, request.top_k, given)
 
 
 def _check(
@@ -218,11 +137,3 @@ def _check(
     check_id_dtype("lm_head", "tokens", tokens)
     if ids is not None:
         check_id_dtype("lm_head", "ids", ids)
-
-
-def _check_expected(expect: Expect | None, tokens: Tensor) -> None:
-    if isinstance(expect, ExpectedLoss) and expect.batch.mask.numel() != tokens.numel():
-        raise ValueError(
-            f"lm_head: `expect` foresees the loss of {expect.batch.mask.numel()} rows and there are {tokens.numel()}. Was "
-            f"`foresee` given the `pick` that chose them?"
-        )

@@ -1,27 +1,50 @@
-"""From hidden states to a loss per token: the head, the objective, and the way back, never holding the logits."""
+"""Hidden states → loss and gradient together, once: head, objective and reduction, never holding the logits."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.kernels.batch_loss import NewRows
-from corral.kernels.dispatch import choose, own_top_k
-from corral.kernels.foreseen import foresee
+from corral.kernels.dispatch import Chosen, choose
 from corral.kernels.head import lm_head
-from corral.kernels.head_rows import HeadRequest
-from corral.kernels.live import Live, advantages_of, fits
 from corral.kernels.logits import LogitSpec
-from corral.support import Limits
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.kernels.packed import LossTerms, Packing, TokenObjective, has_token_shapes
+from corral.kernels.precomputed import FusedLoss, with_gradients
+from corral.kernels.rows import HeadInput, HeadRequest
+from corral.kernels.torch.fused import can_fuse
+from corral.kernels.torch.fused import fused_loss as fused_torch
+from corral.numerics import at_least_float32
+from corral.support import check_ids, check_unique
+from corral.types import SparseDist, TokenBatch
 
 TOLERANCE = 1e-3
 """Share of a token's gradient, in Σ |dz|, that the sparse backward may leave out: half of what rounding to bfloat16 costs."""
 
-TokenObjective = Callable[[TokenBatch], ObjectiveOutput]
-"""What `make_objective` returns: a batch of tokens → a loss per token."""
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """A reduced loss, and constants that say how it came about; [B T], 0 at masked tokens."""
+
+    loss: Float[Tensor, ""]
+    """Σ w (c · policy + regression): the only field with a gradient."""
+    per_token: Float[Tensor, "B T"]
+    """policy + regression of every token, unweighted."""
+    logp: Float[Tensor, "B T"]
+    """New log-probs of the sampled tokens."""
+    metrics: dict[str, Tensor]
+    """The objective's, with `head/dense_share` and `head/dropped_max`."""
+    entropy: Float[Tensor, "B T"] | None = None
+    dist: SparseDist | None = None
+    """The new policy on the support of `dist_old`."""
+    acted: Bool[Tensor, "B T"] | None = None
+    """Where the region acted."""
+    kl_after: Float[Tensor, "B T"] | None = None
+    """KL(projected‖old), for objectives that project."""
+    regression: Float[Tensor, "B T"] | None = None
+    """The part of `per_token` that pulls the network back to the region, for objectives that have one."""
 
 
 def policy_loss_from_hidden(
@@ -31,22 +54,26 @@ def policy_loss_from_hidden(
     batch: TokenBatch,
     objective: TokenObjective,
     *,
+    weights: Float[Tensor, "B T"],
+    policy_weights: Float[Tensor, "B T"] | None = None,
     exact: bool = False,
-    weights: Float[Tensor, "B T"] | None = None,
+    on_policy: bool = False,
+    entropy: bool = False,
     bias: Float[Tensor, " V"] | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     impl: str = "auto",
-) -> ObjectiveOutput:
-    """An objective's loss of every token, from the last hidden states.
+) -> PolicyLoss:
+    """An objective's loss of a batch, reduced, with its gradient, from the last hidden states.
 
-        hidden → log π, and π on the support of dist_old → objective → L_t          backward: dz → dH, dW, db
+        hidden → log π, and π on the support of dist_old → objective → L = Σ w_t (c_t · policy_t + regression_t) → dH, dW, db
 
-    Gradients reach `hidden`, `weight` and `bias` through autograd, for any weighting of the tokens afterwards. On a GPU a
-    row's backward is sparse where what it leaves out is less than 10⁻³ of its own gradient Σ |dz|, or of the mean row's, and
-    dense elsewhere. Masked tokens never enter the head, and blocked ones cost no backward. There, a loss that is not finite is
-    refused in the backward pass, which has to wait for the device anyway.
+    Loss and gradient are computed together, and every token passes the objective once. With a GPU's kernels a token's gradient
+    is sparse, one GEMM in all, where what that leaves out is less than 10⁻³ of its own Σ |dz| or of the mean token's; tokens
+    that `dist_old` shows to be dense, and with `exact` all, take three GEMMs. Dense tokens that it does not show take four, and
+    so do objectives without a kernel, objectives of sequences, functions of your own, and a soft cap on the torch path: there
+    this is `lm_head`, the objective and autograd. Masked tokens never enter the head.
 
     Args:
         hidden: last hidden states of the positions that predict `tokens` [B T H].
@@ -54,110 +81,137 @@ def policy_loss_from_hidden(
         tokens: sampled tokens [B T]; padding may hold anything.
         batch: all that the objective needs but the new policy: `logp_new` and `dist_new` are not read and may hold anything.
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
-        exact: leave nothing out of the gradient: every row's backward is dense. Right for flat policies.
-        weights: what the reduction will multiply each token's loss with [B T]. The loss comes multiplied, ready to be summed.
-            Gradients of the rows that will be dense, as `dist_old` lets foresee, are then formed in the forward pass, three
-            products instead of four, and with `exact` those of all rows. They are used for every row whose loss is summed as
-            it comes, or times one factor for all; any other use is correct too, but pays for it twice.
-        scale, softcap, temperature: how the model and the sampler turn products into logits, as in `lm_head`.
+        weights: w, what the reduction multiplies each token's loss with [B T].
+        policy_weights: c, what the policy term alone is multiplied with [B T]: a sampler correction, importance weights.
+        exact: leave nothing out of the gradient. Right for flat policies.
+        on_policy: the new policy is its own anchor; `logp_old` is not read, and there is no `dist_old`.
+        entropy: compute it too; a constant here.
+        scale, softcap, temperature: how the model and the sampler turn h Wᵀ into logits, as in `lm_head`.
         impl: "torch", "triton", or "auto" for the best there is.
     Returns:
-        Unreduced loss [B T] and the objective's metrics, with two more: `head/dense_share`, of the tokens with a gradient, and
-        `head/dropped`, the largest share of a row's gradient that was left out, at most. Where the backward pass fills them in,
-        on a GPU, they are NaN until then.
+        PolicyLoss. Its gradient may be asked for once; accumulation and a gradient scaler multiply it by one number.
     Ref:
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
-    _check(hidden, weight, tokens, batch, weights)
-    spec = LogitSpec(scale, softcap, temperature)
-    given = 0 if batch.dist_old is None else batch.dist_old.ids.shape[-1]
-    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, given=given)
-    report = torch.full((2,), torch.nan, device=hidden.device)
-    out = None
-    if chosen == "triton":
-        bias = None if bias is None else bias.contiguous()
-        with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
-            out = _fused(hidden, weight, bias, tokens, batch, objective, weights, spec, exact, report)
-    if out is None:
-        live = Live(batch.mask)
-        picked, ids = live.pick(tokens), None if batch.dist_old is None else live.pick(batch.dist_old.ids)
-        _check_support(ids, picked)
-        head = lm_head(
-            live.pick(hidden), weight, picked, bias=bias, scale=scale, softcap=softcap, temperature=temperature, ids=ids,
-            impl=chosen, expect=foresee(objective, batch, live.pick, weights), tolerance=0.0 if exact else TOLERANCE,
-        )  # fmt: skip
-        # Without a report every row is dense, and nothing is left out.
-        report = report.new_tensor([1.0, 0.0]) if head.report is None else head.report
-        out = objective(NewRows(head.logp, head.dist, live).within(batch))
-        if weights is not None:
-            out = dataclasses.replace(out, loss=torch.where(batch.mask, out.loss * weights, 0.0))
-    metrics = out.metrics | {"head/dense_share": report[0], "head/dropped": report[1]}
-    return dataclasses.replace(out, metrics=metrics)
+    _check(hidden, weight, tokens, batch, weights, policy_weights, on_policy=on_policy)
+    weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)
+    terms = LossTerms(objective, batch, weights, policy_weights, on_policy)
+    ids = None if batch.dist_old is None else batch.dist_old.ids
+    source = HeadInput(hidden, weight, bias, tokens, ids, LogitSpec(scale, softcap, temperature), HeadRequest(entropy=entropy))
+    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, given=0 if ids is None else ids.shape[-1])
+    tolerance = 0.0 if exact else TOLERANCE
+    fused = _fused(source, terms, tolerance, chosen) if has_token_shapes(batch) and tokens.numel() else None
+    if fused is None:
+        return _from_blocks(source, dataclasses.replace(terms, weights=weights * unit), tolerance, chosen)
+    return _attach(fused, (hidden, weight, bias), unit, entropy=entropy, supported=ids is not None)
 
 
-def _fused(
+def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights and one factor for all of them: in float16 small weights would take the gradients below its range."""
+    weights = at_least_float32(weights.detach())
+    unit = torch.ones((), device=weights.device)
+    if dtype == torch.float16 and weights.numel():
+        largest = torch.where(mask, weights.abs(), 0.0).amax()
+        unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return (weights / unit if dtype == torch.float16 else weights), unit
+
+
+def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> FusedLoss | None:
+    """Loss and gradient together; None where no fused path has them, or where the objective refuses the batch."""
+    inputs = (source.hidden, source.weight, source.bias)
+    needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+    hidden, weight, bias = (None if x is None else x.detach() for x in inputs)
+    assert hidden is not None
+    assert weight is not None
+    source = dataclasses.replace(source, hidden=hidden, weight=weight, bias=bias)
+    if impl == "torch":
+        return _fused_torch(source, terms, needed) if can_fuse(source.spec, terms.objective) else None
+    from corral.kernels.triton.fused import fused_loss  # Triton is there by now
+
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+        return fused_loss(source, terms, tolerance, needed)
+
+
+def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
+    """Some rows at a time; None where the objective refuses some: of the whole batch it says more."""
+    packing = Packing(terms.batch.mask)
+    if not packing.count:
+        return None
+    tokens, ids = packing.pack(source.tokens).long(), None if source.ids is None else packing.pack(source.ids).long()
+    check_ids("policy_loss_from_hidden", "tokens", tokens, lowest=0, vocabulary=len(source.weight))
+    if ids is not None:
+        _check_support(ids, tokens)
+        check_ids("policy_loss_from_hidden", "ids", ids, lowest=-1, vocabulary=len(source.weight))
+        check_unique("policy_loss_from_hidden", "ids", ids)
+    packed = dataclasses.replace(source, hidden=packing.pack(source.hidden), tokens=tokens, ids=ids)
+    try:
+        total, rows, output, gradients = fused_torch(packed, terms.pack(packing), needed)
+    except ValueError:
+        return None
+    one, none = rows.lse.new_ones(()), rows.lse.new_zeros(())  # every row is dense, and nothing is left out
+    metrics = output.metrics | {"head/dense_share": one, "head/dropped_max": none}
+    return FusedLoss(packing, total, rows, dataclasses.replace(output, metrics=metrics), gradients)
+
+
+def _attach(fused: FusedLoss, inputs: tuple[Tensor | None, ...], unit: Tensor, *, entropy: bool, supported: bool) -> PolicyLoss:
+    """A fused path's findings with autograd attached, unpacked."""
+    packing, rows, out = fused.packing, fused.rows, fused.output
+    d_hidden, d_weight, d_bias = fused.gradients
+    d_hidden = None if d_hidden is None else packing.unpack(d_hidden)
+    loss = fused.total * unit
+    if any(x is not None for x in fused.gradients):
+        loss = with_gradients(loss, inputs, (d_hidden, d_weight, d_bias), unit, fused.scale)
+
+    def places(x: Tensor | None) -> Tensor | None:
+        return None if x is None else packing.unpack(x[0])
+
+    return PolicyLoss(
+        loss, packing.unpack(out.loss[0]), packing.unpack(rows.logp), out.metrics,
+        packing.unpack(rows.entropy) if entropy else None,
+        packing.unpack_dist(SparseDist(rows.ids, rows.kept, rows.rest, rows.rest_max)) if supported else None,
+        places(out.acted), places(out.kl_after), places(out.regression),
+    )  # fmt: skip
+
+
+def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> PolicyLoss:
+    """`lm_head`, then the objective of the whole batch, then autograd."""
+    batch, spec = terms.batch, source.spec
+    packing = Packing(batch.mask)
+    ids, tokens = None if source.ids is None else packing.pack(source.ids), packing.pack(source.tokens)
+    _check_support(ids, tokens)
+    head = lm_head(
+        packing.pack(source.hidden), source.weight, tokens, bias=source.bias, scale=spec.scale, softcap=spec.softcap,
+        temperature=spec.temperature, ids=ids, entropy=source.request.entropy, impl=impl, tolerance=tolerance,
+    )  # fmt: skip
+    logp, dist = packing.unpack(head.logp), None if head.dist is None else packing.unpack_dist(head.dist)
+    loss, out = terms(logp, dist)
+    # Without a report every row is dense, and nothing is left out; of a sparse backward pass NaN stands until it is over.
+    report = head.logp.new_tensor([1.0, 0.0]) if head.report is None else head.report
+    constant, metrics = out.detach(), {"head/dense_share": report[0], "head/dropped_max": report[1]}
+    return PolicyLoss(
+        loss, torch.where(batch.mask, constant.loss, 0.0), logp.detach(), out.metrics | metrics,
+        None if head.entropy is None else packing.unpack(head.entropy.detach()), None if dist is None else dist.detach(),
+        out.acted, out.kl_after, constant.regression,
+    )  # fmt: skip
+
+
+def _check(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     tokens: Tensor,
     batch: TokenBatch,
-    objective: TokenObjective,
-    weights: Tensor | None,
-    spec: LogitSpec,
-    exact: bool,
-    report: Tensor,
-) -> ObjectiveOutput | None:
-    """Head and objective in a few kernels and one wait for the device.
-
-    None for other objectives, and for a bad batch: the objective itself says what is wrong with it.
-    """
-    from corral.kernels.formed import start_early, start_formed
-    from corral.kernels.fused_loss import Job, fused_loss
-    from corral.kernels.inspect_batch import inspect_batch
-    from corral.kernels.loss_rows import OldRows
-    from corral.kernels.rule import rule_of
-    from corral.kernels.select import HeadInput
-
-    rule, old, mask = rule_of(objective), batch.dist_old, batch.mask
-    if rule is None or not mask.numel() or (rule.needs_support and old is None) or not fits(batch):
-        return None
-    # Without a given support, the policy's own carries a sparse gradient.
-    own = own_top_k(hidden, len(weight)) if old is None and not exact else None
-    tolerance, request = 0.0 if exact else TOLERANCE, HeadRequest(top_k=own)
-    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    form = trained and weights is not None and request.top_k is None
-    limits = Limits.of(batch.logp_old, old) if getattr(objective, "check", True) else Limits()  # it has a rule: it is ours
-    inspection = inspect_batch(batch, tokens, weights, weight, form=form, tolerance=tolerance, limits=limits)
-    # Products do not wait for the host: not even to be told how many rows they have.
-    ids = None if old is None else old.ids.flatten(0, 1).contiguous()
-    source = HeadInput(hidden.detach().flatten(0, 1), weight, bias, tokens.flatten().contiguous(), ids, spec, request)
-    early = start_early(source, inspection)
-    first, count, refused = inspection.answer.numbers()
-    if refused or not count:
-        return None
-    part = inspection.formed(first, count)
-    early = start_formed(source, inspection, early, part)
-    in_order = part in (slice(0, 0), slice(0, count))
-    live = Live(mask, count, None if early is None else early.index[:count], in_order=in_order)
-    kept, rest, rest_max = (None, None, None) if old is None else (old.logp, old.rest, old.rest_max)
-    given = OldRows(batch.logp_old, kept, rest, advantages_of(batch), batch.logp_rollout, rest_max)
-    job = Job(
-        name=getattr(objective, "name", "the objective"), live=live, tokens=live.pick(tokens).long().contiguous(),
-        ids=None if ids is None else ids if live.rows is None else ids[live.rows],
-        old=given.each(lambda x: live.pick(x.detach()).contiguous()),
-        weights=None if weights is None else live.pick(weights).float().contiguous(), rule=rule, spec=spec,
-        request=request, tolerance=tolerance, part=part, report=report, early=early,
-    )  # fmt: skip
-    return fused_loss(hidden, weight, bias, job)
-
-
-def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, batch: TokenBatch, weights: Tensor | None) -> None:
+    weights: Tensor,
+    policy_weights: Tensor | None,
+    *,
+    on_policy: bool,
+) -> None:
     shape = batch.mask.shape
-    if weights is not None and (weights.shape != shape or not weights.is_floating_point() or weights.requires_grad):
-        raise ValueError(
-            f"policy_loss_from_hidden: weights are constants [B T] like the mask, {list(shape)}; got {list(weights.shape)}, "
-            f"{weights.dtype}{', with a gradient' if weights.requires_grad else ''}."
-        )
+    for name, x in (("weights", weights), ("policy_weights", policy_weights)):
+        if x is not None and (x.shape != shape or not x.is_floating_point() or x.requires_grad):
+            raise ValueError(
+                f"policy_loss_from_hidden: {name} are constants [B T] like the mask, {list(shape)}; got {list(x.shape)}, "
+                f"{x.dtype}{', with a gradient' if x.requires_grad else ''}."
+            )
     fit = tokens.shape == shape == hidden.shape[:-1] and hidden.ndim == 3 and weight.ndim == 2
     if not fit or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -173,12 +227,16 @@ def _check(hidden: Tensor, weight: Tensor, tokens: Tensor, batch: TokenBatch, we
         raise ValueError(
             f"policy_loss_from_hidden: dist_old describes {list(batch.dist_old.rest.shape)} positions, the mask {list(shape)}."
         )
+    if on_policy and batch.dist_old is not None:
+        raise ValueError(
+            "policy_loss_from_hidden: on_policy=True takes the new policy for the anchor, and a dist_old was given. Pass one."
+        )
 
 
 def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
     """Refuse a support [N K] of other tokens than those sampled [N]: nobody behind this sees both."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
-            f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} live "
+            f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "
             f"tokens. Both follow the completion tokens; was one of them shifted twice? See docs/data-flow.md#shift."
         )

@@ -7,9 +7,9 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from corral.kernels.later import Later
-from corral.objective.ratio import bounded, log_ratio
-from corral.types import TokenBatch
+from corral.kernels.async_copy import AsyncCopy
+from corral.objective.ratio import clamp_log_ratio, log_ratio
+from corral.types import TokenBatch, metric_kind
 
 _Line = tuple[str, int, dict[str, float]]
 """Mode (train or eval), unmasked tokens, and metrics of them."""
@@ -21,7 +21,7 @@ _RATIO_SUMS = ("Σρ", "Σρ²")
 @torch.no_grad()
 def ratio_sums(batch: TokenBatch) -> dict[str, Tensor]:
     """Σρ and Σρ² over the unmasked tokens, for the ledger: effective sample sizes of micro-batches cannot be averaged."""
-    rho = torch.where(batch.mask, bounded(log_ratio(batch)).exp(), 0.0)
+    rho = torch.where(batch.mask, clamp_log_ratio(log_ratio(batch)).exp(), 0.0)
     return dict(zip(_RATIO_SUMS, (rho.sum(), rho.square().sum()), strict=True))
 
 
@@ -32,14 +32,14 @@ class _Entry:
     mode: str
     tokens: int
     names: list[str]
-    values: Later | None
-    backward: Later | None
+    values: AsyncCopy | None
+    backward: AsyncCopy | None
     """Of earlier backward passes: share of dense rows and the largest dropped share of a gradient [n 2]."""
 
     def line(self) -> _Line:
         """The numbers, once the copy is done."""
-        found = dict(zip(self.names, self.values.numbers(), strict=True)) if self.values is not None else {}
-        reports = [] if self.backward is None else self.backward.numbers()
+        found = dict(zip(self.names, self.values.wait(), strict=True)) if self.values is not None else {}
+        reports = [] if self.backward is None else self.backward.wait()
         if over := [report for report in reports if not math.isnan(report[0])]:  # a pass may have had no backward
             dense, dropped = zip(*over, strict=True)
             found |= {"head/dense_share": sum(dense) / len(dense), "head/dropped_max": max(dropped)}
@@ -54,8 +54,8 @@ class Ledger:
 
     def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], backward: Tensor | None) -> None:
         """One entry for every micro-batch, on every process, even without metrics."""
-        values = Later(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
-        self._entries.append(_Entry(mode, tokens, list(metrics), values, None if backward is None else Later(backward)))
+        values = AsyncCopy(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
+        self._entries.append(_Entry(mode, tokens, list(metrics), values, None if backward is None else AsyncCopy(backward)))
 
     def settle(self) -> list[tuple[str, str, float]]:
         """(mode, name, value) of every entry, over the unmasked tokens of all processes; `tr/ess` once for all entries."""
@@ -85,9 +85,8 @@ def _effective_sizes(lines: list[_Line]) -> list[tuple[str, str, float]]:
 
 
 def _over_all(name: str, found: list[tuple[int, float]]) -> float:
-    if "_max" in name:
-        return max(value for _, value in found)
-    if name == "tr/unconverged":
-        return sum(value for _, value in found)
+    kind = metric_kind(name)
+    if kind != "mean":
+        return (max if kind == "max" else sum)(value for _, value in found)
     total = sum(tokens for tokens, _ in found)
     return sum(tokens * value for tokens, value in found) / total if total else sum(x for _, x in found) / len(found)

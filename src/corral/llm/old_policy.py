@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.kernels.gathered import gather_logp
+from corral.kernels.torch.gathered import gather_logp
 from corral.llm.policy_head import HeadInputs, Scored
 from corral.numerics import logsumexp
 from corral.objective.troll import FILL

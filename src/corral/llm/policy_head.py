@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from corral.kernels import lm_head
 from corral.kernels.batch_loss import NewRows
 from corral.kernels.dispatch import choose
-from corral.kernels.foreseen import Expect
 from corral.kernels.head import HeadOutput
-from corral.kernels.live import Live
 from corral.kernels.logits import LogitSpec
+from corral.kernels.packed import LossTerms, Packing
+from corral.kernels.policy_loss import PolicyLoss, policy_loss_from_hidden
 from corral.support import gather_support, top_k_support
 from corral.types import SparseDist
 
@@ -46,10 +46,8 @@ class SupportRequest:
     """Whether the pass shall report its hidden states and its head too."""
     tolerance: float = 0.0
     """Share of a token's gradient that a sparse backward pass may leave out."""
-    foresee: Callable[[Live], Expect | None] | None = None
-    """The loss that will follow of the scored tokens, so that gradients can be formed on the way."""
-    flat: bool = False
-    """Most tokens are thought to have a dense gradient: without a support, which says of each, all are formed at once."""
+    loss: Callable[[Packing], LossTerms | None] | None = None
+    """The loss to take of the scored tokens [1 N], with its gradient; where it is None the pass says what the policy is."""
     alone: bool = False
     """Whether the pass is all that is wanted of the loss that asks for it."""
 
@@ -79,18 +77,20 @@ class Report:
     """What one pass said of the completion [B T]: its own head row by row, or all of TRL's logits place by place."""
 
     rows: HeadOutput | None
-    live: Live | None
+    live: Packing | None
     """Where the scored rows stand."""
     dist: SparseDist | None = None
     hidden: Tensor | None = None
     """Hidden states of the scored rows [N H], and what they were multiplied with, where they were to be kept."""
     inputs: HeadInputs | None = None
+    fused: PolicyLoss | None = None
+    """The loss of the scored rows [1 N], where one was asked for."""
 
     def support(self) -> SparseDist | None:
         """The support of every token [B T K], empty where nothing was scored."""
         if self.rows is None or self.rows.dist is None or self.live is None:
             return self.dist
-        return _spread(self.rows.dist, self.live)
+        return self.live.unpack_dist(self.rows.dist)
 
 
 class Scored(NamedTuple):
@@ -100,6 +100,11 @@ class Scored(NamedTuple):
     entropy: Tensor | None
     reports: list[Report]
     """What the head said, piece by piece, where it was asked to."""
+
+    @property
+    def fused(self) -> PolicyLoss | None:
+        """The loss, where the head has taken it."""
+        return self.reports[0].fused if self.reports else None
 
     def support(self) -> SparseDist | None:
         """The support of every token, if there is one."""
@@ -228,26 +233,34 @@ class _HeadFunction:
             every = self.scored.to(hidden.device).flatten().nonzero().squeeze(-1)
             hidden, tokens = hidden.index_select(0, every), tokens[every]
         live = scored_rows(self.completion.to(hidden.device), len(tokens))
-        ids = None if self.request.ids is None else live.pick(self.request.ids)
-        expect, tolerance, flat = None, self.request.tolerance, self.request.flat and not self.request.supported
-        if self.request.foresee is not None and (ids is not None or flat or not hidden.is_cuda):
-            expect = self.request.foresee(live)
-            tolerance = 0.0 if flat and expect is not None else tolerance
+        ids = None if self.request.ids is None else live.pack(self.request.ids)
+        terms = self.request.loss(live) if self.request.loss is not None and len(tokens) else None
         empty = not len(tokens)
         if empty:  # a micro-batch with nothing to score: one row, then dropped, keeps the loss connected to the weights
             hidden, tokens = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[-1])]), tokens.new_zeros(1)
-            ids, expect = None if ids is None else ids.new_full((1, ids.shape[-1]), -1), None
+            ids = None if ids is None else ids.new_full((1, ids.shape[-1]), -1)
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        with torch.autocast(device, enabled=False):  # half precision goes in, and is for products alone
+        settings = {
+            "bias": bias,
+            "scale": scale,
+            "softcap": softcap,
+            "temperature": temperature,
+            "entropy": "entropy" in outputs,
+        }
+        settings |= self._one_implementation(hidden, weight)
+        with torch.autocast(device, enabled=False):  # half precision goes in, and is for GEMMs alone
+            if terms is not None:
+                return self._loss(live, every, policy_loss_from_hidden(
+                    hidden[None], weight, tokens[None], terms.batch, terms.objective, weights=terms.weights,
+                    policy_weights=terms.policy_weights, on_policy=terms.on_policy, **settings,
+                ))  # fmt: skip
             head = lm_head(
-                hidden, weight, tokens,
-                bias=bias, scale=scale, softcap=softcap, temperature=temperature,
+                hidden, weight, tokens, ids=ids,
                 top_k=None if self.request.top_k is None else min(self.request.top_k, len(weight)),
-                mass=self.request.mass, ids=ids, entropy="entropy" in outputs,
-                expect=expect, tolerance=tolerance, **self._one_implementation(hidden, weight),
+                mass=self.request.mass, tolerance=self.request.tolerance, **settings,
             )  # fmt: skip
         head = _without_rows(head) if empty else head
         kept: tuple[Tensor, HeadInputs] | tuple[None, None] = (None, None)
@@ -255,7 +268,18 @@ class _HeadFunction:
             spec = LogitSpec(scale, softcap, temperature)
             kept = hidden[: len(head.logp)].detach(), HeadInputs(weight, bias, spec)
         self.said = Report(head, live, None, *kept)
-        results = [head.logp, head.entropy]
+        return self._results(head.logp, head.entropy, every)
+
+    def _loss(self, live: Packing, every: Tensor | None, out: PolicyLoss) -> tuple[Tensor | None, ...]:
+        """Report a loss with its gradient. The hooks of distributed training sit on what the model returns: log-probs, then,
+        depend on the loss, with a gradient of zero."""
+        self.said = Report(None, live, fused=out)
+        nothing = torch.where(torch.zeros_like(out.loss, dtype=torch.bool), out.loss, 0.0)
+        return self._results(out.logp[0] + nothing, None if out.entropy is None else out.entropy[0], every)
+
+    def _results(self, logp: Tensor, entropy: Tensor | None, every: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What TRL's function returns, for as many rows as it passed."""
+        results = [logp, entropy]
         if every is not None:
             results = [None if x is None else x.new_zeros(self.scored.numel()).index_copy(0, every, x) for x in results]
         return (*results, None, None, None)
@@ -269,22 +293,9 @@ class _HeadFunction:
         return {"impl": "torch"} if chosen == "torch" else {}
 
 
-def scored_rows(scored: Tensor, count: int) -> Live:
+def scored_rows(scored: Tensor, count: int) -> Packing:
     """The tokens [B T] that were scored, so many of them: nobody waits for the device to count them."""
-    if count == scored.numel():
-        return Live(scored, count)
-    return Live(scored, count, scored.flatten().byte().argsort(descending=True, stable=True)[:count])
-
-
-def _spread(dist: SparseDist, live: Live) -> SparseDist:
-    """Rows [N K] → their places [B T K]; nowhere else is there a token in the support."""
-    if live.rows is None:
-        return dist.map(live.spread)
-    shape = (live.shape.numel(), dist.ids.shape[-1])
-    ids = dist.ids.new_full(shape, -1).index_copy(0, live.rows, dist.ids)
-    logp = dist.logp.new_full(shape, -torch.inf).index_copy(0, live.rows, dist.logp)
-    rest_max = None if dist.rest_max is None else live.spread(dist.rest_max)
-    return SparseDist(ids.view(*live.shape, -1), logp.view(*live.shape, -1), live.spread(dist.rest), rest_max)
+    return Packing(scored, scored.flatten().byte().argsort(descending=True, stable=True)[:count])
 
 
 def _without_rows(head: HeadOutput) -> HeadOutput:

@@ -15,8 +15,7 @@ from trl import GRPOTrainer
 
 from corral.advantage import Advantage, group_advantages
 from corral.kernels.batch_loss import NewRows, batch_loss
-from corral.kernels.foreseen import Expect, foresee
-from corral.kernels.live import Live
+from corral.kernels.packed import LossTerms, Packing
 from corral.kernels.policy_loss import TOLERANCE
 from corral.llm.config import CorralConfig, Sampler, steps_per_batch
 from corral.llm.guard import SelfCheck
@@ -26,7 +25,7 @@ from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead, Scored, SupportRequest
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
-from corral.objective.metrics import live_max
+from corral.objective.metrics import masked_max
 from corral.objective.troll import troll
 from corral.types import SparseDist, TokenBatch
 
@@ -34,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 FUSED = Version(trl.__version__) >= Version("1.15")
 """Whether TRL's loss is known to begin with its fused scoring pass."""
-FLAT = 1.5
-"""Nats of entropy at which two thirds of SmolLM2's tokens have a dense gradient: three products for every token are then fewer
-than one for every token and three more for the dense ones."""
 
 
 class _Enough(Exception):
@@ -233,8 +229,8 @@ class CorralTrainer(GRPOTrainer):
             mask = mask & inputs["tool_mask"].bool()
         backward = self.policy_head.take_backward_reports()
         weights = self._weights(inputs, mask, mode)
-        foresee = functools.partial(self._foresee, inputs, mask, weights)
-        request = replace(self._support_of(inputs), tolerance=TOLERANCE, foresee=foresee, flat=self._logged_entropy() >= FLAT)
+        loss_terms = functools.partial(self._loss_terms, inputs, mask, weights)
+        request = replace(self._support_of(inputs), tolerance=TOLERANCE, loss=loss_terms)
         self._ask(replace(request, alone=self._leaves))
         try:
             loss = super()._compute_loss(model, self._without_policy(inputs))
@@ -242,7 +238,8 @@ class CorralTrainer(GRPOTrainer):
             loss = None
         scored, self._scored = self._scored, None
         assert scored is not None
-        policy, tokens, metrics = self._policy_loss(inputs, scored, mask, weights)
+        compute = self._policy_loss if scored.fused is None else self._fused_loss
+        policy, tokens, metrics = compute(inputs, scored, mask, weights)
         self._ledger.add(mode, tokens, metrics, backward)
         if loss is None:
             # The hooks of distributed training sit on what the model returned.
@@ -260,10 +257,6 @@ class CorralTrainer(GRPOTrainer):
             zeroed.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
         return zeroed
 
-    def _logged_entropy(self) -> float:
-        """Of the policy, in nats, as it was last logged; a run that is resumed finds the same. 0 before the first log."""
-        return next((entry["entropy"] for entry in reversed(self.state.log_history) if "entropy" in entry), 0.0)
-
     def _support_of(self, inputs: dict[str, Any]) -> SupportRequest:
         """The old policy's support, or where the policy is its own anchor its own, if anything depends on it."""
         if "corral_ids" in inputs:
@@ -272,16 +265,43 @@ class CorralTrainer(GRPOTrainer):
         plain = self.objective.function in (troll, dppo) and self.objective.config.plain_on_policy
         return self.own_support() if self.needs_support and not plain else SupportRequest()
 
-    def _foresee(self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, live: Live) -> Expect | None:
-        """What `_policy_loss` will be, as far as the head's results go; None where other terms read them too."""
-        ratio = self._sampler_ratio(inputs)
-        apart = ratio is not None and self.objective.config.regresses
-        if self._other_terms or self.correction is not None or self.union or apart or not live.count:
-            return None
+    def _loss_terms(self, inputs: dict[str, Any], mask: Tensor, weights: float | Tensor, packing: Packing) -> LossTerms | None:
+        """The loss of the scored tokens for the head to take at once; None where that needs more than tokens one by one.
+
+        Other terms read the head's results too, a union changes the old policy, and a correction without an old pass is of
+        log-probs that the head has yet to find.
+        """
+        off_policy = "old_per_token_logps" in inputs
         batch = self._token_batch(inputs, mask.new_zeros(mask.shape, dtype=torch.float32), None, mask)
-        at_rest = "old_per_token_logps" not in inputs and batch.logp_rollout is not batch.logp_old
-        of_each = torch.where(mask, weights if ratio is None else weights * ratio, 0.0)
-        return foresee(self._objective_for(batch.dist_old), batch, live.pick, of_each, at_rest=at_rest)
+        objective = self._objective_for(batch.dist_old)
+        needs_support = self._support_of(inputs).top_k is not None  # its own, or a union
+        alone = objective.config.tokenwise and not needs_support and not self._other_terms and packing.shape == mask.shape
+        if not alone or (self.correction is not None and not off_policy) or not FUSED:
+            return None
+        on_policy = not off_policy and batch.logp_rollout is not batch.logp_old
+        of_each = torch.where(mask, torch.as_tensor(weights, dtype=torch.float32, device=mask.device), 0.0)
+        terms = LossTerms(objective, batch, of_each, self._policy_weights(inputs, batch, None), on_policy)
+        return terms.pack(packing)
+
+    def _fused_loss(
+        self, inputs: dict[str, Any], scored: Scored, mask: Tensor, weights: float | Tensor
+    ) -> tuple[Tensor, int, dict[str, Tensor]]:
+        """The loss that the head has taken; unmasked tokens, and metrics of them."""
+        out, packing = scored.fused, scored.reports[0].live
+        assert out is not None
+        assert packing is not None
+        logp = packing.unpack(out.logp[0])
+        tokens = int(mask.sum()) if "tool_mask" in inputs else packing.count
+        batch = self._token_batch(inputs, logp, None, mask)
+        if type(self)._look is not CorralTrainer._look:
+            dist = None if out.dist is None else packing.unpack_dist(out.dist.map(lambda x: x[0]))
+            self._look(inputs, replace(batch, dist_new=dist), self._objective_for(batch.dist_old))
+        metrics = {**out.metrics, **ratio_sums(batch)}
+        if self._not_yet_updated:
+            metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), mask)
+        if self._leaves and out.entropy is not None:
+            metrics["entropy"] = out.entropy.sum() / max(tokens, 1)  # TRL's, which would have been next; 0 at masked tokens
+        return out.loss, tokens, metrics
 
     def _objective_for(self, dist: SparseDist | None) -> Objective:
         """At rest a support changes nothing, so none was made."""
@@ -293,9 +313,9 @@ class CorralTrainer(GRPOTrainer):
         """The objective's loss, weighted and averaged as TRL's own would be; live tokens, and metrics of them."""
         new, entropy = scored.rows()
         if new is not None and "tool_mask" in inputs:  # of the scored tokens those that no tool wrote
-            kept = new.live.pick(mask).nonzero().squeeze(-1)
+            kept = new.packing.pack(mask).nonzero().squeeze(-1)
             new, entropy = new.only(kept, mask), None if entropy is None else entropy[kept]
-        tokens = int(mask.sum()) if new is None else new.live.count
+        tokens = int(mask.sum()) if new is None else new.packing.count
         if new is not None and new.dist is not None and (self.union or "corral_ids" not in inputs):
             new = None  # its own anchor, or on a support that the old policy has to follow
         # This talks to the other processes, which may have live tokens where this one has none.
@@ -328,7 +348,7 @@ class CorralTrainer(GRPOTrainer):
             self._look(inputs, batch if new is None else new.within(batch), objective)
         metrics = {**out.metrics, **ratio_sums(batch)}
         if self._not_yet_updated:
-            metrics["tr/drift_max"] = live_max((batch.logp_new - batch.logp_old).abs(), mask)
+            metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), mask)
         return out.loss if weights is None else out.weigh(weights), metrics
 
     def _policy_weights(self, inputs: dict[str, Any], batch: TokenBatch, chosen: Tensor | None) -> Tensor | None:

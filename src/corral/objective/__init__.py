@@ -43,7 +43,7 @@ class Objective:
     function: ObjectiveFunction
     config: ObjectiveConfig
     check: bool = True
-    """Refuse batches whose log-probabilities are none, such as logits or probabilities."""
+    """Refuse logits, probabilities and other numbers that are no log-probabilities."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ def make_objective(name: str, /, *, check: bool = True, **config: Any) -> Object
 
     Args:
         name: a registered name.
-        check: refuse batches whose log-probabilities are none: above 0, or a support and its tail that do not sum to 1. False
+        check: refuse numbers that are no log-probabilities: above 0, or a support and its tail that do not sum to 1. False
             takes them as they are.
         config: settings of the objective.
     """

@@ -1,4 +1,4 @@
-"""Bad batches are refused before they cost a training run: what was wrong, what was got, what to do."""
+"""Validation of a TokenBatch: shapes, dtypes, finite values, log-probs, one shared support."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -6,19 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corral.support import ANCHOR_TOLERANCE, Limits
-from corral.types import SparseDist, TokenBatch
+from corral.support import ANCHOR_TOLERANCE, LogpTolerance
+from corral.types import TokenBatch
 
-TOKENWISE = ("logp_new", "logp_old", "mask", "advantages", "logp_rollout")
-"""Fields of a batch with a number for each token."""
+_SHIFT = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
 
-SHIFT = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
+_TAKE_LOG_SOFTMAX = "Take log_softmax over the last axis, of logits in float32; check=False takes them as they are."
 
-TAKE_LOG_SOFTMAX = "Take log_softmax over the last axis, of logits in float32; check=False takes them as they are."
+_ONE_SUPPORT = "Both must stand on one support: gather the new policy at dist_old.ids."
 
-ONE_SUPPORT = "Both must stand on one support: gather the new policy at dist_old.ids."
-
-SUPPLY = {
+_SUPPLY = {
     "dist_new": "the new policy on the old support: corral.gather_support(logp, dist_old.ids), or corral.lm_head(..., ids=)",
     "dist_old": "the old policy's support: corral.top_k_support(logp, tokens, k), or corral.lm_head(..., top_k=)",
     "logp_rollout": "the log-probs that the sampler reported for the sampled tokens",
@@ -26,7 +23,7 @@ SUPPLY = {
 
 
 class _Check(NamedTuple):
-    """Where [B T] a batch is wrong, what to say of it, and which number it is."""
+    """One check: where [B T] it fails, the message, and the value to show."""
 
     bad: Tensor
     message: str
@@ -42,75 +39,72 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bo
         raise ValueError(f"{name}: takes one corral.TokenBatch, which holds everything it reads; got {type(batch).__name__}.")
     for field in sorted(needs, reverse=True):  # dist_old before dist_new, which stands on its support
         if getattr(batch, field) is None:  # `needs` holds names of TokenBatch's own fields
-            raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {SUPPLY.get(field, 'it')}.")
+            raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {_SUPPLY.get(field, 'it')}.")
     _check_shapes(name, batch)
     if not torch.compiler.is_compiling():
-        limits = Limits.of(batch.logp_new, batch.logp_old, batch.dist_new, batch.dist_old) if check else Limits()
+        limits = LogpTolerance.of(batch.logp_new, batch.logp_old, batch.dist_new, batch.dist_old) if check else LogpTolerance()
         _raise_first(name, batch.mask, [*_bad_values(batch, limits), *_bad_supports(batch, limits)])
 
 
 def _check_shapes(name: str, batch: TokenBatch) -> None:
-    for field in TOKENWISE:
-        x = getattr(batch, field)
-        if x is not None and not isinstance(x, Tensor):
+    given = {"logp_new": batch.logp_new, "logp_old": batch.logp_old, "mask": batch.mask, "advantages": batch.advantages}
+    if batch.logp_rollout is not None:
+        given["logp_rollout"] = batch.logp_rollout
+    for field, x in given.items():
+        if not isinstance(x, Tensor):
             raise ValueError(f"{name}: {field} must be a tensor; got {type(x).__name__}. Use torch.tensor(…).")
     shape = batch.logp_new.shape
     if len(shape) != 2 or not batch.logp_new.numel():
         raise ValueError(f"{name}: logp_new must be [B T] with at least one token; got {list(shape)}.")
-    for field in TOKENWISE:
-        x = getattr(batch, field)
-        if x is None:
-            continue
+    for field, x in given.items():
         per_sequence = field == "advantages" and x.shape == shape[:1]
         if x.shape != shape and not per_sequence:
             forms = f"Credit is {list(shape)}, token by token, or {list(shape[:1])}, one for each completion. "
             raise ValueError(
                 f"{name}: {field} is {list(x.shape)} but logp_new is {list(shape)}. {forms if field == 'advantages' else ''}"
-                f"{SHIFT}"
+                f"{_SHIFT}"
             )
-    for field in TOKENWISE:
-        x = getattr(batch, field)
-        if x is not None and field != "mask" and not x.is_floating_point():
+    for field, x in given.items():
+        if field != "mask" and not x.is_floating_point():
             raise ValueError(f"{name}: {field} must be floating point; got {x.dtype}. Convert it with .float().")
     if batch.mask.dtype != torch.bool:
         raise ValueError(f"{name}: mask must be bool, True where a token is trained on; got {batch.mask.dtype}. Use .bool().")
-    for field in ("dist_new", "dist_old"):
-        dist: SparseDist | None = getattr(batch, field)
+    for field, dist in (("dist_new", batch.dist_new), ("dist_old", batch.dist_old)):
         if dist is not None and dist.rest.shape != shape:
             raise ValueError(
                 f"{name}: {field} describes {list(dist.rest.shape)} positions but logp_new is {list(shape)}. Its ids and logp "
-                f"are [B T K], one support per completion token. {SHIFT}"
+                f"are [B T K], one support per completion token. {_SHIFT}"
             )
     if batch.dist_new is not None and batch.dist_old is not None and batch.dist_new.ids.shape != batch.dist_old.ids.shape:
         raise ValueError(
             f"{name}: dist_new has {batch.dist_new.ids.shape[-1]} slots and dist_old {batch.dist_old.ids.shape[-1]}. "
-            f"{ONE_SUPPORT}"
+            f"{_ONE_SUPPORT}"
         )
 
 
-def _bad_values(batch: TokenBatch, limits: Limits) -> Iterable[_Check]:
-    """What may be wrong with sampled tokens; padding may hold anything."""
+def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
+    """Checks of the sampled tokens; padding may hold anything."""
     mask = batch.mask
-    yield _Check(~mask.any().expand_as(mask), "mask has no live token, so there is nothing to train on. Skip this batch.")
-    for field in ("logp_new", "logp_old", "logp_rollout"):
-        x = getattr(batch, field)
+    yield _Check(~mask.any().expand_as(mask), "mask has no unmasked token, so there is nothing to train on. Skip this batch.")
+    given = (("logp_new", batch.logp_new), ("logp_old", batch.logp_old), ("logp_rollout", batch.logp_rollout))
+    for field, x in given:
         if x is not None:
             yield _Check(
                 mask & ~x.isfinite(),
-                f"{field} is not finite at a live token. NaN comes from the model or the sampler; −inf means that the sampled "
-                f"token is impossible under that policy: use the same temperature and logit masks everywhere.",
+                f"{field} is not finite at an unmasked token. NaN comes from the model or the sampler; −inf means that the "
+                f"sampled token is impossible under that policy: use the same temperature and logit masks everywhere.",
             )
             yield _Check(
                 mask & (x > limits.logp),
-                f"{field} is above 0 at an unmasked token, and log-probabilities are not. {TAKE_LOG_SOFTMAX}",
+                f"{field} is above 0 at an unmasked token, and log-probabilities are not. {_TAKE_LOG_SOFTMAX}",
                 x,
             )
     advantages = batch.advantages[:, None] if batch.advantages.ndim == 1 else batch.advantages
-    yield _Check(mask & ~advantages.isfinite(), "advantages are not finite at a live token. Look at the rewards first.")
+    yield _Check(mask & ~advantages.isfinite(), "advantages are not finite at an unmasked token. Look at the rewards first.")
 
 
-def _bad_supports(batch: TokenBatch, limits: Limits) -> Iterable[_Check]:
-    """The same for two policies on one support; where there is only one, nothing reads it."""
+def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
+    """Checks of both policies on one support; a single one is not read."""
     mask, new, old = batch.mask, batch.dist_new, batch.dist_old
     if new is None or old is None:
         return
@@ -118,19 +112,19 @@ def _bad_supports(batch: TokenBatch, limits: Limits) -> Iterable[_Check]:
     if new.ids is not old.ids:
         yield _Check(
             mask & (new.ids != old.ids).any(-1),
-            f"dist_new and dist_old stand on different token ids. {ONE_SUPPORT}",
+            f"dist_new and dist_old stand on different token ids. {_ONE_SUPPORT}",
         )
     for field, dist in (("dist_new", new), ("dist_old", old)):
         logp = dist.with_rest()
         yield _Check(
             mask & (logp.isnan() | (logp == torch.inf)).any(-1),
-            f"{field} holds NaN or +inf at a live token. Log-probabilities are ≤ 0; look at the model's logits first.",
+            f"{field} holds NaN or +inf at an unmasked token. Log-probabilities are ≤ 0; look at the model's logits first.",
         )
         mass = logp.detach().exp().sum(-1)
         yield _Check(
             mask & ((mass - 1).abs() > limits.mass),
             f"{field} is no distribution: at an unmasked token its support and tail do not sum to 1 ± {limits.mass:g}. "
-            f"{TAKE_LOG_SOFTMAX}",
+            f"{_TAKE_LOG_SOFTMAX}",
             mass,
         )
     yield _Check(

@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import bounded, credit, live, log_ratio
+from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, zero_padding
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import number_in
 
@@ -42,7 +42,7 @@ def cispo(batch: TokenBatch, config: CISPOConfig) -> ObjectiveOutput:
         MiniMax 2025, arXiv:2506.13585, eqs. 4–5. Invariant: reinforce's gradient while ρ stays within the range.
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
-    ratio = bounded(log_rho.detach()).exp()
-    loss = -ratio.clamp(config.cap_low, config.cap_high) * advantages * live(batch.logp_new, batch.mask)
+    ratio = clamp_log_ratio(log_rho.detach()).exp()
+    loss = -ratio.clamp(config.cap_low, config.cap_high) * advantages * zero_padding(batch.logp_new, batch.mask)
     acted = ((ratio < config.cap_low) | (ratio > config.cap_high)) & (advantages != 0)
     return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted), acted)

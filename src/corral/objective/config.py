@@ -1,4 +1,4 @@
-"""What every objective's settings share: what it needs of a batch, which policy anchors it, how its loss is reduced."""
+"""Base of the objectives' settings: needs of a batch, anchor, reductions."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -27,7 +27,7 @@ class ObjectiveConfig:
 
     @property
     def tokenwise(self) -> bool:
-        """Whether a token's loss depends on no other token: then gradients may be formed a few tokens at a time."""
+        """Whether a token's loss depends on no other token: then gradients may be computed a few tokens at a time."""
         return True
 
     @property
@@ -41,7 +41,7 @@ class ObjectiveConfig:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """How far a token may go where Â < 0 and where Â > 0, in the objective's own measure; None where nothing is fixed."""
+        """Bounds where Â < 0 and where Â > 0, in the objective's own measure; None where there is none."""
         return None
 
     @property

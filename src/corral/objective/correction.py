@@ -16,7 +16,7 @@ from torch import Tensor
 from corral.divergence import kl_k2
 from corral.naming import build_config, nearest
 from corral.objective.check import check_batch
-from corral.objective.ratio import bounded, live
+from corral.objective.ratio import clamp_log_ratio, zero_padding
 from corral.types import TokenBatch
 from corral.validate import number_in, require
 
@@ -57,7 +57,7 @@ def tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
     Ref:
         Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
-    return bounded(_log_mismatch(batch)).exp().clamp(max=config.cap)
+    return clamp_log_ratio(_log_mismatch(batch)).exp().clamp(max=config.cap)
 
 
 def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
@@ -67,7 +67,7 @@ def seq_tis(batch: TokenBatch, config: TISConfig) -> Float[Tensor, "B T"]:
         Liu, Li et al. 2025, "When speed kills stability". Invariant: on one-token sequences it is tis.
     """
     product = _log_mismatch(batch).sum(-1, keepdim=True)
-    return bounded(product).exp().clamp(max=config.cap).expand_as(batch.mask)
+    return clamp_log_ratio(product).exp().clamp(max=config.cap).expand_as(batch.mask)
 
 
 def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
@@ -76,7 +76,7 @@ def icepop(batch: TokenBatch, config: IcePopConfig) -> Float[Tensor, "B T"]:
     Ref:
         Ling team 2025, Ring-1T, arXiv:2510.18855.
     """
-    ratio = bounded(_log_mismatch(batch)).exp()
+    ratio = clamp_log_ratio(_log_mismatch(batch)).exp()
     return torch.where((ratio >= config.low) & (ratio <= config.high), ratio, 0.0)
 
 
@@ -106,7 +106,7 @@ class Correction:
     name: str
     config: Any
     check: bool = True
-    """Refuse batches whose log-probabilities are none, as objectives do."""
+    """Refuse numbers that are no log-probabilities, as objectives do."""
 
     def __call__(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
         check_batch(self.name, batch, {"logp_rollout"}, check=self.check)
@@ -124,4 +124,4 @@ def make_correction(name: str, /, *, check: bool = True, **config: Any) -> Corre
 
 def _log_mismatch(batch: TokenBatch) -> Float[Tensor, "B T"]:
     assert batch.logp_rollout is not None
-    return live(batch.logp_old, batch.mask) - live(batch.logp_rollout, batch.mask)
+    return zero_padding(batch.logp_old, batch.mask) - zero_padding(batch.logp_rollout, batch.mask)

@@ -10,14 +10,14 @@ from torch import Tensor
 from corral.divergence import binary_tv, categorical_kl, categorical_tv
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import bounded, capped_ratio, credit, live, log_ratio, sampled_kl
+from corral.objective.ratio import capped_ratio, clamp_log_ratio, credit, log_ratio, sampled_kl, zero_padding
 from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
-Divergence = Literal["tv", "kl", "ratio"]
-Estimator = Literal["binary", "topk", "full"]
-DEFAULT_BOUND = {"tv": 0.2, "kl": 0.05, "ratio": 0.2}
+_Divergence = Literal["tv", "kl", "ratio"]
+_Estimator = Literal["binary", "topk", "full"]
+_DEFAULT_BOUND = {"tv": 0.2, "kl": 0.05, "ratio": 0.2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,10 @@ class DPPOConfig(ObjectiveConfig):
     anchor: ClassVar[Anchor] = "rollout"
     action: ClassVar[Action] = "masked"
 
-    divergence: Divergence = "tv"
+    divergence: _Divergence = "tv"
     """What is measured: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
-    estimator: Estimator = "binary"
-    """What it is measured on: the sampled token against all others, a top-K support with its rest, or every token."""
+    estimator: _Estimator = "binary"
+    """What it is measured on: the sampled token against all others, a top-K support with its tail, or every token."""
     bound: float | None = None
     """δ: beyond it a token may not move further out. None: 0.2 for tv, 0.05 for kl, 0.2 for ratio; inf switches it off."""
     bound_low: float | None = None
@@ -39,8 +39,8 @@ class DPPOConfig(ObjectiveConfig):
     """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
 
     def __post_init__(self) -> None:
-        require(self, "divergence", one_of=get_args(Divergence))
-        require(self, "estimator", one_of=get_args(Estimator))
+        require(self, "divergence", one_of=get_args(_Divergence))
+        require(self, "estimator", one_of=get_args(_Estimator))
         if self.divergence == "ratio" and self.estimator != "binary":
             raise ValueError(
                 f"dppo: the ratio is the sampled token's alone, so divergence='ratio' goes with estimator='binary'; got "
@@ -66,7 +66,7 @@ class DPPOConfig(ObjectiveConfig):
     @property
     def bounds(self) -> tuple[float, float]:
         """δ for negative and for positive advantages."""
-        bound = DEFAULT_BOUND[self.divergence] if self.bound is None else self.bound
+        bound = _DEFAULT_BOUND[self.divergence] if self.bound is None else self.bound
         low = bound if self.bound_low is None else self.bound_low
         high = bound if self.bound_high is None else self.bound_high
         return low, high
@@ -103,17 +103,17 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
     """D_t between the old policy and the new one, 0 at padding. Merging tokens only lowers it: binary ≤ topk ≤ full."""
     mask = batch.mask
     if config.divergence == "ratio":
-        return torch.expm1(bounded(log_rho)).abs()
+        return torch.expm1(clamp_log_ratio(log_rho)).abs()
     if config.estimator == "binary":
         tv = config.divergence == "tv"
-        return binary_tv(live(batch.logp_old, mask), live(batch.logp_new, mask)) if tv else sampled_kl(batch)
+        return binary_tv(zero_padding(batch.logp_old, mask), zero_padding(batch.logp_new, mask)) if tv else sampled_kl(batch)
     assert batch.dist_old is not None
     assert batch.dist_new is not None
     old, new = batch.dist_old.with_rest(), batch.dist_new.with_rest()
     if config.estimator == "full":
         _check_nothing_left(mask, torch.maximum(old, new)[..., -1])
     categorical = categorical_tv if config.divergence == "tv" else categorical_kl
-    return categorical(live(old, mask), live(new, mask))
+    return categorical(zero_padding(old, mask), zero_padding(new, mask))
 
 
 def _check_nothing_left(mask: Tensor, rest: Tensor) -> None:

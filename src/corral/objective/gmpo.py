@@ -33,7 +33,7 @@ def gmpo(batch: TokenBatch, config: GMPOConfig) -> ObjectiveOutput:
 
         L = − Â exp((1/|o|) Σ_t z_t)          z_t = min(log ρ_t, ε) where Â_t > 0, max(log ρ_t, −ε) where Â_t < 0
 
-    The sequence's value stands on every live token with a straight-through gradient, so that reduction
+    The sequence's value stands on every unmasked token with a straight-through gradient, so that reduction
     "seq-mean-token-mean" gives the paper's gradient. A clipped token has none.
 
     Args:

@@ -35,7 +35,7 @@ def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
 
         L = − min(s Â, clip(s, 1 − ε_low, 1 + ε_high) Â)          s = exp((1/|o|) Σ_t log ρ_t)
 
-    The sequence's value stands on every live token with a straight-through gradient, s ∇ log π(a_t), so that reduction
+    The sequence's value stands on every unmasked token with a straight-through gradient, s ∇ log π(a_t), so that reduction
     "seq-mean-token-mean" gives the paper's gradient. Per-token advantages give its GSPO-token variant.
 
     Args:

@@ -1,4 +1,4 @@
-"""How much better the new policy surely is: DPPO's finite-horizon policy-improvement bound."""
+"""DPPO's finite-horizon policy-improvement bound."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from corral.divergence import binary_tv, categorical_tv
 from corral.numerics import at_least_float32
 from corral.objective.check import check_batch
 from corral.objective.config import NEEDS_SUPPORT
-from corral.objective.ratio import bounded, live, log_ratio
+from corral.objective.ratio import clamp_log_ratio, log_ratio, zero_padding
 from corral.types import TokenBatch
 from corral.validate import number_in
 
@@ -51,10 +51,10 @@ def improvement_bound(
     Args:
         batch: rewards R(y) as `advantages` [B]; TV from `dist_*` where the batch has them, else |Δp| of the sampled token.
         reward_max: ξ, at least the largest |R| in the batch, which None takes.
-        horizon: T, at least the longest sequence's number of live tokens, which None takes.
-        weights: probability of each sequence under the old policy [B], summing to 1; None weighs those that have a live token
-            equally.
-        check: refuse log-probabilities that are none, as objectives do.
+        horizon: T, at least the longest sequence's number of unmasked tokens, which None takes.
+        weights: probability of each sequence under the old policy [B], summing to 1; None weighs equally those that have an
+            unmasked token.
+        check: refuse numbers that are no log-probabilities, as objectives do.
     Returns:
         ImprovementBound with the surrogate and both penalties.
     Ref:
@@ -74,11 +74,11 @@ def improvement_bound(
     steps = _at_least("horizon", horizon, mask.sum(-1).max())
     weights = alive.to(rewards.dtype) / alive.sum() if weights is None else _probabilities(weights, len(rewards))
     if batch.dist_new is not None and batch.dist_old is not None:
-        moved = categorical_tv(live(batch.dist_new.with_rest(), mask), live(batch.dist_old.with_rest(), mask))
+        moved = categorical_tv(zero_padding(batch.dist_new.with_rest(), mask), zero_padding(batch.dist_old.with_rest(), mask))
     else:
-        moved = binary_tv(live(batch.logp_new, mask), live(batch.logp_old, mask))
+        moved = binary_tv(zero_padding(batch.logp_new, mask), zero_padding(batch.logp_old, mask))
     moved = torch.where(mask, moved, 0.0)
-    gain = torch.expm1(bounded(log_ratio(batch))).sum(-1)
+    gain = torch.expm1(clamp_log_ratio(log_ratio(batch))).sum(-1)
     return ImprovementBound(
         surrogate=(weights * rewards * gain).sum(),
         penalty_max=2 * largest * steps * (steps - 1) * moved.max() ** 2,

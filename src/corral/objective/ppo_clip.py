@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import bounded, credit, log_ratio
+from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
@@ -59,7 +59,7 @@ def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
         2019, arXiv:1912.09729. Invariant: the gradient of dppo with divergence="ratio".
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
-    ratio = bounded(log_rho).exp()
+    ratio = clamp_log_ratio(log_rho).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
     acted = ((ratio > 1 + config.clip_high) & (advantages > 0)) | ((ratio < 1 - config.clip_low) & (advantages < 0))
     if config.dual_clip is not None:

@@ -1,4 +1,4 @@
-"""Probability ratios and credit, as every objective reads them: clean at padding, finite everywhere."""
+"""Probability ratios and advantages for all objectives: 0 at padding, finite everywhere."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,39 +15,42 @@ def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:
     return torch.where(batch.mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
 
 
-def live(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
+def zero_padding(x: Tensor, mask: Bool[Tensor, "B T"]) -> Tensor:
     """`x` [B T] or [B T K] with 0 at padding, which may hold anything and must not reach a value or a gradient."""
     return torch.where(mask if x.ndim == mask.ndim else mask[..., None], at_least_float32(x), 0.0)
 
 
 def log_ratio(batch: TokenBatch) -> Float[Tensor, "B T"]:
     """log ρ = log π − log π_old of the sampled tokens, 0 at padding."""
-    return live(batch.logp_new, batch.mask) - live(batch.logp_old.detach(), batch.mask)
+    return zero_padding(batch.logp_new, batch.mask) - zero_padding(batch.logp_old.detach(), batch.mask)
 
 
 def sampled_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
     """KL(old‖new) of "the sampled token or any other", 0 at padding. Both policies leave any other at least 1e-8."""
-    old, new = live(batch.logp_old, batch.mask), live(batch.logp_new, batch.mask)
+    old, new = zero_padding(batch.logp_old, batch.mask), zero_padding(batch.logp_new, batch.mask)
     return binary_kl(old.clamp(max=CERTAIN), new.clamp(max=CERTAIN))
 
 
-def bounded(log_rho: Tensor) -> Tensor:
+def clamp_log_ratio(log_rho: Tensor) -> Tensor:
     """log ρ, at most 20, to take exp of."""
     return log_rho.clamp(max=LOG_RATIO_MAX)
+
+
+bounded = clamp_log_ratio  # the name until 0.1
 
 
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
     """ρ, or with a cap sg[min(ρ, cap)] · ρ/sg[ρ].
 
-    Clamping a live ratio would give tokens beyond the cap no gradient at all; capping the detached weight gives them
+    Clamping the ratio itself would give tokens beyond the cap no gradient at all; capping the detached weight gives them
     cap · ∇ log π. Below the cap the two are the same.
     """
     if cap is None:
-        return bounded(log_rho).exp()
-    return bounded(log_rho.detach()).exp().clamp(max=cap) * own_gradient(log_rho)
+        return clamp_log_ratio(log_rho).exp()
+    return clamp_log_ratio(log_rho.detach()).exp().clamp(max=cap) * _own_gradient(log_rho)
 
 
-def own_gradient(log_rho: Tensor) -> Tensor:
+def _own_gradient(log_rho: Tensor) -> Tensor:
     """ρ/sg[ρ]: the value 1 with the gradient of log ρ."""
     return (log_rho - log_rho.detach()).exp()
 
@@ -58,4 +61,5 @@ def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"])
     Averaged over the tokens, Σ_t ∇ log ρ_t / |o| is the gradient of the mean itself.
     """
     mean = log_rho.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return bounded(mean) + (log_rho - log_rho.detach())  # 0 before it is added: every token has the mean to the last bit
+    # The difference is 0 before it is added: every token has the mean to the last bit.
+    return clamp_log_ratio(mean) + (log_rho - log_rho.detach())

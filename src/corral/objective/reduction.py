@@ -32,9 +32,9 @@ def reduce_loss(
 
     Args:
         loss: per-token loss [B T]; anything at padding.
-        mask: live tokens [B T].
+        mask: unmasked tokens [B T].
         how: one of the four.
-        total: live tokens ("token-mean") or sequences with a live token (the others) in the whole batch, over all
+        total: unmasked tokens ("token-mean") or sequences with an unmasked token (the others) in the whole batch, over all
             micro-batches and ranks; None takes this batch's own. Where gradients are averaged over ranks, multiply the
             result by their number.
         length: the fixed length that "seq-mean-token-sum-norm" divides by.
@@ -62,7 +62,7 @@ def reduce_loss(
         raise ValueError(f"reduce_loss: `total` is one number, over all micro-batches and ranks; got {total!r}.")
     if not torch.compiler.is_compiling() and not 0 < float(total) < torch.inf:
         raise ValueError(
-            f"reduce_loss: the batch has no live token to average over (total = {total}). Skip it, or pass `total` where "
+            f"reduce_loss: the batch has no unmasked token to average over (total = {total}). Skip it, or pass `total` where "
             f"other micro-batches or ranks have some."
         )
     loss = torch.where(mask, at_least_float32(loss), 0.0)
@@ -72,3 +72,21 @@ def reduce_loss(
         assert length is not None
         loss = loss / length
     return (loss.sum() / total).reshape(())  # a total counted on the device may come as [1]
+
+
+def reduction_weights(
+    mask: Bool[Tensor, "B T"], how: Reduction, *, total: float | Tensor | None = None, length: float | None = None
+) -> Float[Tensor, "B T"]:
+    """What a reduction multiplies each token's loss with [B T]: w with reduce_loss(L) = Σ w L, for `policy_loss_from_hidden`.
+
+    Args:
+        mask, how, total, length: as in `reduce_loss`.
+    Returns:
+        Weights in float32, 0 at masked tokens.
+    Ref:
+        A reduction is linear: these are its gradient.
+    """
+    with torch.enable_grad():
+        loss = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
+        (weights,) = torch.autograd.grad(reduce_loss(loss, mask, how, total=total, length=length), loss)
+    return weights

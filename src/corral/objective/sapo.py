@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import bounded, credit, log_ratio
+from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
 from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
@@ -43,7 +43,7 @@ def sapo(batch: TokenBatch, config: SAPOConfig) -> ObjectiveOutput:
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
-    gate = torch.sigmoid(tau * torch.expm1(bounded(log_rho)))
+    gate = torch.sigmoid(tau * torch.expm1(clamp_log_ratio(log_rho)))
     acted = (4 * gate * (1 - gate) < 0.5) & (advantages != 0)
     loss = torch.where(batch.mask, -4 / tau * gate * advantages, 0.0)
     return ObjectiveOutput(loss, region_metrics(batch, log_rho, acted), acted)

@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import bounded, credit, log_ratio
+from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
@@ -38,7 +38,7 @@ def spo(batch: TokenBatch, config: SPOConfig) -> ObjectiveOutput:
         Xie et al. 2025, arXiv:2401.16025 (v7 and later). Invariant: the gradient vanishes at ρ = 1 + sgn(Â) ε.
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
-    excess = torch.expm1(bounded(log_rho))
+    excess = torch.expm1(clamp_log_ratio(log_rho))
     loss = -(1 + excess) * advantages + advantages.abs() * excess**2 / (2 * config.epsilon)
     acted = excess * advantages.sign() > config.epsilon
     return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted), acted)

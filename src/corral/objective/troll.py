@@ -10,16 +10,16 @@ from torch import Tensor
 from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
-from corral.objective.metrics import live_mean, region_metrics
-from corral.objective.ratio import capped_ratio, credit, live, sequence_log_ratio
+from corral.objective.metrics import masked_mean, region_metrics
+from corral.objective.ratio import capped_ratio, credit, sequence_log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 from corral.validate import require
 
-Tail = Literal["bucket", "fill"]
-Level = Literal["token", "sequence"]
-Gradient = Literal["exact", "constant_dual", "unprojected"]
+_Tail = Literal["bucket", "fill"]
+_Level = Literal["token", "sequence"]
+_Gradient = Literal["exact", "constant_dual", "unprojected"]
 
 FILL = 1e-12
 """Probability that the published form gives to every token outside the support."""
@@ -33,13 +33,13 @@ class TROLLConfig(ObjectiveConfig):
     """ε: KL(projected‖old) of every token, in nats; inf switches the projection off."""
     regression: float = 1.0
     """α: how strongly the network is pulled to its own projection; 0 lets it drift."""
-    tail: Tail = "bucket"
+    tail: _Tail = "bucket"
     """Tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as published."""
     vocab_size: int | None = None
     """V; `tail="fill"` needs it to count the tokens outside the support."""
-    level: Level = "token"
+    level: _Level = "token"
     """Whose ratio: each token's own, or the length-normalised one of its sequence (as GSPO's)."""
-    gradient: Gradient = "exact"
+    gradient: _Gradient = "exact"
     """Through the projection: exact, with the dual held constant, or not at all (the regression alone holds the region)."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
@@ -47,7 +47,7 @@ class TROLLConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
         require(self, "regression", at_least=0, finite=True, what="a weight")
-        for key, choices in (("tail", Tail), ("level", Level), ("gradient", Gradient)):
+        for key, choices in (("tail", _Tail), ("level", _Level), ("gradient", _Gradient)):
             require(self, key, one_of=get_args(choices))
         require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
         if self.tail == "fill" and self.vocab_size is None:
@@ -78,11 +78,11 @@ class TROLLConfig(ObjectiveConfig):
 def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     """Policy gradient of the projected policy, and a regression that makes the network follow it.
 
-        π̃ = argmin_r KL(r‖π)  s.t.  KL(r‖π_old) ≤ ε          at every token, on the support and its rest
+        π̃ = argmin_r KL(r‖π)  s.t.  KL(r‖π_old) ≤ ε          at every token, on the support and its tail
         L_t = − (π̃(a_t) / π_old(a_t)) Â_t + α KL(π_t‖sg[π̃_t])
 
     The first term's gradient passes through the projection and has no component out of the ball; the second is zero inside
-    it and purely radial outside. Everything comes from `dist_*`, rest included; `logp_*` are only checked against it.
+    it and purely radial outside. Everything comes from `dist_*`, the tail included; `logp_*` are only checked against it.
 
     Args:
         batch: advantages and mask [B T], both policies on one support [B T K].
@@ -94,7 +94,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     """
     assert batch.dist_new is not None
     assert batch.dist_old is not None
-    new, old = (live(_whole(dist, batch.mask, config), batch.mask) for dist in (batch.dist_new, batch.dist_old))
+    new, old = (zero_padding(_whole(dist, batch.mask, config), batch.mask) for dist in (batch.dist_new, batch.dist_old))
     # Both are normalised once, here and within the projection: twice would move the ratio of equal policies by a digit.
     projection = project_categorical_kl(
         new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
@@ -137,10 +137,11 @@ def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float
     allowed = torch.where(new > RULED_OUT, new, -torch.inf)  # or what a finite logit mask rules out would be infinitely far
     distance = torch.where(projection.active, categorical_kl(allowed, projection.logp.detach()), 0.0)
     if not torch.compiler.is_compiling() and bool((mask & distance.isinf()).any()):
+        count = int((mask & distance.isinf()).sum())
         raise ValueError(
-            f"troll: the old policy rules out tokens that the new one allows, at {int((mask & distance.isinf()).sum())} live "
-            f"positions, so no regression can reach the projection. Use the same logit masks for both, or floor both rests "
-            f"at log 1e-8 where they are computed as 1 − Σ p."
+            f"troll: the old policy rules out tokens that the new one allows, at {count} unmasked positions, so no regression "
+            f"can reach the projection. Use the same logit masks for both, or floor both tails at log 1e-8 where they are "
+            f"computed as 1 − Σ p."
         )
     return distance
 
@@ -149,7 +150,7 @@ def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float
 def _projection_metrics(projection: CategoricalProjection, mask: Tensor) -> dict[str, Tensor]:
     acted = projection.active & mask & projection.dual.isfinite()
     return {
-        "tr/kl_after": live_mean(projection.kl_after, mask),
-        "tr/dual": live_mean(projection.dual, acted),
+        "tr/kl_after": masked_mean(projection.kl_after, mask),
+        "tr/dual": masked_mean(projection.dual, acted),
         "tr/unconverged": (mask & ~projection.converged).sum(),
     }

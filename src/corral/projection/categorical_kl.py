@@ -12,7 +12,7 @@ from corral.numerics import in_one_dtype, logsumexp
 from corral.projection.root import Root, find_root
 from corral.validate import number_in
 
-Gradient = Literal["exact", "constant_dual"]
+_Gradient = Literal["exact", "constant_dual"]
 
 RULED_OUT = -1e4
 """Log-probability from which on a token is ruled out, as by −inf: −1e9 and the least float32 stand for that in logit masks."""
@@ -41,7 +41,7 @@ def project_categorical_kl(
     logp_old: Float[Tensor, "*#b K"],
     bound: float | Float[Tensor, "*#b"],
     *,
-    gradient: Gradient = "exact",
+    gradient: _Gradient = "exact",
     strict: bool = False,
 ) -> CategoricalProjection:
     """Project the new policy onto the KL ball around the old one.
@@ -59,7 +59,7 @@ def project_categorical_kl(
     so a policy at the boundary moves along it and not further out. Rows inside the ball are returned unchanged.
 
     Args:
-        logp_new, logp_old: log-probabilities up to a constant per row [*, K]; any category may be a rest bucket. Where a row
+        logp_new, logp_old: log-probabilities up to a constant per row [*, K]; any category may be a tail's bucket. Where a row
             is projected, what is below −1e4 counts as −inf: no policy means it, a logit mask does.
         bound: ε ≥ 0, one for all rows or one per row; inf switches the projection off.
         gradient: "exact", or "constant_dual" to treat η as a constant: t (δ_ij − r_j), which still pushes outward.
@@ -70,16 +70,16 @@ def project_categorical_kl(
     Ref:
         Becker et al. 2025, arXiv:2510.03817. Invariant: projecting twice is projecting once.
     """
-    if gradient not in get_args(Gradient):
-        raise ValueError(f"project_categorical_kl: `gradient` is one of {', '.join(get_args(Gradient))}; got {gradient!r}.")
-    new, old, row_bound = _normalised(logp_new, logp_old, bound)
+    if gradient not in get_args(_Gradient):
+        raise ValueError(f"project_categorical_kl: `gradient` is one of {', '.join(get_args(_Gradient))}; got {gradient!r}.")
+    new, old, row_bound = _normalise(logp_new, logp_old, bound)
     logp, t, _, active, kl_before, kl_after, converged = _Projection.apply(new, old, row_bound, gradient == "exact")
     if strict and not bool(converged.all()):
         raise RuntimeError(_worst_row(converged, kl_before, kl_after, row_bound))
     return CategoricalProjection(logp, (1 - t) / t, active, kl_before, kl_after, converged)
 
 
-def _normalised(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both policies as log-softmax in one dtype and shape, and one bound per row."""
     for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
         if not x.is_floating_point():

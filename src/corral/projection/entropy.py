@@ -1,4 +1,4 @@
-"""The least entropy that a Gaussian policy may have, with or without a KL bound to keep."""
+"""Entropy floor of a Gaussian policy, alone or inside a KL ball."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
 from corral.numerics import expm1_minus, in_one_dtype, without_autocast
-from corral.projection.gaussian import TOLERANCE, check_factor, checked_bound, whitening_error
+from corral.projection.gaussian import TOLERANCE, check_bound, check_factor, whitening_error
 from corral.projection.gaussian_kl import solve_tilt
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
 from corral.projection.root import find_root
 from corral.validate import number_in
 
-NAME = "project_entropy_floor"
-MAX_STEPS = 128
+_NAME = "project_entropy_floor"
+_MAX_STEPS = 128
 """Newton's method needs a few steps; far-apart policies put the root at a t near 0, which halving reaches at last."""
 
 
@@ -66,44 +66,44 @@ def project_entropy_floor(
     Ref:
         Otto et al. 2021, arXiv:2101.09207, after Akrour et al. 2019. Invariant: H after = max(H before, β).
     """
-    new, row_floor, old, bound = _checked(chol, floor, old_chol, cov_bound, diagonal)
+    new, row_floor, old, bound = _check(chol, floor, old_chol, cov_bound, diagonal)
     if old is None:
-        return _scaled(new, row_floor, diagonal)
+        return _scale(new, row_floor, diagonal)
     return _inside_ball(new, row_floor, old, bound, diagonal)
 
 
-def _checked(
+def _check(
     chol: Tensor, floor: float | Tensor, old_chol: Tensor | None, cov_bound: float | Tensor | None, diagonal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Everything in one dtype and on one set of rows; the bound is 0, and unused, where there is no old factor."""
+    """Checked inputs in one dtype and on one set of rows; the bound is 0, and unused, where there is no old factor."""
     if (old_chol is None) != (cov_bound is None):
-        raise ValueError(f"{NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
+        raise ValueError(f"{_NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
     for key, x in {"chol": chol, "old_chol": chol if old_chol is None else old_chol}.items():
         if not x.is_floating_point() or not x.ndim:
-            raise ValueError(f"{NAME}: `{key}` must hold floating-point numbers; got {x.dtype} {list(x.shape)}.")
-        check_factor(NAME, key, x, chol.shape[-1], diagonal)
+            raise ValueError(f"{_NAME}: `{key}` must hold floating-point numbers; got {x.dtype} {list(x.shape)}.")
+        check_factor(_NAME, key, x, chol.shape[-1], diagonal)
     new, *olds = in_one_dtype(chol, *([] if old_chol is None else [old_chol.detach()]))
-    row_floor = _checked_floor(floor, new)
-    bound = new.new_zeros(()) if cov_bound is None else checked_bound(NAME, "cov_bound", cov_bound, new)
+    row_floor = _check_floor(floor, new)
+    bound = new.new_zeros(()) if cov_bound is None else check_bound(_NAME, "cov_bound", cov_bound, new)
     axes = 1 if diagonal else 2
     try:
         rows = torch.broadcast_shapes(*(x.shape[:-axes] for x in (new, *olds)), row_floor.shape, bound.shape)
     except RuntimeError:
         raise ValueError(
-            f"{NAME}: leading axes do not fit together: chol {list(new.shape)}, floor {list(row_floor.shape)}, cov_bound "
+            f"{_NAME}: leading axes do not fit together: chol {list(new.shape)}, floor {list(row_floor.shape)}, cov_bound "
             f"{list(bound.shape)}, old_chol {[list(old.shape) for old in olds] or None}."
         ) from None
     new, *olds = (x.expand(*rows, *x.shape[-axes:]) for x in (new, *olds))
     return new, row_floor.expand(rows), olds[0] if olds else None, bound.expand(rows)
 
 
-def _checked_floor(floor: float | Tensor, like: Tensor) -> Tensor:
+def _check_floor(floor: float | Tensor, like: Tensor) -> Tensor:
     if not (bool((floor < math.inf).all()) if isinstance(floor, Tensor) else number_in(floor, -math.inf) and floor < math.inf):
-        raise ValueError(f"{NAME}: `floor` is an entropy in nats, below inf (−inf switches it off); got {floor}.")
+        raise ValueError(f"{_NAME}: `floor` is an entropy in nats, below inf (−inf switches it off); got {floor}.")
     return torch.as_tensor(floor, dtype=like.dtype, device=like.device).detach()
 
 
-def _scaled(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
+def _scale(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
     entropy = gaussian_entropy(chol, diagonal=diagonal)
     active = entropy < floor
     missing = (floor - entropy) / chol.shape[-1]
@@ -116,12 +116,12 @@ def _scaled(chol: Tensor, floor: Tensor, diagonal: bool) -> EntropyProjection:
 
 
 def _inside_ball(chol: Tensor, floor: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> EntropyProjection:
-    """Where what the floor alone leads to lies in the ball, that is the answer; no precision is formed there."""
+    """Entropy floor inside the KL ball. Rows that the floor alone leaves there need no precision."""
     with torch.no_grad():
         known = ~(gaussian_entropy(chol, diagonal=diagonal).isnan() | kl_of_covariances(chol, old, diagonal).isnan())
-        lifted = _scaled(chol, floor, diagonal)
+        lifted = _scale(chol, floor, diagonal)
         outside = known & ~(lifted.converged & (kl_of_covariances(lifted.chol, old, diagonal) <= bound))
-    alone = _scaled(chol, torch.where(known & ~outside, floor, -torch.inf), diagonal)
+    alone = _scale(chol, torch.where(known & ~outside, floor, -torch.inf), diagonal)
     if not bool(outside.any()):
         return replace(alone, converged=alone.converged & known & _inside(alone.chol, old, bound, diagonal))
     out, after, converged = alone.chol.clone(), alone.entropy_after.clone(), alone.converged & known
@@ -176,7 +176,7 @@ def _solve_both(precision: RelativePrecision, need: Tensor, bound: Tensor) -> tu
         return torch.where(binding, root - target, 0.0), slope / root
 
     start = torch.where(binding, solve_tilt(precision, torch.where(binding, bound, 1.0))[0], 1.0)
-    found = find_root(excess, start, scale=target, max_steps=MAX_STEPS)
+    found = find_root(excess, start, scale=target, max_steps=_MAX_STEPS)
     t = torch.where(binding, found.x, 0.0)
     log_scale = torch.where(room, path(t)[0], _widest(need.clamp(min=0), bound, q.shape[-1]))
     return t, log_scale, found.converged & room
@@ -195,5 +195,5 @@ def _widest(need: Tensor, bound: Tensor, dimension: int) -> Tensor:
         root = expm1_minus(x * top).sqrt()
         return torch.where(outside, root - target, 0.0), 0.5 * top * torch.expm1(x * top) / root
 
-    found = find_root(excess, torch.ones_like(top), scale=target, max_steps=MAX_STEPS)
+    found = find_root(excess, torch.ones_like(top), scale=target, max_steps=_MAX_STEPS)
     return torch.where(outside, found.x * top, torch.where(bound > 0, need, 0.0))

@@ -1,4 +1,4 @@
-"""What every projection of Gaussians shares: its result, its inputs, and the step of the mean."""
+"""Shared parts of the Gaussian projections: the result, checked inputs, and the step of the mean."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class Step(NamedTuple):
     converged: Tensor
 
 
-class Gaussians(NamedTuple):
+class _Gaussians(NamedTuple):
     """Checked inputs in one dtype. Factors and their bound have the rows *c in common; nothing old carries a gradient."""
 
     mean: Tensor
@@ -71,7 +71,7 @@ class Gaussians(NamedTuple):
     """`old_chol` with the rows that it came with: one factor whitens all means in one solve."""
 
 
-def joined(mean: Step, cov: Step) -> GaussianProjection:
+def join_steps(mean: Step, cov: Step) -> GaussianProjection:
     """Both parts as one result."""
     return GaussianProjection(
         mean.value, cov.value, (1 - mean.t) / mean.t, (1 - cov.t) / cov.t, mean.active, cov.active,
@@ -80,7 +80,7 @@ def joined(mean: Step, cov: Step) -> GaussianProjection:
 
 
 def radial(distance: Tensor, bound: Tensor) -> Step:
-    """How far along a straight line of squared length `distance` the bound lies; `value` is t too, with its gradient.
+    """Step length t along a straight line of squared length `distance` up to the bound; `value` is t with its gradient.
 
         t = √(ε / distance)  where distance > ε,  else 1
 
@@ -108,7 +108,7 @@ def step_mean(mean: Tensor, old_mean: Tensor, distance: Tensor, bound: Tensor) -
     return step._replace(value=torch.where(step.active[..., None], moved, mean))
 
 
-def confirmed(step: Step, measured: Tensor, bound: Tensor, error: Tensor) -> Step:
+def confirm_step(step: Step, measured: Tensor, bound: Tensor, error: Tensor) -> Step:
     """The step, converged only where its value is known to lie where it should, to within `TOLERANCE` of the bound.
 
     Args:
@@ -156,7 +156,7 @@ def lower_factor(factor: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- inputs
 
 
-def checked(
+def check_gaussians(
     name: str,
     mean: Tensor,
     chol: Tensor,
@@ -165,8 +165,8 @@ def checked(
     mean_bound: float | Tensor,
     cov_bound: float | Tensor,
     diagonal: bool,
-) -> Gaussians:
-    """Everything in one dtype and on one set of rows; `ValueError` for what no projection can read."""
+) -> _Gaussians:
+    """Checked inputs in one dtype and on one set of rows; `ValueError` for what no projection can read."""
     tensors = {"mean": mean, "chol": chol, "old_mean": old_mean, "old_chol": old_chol}
     for key, x in tensors.items():
         if not x.is_floating_point():
@@ -180,8 +180,8 @@ def checked(
     for key in ("chol", "old_chol"):
         check_factor(name, key, tensors[key], dimension, diagonal)
     mean, chol, old_mean, old_chol = in_one_dtype(mean, chol, old_mean.detach(), old_chol.detach())
-    row_mean_bound = checked_bound(name, "mean_bound", mean_bound, mean)
-    row_cov_bound = checked_bound(name, "cov_bound", cov_bound, chol)
+    row_mean_bound = check_bound(name, "mean_bound", mean_bound, mean)
+    row_cov_bound = check_bound(name, "cov_bound", cov_bound, chol)
     axes = 1 if diagonal else 2
     try:
         cov_rows = torch.broadcast_shapes(chol.shape[:-axes], old_chol.shape[:-axes], row_cov_bound.shape)
@@ -194,7 +194,7 @@ def checked(
             f"{list(row_cov_bound.shape)}; `diagonal` is {diagonal}."
         ) from None
     matrix = chol.shape[-axes:]
-    return Gaussians(
+    return _Gaussians(
         mean.expand(*mean_rows, -1),
         chol.expand(*cov_rows, *matrix),
         old_mean.expand(*mean_rows, -1),
@@ -218,7 +218,7 @@ def check_factor(name: str, key: str, chol: Tensor, dimension: int, diagonal: bo
         )
 
 
-def checked_bound(name: str, key: str, bound: float | Tensor, like: Tensor) -> Tensor:
+def check_bound(name: str, key: str, bound: float | Tensor, like: Tensor) -> Tensor:
     """The bound as a tensor without gradient, ≥ 0."""
     valid = bool((bound >= 0).all()) if isinstance(bound, Tensor) else number_in(bound, 0)
     if not valid:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from corral.divergence.gaussian import covariance_gap, mahalanobis
 from corral.numerics import without_autocast
-from corral.projection.gaussian import GaussianProjection, Step, checked, joined, lower_factor, radial, step_mean
+from corral.projection.gaussian import GaussianProjection, Step, check_gaussians, join_steps, lower_factor, radial, step_mean
 from corral.projection.gaussian_tilt import factor_pullback
 
 
@@ -44,10 +44,10 @@ def project_gaussian_frobenius(
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: t of the way is t² of the squared distance.
     """
-    g = checked("project_gaussian_frobenius", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
+    g = check_gaussians("project_gaussian_frobenius", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
     distance = mahalanobis(g.mean - g.old_mean, g.shared_old_chol, diagonal)
     moved = step_mean(g.mean, g.old_mean, distance, g.mean_bound)
-    return joined(moved, _step_covariance(g.chol, g.old_chol, g.cov_bound, diagonal))
+    return join_steps(moved, _step_covariance(g.chol, g.old_chol, g.cov_bound, diagonal))
 
 
 def _step_covariance(chol: Tensor, old: Tensor, bound: Tensor, diagonal: bool) -> Step:

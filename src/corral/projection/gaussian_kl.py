@@ -10,16 +10,16 @@ from corral.projection.gaussian import (
     TOLERANCE,
     GaussianProjection,
     Step,
-    checked,
-    confirmed,
-    joined,
+    check_gaussians,
+    confirm_step,
+    join_steps,
     step_mean,
     whitening_error,
 )
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
 from corral.projection.root import find_root
 
-MAX_STEPS = 64
+_MAX_STEPS = 64
 """A handful is enough up to bounds of a nat. Beyond, the root may lie 2⁻⁴⁰ of the bracket from 0 and be found by halving."""
 
 
@@ -64,14 +64,14 @@ def project_gaussian_kl(
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: commutes with invertible affine maps of both policies.
     """
-    g = checked("project_gaussian_kl", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
+    g = check_gaussians("project_gaussian_kl", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
     distance = 0.5 * mahalanobis(g.mean - g.old_mean, g.shared_old_chol, diagonal)
     moved = step_mean(g.mean, g.old_mean, distance, g.mean_bound)
     with torch.no_grad():
         error = whitening_error(g.shared_old_chol, diagonal)
         measured = 0.5 * mahalanobis(moved.value - g.old_mean, g.shared_old_chol, diagonal)
     spread = _step_covariance(g.chol, g.old_chol, g.cov_bound, error, diagonal)
-    return joined(confirmed(moved, measured, g.mean_bound, error), spread)
+    return join_steps(confirm_step(moved, measured, g.mean_bound, error), spread)
 
 
 def _step_covariance(chol: Tensor, old: Tensor, bound: Tensor, error: Tensor, diagonal: bool) -> Step:
@@ -80,7 +80,7 @@ def _step_covariance(chol: Tensor, old: Tensor, bound: Tensor, error: Tensor, di
         active = before > bound
     t, after, converged = torch.ones_like(before), before.clone(), ~before.isnan()
     if not bool(active.any()):
-        return confirmed(Step(chol, t, active, before, after, converged), before, bound, error)
+        return confirm_step(Step(chol, t, active, before, after, converged), before, bound, error)
     rows = chol[active], old[active]  # few may be outside: solve those only
     with torch.no_grad():
         precision = relative_precision(*rows, diagonal)
@@ -91,7 +91,7 @@ def _step_covariance(chol: Tensor, old: Tensor, bound: Tensor, error: Tensor, di
     # Rounding moves a KL of ε by about eps κ D / √ε of itself: mostly nothing, and then nobody has to measure it.
     if bool((error * chol.shape[-1] > TOLERANCE / 100 * bound.sqrt())[active].any()):
         measured[active] = kl_of_covariances(tilted.detach(), rows[1], diagonal)
-    return confirmed(Step(out, t, active, before, after, converged), measured, bound, error)
+    return confirm_step(Step(out, t, active, before, after, converged), measured, bound, error)
 
 
 def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def solve_tilt(precision: RelativePrecision, bound: Tensor) -> tuple[Tensor, Ten
         return torch.where(binding, root - 1, 0.0), -0.5 * root * slope / kl * upper
 
     ones = torch.ones_like(epsilon)
-    found = find_root(excess, ones, scale=ones, max_steps=MAX_STEPS)
+    found = find_root(excess, ones, scale=ones, max_steps=_MAX_STEPS)
     eta = found.x * upper
     t = torch.where(binding, 1 / (1 + eta), 0.0)
     return t, torch.where(binding, divergence(eta)[0], 0.0), found.converged & finite

@@ -97,7 +97,7 @@ class _Tilt(torch.autograd.Function):
 
 
 class _DiagonalTilt(torch.autograd.Function):
-    """The same for standard deviations [n, D]: every matrix above is diagonal, and a vector here."""
+    """`_Tilt` for standard deviations [n, D]: every matrix there is diagonal, and a vector here."""
 
     @staticmethod
     def forward(std: Tensor, old: Tensor, gap: Tensor, t: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from corral.divergence.gaussian import WassersteinForm, mahalanobis, wasserstein_line
 from corral.numerics import without_autocast
-from corral.projection.gaussian import GaussianProjection, Step, checked, joined, lower_factor, radial, step_mean
+from corral.projection.gaussian import GaussianProjection, Step, check_gaussians, join_steps, lower_factor, radial, step_mean
 
 
 @without_autocast
@@ -48,11 +48,11 @@ def project_gaussian_wasserstein(
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: t of the way is t² of the squared distance.
     """
-    g = checked("project_gaussian_wasserstein", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
+    g = check_gaussians("project_gaussian_wasserstein", mean, chol, old_mean, old_chol, mean_bound, cov_bound, diagonal)
     gap = g.mean - g.old_mean
     distance = mahalanobis(gap, g.shared_old_chol, diagonal) if scaled else gap.square().sum(-1)
     moved = step_mean(g.mean, g.old_mean, distance, g.mean_bound)
-    return joined(moved, _step_covariance(g.chol, g.old_chol, g.cov_bound, form, scaled, diagonal))
+    return join_steps(moved, _step_covariance(g.chol, g.old_chol, g.cov_bound, form, scaled, diagonal))
 
 
 def _step_covariance(chol: Tensor, old: Tensor, bound: Tensor, form: WassersteinForm, scaled: bool, diagonal: bool) -> Step:

@@ -1,4 +1,4 @@
-"""What is said before a robot's run starts: what was asked, what was found, what was chosen."""
+"""The banner of a robot's run: environment, algorithm, policy, updates, device."""
 
 from pathlib import Path
 
@@ -15,21 +15,21 @@ from corral.run.view import count
 def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str]]:
     """Names and sentences, in the order in which they are shown."""
     environment, config = ENVIRONMENTS[settings.environment], agent.config
-    asked = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
+    options = ", ".join(f"{key}={value}" for key, value in settings.environment_config.items())
     chosen = ", ".join(f"{key}={value}" for key, value in settings.learner.items())
     each = f"{environment.steps} steps of {environment.dt:g} s"
     return [
-        ("corral", f"{corral.__version__}: {settings.environment}" + (f" ({asked})" if asked else "")),
+        ("corral", f"{corral.__version__}: {settings.environment}" + (f" ({options})" if options else "")),
         ("algorithm", settings.algorithm + (f" ({chosen})" if chosen else "")),
-        ("policy", policy(agent)),
-        ("step", f"{count(config.episodes, 'episode')} of {each}, then {updates(agent)}"),
-        ("device", f"cpu ({count(torch.get_num_threads(), 'thread')}); {precision(settings, agent)}"),
+        ("policy", _policy(agent)),
+        ("step", f"{count(config.episodes, 'episode')} of {each}, then {_updates(agent)}"),
+        ("device", f"cpu ({count(torch.get_num_threads(), 'thread')}); {_precision(settings, agent)}"),
         ("run", str(where)),
     ]
 
 
-def policy(agent: Agent) -> str:
-    """What is drawn, and how often."""
+def _policy(agent: Agent) -> str:
+    """One line on the policy: a Gaussian over plans, or actions step by step."""
     if not isinstance(agent, Learner):
         return "one action at a time, by stable-baselines3"
     prodmp = agent.prodmp
@@ -37,19 +37,19 @@ def policy(agent: Agent) -> str:
     return f"one plan per episode, a Gaussian over {prodmp.parameters} parameters: {joints}"
 
 
-def updates(agent: Agent) -> str:
-    """What follows a batch of episodes."""
+def _updates(agent: Agent) -> str:
+    """One line on the updates per batch of episodes."""
     config = agent.config
     if isinstance(agent, Learner):
         alone = (
             "; at its only one the policy is still the old one, and no trust region acts" if config.policy_epochs == 1 else ""
         )
         return f"{count(config.critic_epochs, 'update')} of the critic and {config.policy_epochs} of the policy{alone}"
-    if hasattr(agent.model, "actor"):
+    if hasattr(agent.model, "actor"):  # SAC; stable-baselines3 need not be there to ask for its class
         return f"updates as it goes, {config.gradient_steps} for every {config.train_freq} steps"
     return f"{config.epochs} {'pass' if config.epochs == 1 else 'passes'} of {count(config.minibatches, 'update')}"
 
 
-def precision(settings: Settings, agent: Agent) -> str:
+def _precision(settings: Settings, agent: Agent) -> str:
     """The numbers that networks are made of."""
     return settings.dtype if isinstance(agent, Learner) else "float32"

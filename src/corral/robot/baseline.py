@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from corral.robot.env.vector import reset_each
-from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, told_by
+from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, read_info
 from corral.robot.tracking import Array
 from corral.validate import require
 
@@ -26,9 +26,9 @@ except ImportError as error:
 
 BASELINES = {"sb3-ppo": (PPO, False), "sb3-ppo-gsde": (PPO, True), "sb3-sac": (SAC, False), "sb3-sac-gsde": (SAC, True)}
 """Algorithm, and whether its noise is a function of the state that stays the same throughout an episode (gSDE)."""
-REMEMBERED = 1_000_000
-"""Steps that SAC learns from at most, the last ones: its own default."""
-REPLAYED = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+_REPLAY_SIZE = 1_000_000
+"""Size of SAC's replay buffer in steps: its own default."""
+REPLAY_FIELDS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Baseline:
         kind, gsde = BASELINES[algorithm]
         common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde, "device": "cpu"}
         common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
-        with seeded(episode_seeds(seed, 0, 1, UPDATES)[0]):
+        with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0]):
             if kind is PPO:
                 batch, odd = divmod(config.episodes * plant.steps, config.minibatches)
                 if odd:
@@ -95,7 +95,7 @@ class Baseline:
                     train_freq=(plant.steps, "step"),
                     gradient_steps=max(1, each * config.gradient_steps // config.train_freq),
                     learning_starts=each - 1,
-                    buffer_size=min(REMEMBERED, config.iterations * config.episodes * plant.steps),
+                    buffer_size=min(_REPLAY_SIZE, config.iterations * config.episodes * plant.steps),
                     **common,
                 )
 
@@ -109,7 +109,7 @@ class Baseline:
         self.envs.begin(self.iteration)
         self.model._last_obs = None  # so that it asks for the first observations of this batch
         seed = episode_seeds(self.seed, self.iteration, 1, UPDATES)[0]
-        with seeded(seed):
+        with _seed_generators(seed):
             self.model.action_space.seed(seed)
             self.model.learn(self.config.episodes * self.plant.steps, log_interval=None, reset_num_timesteps=False)
         self.iteration += 1
@@ -127,7 +127,7 @@ class Baseline:
 
     def explore(self, seeds: list[int]) -> Episodes:
         """Episodes of the policy as it explores in training."""
-        with seeded(seeds[0]):
+        with _seed_generators(seeds[0]):
             return self._play(seeds, deterministic=False)
 
     def _play(self, seeds: list[int], *, deterministic: bool) -> Episodes:
@@ -144,12 +144,13 @@ class Baseline:
         return Episodes.cat(parts)
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as it is now; of SAC, that is also all it remembers."""
+        """A checkpoint: networks, counters, and of SAC the replay buffer; a copy, which later steps do not change."""
         state = {"iteration": self.iteration, "env_steps": self.env_steps, "updates": self.model._n_updates}
         state |= {"networks": self.model.get_parameters()}
         if isinstance(self.model, SAC):
-            buffer, log_ent_coef = sac_state(self.model)
-            state |= {key: torch.from_numpy(getattr(buffer, key)[: buffer.size()]) for key in REPLAYED}
+            buffer, log_ent_coef = _sac_state(self.model)
+            # The buffer's arrays are attributes, here and in `restore`.
+            state |= {key: torch.from_numpy(getattr(buffer, key)[: buffer.size()]) for key in REPLAY_FIELDS}
             state |= {"log_ent_coef": log_ent_coef.detach()}
         return deepcopy(state)
 
@@ -159,16 +160,16 @@ class Baseline:
         self.model._n_updates = state["updates"]
         self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device="cpu")
         if isinstance(self.model, SAC):
-            (buffer, log_ent_coef), size = sac_state(self.model), len(state["rewards"])
-            for key in REPLAYED:
+            (buffer, log_ent_coef), size = _sac_state(self.model), len(state["rewards"])
+            for key in REPLAY_FIELDS:
                 getattr(buffer, key)[:size] = state[key].numpy()
             # A row holds one step of every environment; once all are taken, the oldest is written over.
             buffer.full, buffer.pos = size == buffer.buffer_size, self.env_steps // self.envs.num_envs % buffer.buffer_size
             log_ent_coef.data.copy_(state["log_ent_coef"])
 
 
-def sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
-    """What SAC remembers, and the logarithm of its entropy coefficient, which it learns by default: both are always there."""
+def _sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
+    """SAC's replay buffer and the logarithm of its entropy coefficient, which it learns by default: both are always there."""
     assert model.replay_buffer is not None
     assert model.log_ent_coef is not None
     return model.replay_buffer, model.log_ent_coef
@@ -211,7 +212,7 @@ class StepEnvironments(VecEnv):
         self._returns += reward
         infos: list[dict[str, Any]] = [{} for _ in over]
         if over.any():
-            success = told_by(info, "success", self.num_envs)
+            success = read_info(info, "success", self.num_envs)
             for index in np.flatnonzero(over):
                 infos[index] = {"terminal_observation": observation[index], "TimeLimit.truncated": False}
                 self.finished.append((float(self._returns[index]), float(success[index])))
@@ -245,7 +246,7 @@ class StepEnvironments(VecEnv):
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int) -> Iterator[None]:
     """stable-baselines3 draws from the global generators: seed them for a while, then put them back."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):

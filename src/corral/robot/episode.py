@@ -15,18 +15,18 @@ from torch import Tensor
 from corral.robot.env.vector import reset_each
 from corral.robot.tracking import Array, Tracking
 
-Flags = NDArray[np.bool_]
+_Flags = NDArray[np.bool_]
 
-TOLD = ("success", "event")
-"""What the info of an episode's last step may say of it."""
+_INFO_KEYS = ("success", "event")
+"""Entries of the last step's info that are read."""
 
-CONTEXTS, PLANS, SEGMENTS, UPDATES, HELD_OUT = range(5)
+_CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT = range(5)
 """What random numbers are for; each purpose has its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """What happened: E episodes of up to T steps. Where `mask` is False an episode was already over, and rewards are 0."""
+    """A batch of E episodes of up to T steps. Where `mask` is False an episode was already over, and rewards are 0."""
 
     observations: Float[Tensor, "E S O"]
     """s_0 … s_T, so S = T + 1; after an early end, the last one is repeated."""
@@ -47,17 +47,18 @@ class Episodes:
     @staticmethod
     def cat(parts: "Sequence[Episodes]") -> "Episodes":
         """One after the other."""
+        # getattr: of its own fields
         return Episodes(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Episodes)))
 
 
-def episode_seeds(seed: int, iteration: int, count: int, purpose: int = CONTEXTS) -> list[int]:
+def episode_seeds(seed: int, iteration: int, count: int, purpose: int = _CONTEXTS) -> list[int]:
     """Seeds of an iteration: a function of these numbers, so that a resumed run meets the same contexts."""
     return [int(value) for value in np.random.SeedSequence([seed, iteration, purpose]).generate_state(count)]
 
 
 def held_out_seeds(count: int) -> list[int]:
     """Seeds of contexts for evaluation: the same for every run and every algorithm, and in no run's training."""
-    return episode_seeds(0, 0, count, HELD_OUT)
+    return episode_seeds(0, 0, count, _HELD_OUT)
 
 
 class Plant:
@@ -112,26 +113,26 @@ class Plant:
         space, steps, count = self.action_space, self.steps, len(context)
         observations = np.repeat(context[:, None], steps + 1, 1)
         rewards, actions = np.zeros((count, steps)), np.zeros((count, steps, space.shape[0]))
-        mask, told = np.zeros((count, steps), bool), {name: np.full(count, np.nan) for name in TOLD}
-        live = np.ones(count, bool)
+        mask, last_info = np.zeros((count, steps), bool), {name: np.full(count, np.nan) for name in _INFO_KEYS}
+        playing = np.ones(count, bool)
         for t in range(steps):
             action = np.asarray(policy(t, observations[:, t])).clip(space.low, space.high).astype(space.dtype)
-            if np.isnan(action[live]).any():
+            if np.isnan(action[playing]).any():
                 raise ValueError(f"Plant: the policy asked for NaN in step {t}. Have its parameters, or its plans, become NaN?")
             observation, reward, over, info = self._step(action)
-            mask[:, t], actions[:, t] = live, np.where(live[:, None], action, 0.0)
-            rewards[:, t] = np.where(live, reward, 0.0)
-            observations[:, t + 1] = np.where(live[:, None], observation, observations[:, t])
-            for name in TOLD:
-                told[name] = np.where(live & over, told_by(info, name, self.envs.num_envs)[:count], told[name])
-            live &= ~over
-            if not live.any():
+            mask[:, t], actions[:, t] = playing, np.where(playing[:, None], action, 0.0)
+            rewards[:, t] = np.where(playing, reward, 0.0)
+            observations[:, t + 1] = np.where(playing[:, None], observation, observations[:, t])
+            for name in _INFO_KEYS:
+                last_info[name] = np.where(playing & over, read_info(info, name, self.envs.num_envs)[:count], last_info[name])
+            playing &= ~over
+            if not playing.any():
                 observations[:, t + 2 :] = observations[:, t + 1, None]
                 break
         check_finite(observations, rewards)
-        return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *told.values())))
+        return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *last_info.values())))
 
-    def _step(self, action: Array) -> tuple[Array, Array, Flags, dict[str, Any]]:
+    def _step(self, action: Array) -> tuple[Array, Array, _Flags, dict[str, Any]]:
         """Observations, rewards, over or not, of the first len(action) environments, and the info of all."""
         count = len(action)
         filled = np.concatenate([action, np.repeat(action[-1:], self.envs.num_envs - count, 0)])
@@ -143,12 +144,12 @@ class Plant:
         self.envs.close()
 
 
-def told_by(info: Mapping[str, Any], name: str, count: int) -> Array:
-    """What each of `count` environments said under a name [E]; NaN of those that said nothing."""
+def read_info(info: Mapping[str, Any], name: str, count: int) -> Array:
+    """An entry of the info for each of `count` environments [E]; NaN where one does not have it."""
     if name not in info:
         return np.full(count, np.nan)
-    said = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mark of who gave the info
-    return np.where(said, np.asarray(info[name], float), np.nan)
+    present = np.asarray(info.get(f"_{name}", True))  # Gymnasium's mask of who has the entry
+    return np.where(present, np.asarray(info[name], float), np.nan)
 
 
 def check_finite(observations: Array, rewards: Array) -> None:

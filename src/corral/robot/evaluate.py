@@ -1,4 +1,4 @@
-"""How well a run's policy does on held-out contexts: return, success and smoothness, with intervals, and a film."""
+"""Evaluation of a run's policy on held-out contexts: return, success and smoothness, with intervals, and a film."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,12 +21,12 @@ from corral.run.files import RunError, disk_sentence, write_json
 from corral.run.folder import RunFolder, commit, versions
 from corral.run.interval import LEVEL, Estimate, wilson
 
-RESAMPLES = 2000
+_RESAMPLES = 2000
 """Of a bootstrap."""
-FILMED, EVERY = 3, 2
+_FILM_EPISODES, _FILM_EVERY = 3, 2
 """Episodes in a film, and which pictures of them are kept: one in so many."""
 
-SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
+_SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
 """What measures of smoothness are called in a table."""
 
 WAYS = ("mean", "exploring")
@@ -35,7 +35,7 @@ WAYS = ("mean", "exploring")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Where an evaluation is, and the content of its eval.json."""
+    """An evaluation's folder, and the content of its eval.json."""
 
     path: Path
     result: dict[str, Any]
@@ -66,7 +66,7 @@ def evaluate(
         "algorithm": settings.algorithm,
         "episodes": episodes,
         "level": LEVEL,
-        "estimates": {way: estimates(found, known) for way, found in played.items()},
+        "estimates": {way: _estimates(found, known) for way, found in played.items()},
         "complaints": complaints,
         "versions": versions(),
         "commit": commit(),
@@ -78,11 +78,11 @@ def evaluate(
         raise RunError(disk_sentence(error, where)) from error
     write_json(where / "eval.json", result)
     if video is not None:
-        film(settings, seeds[:FILMED], played["mean"].actions[:FILMED].numpy(), video)
+        _film(settings, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
     return Evaluation(where, result)
 
 
-def estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float | None]]:
+def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float | None]]:
     """Every number, with an interval over contexts. Smoothness: nearer to 0 is smoother, whatever the sign.
 
     Returns are means; smoothness is a median, since one episode at rest would spoil a mean. Success is left out where the
@@ -94,7 +94,7 @@ def estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[st
         found["success"] = Estimate(float(success.mean()), *wilson(float(success.mean()), len(success)))
     for name, values in smoothness(episodes, environment).items():
         if len(values):
-            found[SMOOTHNESS[name]] = bootstrap(values, np.median)
+            found[_SMOOTHNESS[name]] = bootstrap(values, np.median)
     return {name: asdict(one) for name, one in found.items()}
 
 
@@ -105,18 +105,18 @@ def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL
     """
     if len(values) < 2:
         return Estimate(float(statistic(values)), None, None)
-    draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    draws = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
     low, high = np.quantile(statistic(values[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(statistic(values)), float(low), float(high))
 
 
-def film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> None:
+def _film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> None:
     """Play the first episodes again, and film them."""
     from corral.robot.picture import render_video  # matplotlib and imageio
 
     env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
     try:
-        render_video(env, seeds, actions, path, every=EVERY)
+        render_video(env, seeds, actions, path, every=_FILM_EVERY)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
     except OSError as error:

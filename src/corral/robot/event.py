@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def rewards_at_event(rewards: Float[Tensor, "B T"], event: Float[Tensor, "B"]) -> Float[Tensor, "B T"]:
-    """What is paid from an event on counts as paid at the event.
+    """Move the rewards paid from an event on to the event.
 
         r̃_e = Σ_{t ≥ e} r_t,   r̃_t = 0 for t > e,   r̃_t = r_t for t < e
 

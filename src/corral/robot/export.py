@@ -17,19 +17,19 @@ from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
 from corral.run.files import write_whole
 
-Bound = float | Sequence[float]
+_Bound = float | Sequence[float]
 """One number for all joints, or one for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What joints can do; infinite where nothing is said."""
+class JointLimits:
+    """Limits of joint positions, velocities and accelerations; infinite by default."""
 
-    position: tuple[Bound, Bound] = (-np.inf, np.inf)
+    position: tuple[_Bound, _Bound] = (-np.inf, np.inf)
     """Least and largest, rad or m."""
-    velocity: Bound = np.inf
+    velocity: _Bound = np.inf
     """Largest size, per second."""
-    acceleration: Bound = np.inf
+    acceleration: _Bound = np.inf
     """Largest size, per second squared."""
 
     def array(self, dof: int) -> Array:
@@ -38,10 +38,15 @@ class Limits:
         try:
             out = np.array([[np.broadcast_to(np.asarray(x, float), dof) for x in pair] for pair in pairs])
         except ValueError:
-            raise ValueError(f"Limits: each is one number, or one for each of {dof} joints; got {self}.") from None
+            raise ValueError(f"JointLimits: each is one number, or one for each of {dof} joints; got {self}.") from None
         if not (out[:, 0] < out[:, 1]).all():
-            raise ValueError(f"Limits: the least must lie below the largest, velocities and accelerations above 0; got {self}.")
+            raise ValueError(
+                f"JointLimits: the least must lie below the largest, velocities and accelerations above 0; got {self}."
+            )
         return out
+
+
+Limits = JointLimits  # the name until 0.1
 
 
 def export_policy(
@@ -49,7 +54,7 @@ def export_policy(
     path: str | Path,
     *,
     contexts: Array | None = None,
-    limits: Limits | None = None,
+    limits: JointLimits | None = None,
     refuse: bool = True,
 ) -> list[str]:
     """Write the mean plans of a policy, as a function of the context, to `path`.npz, and a loader beside it, `path`.py.
@@ -72,7 +77,7 @@ def export_policy(
         raise ValueError("export_policy: limits are checked over contexts; pass some, as plant.start(seeds) returns them.")
     if loader.exists() and loader.read_bytes().splitlines()[:1] != program.splitlines()[:1]:
         raise ValueError(f"export_policy: {loader} is there already and is no loader of a policy. Choose another name.")
-    policy = freeze(learner, limits or Limits())
+    policy = _freeze(learner, limits or JointLimits())
     found = policy.violations(contexts) if limits is not None else []
     if found and refuse:
         raise ValueError(
@@ -89,7 +94,7 @@ def export_policy(
     return found
 
 
-def freeze(learner: Learner, limits: Limits) -> ExportedPolicy:
+def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
     """The policy's network and its trajectory's tables as arrays, in float64."""
     prodmp, tracking = learner.prodmp, learner.plant.tracking
     linear = [layer for layer in learner.policy.mean if isinstance(layer, nn.Linear)]
@@ -110,7 +115,7 @@ def freeze(learner: Learner, limits: Limits) -> ExportedPolicy:
 
 
 def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
-    """What parameters [3 T M] and the state at the start [3 T 2] add to position, velocity and acceleration.
+    """Linear maps from parameters [3 T M] and start state [3 T 2] to position, velocity and acceleration.
 
     Acceleration is the derivative of the velocity's columns, each of which depends on its own time alone.
     """

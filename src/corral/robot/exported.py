@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "relu": lambda x: np.maximum(x, 0.0),
     "leaky_relu": lambda x: np.where(x > 0, x, 0.01 * x),
 }
-ORDERS = ("position", "velocity", "acceleration")
+_ORDERS = ("position", "velocity", "acceleration")
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class ExportedPolicy:
         return plan + np.einsum("kts,...ds->k...td", self.start, np.stack(state, -1))
 
     def violations(self, context: Any) -> list[str]:
-        """What leaves its limits, in words; nothing if all is well."""
+        """Sentences on what leaves its limits; empty if nothing does."""
         plan, found = self.unchecked(context), []
-        for order, name in enumerate(ORDERS):
+        for order, name in enumerate(_ORDERS):
             worst = plan[order].reshape(-1, plan.shape[-1])
             for joint, (low, high) in enumerate(self.limits[order].T):
                 least, most = worst[:, joint].min(), worst[:, joint].max()

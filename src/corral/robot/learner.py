@@ -1,4 +1,4 @@
-"""What TCE and BBRL share: draw plans, follow them, fit the critic, improve the policy inside its trust region."""
+"""The episodic learner that TCE and BBRL share: draw plans, follow them, fit the critic, improve the policy in its region."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
-from corral.objective.ratio import bounded
+from corral.objective.ratio import clamp_log_ratio
 from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
 from corral.robot.config import PROJECTIONS, LearnerConfig
@@ -21,19 +21,16 @@ from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
 from corral.validate import number_in
 
-LAST_RATE = 0.01
+_LAST_RATE = 0.01
 """Learning rates fall linearly to this share of their first value."""
 
 
-ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
+_ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
 """Of a Gaussian with standard deviation 1: what is left of an entropy per parameter is the logarithm of a mean deviation."""
-
-STATEFUL = ("policy", "critic", "policy_optimizer", "critic_optimizer")
-COUNTERS = ("iteration", "env_steps", "first_entropy")
 
 
 class Plans(NamedTuple):
-    """What was drawn, and the policy it was drawn from: the old one of this batch's updates."""
+    """Trajectory parameters drawn for a batch, and the Gaussian they came from: the old policy of this batch's updates."""
 
     params: Float[Tensor, "E W"]
     mean: Float[Tensor, "E W"]
@@ -41,7 +38,7 @@ class Plans(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """What a batch teaches: advantages for the policy, targets for the critic."""
+    """Learning signal of a batch: advantages for the policy, targets for the critic."""
 
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
@@ -106,14 +103,14 @@ class Learner(ABC):
 
     @abstractmethod
     def credit(self, episodes: Episodes) -> Credit:
-        """What this batch teaches, from the critic before it is fitted."""
+        """Advantages and critic targets of this batch, from the critic before it is fitted."""
 
     def begin_batch(self, chol: Tensor) -> None:  # noqa: B027  # not every learner decides anything
-        """What is decided once for a batch; `chol` is the old policy's."""
+        """Set up what stays fixed during a batch's updates; `chol` is the old policy's."""
 
     def step(self) -> dict[str, float]:
         """One batch of episodes and its updates; returns metrics."""
-        left = 1 - (1 - LAST_RATE) * self.progress
+        left = 1 - (1 - _LAST_RATE) * self.progress
         self.policy_optimizer.param_groups[0]["lr"] = self.config.policy_rate * left
         self.critic_optimizer.param_groups[0]["lr"] = self.config.critic_rate * left
         episodes, plans = self.sample()
@@ -201,7 +198,7 @@ class Learner(ABC):
         mean, chol = self.policy(context)
         projected, factor = self.project(mean, chol, plans)
         log_ratio = self.log_prob(plans.params, projected.mean, factor) - log_old
-        ratio = bounded(torch.where(credit.mask, log_ratio, 0.0)).exp()
+        ratio = clamp_log_ratio(torch.where(credit.mask, log_ratio, 0.0)).exp()
         gain = torch.where(credit.mask, ratio * credit.advantages, 0.0).sum() / credit.mask.sum().clamp(min=1)
         distance = gaussian_kl(mean, chol, projected.mean.detach(), factor.detach())
         # A covariance that will be set needs no regression.
@@ -214,7 +211,7 @@ class Learner(ABC):
             "policy_loss": loss.detach(),
             "regression": apart.detach(),
             "entropy": (entropy := gaussian_entropy(factor.detach())),
-            "std": (entropy / self.prodmp.parameters - ENTROPY_OF_ONE).exp(),
+            "std": (entropy / self.prodmp.parameters - _ENTROPY_OF_ONE).exp(),
             "tr/active_frac": projected.active_mean.to(self.dtype).mean(),
             "tr/active_cov": projected.active_cov.to(self.dtype).mean(),
             "tr/kl_before": (projected.before_mean.mean() + projected.before_cov.mean()).detach(),
@@ -237,13 +234,21 @@ class Learner(ABC):
         return projected, project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as it is now: later steps do not change it."""
-        networks = {key: getattr(self, key).state_dict() for key in STATEFUL}
-        return deepcopy({**networks, **{key: getattr(self, key) for key in COUNTERS}})
+        """A checkpoint: networks, optimizers and counters; a copy, which later steps do not change."""
+        counters = {"iteration": self.iteration, "env_steps": self.env_steps, "first_entropy": self.first_entropy}
+        return deepcopy({key: part.state_dict() for key, part in self._parts().items()} | counters)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""
-        for key in STATEFUL:
-            getattr(self, key).load_state_dict(deepcopy(state[key]))  # optimizers would go on with these very tensors
-        for key in COUNTERS:
-            setattr(self, key, state[key])
+        for key, part in self._parts().items():
+            part.load_state_dict(deepcopy(state[key]))  # optimizers would go on with these very tensors
+        self.iteration, self.env_steps, self.first_entropy = (state[x] for x in ("iteration", "env_steps", "first_entropy"))
+
+    def _parts(self) -> dict[str, Any]:
+        """Networks and optimizers, which have a state dict each."""
+        return {
+            "policy": self.policy,
+            "critic": self.critic,
+            "policy_optimizer": self.policy_optimizer,
+            "critic_optimizer": self.critic_optimizer,
+        }

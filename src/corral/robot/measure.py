@@ -1,4 +1,4 @@
-"""What a policy is worth on held-out contexts: success, return, and how smoothly it moves, with exploration and without."""
+"""Metrics on held-out contexts: success, return and smoothness of motion, with exploration and without."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ MOVED = 32
 """Contexts of which the motions are looked at, and which exploration plays again."""
 LAG = 0.1
 """Seconds after which exploration is compared with itself."""
-SHORTEST = 4
+_SHORTEST = 4
 """Steps that a motion must have to have a jerk."""
 
 
@@ -38,14 +38,14 @@ def measure(agent: Any, environment: Environment, contexts: int) -> dict[str, fl
         "return": float(mean.returns.mean()),
     }
     exploring = agent.explore(seeds[:MOVED])
-    found |= medians(smoothness(mean, environment, MOVED), "motion/")
-    found |= medians(smoothness(exploring, environment, MOVED), "explore/")
+    found |= _medians(smoothness(mean, environment, MOVED), "motion/")
+    found |= _medians(smoothness(exploring, environment, MOVED), "explore/")
     return found | {"explore/autocorrelation": autocorrelation(exploring, mean, environment)}
 
 
 def smoothness(episodes: Episodes, environment: Environment, count: int | None = None) -> dict[str, Array]:
     """Three measures of each of the first `count` episodes that lasted and moved; nearer to 0 is smoother."""
-    live = episodes.mask.sum(-1).tolist()[:count]
+    lengths = episodes.mask.sum(-1).tolist()[:count]
     velocities = episodes.observations[:, 1:, slice(*environment.tracking.velocities)].numpy()
     actions, dt = episodes.actions.numpy(), environment.dt
     measures: dict[str, Callable[[int, int], Array]] = {
@@ -54,19 +54,19 @@ def smoothness(episodes: Episodes, environment: Environment, count: int | None =
         "torque_rate": lambda row, end: torque_rate(actions[row, :end], dt),
     }
     found = {
-        name: np.array([float(one(row, end)) for row, end in enumerate(live) if end >= SHORTEST])
+        name: np.array([float(one(row, end)) for row, end in enumerate(lengths) if end >= _SHORTEST])
         for name, one in measures.items()
     }
     return {name: values[np.isfinite(values)] for name, values in found.items()}  # at rest there is no smoothness
 
 
-def medians(values: dict[str, Array], prefix: str) -> dict[str, float | None]:
+def _medians(values: dict[str, Array], prefix: str) -> dict[str, float | None]:
     """A median each, since one odd episode would spoil a mean; None of nothing."""
     return {prefix + name: float(np.median(found)) if len(found) else None for name, found in values.items()}
 
 
 def autocorrelation(exploring: Episodes, mean: Episodes, environment: Environment) -> float | None:
-    """How much of what exploration adds to the actions is still the same `LAG` seconds later; 0 for white noise.
+    """Autocorrelation of the exploration noise in the actions at a lag of `LAG` seconds; 0 for white noise.
 
     Args:
         exploring: episodes played as in training.

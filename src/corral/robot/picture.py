@@ -1,4 +1,4 @@
-"""What a policy plans, does and has learned, in pictures: trajectories, correlation over time, learning curves, films."""
+"""Figures and films: tracked trajectories, correlation of plans over time, learning curves, episodes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ try:
 except ImportError as error:
     raise ImportError("corral.robot.picture needs matplotlib and imageio: pip install corral[robot].") from error
 
-Image = NDArray[np.uint8]
+_Image = NDArray[np.uint8]
 
-BLUE, RED = "#2563eb", "#dc2626"
-COLOURS = (BLUE, RED, "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+_BLUE, _RED = "#2563eb", "#dc2626"
+_COLOURS = (_BLUE, _RED, "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 
 
 def plot_tracking(times: Array, desired: Array, executed: Array, *, title: str = "") -> Figure:
@@ -47,8 +47,8 @@ def plot_tracking(times: Array, desired: Array, executed: Array, *, title: str =
         axes.set_visible(joint < dof)
         if joint >= dof:
             continue
-        axes.plot(times, executed[:, joint], color=BLUE, lw=1.6, label="executed")
-        axes.plot(times, desired[:, joint], "--", color=RED, lw=1.2, label="desired")
+        axes.plot(times, executed[:, joint], color=_BLUE, lw=1.6, label="executed")
+        axes.plot(times, desired[:, joint], "--", color=_RED, lw=1.2, label="desired")
         error = np.abs(desired[:, joint] - executed[:, joint]).max()
         axes.set_title(f"joint {joint + 1}, at most {error:.2g} apart", fontsize=9)
         axes.set_xlabel("time [s]")
@@ -71,7 +71,7 @@ def plot_correlation(prodmp: ProDMP, times: Float[Tensor, "T"], chols: Mapping[s
         cov = prodmp.covariance(times, chol @ chol.mT).detach().double().numpy()
         std = np.sqrt(np.diag(cov))
         for joint, spread in enumerate(std.reshape(dof, size)):
-            above.plot(times.numpy(), spread, color=COLOURS[joint % len(COLOURS)], lw=1.3, label=f"joint {joint + 1}")
+            above.plot(times.numpy(), spread, color=_COLOURS[joint % len(_COLOURS)], lw=1.3, label=f"joint {joint + 1}")
         above.set(title=name, xlabel="time [s]")
         # Where nothing varies yet there is no correlation to show.
         std[std == 0] = np.nan
@@ -102,7 +102,7 @@ def plot_curves(
     """
     figure = _figure(6.4, 3.8)
     axes = figure.subplots()
-    for (name, curve), colour in zip(values.items(), COLOURS * len(values), strict=False):
+    for (name, curve), colour in zip(values.items(), _COLOURS * len(values), strict=False):
         if name not in steps or curve.ndim != 2 or curve.shape[1:] != steps[name].shape:
             raise ValueError(
                 f"plot_curves: `values` are [seeds N], `steps` [N] under the same names; {name!r} has {curve.shape}."
@@ -145,7 +145,7 @@ def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path:
     if len(seeds) != len(actions) or every < 1:
         raise ValueError(f"render_video: one seed per episode and every ≥ 1; got {len(seeds)} seeds, {len(actions)} episodes.")
     fps = env.metadata.get("render_fps", 50) / every
-    frames: list[Image] = []
+    frames: list[_Image] = []
     for seed, episode in zip(seeds, actions, strict=True):
         env.reset(seed=seed)
         frames.append(np.asarray(env.render()))
@@ -160,7 +160,7 @@ def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path:
     return len(frames)
 
 
-def _write(frames: list[Image], path: Path, fps: float) -> None:
+def _write(frames: list[_Image], path: Path, fps: float) -> None:
     settings: dict[str, dict[str, Any]] = {
         ".gif": {"duration": 1000 / fps, "loop": 0},
         ".mp4": {"fps": fps, "plugin": "FFMPEG"},

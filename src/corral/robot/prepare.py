@@ -15,11 +15,13 @@ from corral.robot.env import ENVIRONMENTS, Environment, make_envs
 from corral.robot.episode import Plant
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
-from corral.robot.settings import Settings, typed
+from corral.robot.settings import Settings, coerce_fields
 from corral.robot.tce import TCE, TCEConfig
 from corral.run.files import RunError
 
 EPISODIC: dict[str, tuple[type[Learner], type]] = {"tce": (TCE, TCEConfig), "bbrl": (BBRL, BBRLConfig)}
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 Agent = Any
 """A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, env_steps and config."""
@@ -38,7 +40,7 @@ def prepare(settings: Settings) -> Agent:
 
 
 def find_environment(name: str) -> Environment:
-    """What a learner must know of an environment."""
+    """The registered environment of this name."""
     if name not in ENVIRONMENTS:
         raise RunError(f"there is no environment {name!r}.{nearest(name, ENVIRONMENTS)}")
     return ENVIRONMENTS[name]
@@ -48,7 +50,7 @@ def check_environment_config(environment: Environment, given: Mapping[str, Any])
     """Refuse settings that the environment does not have; Gymnasium and vectorised forms would say so late, or not at all."""
     module, _, name = environment.entry_point.partition(":")
     try:
-        maker = getattr(importlib.import_module(module), name)
+        maker = getattr(importlib.import_module(module), name)  # an entry point is text
     except ImportError as error:
         raise RunError(str(error)) from error
     known = [key for key in inspect.signature(maker).parameters if key != "render_mode"]
@@ -66,29 +68,31 @@ def _episodic(settings: Settings, environment: Environment) -> Learner:
     make, config_cls = EPISODIC[settings.algorithm]
     config = config_cls(
         iterations=settings.iterations,
-        **typed(settings.algorithm, config_cls, settings.learner, without=["iterations"]),
+        **coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"]),
     )
-    given = {"basis": 5, "tau": environment.steps * environment.dt} | typed("prodmp", ProDMP, settings.prodmp, without=["dof"])
+    given = {"basis": 5, "tau": environment.steps * environment.dt} | coerce_fields(
+        "prodmp", ProDMP, settings.prodmp, without=["dof"]
+    )
     prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
     plant = _plant(settings, environment, config.episodes)
-    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=getattr(torch, settings.dtype))
+    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=_DTYPES[settings.dtype])
 
 
 def _baseline(settings: Settings, environment: Environment) -> Agent:
     from corral.robot.baseline import Baseline, BaselineConfig
 
-    given = typed(settings.algorithm, BaselineConfig, settings.learner, without=["iterations"])
+    given = coerce_fields(settings.algorithm, BaselineConfig, settings.learner, without=["iterations"])
     config = BaselineConfig(iterations=settings.iterations, **given)
     return Baseline(_plant(settings, environment, config.episodes), settings.algorithm, config, seed=settings.seed)
 
 
-def networks(agent: Agent) -> list[torch.nn.Module]:
-    """What is trained."""
+def _networks(agent: Agent) -> list[torch.nn.Module]:
+    """The networks that are trained."""
     return [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
 
 
 def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
-    """What trains it, by name."""
+    """The optimizers, by the name of what they train."""
     if isinstance(agent, Learner):
         return {"critic": agent.critic_optimizer, "policy": agent.policy_optimizer}
     model = agent.model
@@ -102,7 +106,7 @@ def updates_of(agent: Agent) -> int:
     return agent.iteration * agent.config.policy_epochs if isinstance(agent, Learner) else int(agent.model._n_updates)
 
 
-def described(settings: Settings, agent: Agent) -> dict[str, Any]:
+def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
     """The content of config.json."""
     environment = ENVIRONMENTS[settings.environment]
     planned = isinstance(agent, Learner)
@@ -118,7 +122,7 @@ def described(settings: Settings, agent: Agent) -> dict[str, Any]:
         },
         "model": {
             "name": model_name(settings),
-            "parameters": sum(p.numel() for network in networks(agent) for p in network.parameters()),
+            "parameters": sum(p.numel() for network in _networks(agent) for p in network.parameters()),
             "prodmp": asdict(agent.prodmp) if planned else None,
         },
         "command": sys.argv,
@@ -126,5 +130,5 @@ def described(settings: Settings, agent: Agent) -> dict[str, Any]:
 
 
 def model_name(settings: Settings) -> str:
-    """What kind of policy it is."""
+    """The policy class, as config.json names it."""
     return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"

@@ -13,20 +13,20 @@ from torch import Tensor
 from corral.numerics import at_least_float32, expm1_minus, without_autocast
 from corral.validate import require
 
-Built = TypeVar("Built")
+_Built = TypeVar("_Built")
 
-HORIZON = 6
+_HORIZON = 6
 """Plans reach this many τ past their delay; at the usual phase the force has decayed to e^−18 by then."""
 
 NODES = 10
 """Points of the Gauss–Legendre rule inside a panel."""
 
 
-def _constant(build: Callable[["ProDMP"], Built]) -> "cached_property[Built]":
+def _constant(build: Callable[["ProDMP"], _Built]) -> "cached_property[_Built]":
     """A cached property of plain CPU tensors, whatever mode or default device they are first asked for in."""
 
     @wraps(build)
-    def plain(prodmp: "ProDMP") -> Built:
+    def plain(prodmp: "ProDMP") -> _Built:
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             return build(prodmp)
 
@@ -35,7 +35,10 @@ def _constant(build: Callable[["ProDMP"], Built]) -> "cached_property[Built]":
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """What a plan is linear in: joint by joint, (y, v) = (`position`, `velocity`) @ params + `start` @ (y_b, v_b)."""
+    """The linear map from parameters and start state to a plan, joint by joint.
+
+    (y, v) = (position, velocity) @ params + start @ (y_b, v_b)
+    """
 
     position: Float[Tensor, "*b T M"]
     """∂y/∂params of one joint: the n weights, then the goal, scaled."""
@@ -181,9 +184,9 @@ class ProDMP:
         begin = torch.as_tensor(start_time, dtype=torch.float64, device="cpu")[..., None]
         s, s_b = (((t - self.delay) / self.tau).clamp(min=0) for t in (times, begin))
         for name, x in (("times", s), ("start_time", s_b)):
-            if x.numel() and not bool((x <= HORIZON * (1 + 1e-6)).all()):
+            if x.numel() and not bool((x <= _HORIZON * (1 + 1e-6)).all()):
                 raise ValueError(
-                    f"ProDMP: `{name}` must end by {HORIZON} τ + delay = {HORIZON * self.tau + self.delay:g} s; got "
+                    f"ProDMP: `{name}` must end by {_HORIZON} τ + delay = {_HORIZON * self.tau + self.delay:g} s; got "
                     f"{x.max().item() * self.tau + self.delay:g} s. Use a longer tau."
                 )
         free = _free(s - s_b, self.alpha / 2)  # [* T 2 2]
@@ -246,8 +249,8 @@ class ProDMP:
         constant of spring and phase does the same for them.
         """
         finest = max(4 * self.basis * max(1.0, self.bandwidth / 3), self.alpha, 2 * self.alpha_phase)
-        panels = math.ceil(HORIZON * finest)
-        width = HORIZON / panels
+        panels = math.ceil(_HORIZON * finest)
+        width = _HORIZON / panels
         begin = torch.arange(panels, dtype=torch.float64) * width
         pushes = self._push(begin, torch.full_like(begin, width))
         carry = _free(torch.tensor(width, dtype=torch.float64), self.alpha / 2)
@@ -258,11 +261,11 @@ class ProDMP:
 
     @_constant
     def _scale(self) -> Tensor:
-        """What each column is multiplied by [M]."""
+        """Scale of each column [M]."""
         scale = torch.tensor([self.weights_scale] * self.basis + [self.goal_scale], dtype=torch.float64)
         if not self.auto_scale:
             return scale
-        s = torch.linspace(0, HORIZON, 1000 * HORIZON + 1, dtype=torch.float64)
+        s = torch.linspace(0, _HORIZON, 1000 * _HORIZON + 1, dtype=torch.float64)
         peak = torch.cat([self._response(s)[:, 0], _goal(s, self.alpha / 2)[:, :1]], -1).amax(0)
         return scale / peak
 

@@ -18,11 +18,11 @@ def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: b
     for sentence in result["complaints"]:
         problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
     if not quiet:
-        console.print(table(result))
-    console.print(escape(last_words(result, where, video)), soft_wrap=True, highlight=False)
+        console.print(_table(result))
+    console.print(escape(_last_words(result, where, video)), soft_wrap=True, highlight=False)
 
 
-def table(result: Mapping[str, Any]) -> Table:
+def _table(result: Mapping[str, Any]) -> Table:
     """Every estimate with its interval, without exploration and with it."""
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("")
@@ -33,18 +33,18 @@ def table(result: Mapping[str, Any]) -> Table:
         cells = []
         for way in WAYS:
             one = result["estimates"][way].get(name)
-            cells += [number(one["value"]), interval(one)] if one else ["–", ""]
+            cells += [number(one["value"]), _interval(one)] if one else ["–", ""]
         rows.add_row(name, *cells)
     return rows
 
 
-def interval(one: Mapping[str, float | None]) -> str:
+def _interval(one: Mapping[str, float | None]) -> str:
     """From … to, or a dash where one episode leaves nothing to say."""
     low, high = one["low"], one["high"]
     return "–" if low is None or high is None else f"{number(low)} … {number(high)}"
 
 
-def last_words(result: Mapping[str, Any], where: Path, video: Path | None) -> str:
+def _last_words(result: Mapping[str, Any], where: Path, video: Path | None) -> str:
     """The numbers that matter most, in a sentence."""
     found = result["estimates"]["mean"]
     text = f"{result['algorithm']} on {result['environment']['name']} after {result['step']} steps: "

@@ -1,4 +1,4 @@
-"""Pieces of a trajectory: how likely each was under a policy over parameters, and what credit it earned."""
+"""Segments of a trajectory: their log-probs under a Gaussian over parameters, and their advantages."""
 
 import math
 
@@ -10,7 +10,7 @@ from corral.advantage import gae
 from corral.numerics import at_least_float32, in_one_dtype, without_autocast
 from corral.validate import number_in
 
-STD_FLOOR = 1e-8
+_STD_FLOOR = 1e-8
 """Added to the standard deviation of advantages before dividing by it, as published."""
 
 
@@ -60,7 +60,7 @@ def segment_covariance(rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c 
 def segment_jitter(
     rows: Float[Tensor, "*r N S M"], chol: Float[Tensor, "*c W W"], relative: float = 1e-4
 ) -> Float[Tensor, "*b N"]:
-    """What is added to a segment's variances, so that close points do not make its covariance singular.
+    """Regulariser added to a segment's variances, so that close points do not make its covariance singular.
 
         r_n = relative · max_i (C_n)_ii,   and 1 where nothing varies
 
@@ -152,9 +152,9 @@ def segment_advantages(
     critic alone. Closing the last segment changes its advantage and not its likelihood.
 
     Args:
-        rewards, values: r_t and V(s_t) [B T]; an episode ends with its last live step, where V is 0.
+        rewards, values: r_t and V(s_t) [B T]; an episode ends with its last unmasked step, where V is 0.
         pairs: a < b ≤ T of each segment, in order of a [N 2].
-        mask: live steps [B T], from the first on; all of them without it.
+        mask: unmasked steps [B T], from the first on; all of them without it.
         gamma: discount γ in [0, 1].
         closing_segment: False for the published rule.
     Returns:
@@ -171,7 +171,7 @@ def segment_advantages(
     rewards = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
     values = torch.where(mask, at_least_float32(values.detach()), 0.0)
     if not bool(rewards.isfinite().all() & values.isfinite().all()):
-        raise ValueError("segment_advantages: rewards and values must be finite at live steps. Look at both their sources.")
+        raise ValueError("segment_advantages: rewards and values must be finite at unmasked steps. Look at both their sources.")
     first, last = pairs.to(rewards.device).unbind(-1)
     step = torch.arange(rewards.shape[1], device=rewards.device)
     since = step - first[:, None]  # [N T]
@@ -181,12 +181,12 @@ def segment_advantages(
     credit = rewards @ (discount * (step < last[:, None])).mT + bootstrap
     length = mask.sum(-1, keepdim=True)
     if closing_segment:
-        live = first < length
-        closes = live & ~torch.nn.functional.pad(live[:, 1:], (0, 1))
+        counted = first < length
+        closes = counted & ~torch.nn.functional.pad(counted[:, 1:], (0, 1))
         credit = torch.where(closes, rewards @ discount.mT, credit)
     else:
-        live = last <= length
-    return torch.where(live, credit - values[:, first], 0.0), live
+        counted = last <= length
+    return torch.where(counted, credit - values[:, first], 0.0), counted
 
 
 def normalise_advantages(advantages: Float[Tensor, "B N"], mask: Bool[Tensor, "B N"]) -> Float[Tensor, "B N"]:
@@ -200,7 +200,7 @@ def normalise_advantages(advantages: Float[Tensor, "B N"], mask: Bool[Tensor, "B
     for _ in range(2):  # the second time takes away the rounding of the first, which a tiny spread would blow up
         centred = torch.where(mask, centred - centred.sum() / count.clamp(min=1), 0.0)
     std = (centred.square().sum() / (count - 1).clamp(min=1)).sqrt()
-    return centred / (std + STD_FLOOR)
+    return centred / (std + _STD_FLOOR)
 
 
 def critic_targets(
@@ -211,7 +211,7 @@ def critic_targets(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Float[Tensor, "B T"]:
-    """λ-returns, what the critic is fitted to: `corral.gae`'s advantages plus values, its last live step terminal.
+    """λ-returns, what the critic is fitted to: `corral.gae`'s advantages plus values, its last unmasked step terminal.
 
     Ref:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16. Invariant: λ = 1 gives the reward-to-go.

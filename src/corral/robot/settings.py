@@ -1,4 +1,4 @@
-"""What a robot's run is told: recipe, file and flags in layers, every key checked, every value of the right type."""
+"""Settings of a robot's run: recipe, file and flags in layers, every key and type checked."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_
 
 RECIPES = Path(__file__).parent / "recipes"
 
-Algorithm = Literal["tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-sac", "sb3-sac-gsde"]
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+_Algorithm = Literal["tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-sac", "sb3-sac-gsde"]
+ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 
 TABLES = ("environment_config", "prodmp", "learner")
-"""Settings that are tables: layers add to them, key by key."""
+"""Settings that are tables: layers add to them, key by key. The command line asks for them by this name, of either kind."""
 
-ELSEWHERE = {
+_ELSEWHERE = {
     "steps": "iterations",
     "objective": "algorithm",
     "task": "environment",
@@ -39,14 +39,14 @@ class Settings:
     """What to learn: an id from corral.robot.env."""
     environment_config: dict[str, Any] = field(default_factory=dict)
     """The environment's own settings."""
-    algorithm: Algorithm = "tce"
+    algorithm: _Algorithm = "tce"
     """How: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline of stable-baselines3 (sb3-…)."""
     prodmp: dict[str, Any] = field(default_factory=dict)
     """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
     learner: dict[str, Any] = field(default_factory=dict)
     """Settings of the algorithm: TCEConfig, BBRLConfig or BaselineConfig."""
     seed: int = 0
-    """Decides contexts, plans and everything else that is drawn."""
+    """Random seed of contexts, plans and everything else that is drawn."""
     iterations: int = 125
     """Steps of the run: batches of episodes to learn from."""
     eval_every: int = 5
@@ -62,7 +62,7 @@ class Settings:
     dtype: Literal["float64", "float32"] = "float64"
     """Precision of networks and plans. Baselines are float32."""
     workers: int | None = None
-    """Threads that step the environments, one per core unless told. Numbers do not depend on it."""
+    """Threads that step the environments, one per core by default. Numbers do not depend on it."""
 
     def __post_init__(self) -> None:
         least = {"seed": 0, "iterations": 1, "eval_every": 1, "eval_size": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
@@ -92,8 +92,8 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
         add_layer(merged, {"learner": own}, TABLES)
     hints = get_type_hints(Settings)
     for key in merged:
-        if key in ELSEWHERE:
-            raise RunError(f"robots have no setting `{key}`. Use {ELSEWHERE[key]}.")
+        if key in _ELSEWHERE:
+            raise RunError(f"robots have no setting `{key}`. Use {_ELSEWHERE[key]}.")
         if key not in hints:
             raise RunError(f"there is no setting `{key}`.{nearest(key, [*hints, *ALGORITHMS])}")
     return Settings(**{key: coerce(key, value, hints[key]) for key, value in merged.items()})
@@ -104,7 +104,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     return read_named(name, recipes(RECIPES))
 
 
-def typed(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
+def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
     """Settings of a dataclass, each of its field's type; those it does not have are refused. Lists become tuples."""
     known = [item.name for item in dataclasses.fields(config_cls) if item.name not in without]
     hints, out = get_type_hints(config_cls), {}

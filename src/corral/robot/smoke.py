@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-EPISODIC = {"policy_epochs": 2, "critic_epochs": 2}
-PPO = {"epochs": 1, "minibatches": 4}
+_EPISODIC = {"policy_epochs": 2, "critic_epochs": 2}
+_PPO = {"epochs": 1, "minibatches": 4}
 
 TRAINING: dict[str, Any] = {
     "iterations": 2,
@@ -13,10 +13,10 @@ TRAINING: dict[str, Any] = {
     "checkpoint_every": 1,
     "workers": 1,
     "learner": {"episodes": 4},
-    "tce": EPISODIC,
-    "bbrl": EPISODIC,
-    "sb3-ppo": PPO,
-    "sb3-ppo-gsde": PPO,
+    "tce": _EPISODIC,
+    "bbrl": _EPISODIC,
+    "sb3-ppo": _PPO,
+    "sb3-ppo-gsde": _PPO,
 }
 """What --smoke changes in a recipe. Environment, trajectory, bounds and networks stay as they are."""
 
@@ -25,5 +25,5 @@ EPISODES = 4
 
 
 def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What --smoke puts on top of a recipe and a file."""
+    """The layers of settings that --smoke adds to a recipe and a file."""
     return [TRAINING]

@@ -1,11 +1,10 @@
-"""How smooth a motion is: jerk, spectrum, torque rate, and how long exploration remembers itself."""
+"""Smoothness of motion: jerk, spectral arc length, torque rate, and the autocorrelation of exploration."""
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.floating]
+from corral.robot.tracking import Array
 
-PADDING = 16
+_PADDING = 16
 """Zeros behind a motion, in multiples of its length: the arc of the spectrum is then resolved to a per mille."""
 
 
@@ -50,7 +49,7 @@ def spectral_arc_length(velocities: Array, dt: float, *, cutoff: float = 10.0, t
     """
     _check("spectral_arc_length", velocities, 4)
     speed = np.linalg.norm(velocities, axis=-1)
-    size = PADDING * speed.shape[-1]
+    size = _PADDING * speed.shape[-1]
     frequency = np.fft.rfftfreq(size, dt)
     spectrum = np.abs(np.fft.rfft(speed, size, axis=-1))
     with np.errstate(invalid="ignore"):

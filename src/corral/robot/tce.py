@@ -96,11 +96,11 @@ class TCE(Learner):
         return episodes.observations[:, :-1][episodes.mask]
 
     def credit(self, episodes: Episodes) -> Credit:
-        config, live = self.config, episodes.mask
+        config, played = self.config, episodes.mask
         paid = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
         rewards, values = paid.to(self.dtype), self.critic(episodes.observations[:, :-1])
         advantages, mask = segment_advantages(
-            rewards, values, self.pairs, mask=live, gamma=config.gamma, closing_segment=config.closing_segment
+            rewards, values, self.pairs, mask=played, gamma=config.gamma, closing_segment=config.closing_segment
         )
-        targets = critic_targets(rewards, values, live, gamma=config.gamma, lam=config.lam)
-        return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[live])
+        targets = critic_targets(rewards, values, played, gamma=config.gamma, lam=config.lam)
+        return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[played])

@@ -1,4 +1,4 @@
-"""Desired joint states → actions: how a trajectory is followed in an environment that wants something else."""
+"""Tracking controllers: desired joint states → an environment's actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from corral.validate import require
 
 Array = NDArray[np.floating]
 
-COMMANDS = ("torque", "velocity", "position")
+_COMMANDS = ("torque", "velocity", "position")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,14 @@ class Tracking:
     """What an action of 1 stands for."""
 
     def __post_init__(self) -> None:
-        require(self, "command", one_of=COMMANDS)
+        require(self, "command", one_of=_COMMANDS)
         if self.joints[1] - self.joints[0] != self.velocities[1] - self.velocities[0] or self.dof < 1:
             raise ValueError(
                 f"Tracking: `joints` and `velocities` are ranges of the same length in the observation; got {self.joints} and "
                 f"{self.velocities}."
             )
-        for name in ("p", "d", "scale"):
-            value = np.asarray(getattr(self, name))
+        for name, gain in (("p", self.p), ("d", self.d), ("scale", self.scale)):
+            value = np.asarray(gain)
             if value.size not in (1, self.dof) or not np.isfinite(value).all():
                 raise ValueError(f"Tracking: `{name}` is one finite number, or one for each of {self.dof} joints; got {value}.")
         if not np.all(self.scale):

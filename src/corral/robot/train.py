@@ -1,4 +1,4 @@
-"""The job: settings → environments, learner → a run folder that tells how it went and can be gone on with."""
+"""A training run: settings → environments and a learner → a resumable run folder."""
 
 import time
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 from corral.robot.banner import banner
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.measure import measure
-from corral.robot.prepare import Agent, described, model_name, optimizers, prepare, updates_of
+from corral.robot.prepare import Agent, describe, model_name, optimizers, prepare, updates_of
 from corral.robot.settings import Settings, resolve
 from corral.run.ending import Outcome, attempt, close, last_words, summarise
 from corral.run.files import RunError, disk_sentence, is_disk_full
@@ -22,16 +22,16 @@ from corral.run.view import RunView, make_view
 from corral.run.watch import CollapseLimits
 
 STATE = "state.pt"
-"""The file of a checkpoint: what the learner needs to go on."""
+"""File of a checkpoint with the learner's state."""
 
 LIMITS = CollapseLimits(kl=10.0)
 """KL is here of a whole plan and not of a token; a healthy BBRL begins at .6 before its projection."""
 
-NOT_MEASURED: dict[str, float | None] = dict.fromkeys(("success", "return"))
-"""What a line says where nothing was measured."""
+_NOT_MEASURED: dict[str, float | None] = dict.fromkeys(("success", "return"))
+"""Metrics of a line without an evaluation."""
 
-WATCHED = ("success", "tr/kl_before", "std")
-"""What a collapse shows in. Not the entropy: that of a density has no zero, and falls below it in good health; the mean
+_WATCHED = ("success", "tr/kl_before", "std")
+"""Metrics that a collapse shows in. Not the entropy: that of a density has no zero, and falls below it in good health; the mean
 standard deviation that it stands for has one."""
 
 
@@ -40,8 +40,8 @@ def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -
     agent = prepare(settings)
     name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
     folder = RunFolder.create(out, f"{name}-{settings.algorithm}-{settings.seed}")
-    folder.write_config(described(settings, agent))
-    return _run(Job(settings=settings, agent=agent, folder=folder, view=make_view(quiet=quiet)))
+    folder.write_config(describe(settings, agent))
+    return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=make_view(quiet=quiet)))
 
 
 def resume(path: Path, *, quiet: bool = False, guard: str | None = None) -> Outcome:
@@ -54,7 +54,7 @@ def resume(path: Path, *, quiet: bool = False, guard: str | None = None) -> Outc
     for sentence in complaints:
         view.warn(sentence)
     if checkpoint is not None and checkpoint.step >= settings.iterations:
-        summary = summary_of(settings, folder.lines(), "finished", None)
+        summary = _summary(settings, folder.lines(), "finished", None)
         folder.write_summary(summary)
         folder.close()
         view.end(last_words(summary, path))
@@ -69,16 +69,16 @@ def resume(path: Path, *, quiet: bool = False, guard: str | None = None) -> Outc
         agent.restore(torch.load(checkpoint.path / STATE, weights_only=True))
     folder.drop_unfinished()
     lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
-    return _run(Job(settings=settings, agent=agent, folder=folder, view=view, lines=lines))
+    return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=view, lines=lines))
 
 
-def _run(job: "Job") -> Outcome:
+def _run(job: "RobotRun") -> Outcome:
     """Train, and write down how it ended, however it ended."""
     folder, view = job.folder, job.view
     stopped, error = attempt(job.train, folder.path)
     view.close()
     job.agent.plant.close()
-    summary = summary_of(job.settings, job.lines, stopped, job.guard.collapsed or (str(error) if error else None))
+    summary = _summary(job.settings, job.lines, stopped, job.guard.collapsed or (str(error) if error else None))
     close(folder, (lambda: folder.write_summary(summary),), view)
     if error is not None:
         raise error
@@ -87,8 +87,8 @@ def _run(job: "Job") -> Outcome:
 
 
 @dataclass(kw_only=True)
-class Job(Interruptible):
-    """A run while it runs: the learner steps, and around that success is measured and lines and checkpoints are written."""
+class RobotRun(Interruptible):
+    """A run in progress: the learner's steps, evaluations, lines of metrics and checkpoints."""
 
     settings: Settings
     agent: Agent
@@ -100,7 +100,7 @@ class Job(Interruptible):
     def __post_init__(self) -> None:
         self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
         self.guard = Guard(self.settings.guard, LIMITS, say=self.view.warn)
-        self.guard.restore(map(watched, self.lines))
+        self.guard.restore(map(select_watched, self.lines))
         if self.settings.guard != "off":
             for name, optimizer in optimizers(self.agent).items():
                 optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: self.check_update(name, optimizer))
@@ -122,7 +122,7 @@ class Job(Interruptible):
         """One batch of episodes with its updates, its line, and a checkpoint where one is due. Returns whether to stop."""
         settings, metrics = self.settings, self.agent.step()
         step, last = self.agent.iteration, self.agent.iteration == settings.iterations
-        line = {"step": step, "update": updates_of(self.agent), **NOT_MEASURED}
+        line = {"step": step, "update": updates_of(self.agent), **_NOT_MEASURED}
         line |= self.measure() if last or step % settings.eval_every == 0 else {}
         line |= {"reward": metrics.pop("return"), "batch_success": metrics.pop("success"), **metrics}
         self.add(line | {"env_steps": self.agent.env_steps})
@@ -132,17 +132,17 @@ class Job(Interruptible):
         return stop
 
     def measure(self) -> dict[str, float | None]:
-        """What the policy is worth now. Training's random numbers are its own."""
+        """Evaluate the policy on held-out contexts. Training draws from generators of its own."""
         return measure(self.agent, ENVIRONMENTS[self.settings.environment], self.settings.eval_size)
 
     def add(self, line: dict[str, Any]) -> None:
-        """One more line of metrics, for the guard, the folder and the eyes."""
+        """Log one line of metrics: to the guard, the folder and the view."""
         seconds = time.monotonic() - self.started
         if self.lines:
             before = self.lines[-1]
             pace = (line["env_steps"] - before["env_steps"]) / max(seconds - before["seconds"], 1e-9)
             line |= {"steps_per_second": pace, "skipped": self.guard.skipped}
-        self.guard.observe(watched(line))
+        self.guard.observe(select_watched(line))
         line |= {"seconds": seconds}
         if self.guard.news:
             line["warnings"], self.guard.news = self.guard.news, []
@@ -173,12 +173,12 @@ class Job(Interruptible):
             drop_gradients(parameters)
 
 
-def watched(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What the guard may see of a line."""
-    return {key: line[key] for key in (*WATCHED, "skipped") if key in line}
+def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of a line that the guard watches."""
+    return {key: line[key] for key in (*_WATCHED, "skipped") if key in line}
 
 
-def summary_of(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
+def _summary(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, why: str | None) -> dict[str, Any]:
     """The content of summary.json."""
     about = {"objective": settings.algorithm, "task": settings.environment, "model": model_name(settings)}
     return summarise(about | {"seed": settings.seed}, lines, stopped, why, also="return")

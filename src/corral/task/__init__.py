@@ -1,4 +1,4 @@
-"""Prompts and verifiers: what a policy is asked, and what counts as right. This file is the one registry."""
+"""Tasks: prompts and verifiers. This file is the one registry."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ __all__ = [
 
 @runtime_checkable
 class Task(Protocol):
-    """Something to learn: prompts to train on, prompts never trained on, and a verifier for both.
+    """A task: training prompts, held-out prompts, and a verifier for both.
 
     Implementations are frozen dataclasses whose fields are the settings. Prompts are drawn by seed, the same ones on every
     machine; the first prompts of a longer draw are those of a shorter one. A procedural task draws with replacement. A finite
@@ -140,7 +140,7 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
 
 
 def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
-    """What a task knows of these prompts besides, as lists by name; None where it has nothing under that name."""
+    """The other columns of these prompts' rows, as lists by name, for reward functions; None where a row lacks one."""
     columns = _optional_method(task, "columns")
     rows = [columns(prompt) for prompt in prompts] if columns is not None else []
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}

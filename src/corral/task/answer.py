@@ -1,4 +1,4 @@
-r"""The one answer of a completion, wherever the model put it, and the one number of an answer.
+r"""Answer extraction: the one answer of a completion, and the one number of an answer.
 
 The first form that occurs counts, and of that form the last occurrence:
 
@@ -43,7 +43,7 @@ _SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0
 
 @dataclass(frozen=True)
 class Answer:
-    """What was answered, and in which form."""
+    """An extracted answer, and the form in which it was given."""
 
     text: str
     form: AnswerForm
@@ -128,7 +128,7 @@ def one_number(answer: str) -> Fraction | None:
 
 
 def _as_fraction(number: str) -> Fraction | None:
-    """A number as NUMBER finds it, exactly; None for a division by zero."""
+    """A matched number as an exact fraction; None for a division by zero."""
     whole, _, under = re.sub(r"[\s,]", "", number).partition("/")
     if under and int(under) == 0:
         return None

@@ -28,7 +28,7 @@ class Arithmetic(ProceduralTask):
     name: ClassVar[str] = "arithmetic"
 
     operations: str = "+-*"
-    """Which of + - * are asked."""
+    """Which of + - * occur."""
     digits: int = 2
     """Digits of the longest operand; operands are drawn uniformly from 1 to the largest such number."""
 

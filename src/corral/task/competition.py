@@ -1,4 +1,4 @@
-r"""Competition mathematics in the shapes in which it is passed around: MATH500, AIME 2024 and 2025, AMC, DAPO-Math.
+r"""Competition mathematics as published on the hub: MATH500, AIME 2024 and 2025, AMC, DAPO-Math.
 
 All are graded by math-verify. The first four are for evaluation, so all of their problems are held out unless `held_out` says
 otherwise: to train on MATH and evaluate on MATH500, give MATH's training file as `path` and MATH500's as `held_out`.

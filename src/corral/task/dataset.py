@@ -22,7 +22,7 @@ _RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class _KnownProblem(NamedTuple):
-    """What is known of a prompt."""
+    """The answer of a prompt, and its row."""
 
     answer: Any
     row: Row
@@ -41,16 +41,15 @@ class Hub:
 class _Slots:
     """The problems are kept in slots: `vars(task)` are its settings, which a run writes down."""
 
-    __slots__ = ("_answers", "_held_out", "_rows", "_train")
-    _answers: dict[str, Any]
-    _rows: dict[str, Row]
+    __slots__ = ("_held_out", "_problems", "_train")
+    _problems: dict[str, _KnownProblem]
     _train: list[str]
     _held_out: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FiniteTask(_Slots):
-    """What all finite tasks share. One gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
+    """Base of tasks with a data set. A subclass gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
 
     name: ClassVar[str]
     HUB: ClassVar[Hub | None] = None
@@ -73,13 +72,10 @@ class FiniteTask(_Slots):
             raise ValueError(f"{self.name}: there is no held-out problem to measure success on.")
         known = train | held_out
         columns = dict.fromkeys(name for problem in known.values() for name in problem.row)
-        slots = {
-            "_answers": {prompt: problem.answer for prompt, problem in known.items()},
-            "_rows": {prompt: {name: problem.row.get(name) for name in columns} for prompt, problem in known.items()},
-            "_train": list(train),
-            "_held_out": list(held_out),
+        problems = {
+            prompt: _KnownProblem(answer, {name: row.get(name) for name in columns}) for prompt, (answer, row) in known.items()
         }
-        for slot, value in slots.items():
+        for slot, value in (("_problems", problems), ("_train", list(train)), ("_held_out", list(held_out))):
             object.__setattr__(self, slot, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,7 +93,7 @@ class FiniteTask(_Slots):
     @property
     def max_prompt_length(self) -> int:
         """Characters of the longest prompt."""
-        return max(map(len, self._answers))
+        return max(map(len, self._problems))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -126,16 +122,18 @@ class FiniteTask(_Slots):
 
     def answer(self, prompt: str) -> Any:
         """The right answer to one of the task's prompts."""
-        if prompt not in self._answers:
-            raise ValueError(
-                f"{self.name}: {quote(prompt)} is no prompt of this task. Is it another task's, or another file's?"
-            )
-        return self._answers[prompt]
+        return self._problem(prompt).answer
 
     def row(self, prompt: str) -> Row:
         """All columns of a prompt's row, None where another row has one and this one has not."""
-        self.answer(prompt)  # which refuses what is no prompt
-        return self._rows[prompt]
+        return self._problem(prompt).row
+
+    def _problem(self, prompt: str) -> _KnownProblem:
+        if prompt not in self._problems:
+            raise ValueError(
+                f"{self.name}: {quote(prompt)} is no prompt of this task. Is it another task's, or another file's?"
+            )
+        return self._problems[prompt]
 
     def columns(self, prompt: str) -> Row:
         """What reward functions get besides the prompt, which they have already."""
@@ -184,7 +182,7 @@ class FiniteTask(_Slots):
 
 
 class _Tally:
-    """How many rows, and where the first of them are, and why: there may be millions."""
+    """A count of rows, with place and reason of the first few: there may be millions."""
 
     def __init__(self) -> None:
         self.count = 0

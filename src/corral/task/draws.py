@@ -1,4 +1,4 @@
-"""What every procedural task draws with: numbers by seed, a split that never leaks, and counts that make sense."""
+"""Procedural tasks: problems drawn by random seed, and a held-out split that never leaks."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""Graders that may hang, in processes of their own: a real time limit in any thread of any process.
+"""Graders in worker processes: a real time limit, in any thread of any process, for scorers that may hang.
 
 math-verify and some scorers of reasoning-gym hand text to sympy, which can compute for years. Their own limits are alarms: they
 work in the main thread alone, and not inside a long call into C. Results of functions under test are read and compared here
@@ -44,7 +44,7 @@ GraderStatus = Literal["graded", "timeout", "error", "died"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one question; the score is 0 unless it was graded."""
+    """The outcome of one grading request; the score is 0 unless it was graded."""
 
     status: GraderStatus
     score: float = 0.0

@@ -1,4 +1,4 @@
-r"""Mathematics: whether an answer is right, and how much of the reward is for having put it where it was asked for."""
+r"""Base of mathematics tasks: graded by math-verify, with a share of the reward for the answer's format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from corral.validate import require
 
 VERDICTS: dict[tuple[str, str, float], bool] = {}
 """Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
-have been to blame: those are asked about again."""
+have been to blame: those are graded again."""
 MAX_VERDICTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathTask(FiniteTask):
-    r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the asked form], with w = `format_weight`.
+    r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the required form], with w = `format_weight`.
 
-    "In the asked form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
+    "In the required form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
     extracted from otherwise: corral.task.answer.
     """
 
@@ -73,8 +73,8 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
     pairs = [(_strip(gold), _strip(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
     quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
     known = {pair: VERDICTS.get(pair) if verdict is None else verdict for pair, verdict in quick.items()}
-    asked = [pair for pair, verdict in known.items() if verdict is None]
-    verdicts = dict(zip(asked, _grade(asked, seconds), strict=True))
+    requests = [pair for pair, verdict in known.items() if verdict is None]
+    verdicts = dict(zip(requests, _grade(requests, seconds), strict=True))
     graded = {pair: verdict.score == 1.0 for pair, verdict in verdicts.items()}
     if len(VERDICTS) + len(graded) > MAX_VERDICTS:
         VERDICTS.clear()

@@ -121,12 +121,12 @@ class ReasoningGym(_Slots):
         entries = [self._entry(prompt) for prompt in prompts]
         answers = [answer_of(completion) for completion in completions]
         harmless = [is_harmless(one, entry, self.generator) for one, entry in zip(answers, entries, strict=True)]
-        asked = [
+        requests = [
             (self.generator, self.settings, entry, answer)
             for entry, answer, ok in zip(entries, answers, harmless, strict=True)
             if ok
         ]
-        scores = iter(grader_pool("reasoning_gym").grade(asked, self.time_limit) if asked else ())
+        scores = iter(grader_pool("reasoning_gym").grade(requests, self.time_limit) if requests else ())
         return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
 
     def _questions(self, seed: int, *, held_out: bool) -> Iterator[str]:

@@ -19,7 +19,7 @@ __all__ = ["ENVIRONMENTS", "Environment", "make_envs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What a learner must know of an environment before it makes one."""
+    """An environment's entry point, episode length, time step and controller."""
 
     entry_point: str
     steps: int

@@ -27,27 +27,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corral.robot.env.drawing import Camera, picture
+from corral.robot.tracking import Array
 
-Array = NDArray[np.floating]
-Reward = Literal["dense", "temporal_sparse", "temporal_spatial_sparse"]
+_Reward = Literal["dense", "temporal_sparse", "temporal_spatial_sparse"]
 
-STEPS, DT, TORQUE, UNSTABLE = 100, 0.02, 10.0, -50.0
+STEPS, DT, _TORQUE, UNSTABLE = 100, 0.02, 10.0, -50.0
 LOW = np.array([-2.8973, -1.7628, -2.8973, -3.0718, -2.8973, -0.0175, -2.8973])
 HIGH = np.array([2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973])
-SPEED = np.array([2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61])
+_SPEED = np.array([2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61])
 """Franka's limits of angles (rad) and velocities (rad/s)."""
 REGION = np.array([[0.3, -0.45], [0.6, 0.45]])
 """Metres: where box and target may lie, at least `APART` from each other."""
-APART, PLATE = 0.3, -0.01
-REACHED = (0.05, 0.5)
+APART, _PLATE = 0.3, -0.01
+_REACHED = (0.05, 0.5)
 """Metres and radians from the target that count as success."""
-POSTURE = np.array([0.0, 0.25, 0.0, -2.3, 0.0, 2.55, np.pi / 4])
+_POSTURE = np.array([0.0, 0.25, 0.0, -2.3, 0.0, 2.55, np.pi / 4])
 """Elbow up, rod upright, mid-region: where the search for the first angles begins, and where its spare freedom leads."""
 DOWN = np.array([0.0, 1.0, 0.0, 0.0])
 """The hand's orientation with the rod upright."""
-ABOVE = 0.15
+_ABOVE = 0.15
 """Metres from the box to the grip at the start: the rod's end is inside the walls, above the plate."""
-CAMERA = Camera(centre=(0.3, 0.0, 0.3), width=1.9, azimuth=125.0, elevation=35.0)
+_CAMERA = Camera(centre=(0.3, 0.0, 0.3), width=1.9, azimuth=125.0, elevation=35.0)
 
 
 def rotation_distance(one: Array, other: Array) -> float:
@@ -57,11 +57,11 @@ def rotation_distance(one: Array, other: Array) -> float:
 
 def limit_excess(q: Array, velocity: Array) -> float:
     """e: by how much angles and velocities exceed Franka's limits, summed over the joints."""
-    return float(np.maximum(q - HIGH, 0).sum() + np.maximum(LOW - q, 0).sum() + np.maximum(np.abs(velocity) - SPEED, 0).sum())
+    return float(np.maximum(q - HIGH, 0).sum() + np.maximum(LOW - q, 0).sum() + np.maximum(np.abs(velocity) - _SPEED, 0).sum())
 
 
 def push_reward(
-    kind: Reward, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: bool
+    kind: _Reward, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: bool
 ) -> float:
     """The reward of one step. `box` and `target`: position and quaternion [7]; `rod`: quaternion [4]; `torque`: 10 a [7]."""
     p, theta = float(np.linalg.norm(box[:3] - target[:3])), rotation_distance(box[3:], target[3:]) / np.pi
@@ -85,9 +85,9 @@ class BoxPushing(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (7,), np.float32)
 
-    def __init__(self, reward: Reward = "dense", render_mode: str | None = None) -> None:
-        if reward not in get_args(Reward):
-            raise ValueError(f"BoxPushing: `reward` is one of {', '.join(map(repr, get_args(Reward)))}; got {reward!r}.")
+    def __init__(self, reward: _Reward = "dense", render_mode: str | None = None) -> None:
+        if reward not in get_args(_Reward):
+            raise ValueError(f"BoxPushing: `reward` is one of {', '.join(map(repr, get_args(_Reward)))}; got {reward!r}.")
         self.reward, self.render_mode, self.time = reward, render_mode, 0
         self.model = mujoco.MjModel.from_xml_path(str(Path(__file__).with_name("box_pushing.xml")))
         self.data = mujoco.MjData(self.model)
@@ -105,7 +105,7 @@ class BoxPushing(gymnasium.Env):
         return self.observation(), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        torque = TORQUE * np.clip(np.asarray(action, np.float64), -1.0, 1.0)
+        torque = _TORQUE * np.clip(np.asarray(action, np.float64), -1.0, 1.0)
         reward = None if self._advance(torque) else UNSTABLE
         self.time += 1
         over = self.time == STEPS
@@ -118,7 +118,7 @@ class BoxPushing(gymnasium.Env):
         return self.observation(), reward, False, over, self.outcome() if over else {}
 
     def joints_above(self, place: Array, rounds: int = 50) -> Array:
-        """Angles [7] that put the grip `ABOVE` a place with the rod upright, near `POSTURE`.
+        """Angles [7] that put the grip `_ABOVE` a place with the rod upright, near `_POSTURE`.
 
             q ← q + Jᵀ (J Jᵀ + λI)⁻¹ (x − J n) + n,     n = ½ (POSTURE − q)
 
@@ -126,8 +126,8 @@ class BoxPushing(gymnasium.Env):
         the arm of `self.data`.
         """
         jacobian, error, turn = np.zeros((6, self.model.nv)), np.zeros(6), np.zeros(4)
-        goal = place + np.array([0.0, 0.0, ABOVE])
-        posture = POSTURE + np.arctan2(place[1], place[0]) * np.array([1, 0, 0, 0, 0, 0, 1])  # turned towards it
+        goal = place + np.array([0.0, 0.0, _ABOVE])
+        posture = _POSTURE + np.arctan2(place[1], place[0]) * np.array([1, 0, 0, 0, 0, 0, 1])  # turned towards it
         q = self.data.qpos[:7]
         q[:] = posture
         for _ in range(rounds):
@@ -157,27 +157,27 @@ class BoxPushing(gymnasium.Env):
         return np.concatenate([self.data.qpos[:7], self.data.qvel[:7], self.box(), self.target(), [self.time / STEPS]])
 
     def outcome(self) -> dict[str, float]:
-        """What the episode came to."""
+        """Info of the last step: success, and the distances to the target."""
         box, target = self.box(), self.target()
         p, theta = float(np.linalg.norm(box[:3] - target[:3])), rotation_distance(box[3:], target[3:])
-        return {"success": float(p < REACHED[0] and theta < REACHED[1]), "distance": p, "rotation_distance": theta}
+        return {"success": float(p < _REACHED[0] and theta < _REACHED[1]), "distance": p, "rotation_distance": theta}
 
     def render(self) -> NDArray[np.uint8]:
         """From above and from the front, the target translucent; 480 × 360."""
-        return picture(self.model, self.data, CAMERA)
+        return picture(self.model, self.data, _CAMERA)
 
     def _place(self) -> Array:
         """A position and a quaternion on the table: x, y and yaw uniform."""
         x, y = self.np_random.uniform(*REGION)
         yaw = self.np_random.uniform(0, 2 * np.pi)
-        return np.array([x, y, PLATE, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
+        return np.array([x, y, _PLATE, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
 
     def _advance(self, torque: Array) -> bool:
         """One Δt under these torques; False, and the state as it was but at rest, if the simulator could not take it."""
         before = self.data.qpos.copy()
         self.data.ctrl[:] = torque + self.data.qfrc_bias[:7]  # clipped by the motors' limits
         mujoco.mj_step(self.model, self.data, round(DT / self.model.opt.timestep))
-        stable = not any(self.data.warning[kind].number for kind in BAD)
+        stable = not any(self.data.warning[kind].number for kind in _BAD)
         if not stable:
             target = self.target()
             mujoco.mj_resetData(self.model, self.data)
@@ -186,5 +186,5 @@ class BoxPushing(gymnasium.Env):
         return stable
 
 
-BAD = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
+_BAD = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
 """How the simulator says that a state makes no sense."""

@@ -14,13 +14,13 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating]
+from corral.robot.tracking import Array
 
-LIGHT = np.array([0.3, -0.4, 0.866])
-PLANE, SPHERE, CAPSULE, CYLINDER, MESH = (
-    int(getattr(mujoco.mjtGeom, f"mjGEOM_{name}")) for name in ("PLANE", "SPHERE", "CAPSULE", "CYLINDER", "MESH")
-)
-HIDDEN = 3
+_LIGHT = np.array([0.3, -0.4, 0.866])
+_GEOM = mujoco.mjtGeom
+_PLANE, _SPHERE, _CAPSULE = int(_GEOM.mjGEOM_PLANE), int(_GEOM.mjGEOM_SPHERE), int(_GEOM.mjGEOM_CAPSULE)
+_CYLINDER, _MESH = int(_GEOM.mjGEOM_CYLINDER), int(_GEOM.mjGEOM_MESH)
+_HIDDEN = 3
 """Shapes of this group and those after it are not shown, as in MuJoCo's own pictures."""
 
 
@@ -81,15 +81,15 @@ def _shapes(model: mujoco.MjModel, data: mujoco.MjData, camera: Camera) -> Itera
     for index in range(model.ngeom):
         kind, size, colour = int(model.geom_type[index]), model.geom_size[index], model.geom_rgba[index]
         centre, axes = data.geom_xpos[index], data.geom_xmat[index].reshape(3, 3)
-        if model.geom_group[index] >= HIDDEN:
+        if model.geom_group[index] >= _HIDDEN:
             continue
-        if kind == MESH:
+        if kind == _MESH:
             centre, size = centre + axes @ model.geom_aabb[index, :3], model.geom_aabb[index, 3:]
-        elif kind == PLANE:
+        elif kind == _PLANE:
             size = np.array([*np.where(size[:2] > 0, np.minimum(size[:2], camera.width), camera.width), 0.0])  # as far as seen
-        if kind in (SPHERE, CAPSULE, CYLINDER):
-            reach = 0.0 if kind == SPHERE else size[1]
-            found = _strokes(centre + np.outer([-reach, reach], axes[:, 2]), size[0], kind == CYLINDER, colour, camera)
+        if kind in (_SPHERE, _CAPSULE, _CYLINDER):
+            reach = 0.0 if kind == _SPHERE else size[1]
+            found = _strokes(centre + np.outer([-reach, reach], axes[:, 2]), size[0], kind == _CYLINDER, colour, camera)
         else:
             found = _faces(centre, axes, size, colour, camera)
         for shape in found:
@@ -102,7 +102,7 @@ def _strokes(
     """A line from one end to the other, twice: a narrower one in a lighter shade reads as a rounded body."""
     seen = _project(ends, camera)
     for share, shade in ((1.0, 0.75), (0.55, 1.0)):
-        style = {"ends": seen[:, :2], "width": 2 * float(radius) * share, "colour": _shaded(colour, shade)}
+        style = {"ends": seen[:, :2], "width": 2 * float(radius) * share, "colour": _shade(colour, shade)}
         yield float(seen[:, 2].mean()) + 1e-6 * shade, "butt" if flat else "round", style
 
 
@@ -120,9 +120,9 @@ def _faces(
         corners[:, first] = extent[first] * np.array([-1, 1, 1, -1])
         corners[:, second] = extent[second] * np.array([-1, -1, 1, 1])
         seen = _project(centre + corners @ axes.T, camera)
-        shade = 0.65 + 0.35 * max(0.0, float(normal @ LIGHT))
-        yield float(seen[:, 2].mean()), "face", {"corners": seen[:, :2], "colour": _shaded(colour, shade)}
+        shade = 0.65 + 0.35 * max(0.0, float(normal @ _LIGHT))
+        yield float(seen[:, 2].mean()), "face", {"corners": seen[:, :2], "colour": _shade(colour, shade)}
 
 
-def _shaded(colour: Array, shade: float) -> tuple[float, ...]:
+def _shade(colour: Array, shade: float) -> tuple[float, ...]:
     return (*(float(part) * shade for part in colour[:3]), float(colour[3]))

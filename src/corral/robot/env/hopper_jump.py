@@ -25,25 +25,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corral.robot.env.drawing import Camera, picture
+from corral.robot.tracking import Array
 
-Array = NDArray[np.floating]
-Reward = Literal["sparse", "dense"]
+_Reward = Literal["sparse", "dense"]
 
 STEPS, DT = 250, 0.008
-HEIGHT = 1.5
+_HEIGHT = 1.5
 """Metres: the torso at the start. Standing straight, it is at 1.21."""
-GOAL = (0.3, 1.35)
+_GOAL = (0.3, 1.35)
 """Metres: where the goal may lie."""
-LEG = np.array([[-0.5, 0.0], [-0.2, 0.0], [0.0, 0.785]])
+_LEG = np.array([[-0.5, 0.0], [-0.2, 0.0], [0.0, 0.785]])
 """Radians: between which hip, knee and ankle start."""
 NEVER = 5.0
 """Metres that count as the landing's distance where there was no landing."""
-LANDED, JUMPED = 0.1, 1.6
+_LANDED, _JUMPED = 0.1, 1.6
 """Metres: success is a first landing this close to the goal, after the torso has been this high."""
-SOLE = np.array([-0.13, 0.0, 0.04])
+_SOLE = np.array([-0.13, 0.0, 0.04])
 """Beneath the ankle at the underside of the foot, in the frame of the foot's body."""
-FALLING, STANDING, FLYING, DOWN = range(4)
-CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
+FALLING, _STANDING, FLYING, DOWN = range(4)
+_CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 
 
 def next_phase(phase: int, contact: bool) -> int:
@@ -53,7 +53,7 @@ def next_phase(phase: int, contact: bool) -> int:
 
 
 def jump_reward(
-    kind: Reward, *, height: float, highest: float, distance: float, landing: float, healthy: bool, action: Array, last: bool
+    kind: _Reward, *, height: float, highest: float, distance: float, landing: float, healthy: bool, action: Array, last: bool
 ) -> float:
     """The reward of one step, from what was recorded up to it."""
     cost = 1e-3 * float(np.square(action).sum())
@@ -69,7 +69,7 @@ class HopperJump(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
 
-    def __init__(self, reward: Reward = "sparse", render_mode: str | None = None) -> None:
+    def __init__(self, reward: _Reward = "sparse", render_mode: str | None = None) -> None:
         if reward not in ("sparse", "dense"):
             raise ValueError(f"HopperJump: `reward` is 'sparse' or 'dense'; got {reward!r}.")
         self.reward, self.render_mode = reward, render_mode
@@ -83,9 +83,9 @@ class HopperJump(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
         mujoco.mj_resetData(self.model, self.data)
-        self.goal = self.np_random.uniform(*GOAL)
-        self.data.qpos[1] = HEIGHT
-        self.data.qpos[3:] = self.np_random.uniform(LEG[:, 0], LEG[:, 1])
+        self.goal = self.np_random.uniform(*_GOAL)
+        self.data.qpos[1] = _HEIGHT
+        self.data.qpos[3:] = self.np_random.uniform(_LEG[:, 0], _LEG[:, 1])
         mujoco.mj_forward(self.model, self.data)
         self.time, self.phase, self.highest, self.landing, self.takeoff = 0, FALLING, 0.0, NEVER, np.nan
         return self.observation(), {}
@@ -99,7 +99,7 @@ class HopperJump(gymnasium.Env):
         distance, height = float(np.linalg.norm(self.offset())), float(self.data.xpos[self._torso, 2])
         self.highest = max(self.highest, height)
         before, self.phase = self.phase, next_phase(self.phase, self.contact())
-        if before == STANDING and self.phase == FLYING:
+        if before == _STANDING and self.phase == FLYING:
             self.takeoff = self.time - 1.0
         if before == FLYING and self.phase == DOWN:
             self.landing = distance
@@ -112,7 +112,7 @@ class HopperJump(gymnasium.Env):
 
     def offset(self) -> Array:
         """From the goal to the sole (x, y, z)."""
-        sole = self.data.xpos[self._foot] + self.data.xmat[self._foot].reshape(3, 3) @ SOLE
+        sole = self.data.xpos[self._foot] + self.data.xmat[self._foot].reshape(3, 3) @ _SOLE
         return sole - np.array([self.goal, 0.0, 0.0])
 
     def contact(self) -> bool:
@@ -130,11 +130,11 @@ class HopperJump(gymnasium.Env):
         return np.concatenate([self.data.qpos, self.data.qvel, offset, [self.goal, self.time / STEPS]])
 
     def outcome(self, distance: float) -> dict[str, float]:
-        """What the episode came to; the event is the step in which the foot left the floor, NaN if it never did."""
-        success = float(self.landing < LANDED and self.highest > JUMPED)
+        """Info of the last step; the event is the step in which the foot left the floor, NaN if it never did."""
+        success = float(self.landing < _LANDED and self.highest > _JUMPED)
         distances = {"landing_distance": self.landing, "goal_distance": distance}
         return {"success": success, "event": self.takeoff, "highest": self.highest, **distances}
 
     def render(self) -> NDArray[np.uint8]:
         """From the side, the goal as a cross; 480 × 360."""
-        return picture(self.model, self.data, CAMERA, [((self.goal, 0.0, 0.0), "tab:red")])
+        return picture(self.model, self.data, _CAMERA, [((self.goal, 0.0, 0.0), "tab:red")])

@@ -17,10 +17,10 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating]
+from corral.robot.tracking import Array
 
-STEPS, DT, GAIN = 500, 0.0125, 100.0
-OPEN = -1.0
+STEPS, DT, _GAIN = 500, 0.0125, 100.0
+_OPEN = -1.0
 """Gripper command at the start of an episode: Meta-World opens it during its reset."""
 
 
@@ -53,12 +53,12 @@ class MetaWorld(gymnasium.Env):
         if seed is not None:
             self.inner.seed(int(self.np_random.integers(2**31)))
         seen, _ = self.inner.reset()
-        self.time, self.position, self.velocity = 0, self._state(OPEN), np.zeros(4)
+        self.time, self.position, self.velocity = 0, self._state(_OPEN), np.zeros(4)
         return self._observation(seen), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         desired = np.asarray(action, np.float64)
-        command = np.clip(np.append(GAIN * (desired[:3] - self.position[:3]), desired[3]), -1.0, 1.0)
+        command = np.clip(np.append(_GAIN * (desired[:3] - self.position[:3]), desired[3]), -1.0, 1.0)
         seen, reward, _, _, info = self.inner.step(command)
         self.time += 1
         before, self.position = self.position, self._state(command[3])

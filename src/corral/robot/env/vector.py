@@ -50,20 +50,20 @@ class Threads(VectorEnv):
 
         observations, infos = zip(*self._pool.map(begin, self.blocks, self._slices), strict=True)
         self._seen = np.concatenate(observations)
-        return self._seen.copy(), self._joined(infos)
+        return self._seen.copy(), self._join_infos(infos)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
         done = self._pool.map(lambda block, part: block.step(actions[part]), self.blocks, self._slices)
         *arrays, infos = zip(*done, strict=True)
         self._seen, rewards, terminated, truncated = map(np.concatenate, arrays)
-        return self._seen.copy(), rewards, terminated, truncated, self._joined(infos)
+        return self._seen.copy(), rewards, terminated, truncated, self._join_infos(infos)
 
     def close_extras(self, **_: Any) -> None:
         self._pool.shutdown()
         for block in self.blocks:
             block.close()
 
-    def _joined(self, infos: Sequence[dict[str, Any]]) -> dict[str, Array]:
+    def _join_infos(self, infos: Sequence[dict[str, Any]]) -> dict[str, Array]:
         """Infos of all blocks, key by key; zeros (and so False in the mask `_key`) where a block does not say."""
         whole: dict[str, Array] = {}
         for info, part in zip(infos, self._slices, strict=True):
@@ -81,11 +81,12 @@ def make_envs(name: str, count: int, *, workers: int | None = None, **kwargs: An
     """`count` copies of an environment, in the form that steps fastest.
 
     An environment of ours that moves all copies in one array does so; any other is split among `workers` threads, one per core
-    unless told. Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same.
+    by default. Copy i draws from seed + i (or from the i-th of a list of seeds) in every form, and sees the same.
     """
     if count < 1 or (workers is not None and workers < 1):
         raise ValueError(f"make_envs: `count` and `workers` are at least 1; got {count} and {workers}.")
-    if name.startswith("corral/") and getattr(registry.get(name), "vector_entry_point", None):
+    spec = registry.get(name)
+    if name.startswith("corral/") and spec is not None and spec.vector_entry_point:
         return gymnasium.make_vec(name, count, vectorization_mode="vector_entry_point", **kwargs)
     workers = min(count, workers or cores())
     sizes = [count // workers + (index < count % workers) for index in range(workers)]

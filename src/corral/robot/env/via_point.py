@@ -18,19 +18,20 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating]
-Reward = Literal["dense", "sparse"]
+from corral.robot.tracking import Array
 
-LINKS, STEPS, DT, STRENGTH = 5, 100, 0.02, 40.0
+_Reward = Literal["dense", "sparse"]
+
+_LINKS, STEPS, DT, STRENGTH = 5, 100, 0.02, 40.0
 REACHED = 0.25
 """Metres that count as success: 5 % of the arm's length from the via-point at some moment of the first half, and from the
 goal in the end. Being at the via-point at the very moment when the goal begins to count is not asked for: the dense reward's
 best plans are under way to the goal by then."""
-RADIUS = (1.5, 4.0)
+_RADIUS = (1.5, 4.0)
 """Metres from the base to either point; the via-point lies to the right of the base, the goal to the left, both above it."""
 
-OBSERVATION = gymnasium.spaces.Box(-np.inf, np.inf, (2 * LINKS + 5,), np.float64)
-ACTION = gymnasium.spaces.Box(-1.0, 1.0, (LINKS,), np.float32)
+_OBSERVATION = gymnasium.spaces.Box(-np.inf, np.inf, (2 * _LINKS + 5,), np.float64)
+_ACTION = gymnasium.spaces.Box(-1.0, 1.0, (_LINKS,), np.float32)
 
 
 def joints(angles: Array) -> Array:
@@ -43,22 +44,22 @@ def joints(angles: Array) -> Array:
 class Arms:
     """The state of many arms: what both environments below are made of."""
 
-    def __init__(self, count: int, reward: Reward) -> None:
+    def __init__(self, count: int, reward: _Reward) -> None:
         if reward not in ("dense", "sparse"):
             raise ValueError(f"ViaPointReacher: `reward` is 'dense' or 'sparse'; got {reward!r}.")
         self.reward, self.time = reward, 0
-        self.angles, self.velocities = np.zeros((count, LINKS)), np.zeros((count, LINKS))
+        self.angles, self.velocities = np.zeros((count, _LINKS)), np.zeros((count, _LINKS))
         self.via, self.goal, self.missed = np.zeros((count, 2)), np.zeros((count, 2)), np.full(count, np.inf)
 
     def reset(self, generators: list[np.random.Generator]) -> None:
         """Arms nearly straight up, at rest; new points. Each arm draws from its own generator."""
         self.time, self.missed = 0, np.full(len(generators), np.inf)
-        draws = np.stack([generator.uniform(size=LINKS + 4) for generator in generators])
-        self.angles = 0.2 * (draws[:, :LINKS] - 0.5)
+        draws = np.stack([generator.uniform(size=_LINKS + 4) for generator in generators])
+        self.angles = 0.2 * (draws[:, :_LINKS] - 0.5)
         self.angles[:, 0] += np.pi / 2
         self.velocities = np.zeros_like(self.angles)
-        radius = RADIUS[0] + (RADIUS[1] - RADIUS[0]) * draws[:, LINKS : LINKS + 2]
-        angle = np.pi / 2 * draws[:, LINKS + 2 :] + np.array([0.0, np.pi / 2])
+        radius = _RADIUS[0] + (_RADIUS[1] - _RADIUS[0]) * draws[:, _LINKS : _LINKS + 2]
+        angle = np.pi / 2 * draws[:, _LINKS + 2 :] + np.array([0.0, np.pi / 2])
         points = radius[..., None] * np.stack([np.cos(angle), np.sin(angle)], -1)
         self.via, self.goal = points[:, 0], points[:, 1]
 
@@ -88,7 +89,7 @@ class Arms:
         return np.concatenate([self.angles, self.velocities, self.via, self.goal, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
-        """What an episode came to: least distance to the via-point, last one to the goal, and whether both are small."""
+        """Info of the last step: least distance to the via-point, last one to the goal, and whether both are small."""
         goal = self.distance()
         return {"via_distance": self.missed, "goal_distance": goal, "success": (np.maximum(self.missed, goal) < REACHED) * 1.0}
 
@@ -98,12 +99,12 @@ class ViaPointReachers(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # noqa: RUF012  # Gymnasium's own form
 
-    def __init__(self, num_envs: int = 1, reward: Reward = "dense", *, max_episode_steps: int = STEPS) -> None:
+    def __init__(self, num_envs: int = 1, reward: _Reward = "dense", *, max_episode_steps: int = STEPS) -> None:
         if max_episode_steps != STEPS:  # Gymnasium passes what was registered
             raise ValueError(f"ViaPointReachers: episodes have {STEPS} steps; got max_episode_steps={max_episode_steps}.")
         self.num_envs, self.arms = num_envs, Arms(num_envs, reward)
-        self.single_observation_space, self.single_action_space = OBSERVATION, ACTION
-        self.observation_space, self.action_space = batch_space(OBSERVATION, num_envs), batch_space(ACTION, num_envs)
+        self.single_observation_space, self.single_action_space = _OBSERVATION, _ACTION
+        self.observation_space, self.action_space = batch_space(_OBSERVATION, num_envs), batch_space(_ACTION, num_envs)
         self._generators = [np.random.default_rng() for _ in range(num_envs)]
 
     def reset(
@@ -132,9 +133,9 @@ class ViaPointReacher(gymnasium.Env):
     """One such arm, with a picture."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
-    observation_space, action_space = OBSERVATION, ACTION
+    observation_space, action_space = _OBSERVATION, _ACTION
 
-    def __init__(self, reward: Reward = "dense", render_mode: str | None = None) -> None:
+    def __init__(self, reward: _Reward = "dense", render_mode: str | None = None) -> None:
         self.render_mode, self.arms = render_mode, Arms(1, reward)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:

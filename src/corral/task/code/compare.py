@@ -39,13 +39,13 @@ def _close(got: str, expected: str, tolerance: float) -> bool:
 
 def _as_apps(got: object, expected: object, tolerance: float) -> bool:
     """A tuple will do for a list, and x is right where [x] is expected: APPS writes results that way."""
-    got = _untupled(got)
+    got = _tuples_to_lists(got)
     wrapped = isinstance(expected, list) and len(expected) == 1 and same(got, expected[0], tolerance)
     return wrapped or same(got, expected, tolerance)
 
 
-def _untupled(value: object) -> object:
-    return [_untupled(item) for item in value] if isinstance(value, list | tuple) else value
+def _tuples_to_lists(value: object) -> object:
+    return [_tuples_to_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _as_sets(got: Any, expected: Any, tolerance: float) -> bool:

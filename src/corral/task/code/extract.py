@@ -25,7 +25,7 @@ def extract_program(completion: str) -> str:
 
 
 def defines(program: str, name: str) -> bool:
-    """Whether a name is given a meaning at the margin of a program, which need not be valid."""
+    """Whether a program, which need not be valid, defines a name at its top level."""
     name = re.escape(name)
     defined, assigned = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b", rf"^{name}[ \t]*(?::[^=\n]*)?=(?!=)"
     return re.search(f"{defined}|{assigned}", program, re.M) is not None

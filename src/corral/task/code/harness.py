@@ -47,15 +47,15 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
 
 
 class _RemoteError(Exception):
-    """Something was raised beyond the wall that has no name here."""
+    """An exception of the function whose class is no built-in."""
 
 
 class NotPlainData(Exception):
-    """A test calls the function with a thing that cannot cross: an object of a class, a function, a generator."""
+    """A test calls the function with what cannot be serialized: an object of a class, a function, a generator."""
 
 
 def _is_opaque(code: Any) -> bool:
-    """Whether there is such a thing in what `encode` made. What the function itself gave back as one is its own affair."""
+    """Whether an encoded value holds such a thing, other than one that the function itself returned."""
     if not isinstance(code, list):
         return False
     kind, *items = code
@@ -129,7 +129,7 @@ def check(setup: str, tests: list[str], entry: str) -> None:
 
 
 def _report(**report: Any) -> None:
-    """The verdict, for the host."""
+    """Write the verdict, one line of JSON, for the host."""
     verdicts = sys.__stderr__
     assert verdicts is not None
     verdicts.write(json.dumps(report) + "\n")

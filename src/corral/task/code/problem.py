@@ -1,4 +1,4 @@
-"""Problems with tests, and what a program is worth. What is expected stays on this side of the wall."""
+"""Code problems and their tests: a program's pass rate. Expected results never enter the sandbox."""
 
 import json
 import logging
@@ -84,7 +84,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Checks:
-    """Tests that are programs themselves (assertions), run in a sandbox of their own that calls across the wall."""
+    """Tests that are programs themselves (assertions), run in a second sandbox that calls the function in the first."""
 
     entry: str
     setup: str
@@ -111,7 +111,7 @@ Tests = Runs | Calls | Agreement | Checks
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """How completions of one prompt are tested."""
+    """The tests of one prompt, and how a completion becomes a program."""
 
     tests: Tests
     stem: str = ""
@@ -196,7 +196,7 @@ def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: Sandb
 
 
 def _reference_results(tests: Agreement, pool: SandboxPool, limits: SandboxLimits) -> tuple[str, ...] | None:
-    """The reference's results; None where there is one that does not equal itself: none at all, or no plain value."""
+    """The reference's results; None where one is missing or no plain value, so that it does not equal itself."""
     output = _call_function(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=_REFERENCE_OUTPUT)
     try:
         results = tuple(json.dumps(json.loads(line)["value"]) for line in output.splitlines())

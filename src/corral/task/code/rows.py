@@ -109,11 +109,8 @@ def _list(row: Row, name: str, default: list[Any] | None = None) -> list[Any]:
 
 
 def _optional(row: Row, name: str) -> str:
-    """A text that need not be there."""
-    value = row.get(name)
-    if not isinstance(value, str | None):
-        raise Malformed(f"`{name}` should be a text; got {value!r:.60}")
-    return value or ""
+    """A text, or "" where there is none."""
+    return "" if row.get(name) is None else _text(row, name)
 
 
 def _tolerance(row: Row, name: str) -> float:
@@ -124,9 +121,9 @@ def _tolerance(row: Row, name: str) -> float:
     return float(value)
 
 
-def _text(test: Row, name: str) -> str:
-    if not isinstance(value := test.get(name), str):
-        raise Malformed(f"`{name}` of a test should be a text; got {value!r:.60}")
+def _text(row: Row, name: str) -> str:
+    if not isinstance(value := row.get(name), str):
+        raise Malformed(f"`{name}` should be a text; got {value!r:.60}")
     return value
 
 

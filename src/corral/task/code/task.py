@@ -1,4 +1,4 @@
-"""Code: problems whose completions are programs, run in the sandbox against tests that they never see."""
+"""The code tasks: packaged problems, HumanEval, MBPP, APPS."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _PACKAGED = Path(__file__).parents[1] / "data" / "code"
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTask(FiniteTask):
-    """What all code tasks share: 1 iff every test passes, or the share of tests with `partial`.
+    """Base of code tasks: the reward is 1 iff every test passes; with `partial`, the pass rate.
 
     The program is the last block fenced as Python; without one, the last block without a label; without one, the whole text
     (corral.task.code.extract).

@@ -1,4 +1,4 @@
-"""Tests that are written as programs → tests that are compared on this side. They are read where they can be, not run."""
+"""Tests written as programs → calls with expected results where they can be parsed, else tests to run in a sandbox."""
 
 import ast
 import builtins
@@ -115,7 +115,7 @@ def _names(tree: ast.Module, context: type[ast.expr_context]) -> set[str]:
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    """Every name that is given a meaning anywhere."""
+    """Every name that is bound anywhere in the tests."""
     found = _names(tree, ast.Store)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -129,14 +129,16 @@ def _defined_names(tree: ast.Module) -> set[str]:
     return found
 
 
+def _assertions(tree: ast.Module) -> list[list[ast.expr]]:
+    """Arguments of every call of EvalPlus' assertion(result, expected, tolerance)."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 3]
+    return [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == "assertion"]
+
+
 def _expected_expression(tree: ast.Module, entry: str) -> str:
-    """What EvalPlus' assertion(f(*inp), …, tolerance) compares the function's bare result with; "" for any other form."""
-    found = {
-        ast.unparse(node.args[1])
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "assertion" and len(node.args) == 3
-        if ast.unparse(node.args[0]) in ("candidate(*inp)", f"{entry}(*inp)")
-    }
+    """What EvalPlus' assertion(…) compares the function's bare result with; "" for any other form."""
+    bare = ("candidate(*inp)", f"{entry}(*inp)")
+    found = {ast.unparse(expected) for got, expected, _ in _assertions(tree) if ast.unparse(got) in bare}
     calls = sum(isinstance(node, ast.Call) and ast.unparse(node.func) in ("candidate", entry) for node in ast.walk(tree))
     return found.pop() if len(found) == calls == 1 else ""
 
@@ -190,14 +192,7 @@ class _NamedConstants(ast.NodeTransformer):
 
 def _tolerance(tree: ast.Module) -> float:
     """The third argument of EvalPlus' assertion(…), and at least what it allows by itself."""
-    given = [
-        _literal(node.args[2])
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "assertion"
-        and len(node.args) == 3
-    ]
+    given = [_literal(tolerance) for _, _, tolerance in _assertions(tree)]
     return max([FLOAT_TOLERANCE, *(float(value) for value in given if isinstance(value, int | float))])
 
 

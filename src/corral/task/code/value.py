@@ -1,4 +1,4 @@
-"""Values that cross the wall, as JSON that tells a list from a tuple: what comes back is plain data, whatever it was inside.
+"""Serialization across the sandbox: JSON that tells a list from a tuple. What comes back is plain data, whatever it was inside.
 
 This file is also run inside the sandbox, before `harness.py`; it needs the standard library alone.
 """
@@ -11,7 +11,7 @@ _CONTAINERS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "
 
 
 class Opaque:
-    """Stands for a value that cannot cross: it equals nothing."""
+    """A value that cannot be serialized: it equals nothing."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -65,7 +65,7 @@ def decode(data: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """One line."""
+    """A value as one line of JSON."""
     return json.dumps(encode(value))
 
 

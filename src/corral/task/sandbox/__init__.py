@@ -1,9 +1,9 @@
 """The one place where text written by a model is executed. docs/safety.md says what it promises and what it does not."""
 
-from corral.task.sandbox.pool import SandboxPool
+from corral.task.sandbox.pool import SandboxPool, available_backend, memory_bound
 from corral.task.sandbox.result import SandboxJob, SandboxLimits, SandboxResult, SandboxStatus
 from corral.task.sandbox.view import SandboxUnavailable
-from corral.task.sandbox.worker import SandboxWorker, available_backend, memory_bound
+from corral.task.sandbox.worker import SandboxWorker
 
 Job, Limits, Status, Worker = SandboxJob, SandboxLimits, SandboxStatus, SandboxWorker
 """Their old names stay for one release."""
@@ -23,7 +23,7 @@ def run_python(
     backend: str | None = None,
     unsafe_code_execution: bool = False,
 ) -> SandboxResult:
-    """Run a program of unknown origin, apart from everything that is the user's.
+    """Run an untrusted program in a fresh sandbox.
 
     Args:
         code: Python, standard library only.
@@ -31,7 +31,7 @@ def run_python(
         timeout: seconds of wall time.
         memory_mb: memory beyond the bare interpreter's, in MiB, all its processes together.
         backend: "bwrap" or "unshare"; None takes the first that works.
-        unsafe_code_execution: where neither works, run it as the user, with limits and no wall, instead of refusing.
+        unsafe_code_execution: where neither works, run it as the user, with limits and no isolation, instead of refusing.
     Returns:
         How it ended, and what it wrote. Never raises for what the program does.
     """

@@ -1,4 +1,4 @@
-"""Which wall: bubblewrap where it is installed, the kernel's namespaces directly otherwise, and a refusal without either."""
+"""Isolation backends: bubblewrap where it is installed, else the kernel's namespaces directly; a refusal without either."""
 
 import marshal
 import os
@@ -51,7 +51,7 @@ _REFUSAL = (
 
 
 def refusal(reasons: str) -> SandboxUnavailable:
-    """Why nothing is run."""
+    """The error that says why no sandbox can be had, and what to do."""
     return SandboxUnavailable(_REFUSAL.format(reasons=reasons))
 
 
@@ -67,12 +67,12 @@ def _modules() -> tuple[tuple[str, Any], ...]:
 
 
 def payload(config: dict[str, Any]) -> bytes:
-    """What the interpreter inside is told at the start."""
+    """Code objects and configuration of the sandboxed interpreter, marshalled."""
     return marshal.dumps((_modules(), config))
 
 
 def command(backend: str, payload_file: int) -> list[str]:
-    """The command line that starts an interpreter behind the wall."""
+    """The command line that starts a sandboxed interpreter."""
     python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(payload_file)]
     return [*_bubblewrap(), *python] if backend == "bwrap" else python
 
@@ -85,17 +85,17 @@ def _bubblewrap() -> list[str]:
     arguments = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--hostname", HOST]
     arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
-    seen = file_view()
-    parents = {str(parent) for path in (*seen.paths, *seen.devices) for parent in Path(path).parents} - {"/"}
+    visible = file_view()
+    parents = {str(parent) for path in (*visible.paths, *visible.devices) for parent in Path(path).parents} - {"/"}
     for folder in sorted({*parents, "/tmp"}):  # made in passing, they would be root's alone
         arguments += ["--perms", "0755", "--dir", folder]
-    for path in seen.paths:
+    for path in visible.paths:
         arguments += ["--ro-bind", path, path]
-    for target, link in seen.links:
+    for target, link in visible.links:
         arguments += ["--symlink", target, link]
-    for path in seen.devices:
+    for path in visible.devices:
         arguments += ["--dev-bind", path, path]
-    for path in seen.hidden:
+    for path in visible.hidden:
         arguments += ["--tmpfs", path, "--remount-ro", path]
     return [*arguments, "--remount-ro", "/", "--chdir", "/", "--"]
 

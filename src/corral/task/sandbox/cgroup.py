@@ -1,7 +1,7 @@
-"""A memory cgroup for the programs of a worker, where the system lends one: the kernel then bounds all that they hold.
+"""A memory cgroup per worker, where one is delegated to this user: the kernel then bounds all that its programs hold.
 
-Its own memory on their behalf is counted too: pages that a fork has copied, page tables, pipes, sockets, locks. Where nothing
-is lent (an ordinary login, most containers) the limits of each process, the look at all of them, and the filter remain.
+Its own memory on their behalf is counted too: pages that a fork has copied, page tables, pipes, sockets, locks. Where none
+is delegated (an ordinary login, most containers) the limits of each process, polling all of them, and the filter remain.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ class MemoryCgroup:
             raise
 
     def set_limit(self, limits: SandboxLimits) -> None:
-        """What the next program may hold. The look at all processes ends it before this does, unless it is quick or finds a way
-        to hold what no process is charged for."""
+        """Set what the next program may hold. Polling ends it before this does, unless it is quick or finds a way to hold what
+        no process is charged for."""
         memory = limits.memory_mb << 20
         total = memory + min(limits.folder_size, memory) + limits.processes * _PROCESS_BYTES + _WORKER_BYTES
         if total != self._bound:
@@ -79,7 +79,7 @@ class MemoryCgroup:
 
 
 def sweep(parent: Path) -> None:
-    """Remove groups whose processes were killed before they could."""
+    """Remove groups left behind by processes that were killed."""
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # locked, so someone's; or gone
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -92,7 +92,7 @@ def sweep(parent: Path) -> None:
 
 @cache
 def find_cgroup_parent() -> tuple[Path, int] | None:
-    """Where groups can be made, found by making one, and the version of cgroups; None where nowhere."""
+    """A delegated cgroup, found by making one below it, and the version of cgroups; None where there is none."""
     for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
         if group := make_cgroup(*place):
             group.close()
@@ -110,7 +110,7 @@ def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
 
 
 def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
-    """Where groups with a memory limit might be made.
+    """Candidates for the parent of groups with a memory limit.
 
     In version 1 that is below this process's own. In version 2 no group but the root has both processes and groups with limits
     below it, so beside it is the next try; either must pass the memory controller on.

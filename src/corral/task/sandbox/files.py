@@ -1,4 +1,4 @@
-"""Open files that pass through the wall: a program, its input, and the pipes it writes to."""
+"""File descriptors passed into the sandbox: a program, its input, and the pipes it writes to."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Many programs, several at a time: a warm interpreter behind the wall per worker, results in order, no wait without an end."""
+"""A pool of sandboxed interpreters: many programs, several at a time, results in order, every wait with a deadline."""
 
 import logging
 import os
@@ -7,19 +7,49 @@ from functools import cache
 
 from corral.run.cores import cores
 from corral.task.pool import WorkerLost, WorkerPool
+from corral.task.sandbox.backend import choose
 from corral.task.sandbox.result import SandboxJob, SandboxResult
 from corral.task.sandbox.unsafe import run_unsafe, run_unsafe_connected
 from corral.task.sandbox.view import SandboxUnavailable
-from corral.task.sandbox.worker import SandboxWorker, available_backend, run_connected
+from corral.task.sandbox.worker import SandboxWorker, run_connected
 
 _LOG = logging.getLogger("corral.task")
 
 USES = 2000
 """Programs after which a worker is replaced."""
 
+CGROUP = "memory bounded by a cgroup"
+POLLING = "memory bounded by limits, polling all processes every 20 ms, and the filter: no cgroup is delegated"
+
+
+@cache
+def _probe(backend: str) -> tuple[str, str]:
+    """Try a backend with an empty program: why it does not work here, or ""; and what bounds the memory of all processes."""
+    try:
+        with SandboxWorker(backend) as worker:
+            worker.run(SandboxJob(code=""))
+            return "", CGROUP if worker.group else POLLING
+    except (SandboxUnavailable, WorkerLost, OSError) as error:
+        return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: "), ""
+
+
+def why_not(backend: str) -> str:
+    """Why a backend does not work here; "" where it does."""
+    return _probe(backend)[0]
+
+
+def memory_bound(backend: str) -> str:
+    """What bounds the memory of all processes of a program together, with a backend that works."""
+    return _probe(backend)[1]
+
+
+def available_backend(backend: str | None = None) -> str:
+    """The isolation backend in use; SandboxUnavailable with the reasons where there is none."""
+    return choose(why_not, backend)
+
 
 class SandboxPool(WorkerPool[SandboxWorker]):
-    """Workers that run programs of unknown origin; a context manager.
+    """Workers that run untrusted programs; a context manager.
 
     A program whose worker died is run once more, since it may not have been its fault; one whose worker hung counts as timed
     out.
@@ -27,7 +57,7 @@ class SandboxPool(WorkerPool[SandboxWorker]):
     Args:
         workers: programs at a time, or pairs of programs that talk; None for one per core that this process may use.
         backend: "bwrap" or "unshare"; None takes the first that works.
-        unsafe_code_execution: where neither works, run programs as the user, with limits and no wall, instead of refusing.
+        unsafe_code_execution: where neither works, run programs as the user, with limits and no isolation, instead of refusing.
     """
 
     def __init__(self, workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> None:

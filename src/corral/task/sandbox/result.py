@@ -1,4 +1,4 @@
-"""What is asked of the sandbox, and what comes back."""
+"""Jobs, limits and results of the sandbox."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +26,7 @@ class SandboxResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What one program may use, all its processes together unless said otherwise."""
+    """Resource limits of one program, for all its processes together unless said otherwise."""
 
     timeout: float = 5.0
     """Seconds of wall time."""

@@ -1,4 +1,4 @@
-"""Without a wall, for those who asked for it: limits and a process group, and the user's files and network in full view."""
+"""Execution without isolation, where the user asked for it: resource limits and a process group, nothing else."""
 
 import contextlib
 import math
@@ -54,7 +54,7 @@ def run_unsafe_connected(first: SandboxJob, second: SandboxJob) -> tuple[Sandbox
 
 
 def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
-    """`stdout` is a file to write to, closed here with `stdin` once the program has both; None keeps what is written."""
+    """`stdout` is a file to write to, closed here with `stdin` once the program has both; None captures what is written."""
     limits = job.limits
     with tempfile.TemporaryDirectory(prefix="corral-program-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "program.py")
@@ -85,10 +85,10 @@ def _run(job: SandboxJob, stdin: int, stdout: int | None) -> SandboxResult:
 
 def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> tuple[SandboxStatus | None, list[str]]:
     """Read both streams until the program ends, or there is a reason to end it. Daemons that keep them open are not awaited."""
-    kept = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
+    written = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
     reason: SandboxStatus | None = None
     with selectors.DefaultSelector() as selector:
-        for file in kept:
+        for file in written:
             selector.register(file, selectors.EVENT_READ)
         while selector.get_map() and reason is None:
             ended = process.poll() is not None
@@ -97,10 +97,10 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> 
                 break
             for key, _ in ready:
                 data = os.read(key.fd, _CHUNK)
-                kept[key.fd] += data
+                written[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
-                if len(kept[key.fd]) > output:
+                if len(written[key.fd]) > output:
                     reason = "output"
             if not ended and time.monotonic() > deadline:
                 reason = "timeout"
@@ -109,7 +109,7 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, output: int) -> 
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             reason = "timeout"
-    texts = [bytes(data[:output]).decode("utf-8", "replace") for data in kept.values()]
+    texts = [bytes(data[:output]).decode("utf-8", "replace") for data in written.values()]
     return reason, texts if len(texts) == 2 else ["", *texts]
 
 

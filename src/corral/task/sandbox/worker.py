@@ -1,4 +1,4 @@
-"""The near side of the wall: starts a warm interpreter behind it, hands over programs, collects what they write.
+"""The host's side of the sandbox: starts a warm interpreter, hands over programs, collects what they write.
 
 Every wait has a deadline. The interpreter inside keeps time; should it hang itself, it is ended from here, with all it holds.
 """
@@ -13,52 +13,48 @@ import socket
 import subprocess
 import time
 from dataclasses import dataclass
-from functools import cache
 from types import TracebackType
 from typing import Any
 
 from corral.task.pool import WorkerLost
-from corral.task.sandbox.backend import ENVIRONMENT, choose, command, payload, refusal
+from corral.task.sandbox.backend import ENVIRONMENT, command, payload, refusal
 from corral.task.sandbox.cgroup import find_cgroup_parent, make_cgroup
 from corral.task.sandbox.files import Input, Pipe, memory_file
 from corral.task.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
 from corral.task.sandbox.view import SandboxUnavailable, file_view
 
 _START_SECONDS = 30.0
-"""Seconds within which an interpreter behind the wall must have started, on a machine that is busy with other things."""
+"""Seconds within which a sandboxed interpreter must have started, on a machine that is busy with other things."""
 GRACE = 5.0
-"""Seconds after a program's own limit at which the interpreter behind the wall counts as hung."""
+"""Seconds after a program's own limit at which its worker counts as hung."""
 _EXIT_SECONDS = 2.0
 """Seconds to leave in peace before being killed."""
 _CHUNK = 1 << 16
 
-CGROUP = "memory bounded by a cgroup"
-POLLING = "memory bounded by limits, a look at all processes every 20 ms, and the filter: no cgroup is lent"
-
 
 class SandboxWorker:
-    """One warm interpreter behind one wall; a context manager. It runs one program at a time, for one thread at a time."""
+    """A warm sandboxed interpreter, which forks once per program; a context manager. One program, and one thread, at a time."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
         place = find_cgroup_parent()
         self.group = make_cgroup(*place) if place else None
-        """The cgroup that bounds what programs hold; None where the system lends none."""
+        """The cgroup that bounds what programs hold; None where none is delegated."""
         passed = [self.group.members, self.group.events] if self.group else []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._log = os.memfd_create("log")
-        seen = file_view().as_dict() if backend == "unshare" else None
-        told = memory_file(payload({"control": theirs.fileno(), "proc": proc, "view": seen, "group": passed}))
+        visible = file_view().as_dict() if backend == "unshare" else None
+        config_file = memory_file(payload({"control": theirs.fileno(), "proc": proc, "view": visible, "group": passed}))
         try:
             self.process = subprocess.Popen(
-                command(backend, told),
+                command(backend, config_file),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
                 env=ENVIRONMENT,
                 cwd="/",
-                pass_fds=(theirs.fileno(), proc, told, *passed),
+                pass_fds=(theirs.fileno(), proc, config_file, *passed),
                 start_new_session=True,
             )
         except BaseException:
@@ -70,7 +66,7 @@ class SandboxWorker:
         finally:
             theirs.close()
             os.close(proc)
-            os.close(told)
+            os.close(config_file)
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
@@ -156,7 +152,7 @@ class RunningProgram:
     report: dict[str, Any] | None = None
 
     def note(self) -> None:
-        """A message from inside."""
+        """Receive one message of the worker's: the end of the program, or a failure."""
         try:
             text = self.worker.control.recv(_CHUNK)
         except OSError:
@@ -169,12 +165,12 @@ class RunningProgram:
         self.report = message
 
     def read(self, file: int) -> bool:
-        """Take what is there; False at the end of the stream. Beyond the limit the program is ended, and the rest ignored."""
+        """Read what is there; False at the end of the stream. Beyond the output limit the program is killed."""
         data = os.read(file, _CHUNK)
-        kept = self.streams[file]
-        if len(kept) <= self.job.limits.output:
-            kept += data
-        if len(kept) > self.job.limits.output and not self.overflowed:
+        received = self.streams[file]
+        if len(received) <= self.job.limits.output:
+            received += data
+        if len(received) > self.job.limits.output and not self.overflowed:
             self.overflowed = True
             try:
                 self.worker.control.send(json.dumps({"kill": self.id}).encode())
@@ -183,7 +179,7 @@ class RunningProgram:
         return bool(data)
 
     def result(self) -> SandboxResult:
-        """Once it has ended."""
+        """The result, once the program has ended."""
         assert self.report is not None
         status: SandboxStatus = "output" if self.overflowed else self.report["status"]
         texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
@@ -229,29 +225,3 @@ def run_connected(
             pipe.close()  # else neither would see the other's end
         collect(*pair)
     return pair[0].result(), pair[1].result()
-
-
-@cache
-def _probe(backend: str) -> tuple[str, str]:
-    """What an empty program shows: why a backend does not work here, or ""; and what bounds the memory of all processes."""
-    try:
-        with SandboxWorker(backend) as worker:
-            worker.run(SandboxJob(code=""))
-            return "", CGROUP if worker.group else POLLING
-    except (SandboxUnavailable, WorkerLost, OSError) as error:
-        return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: "), ""
-
-
-def why_not(backend: str) -> str:
-    """Why a backend does not work here; "" where it does."""
-    return _probe(backend)[0]
-
-
-def memory_bound(backend: str) -> str:
-    """What bounds the memory of all processes of a program together, behind a backend that works."""
-    return _probe(backend)[1]
-
-
-def available_backend(backend: str | None = None) -> str:
-    """The backend that programs run behind; SandboxUnavailable with the reasons where there is none."""
-    return choose(why_not, backend)

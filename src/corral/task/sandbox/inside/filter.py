@@ -1,6 +1,6 @@
-"""The system-call filter: whatever is not on the list does not exist.
+"""The seccomp filter: system calls that are not on the list do not exist.
 
-A filter is a small program for the kernel's packet-filter machine. It sees the call's number, the architecture and the
+A filter is a small BPF program. It sees the call's number, the architecture and the
 arguments' values, not what pointers point to. Calls that are not listed fail with ENOSYS, as on a kernel without them, so
 that libraries fall back; a few are let through for some arguments only and fail with EPERM otherwise.
 """
@@ -59,12 +59,12 @@ REFUSED_FLAGS: dict[str, tuple[int, Sequence[Sequence[int]]]] = {
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; jumps count the instructions that are skipped."""
+    """One BPF instruction; jumps count the instructions that are skipped."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def build(machine: str) -> bytes:
-    """The filter for one architecture, as the kernel takes it."""
+    """The BPF program for one architecture."""
     bodies = {number: _body(name) for name, number in allowed_numbers(machine).items()}
     missing = [_instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     starts: list[tuple[int, list[bytes]]] = []  # numbers from here on, up to the next start, have this body
@@ -82,7 +82,7 @@ def build(machine: str) -> bytes:
 
 
 def _body(name: str) -> list[bytes]:
-    """What is done with one call."""
+    """The instructions that decide one call."""
     allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _REFUSE | errno.EPERM)
     if name in REFUSED_FLAGS:
         index, lists = REFUSED_FLAGS[name]
@@ -108,7 +108,7 @@ def _search(starts: list[tuple[int, list[bytes]]]) -> list[bytes]:
 
 
 class Filter:
-    """A filter that is ready to be put on a process. Needs `forbid_new_privileges` first."""
+    """A seccomp filter that is ready to be installed. Needs `forbid_new_privileges` first."""
 
     def __init__(self, program: bytes) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))  # the header points to it

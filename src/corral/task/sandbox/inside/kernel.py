@@ -58,7 +58,7 @@ _top = ctypes.c_void_p(ctypes.addressof(_stack) + len(_stack) & ~15)
 
 
 def first_process() -> int:
-    """Start the first process of a new process namespace; returns its number here. When it is killed, all others there are.
+    """Start PID 1 of a new PID namespace; returns its number here. When it is killed, the kernel kills all others there.
 
     It runs nothing but libc's pause(), on a stack of its own in this process's memory, with this process's open files: nothing
     is copied for it. This process must have no signal handlers, since they would be its too: without any, the kernel keeps from
@@ -74,7 +74,7 @@ def first_process() -> int:
 
 
 def children_go_to(process: int) -> None:
-    """Let the next children be born in the process namespace of `process`, an open pidfd; it is this one's or below it."""
+    """Let the next children be born in the PID namespace of `process`, an open pidfd; it is this one's or below it."""
     _check("setns", _libc.setns(process, NEW_PIDS))
 
 
@@ -88,7 +88,7 @@ def fork() -> int:
 
 
 def map_user(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Be user `inside` of a fresh user namespace, and nobody else: one user and one group exist in it.
+    """Write the uid and gid maps of a fresh user namespace: one user and one group, both `inside`, exist in it.
 
     Args:
         proc: an open folder /proc of this or an outer namespace.
@@ -109,7 +109,7 @@ def write_at(folder: int, path: str, text: str) -> None:
 
 
 def read_at(folder: int, path: str) -> str:
-    """A text file whole."""
+    """The whole text of a file."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         text = b""
@@ -140,17 +140,17 @@ def attach_mount(mount: int, path: str) -> None:
 
 
 def mount_memory(path: str, flags: int, options: str) -> None:
-    """A file system in memory at `path`."""
+    """Mount a tmpfs at `path`."""
     _check("mount tmpfs", _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()))
 
 
 def keep_mounts_private() -> None:
-    """What is mounted here no longer reaches the outside."""
+    """Stop mounts made here from propagating to the host."""
     _check("mount", _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None))
 
 
 def enter_root(path: str) -> None:
-    """Make `path`, a mount point, the root, and let go of the old one."""
+    """pivot_root(2) to `path`, a mount point, and unmount the old root."""
     os.chdir(path)
     _syscall("pivot_root", b".", b".")
     _check("umount", _libc.umount2(b".", _DETACH))
@@ -174,12 +174,12 @@ def keep_no_capabilities() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """No set-uid program raises this process or its children, ever."""
+    """Set no_new_privs: no set-uid program raises this process or its children, ever."""
     prctl(_PR_NO_NEW_PRIVILEGES, 1)
 
 
 def hide_memory(hidden: bool) -> None:
-    """Whether other processes of the same user are kept from this one's memory and /proc files."""
+    """Set or clear PR_SET_DUMPABLE: hidden, other processes of the same user cannot read this one's memory and /proc files."""
     prctl(_PR_SET_DUMPABLE, 0 if hidden else 1)
 
 

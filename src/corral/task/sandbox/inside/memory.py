@@ -1,4 +1,4 @@
-"""How much memory all processes of a program hold together: the kernel's own limit counts each of them alone."""
+"""Memory of all processes of a program together, from /proc: the kernel's own limit counts each of them alone."""
 
 import _socket
 import os
@@ -9,7 +9,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Memory:
-    """Readings of /proc, by an open folder: inside, no path leads there."""
+    """Memory use, read from /proc through an open folder: inside, no path leads there."""
 
     def __init__(self, proc: int, events: int | None) -> None:
         self.proc, self.events = proc, events
@@ -21,9 +21,9 @@ class Memory:
         self._socket = 3 * one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF) // 2  # the last message may be half as large
         one.close()
         other.close()
-        self.used()  # what cannot be read here should show now, not in the middle of a program
+        self.usage()  # what cannot be read here should show now, not in the middle of a program
 
-    def used(self) -> int:
+    def usage(self) -> int:
         """Bytes held by everything that this process has started, beyond what it was born with, and by sockets."""
         total, queue = 0, self._children("self")
         while queue:

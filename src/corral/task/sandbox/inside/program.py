@@ -1,4 +1,4 @@
-"""The last steps before a program, and the program: from here on the process belongs to whoever wrote it."""
+"""From fork to exit of a program: limits, streams, filter, exec, exit status. The program owns its process from there on."""
 
 import _signal  # the functions without the enumerations around them
 import atexit
@@ -31,7 +31,7 @@ _exit, _setrlimit, _getrlimit, _ADDRESS_SPACE = os._exit, resource.setrlimit, re
 
 
 def warm_up() -> None:
-    """Do once what every program would do anew: open the standard streams, and make the some hundred types of the compiler."""
+    """Do before the fork what every program would do anew: open the standard streams, make the types of the compiler."""
     reader, writer = os.pipe()
     source = os.memfd_create("input")
     for number, file in enumerate((source, writer, writer)):  # of the kind that programs get: Python asks when it opens them
@@ -53,7 +53,7 @@ def _open_stream(name: str, number: int, mode: str, errors: str, line_buffering:
 
 
 class LaunchPlan:
-    """All of a program's surroundings that can be worked out before the fork, where it costs no copies of memory pages."""
+    """Resource limits and mount options of one program, computed before the fork, where it copies no memory pages."""
 
     def __init__(self, limits: dict[str, Any], address_space: int) -> None:
         memory = int(limits["memory_mb"]) << 20
@@ -88,7 +88,7 @@ def _at_most(kind: int, soft: int, hard: int) -> tuple[int, tuple[int, int]]:
 
 
 def prepare(plan: LaunchPlan, code: int, streams: list[int], rules: filter.Filter, proc: int) -> bytes:
-    """A temporary folder, limits, files 0 to 2 and no other, no powers, the filter; returns the program's text."""
+    """After the fork: tmpfs, resource limits, descriptors 0 to 2 only, no capabilities, the filter. The program's text."""
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount_memory("/tmp", kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXEC, plan.folder)

@@ -1,4 +1,4 @@
-"""A file system with nothing in it but an interpreter, and namespaces around it: what bubblewrap does, in few calls."""
+"""A root file system with nothing but an interpreter, in fresh namespaces: what bubblewrap does, in few calls."""
 
 import _socket
 import os
@@ -16,7 +16,7 @@ _ALL_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kern
 
 
 def leave_host(view: dict[str, list[Any]], proc: int) -> None:
-    """Go where nothing of the outside is left but its processes: new namespaces, a new root.
+    """Unshare all namespaces but the PID one, and pivot into a new root.
 
     Root needs no user namespace for this, and should not use one: a process that is root outside has no limit on its number
     of processes. Everyone else gets one, in which they may mount; so does a root that may not mount, as in many containers,
@@ -90,10 +90,10 @@ def _become_nobody() -> None:
 
 
 def enter_user_namespace(proc: int) -> None:
-    """Become the first process of a namespace in which there is one user, nobody, and may fit programs out.
+    """Become PID 1 of a user and PID namespace whose one user is nobody, with capabilities there alone.
 
     The mounts made so far are locked there, read-only as they are. Processes are counted there, whoever else is nobody outside.
-    Its powers end there, and programs get none of them.
+    Its capabilities end there, and programs get none of them.
 
     Args:
         proc: an open folder /proc.

@@ -1,6 +1,6 @@
-"""A warm interpreter that forks once per program: each gets its own processes, mounts and temporary folder.
+"""The zygote: a warm interpreter that forks once per program, each in its own PID and mount namespace and temporary folder.
 
-This process is the first one of a small world, takes orders from a socket, keeps time, and runs one program at a time. For each
+This process is PID 1 of its namespace, takes orders from a socket, keeps time, and runs one program at a time. For each
 it starts a first process that only waits, and forks the program into the namespace of that: when the program has ended, so is
 the first process, and with it, by the kernel, all that is left inside. What a program is, reads and writes goes through files
 that are handed on unread, so that nothing of one program is in the memory from which the next is copied.
@@ -30,7 +30,7 @@ _TICK = 0.02
 
 
 class _ZygoteConfig(TypedDict):
-    """What the outside says at the start; numbers are of open files."""
+    """The host's configuration; numbers are file descriptors."""
 
     control: int
     """The socket for orders."""
@@ -43,7 +43,7 @@ class _ZygoteConfig(TypedDict):
 
 
 def main(config: _ZygoteConfig) -> None:
-    """Leave the outside, say so, and serve until the other end of the socket closes."""
+    """Enter the namespaces, report ready, and serve until the host closes the socket."""
     control = _socket.socket(fileno=config["control"])
     events = _join_cgroup(*config["group"]) if config["group"] else None
     for name in _COMMON_MODULES.split():
@@ -78,7 +78,7 @@ def _join_cgroup(members: int, events: int) -> int | None:
 
 
 def _send(control: _socket.socket, message: dict[str, object]) -> None:
-    """One message to the outside, which may have gone."""
+    """Send one message to the host, which may have gone."""
     try:
         control.send(json.dumps(message).encode())
     except OSError:
@@ -86,7 +86,7 @@ def _send(control: _socket.socket, message: dict[str, object]) -> None:
 
 
 class _Zygote:
-    """Starts, watches and ends programs as told, one after the other."""
+    """Starts, watches and kills programs, one at a time, as the host orders."""
 
     def __init__(self, control: _socket.socket, memory: Memory) -> None:
         self.control = control
@@ -99,7 +99,7 @@ class _Zygote:
         """What goes wrong between the fork and the program."""
 
     def serve(self) -> None:
-        """Until the other end has closed."""
+        """Run programs until the host has closed the socket."""
         while True:
             order, files = self.receive()
             if order is None:
@@ -108,7 +108,7 @@ class _Zygote:
                 _send(self.control, {"done": order["run"], **self.run(order, files)})
 
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """An order and the files that come with it; None when the other end has closed."""
+        """An order and the file descriptors that come with it; None when the host has closed the socket."""
         files = array.array("i")
         text, extra, _, _ = self.control.recvmsg(4096, _socket.CMSG_SPACE(4 * files.itemsize))
         for _, _, data in extra:
@@ -137,7 +137,7 @@ class _Zygote:
         return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
 
     def fork(self, plan: program.LaunchPlan, files: list[int]) -> int:
-        """Start the program; its number."""
+        """Fork the program; its PID here."""
         random.seed()  # else all programs would draw the same numbers
         if child := kernel.fork():
             return child
@@ -171,7 +171,7 @@ class _Zygote:
             now = time.monotonic()
             if now > deadline:
                 return "timeout"
-            if now > started + _TICK and (self.memory.used() > plan.memory or self.memory.group_ran_out()):
+            if now > started + _TICK and (self.memory.usage() > plan.memory or self.memory.group_ran_out()):
                 return "memory"
 
     def verdict(self, reason: str, status: int) -> dict[str, object]:
@@ -192,7 +192,7 @@ class _Zygote:
 
 
 def _end(first: int) -> dict[int, int]:
-    """Kill a first process, and with it, by the kernel, all that is left inside; the wait status of every child of ours."""
+    """Kill a program's PID 1, and so, by the kernel, its whole PID namespace; the wait status of every child of ours."""
     statuses: dict[int, int] = {}
     if first:
         os.kill(first, signal.SIGKILL)
@@ -205,6 +205,6 @@ def _end(first: int) -> dict[int, int]:
 
 
 def _close(files: list[int]) -> None:
-    """Close each of them, and forget them."""
+    """Close file descriptors, and empty the list."""
     while files:
         os.close(files.pop())

@@ -1,0 +1,98 @@
+"""Unmasked tokens packed into rows and unpacked again, and the loss that is taken of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+
+TokenObjective = Callable[[TokenBatch], ObjectiveOutput]
+"""What `make_objective` returns: a batch of tokens → a loss per token."""
+
+
+class Packing:
+    """[B T …] → packed rows [N …] of the unmasked tokens, and back."""
+
+    def __init__(self, mask: Bool[Tensor, "B T"], rows: Int[Tensor, " N"] | None = None, *, in_order: bool = True) -> None:
+        """`rows` are the unmasked tokens' places in the flattened mask, where they are known; `in_order` if they ascend."""
+        self.shape = mask.shape
+        if rows is None:
+            rows = mask.flatten().nonzero().squeeze(-1)
+        self.count = len(rows)
+        self.rows = None if self.count == mask.numel() and in_order else rows  # all of them: nothing to copy
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B T …] → [N …]."""
+        flat = x.flatten(0, 1)
+        return flat if self.rows is None else flat[self.rows]
+
+    def unpack(self, x: Tensor, fill: float = 0) -> Tensor:
+        """[N …] → [B T …], with `fill` at masked tokens."""
+        if self.rows is not None:
+            out = x.new_full((self.shape.numel(), *x.shape[1:]), fill)
+            x = out.index_copy_(0, self.rows, x)
+        return x.reshape(*self.shape, *x.shape[1:])
+
+    def unpack_dist(self, dist: SparseDist) -> SparseDist:
+        """[N K] → [B T K], with an empty support at masked tokens."""
+        rest_max = None if dist.rest_max is None else self.unpack(dist.rest_max)
+        return SparseDist(self.unpack(dist.ids, -1), self.unpack(dist.logp, -torch.inf), self.unpack(dist.rest), rest_max)
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerms:
+    """Σ w (c · policy + regression): all of a loss but the new policy."""
+
+    objective: TokenObjective
+    batch: TokenBatch
+    """`logp_new` and `dist_new` are not read."""
+    weights: Float[Tensor, "B T"]
+    """w: what the reduction multiplies each token's loss with."""
+    policy_weights: Float[Tensor, "B T"] | None
+    """c: what the policy term alone is multiplied with; 1 where None."""
+    on_policy: bool
+    """The new policy is its own anchor: `logp_old` is whatever log-probs the head finds."""
+
+    def pack(self, packing: Packing) -> "LossTerms":
+        """Those of the unmasked tokens, as one sequence [1 N]."""
+
+        def row(x: Tensor) -> Tensor:
+            return packing.pack(x)[None]
+
+        b = self.batch
+        old = None if b.dist_old is None else b.dist_old.map(row)
+        rollout = None if b.logp_rollout is None else row(b.logp_rollout)
+        logp_old = row(b.logp_old)
+        batch = TokenBatch(logp_old, logp_old, row(token_advantages(b)), row(b.mask), None, old, rollout)
+        weights = None if self.policy_weights is None else row(self.policy_weights)
+        return LossTerms(self.objective, batch, row(self.weights), weights, self.on_policy)
+
+    def __call__(
+        self, logp: Float[Tensor, "B t"], new: SparseDist | None, part: slice = slice(None)
+    ) -> tuple[Float[Tensor, ""], ObjectiveOutput]:
+        """The sum over `part` of the tokens, and the objective's output, given the new policy of these tokens."""
+        b = self.batch
+        old = None if b.dist_old is None else b.dist_old.map(lambda x: x[:, part])
+        logp_old = logp.detach() if self.on_policy else b.logp_old[:, part]
+        advantages = b.advantages if b.advantages.ndim == 1 else b.advantages[:, part]
+        rollout = None if b.logp_rollout is None else b.logp_rollout[:, part]
+        out = self.objective(TokenBatch(logp, logp_old, advantages, b.mask[:, part], new, old, rollout))
+        policy_weights = None if self.policy_weights is None else self.policy_weights[:, part]
+        return out.total(torch.where(b.mask, self.weights, 0.0)[:, part], policy_weights), out
+
+
+def has_token_shapes(batch: TokenBatch) -> bool:
+    """Whether shapes and dtypes are what every objective asks for; where they are not, it says so itself."""
+    shape = batch.mask.shape
+    given = [batch.logp_old] if batch.logp_rollout is None else [batch.logp_old, batch.logp_rollout]
+    if batch.advantages.shape not in (shape, shape[:1]) or any(x.shape != shape for x in given):
+        return False
+    return all(x.is_floating_point() for x in (*given, batch.advantages))
+
+
+def token_advantages(batch: TokenBatch) -> Tensor:
+    """One for each token [B T]: a sequence's own is that of all its tokens."""
+    return batch.advantages[:, None].expand(batch.mask.shape) if batch.advantages.ndim == 1 else batch.advantages

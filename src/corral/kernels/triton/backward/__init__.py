@@ -1,0 +1,1 @@
+"""From gradients of log-probs to gradients of hidden states and weights."""

@@ -1,0 +1,143 @@
+"""Loss and gradient together on a GPU: head, the objective's kernel, and the gradients of every row, before autograd sees them.
+
+Sparse rows are streamed, one GEMM, and their gradient is made of single entries. Rows that the old policy shows to be dense
+have their logits stored on the way, and their gradient read off them, three GEMMs. Streamed rows that turn out to be dense, and
+stored ones that cannot be held, are recomputed.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from corral.kernels.async_copy import AsyncCopy
+from corral.kernels.dispatch import own_top_k
+from corral.kernels.packed import LossTerms, Packing, token_advantages
+from corral.kernels.precomputed import FusedLoss
+from corral.kernels.rows import Gradients, HeadInput, HeadRequest, HeadRows, join
+from corral.kernels.triton.backward.dense import dense_rows
+from corral.kernels.triton.backward.dense_forward import DenseRows, dense_forward, scale
+from corral.kernels.triton.backward.row_gradient import Upstream, row_gradient
+from corral.kernels.triton.gradients import head_gradients
+from corral.kernels.triton.loss.rows import ACTED, KL_AFTER, LOSS, REGRESSION, LossRows, OldRows, summarize
+from corral.kernels.triton.loss.rule import rule_of
+from corral.kernels.triton.plan_batch import plan_batch
+from corral.kernels.triton.support.select import stream_head
+from corral.support import Limits
+from corral.types import ObjectiveOutput
+
+
+def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool]) -> FusedLoss | None:
+    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse."""
+    rule, old = rule_of(terms.objective), terms.batch.dist_old
+    if rule is None or (rule.needs_support and old is None):
+        return None
+    # Without a given support, the policy's own carries a sparse gradient.
+    own = own_top_k(source.hidden, len(source.weight)) if old is None and tolerance > 0 and any(needed) else None
+    checked = getattr(terms.objective, "check", True)  # an objective with a rule is ours, and has it
+    limits = Limits.of(terms.batch.logp_old, old) if checked and not terms.on_policy else Limits()
+    plan = plan_batch(
+        terms, source.tokens, source.weight, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
+    )
+    if plan is None:
+        return None
+    # The GEMM first: the device has work while the host packs the rest.
+    packing = Packing(terms.batch.mask, plan.order, in_order=plan.sparse in (0, len(plan.order)))
+    packed = _pack(source, packing, HeadRequest(top_k=own, entropy=source.request.entropy))
+    first, second = slice(0, plan.sparse), slice(plan.sparse, packing.count)
+    streamed = stream_head(packed.rows(first)) if plan.sparse else None
+    anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
+
+    def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
+        return rule(rows, replace(old, logp=rows.logp.contiguous()) if terms.on_policy else old)
+
+    parts: list[tuple[HeadRows, LossRows]] = []
+    if streamed is not None:
+        parts.append((streamed, loss_of(streamed, anchor.each(operator.itemgetter(first)))))
+    stored = None
+    if second.start < second.stop:
+        stored = dense_forward(packed.rows(second), anchor.each(operator.itemgetter(second)), weights[second], loss_of, needed)
+        parts.append((stored.rows, stored.loss))
+    rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
+    metrics, total, flawed = summarize(loss, rows, anchor, weights, projects=rule.projects)
+    flaws = AsyncCopy(flawed)
+    gradients, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
+    if number := int(flaws.wait()):
+        raise ValueError(
+            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, or from a "
+            f"support with a token twice; an impossible token means that both policies were not given the same logit masks. "
+            f"The objective on the output of corral.lm_head says where."
+        )
+    metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
+    fields = loss.fields[:, None]
+    output = ObjectiveOutput(
+        fields[LOSS], metrics, fields[ACTED] > 0, fields[KL_AFTER] if rule.projects else None,
+        fields[REGRESSION] if rule.projects else None,
+    )  # fmt: skip
+    return FusedLoss(packing, total, rows, output, gradients, scale)
+
+
+def _pack(source: HeadInput, packing: Packing, request: HeadRequest) -> HeadInput:
+    """The rows in their order, as kernels read them."""
+    ids = None if source.ids is None else packing.pack(source.ids).contiguous()
+    tokens, bias = packing.pack(source.tokens).long().contiguous(), None if source.bias is None else source.bias.contiguous()
+    return HeadInput(packing.pack(source.hidden).contiguous(), source.weight, bias, tokens, ids, source.spec, request)
+
+
+def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
+    """The old policy's rows in the same order."""
+    b, old = terms.batch, terms.batch.dist_old
+    kept, rest, rest_max = (None, None, None) if old is None else (old.logp, old.rest, old.rest_max)
+    rows = OldRows(b.logp_old, kept, rest, token_advantages(b), b.logp_rollout, rest_max, terms.policy_weights)
+    return rows.each(lambda x: packing.pack(x.detach()).contiguous())
+
+
+def _gradients(
+    source: HeadInput,
+    streamed: tuple[HeadRows, LossRows] | None,
+    stored: DenseRows | None,
+    weights: Tensor,
+    tolerance: float,
+    needed: Sequence[bool],
+) -> tuple[Gradients, Tensor]:
+    """Gradients of streamed rows, which come first, and of stored ones; the share of dense rows, and the most dropped [2]."""
+    if not any(needed):
+        return (None, None, None), weights.new_zeros(2)
+    count = 0 if streamed is None else len(streamed[0].lse)
+    first, second = slice(0, count), slice(count, len(weights))
+    finished: Gradients = (None, None, None)
+    if stored is not None:
+        left_out = AsyncCopy(stored.left_out.sum())
+        finished = stored.finish()
+        if left_out.wait():
+            _add_left_out(source.rows(second), stored, weights[second], finished)
+    if streamed is None:
+        return finished, weights.new_tensor([1.0, 0.0])
+    rows, loss = streamed
+    gradient = row_gradient(rows, source.tokens[first], _upstream(loss, weights[first]), source.spec)
+    if stored is None:
+        gradients, routes = head_gradients(source, rows, gradient, tolerance, needed)
+        return gradients, routes.shares
+    mean, (d_stored, *add_to) = (gradient.size.sum() + stored.sizes.sum()) / len(weights), finished
+    (d_hidden, d_weight, d_bias), routes = head_gradients(
+        source.rows(first), rows, gradient, tolerance, needed, mean=mean, add_to=(add_to[0], add_to[1])
+    )
+    if d_hidden is not None and d_stored is not None:
+        d_hidden = torch.cat([d_hidden, d_stored])
+    live = (stored.sizes > 0).sum()
+    alive, dense = routes.counts
+    shares = torch.stack([(dense + live) / (alive + live).clamp(min=1), routes.shares[1]])
+    return (d_hidden, d_weight, d_bias), shares
+
+
+def _upstream(loss: LossRows, weights: Tensor) -> Upstream:
+    return Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
+
+
+def _add_left_out(source: HeadInput, stored: DenseRows, weights: Tensor, gradients: Gradients) -> None:
+    """Recompute the gradients of stored rows that could not be held, and add them to the others', in place."""
+    picked = stored.left_out.nonzero().squeeze(-1)
+    gradient = row_gradient(stored.rows, source.tokens, _upstream(stored.loss, weights), source.spec)
+    dense_rows(source, stored.rows, None, gradient, picked, *gradients, add=True)

@@ -1,0 +1,1 @@
+"""An objective's loss of every row in one kernel."""

@@ -1,0 +1,1 @@
+"""Exact supports from the tile statistics of a streamed GEMM."""
