@@ -135,10 +135,11 @@ def test_a_lying_probe_keeps_nothing_that_was_not_measured_to_fit(said, data):
     assert done.share == pytest.approx(line.x.item() / 3)
 
 
-def test_nothing_that_fits_means_the_old_weights_bit_for_bit():
+@pytest.mark.parametrize("said", [9.0, 0.1001])
+def test_nothing_that_fits_means_the_old_weights_bit_for_bit(said):
     model = language(dtype=torch.bfloat16)
     old, _ = updated(model, 0.1)
-    done = retract(model, old, lambda: torch.full((5,), 9.0), bound=0.1)
+    done = retract(model, old, lambda: torch.full((5,), said), bound=0.1)
     assert (done.share, done.value_after, done.after.mean, done.after.tokens) == (0.0, 0.0, 0.0, 5)
     assert all(torch.equal(p, old[name]) for name, p in model.named_parameters())
 

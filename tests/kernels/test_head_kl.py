@@ -118,6 +118,14 @@ def test_small_distances_keep_their_digits_in_float32():
     assert ((found.double() - true).abs() <= 0.02 * true + 1e-12).all()
 
 
+def test_large_logits_neither_overflow_nor_vanish():
+    # Logits around ±300: e^300 is inf in float32. The oracle takes the numbers as float32 has them.
+    given = networks(dtype=torch.float32, spread=0.01)
+    found, true = head_kl(*given, scale=60.0), oracle(*given, scale=60.0)
+    assert true.max() > 0.1
+    assert_close(found, true.float(), rtol=1e-3, atol=1e-4)
+
+
 def test_a_shift_of_all_logits_changes_nothing():
     new, weight, old, weight_old = networks()
     shift = torch.full((len(weight),), 3.0, dtype=F64, device=DEVICE)

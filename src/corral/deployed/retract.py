@@ -132,10 +132,8 @@ def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | Non
     fits = max((one for one in tried if one.value <= bound), key=lambda one: one.share, default=None)
     if fits is not None and (fits.share == 1.0 or fits.value >= ENOUGH * bound):
         return None
-    # The whole step did not fit, so that there is one; those nearer than what fits, where a probe is noisy, say nothing.
-    far = sorted(
-        (one for one in tried if not one.value <= bound and (fits is None or one.share > fits.share)), key=lambda one: one.share
-    )
+    # The whole step did not fit, so that there is one; all of them went further than what fits.
+    far = sorted((one for one in tried if not one.value <= bound), key=lambda one: one.share)
     nearest = far[0]
     if not math.isfinite(nearest.value):
         guess = nearest.share * LOST if fits is None else math.sqrt(fits.share * nearest.share)
@@ -169,8 +167,7 @@ def _place(parameters: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Map
         if share in (0.0, 1.0):
             p.copy_(new[name] if share else old[name])
         else:
-            wide = torch.promote_types(p.dtype, torch.float32)
-            p.copy_(torch.lerp(old[name].to(wide), new[name].to(wide), share))
+            p.copy_(torch.lerp(old[name], new[name], share))  # half precision too: computed wide, rounded once
 
 
 def _check(module: nn.Module, old: Mapping[str, Tensor], bound: float, statistic: str, max_probes: int) -> None:

@@ -14,14 +14,12 @@ Statistic = Callable[[Float[Tensor, " N"]], Tensor]
 
 def quantile(kl: Float[Tensor, " N"], level: float) -> Tensor:
     """The smallest value that at least a share `level` of the tokens do not exceed (nearest rank, no interpolation)."""
-    # ⌈level · N⌉, where 0.999 · 1000 = 999.0000000000001 would otherwise be the thousandth.
-    rank = max(1, math.ceil(level * kl.numel() - 1e-9))
-    return kl.flatten().kthvalue(rank).values
+    return kl.flatten().kthvalue(max(1, math.ceil(level * kl.numel()))).values
 
 
 def worst_mean(kl: Float[Tensor, " N"], share: float) -> Tensor:
     """CVaR: the mean of the ⌈share · N⌉ largest values."""
-    return kl.flatten().topk(max(1, math.ceil(share * kl.numel() - 1e-9))).values.mean()
+    return kl.flatten().topk(max(1, math.ceil(share * kl.numel()))).values.mean()
 
 
 STATISTICS: dict[str, Statistic] = {

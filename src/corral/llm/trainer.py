@@ -18,6 +18,7 @@ from corral.kernels.batch_loss import NewRows, batch_loss
 from corral.kernels.packed import LossTerms, Packing
 from corral.kernels.policy_loss import TOLERANCE
 from corral.llm.config import CorralConfig, Sampler, steps_per_batch
+from corral.llm.deployed import DeployedCallback
 from corral.llm.guard import SelfCheck
 from corral.llm.ledger import Ledger, ratio_sums
 from corral.llm.models import base_model
@@ -79,6 +80,11 @@ class CorralTrainer(GRPOTrainer):
         models = [base] if self.ref_model is None else [base, self.ref_model]
         self.policy_head = PolicyHead(models, self.temperature, own)
         fill = getattr(self.objective.config, "tail", None) == "fill"  # which only troll has
+        if args.deployed_bound is not None and not FUSED:
+            raise ValueError(
+                f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install "
+                f"TRL 1.15 or newer."
+            )
         if self.union and not fill and not FUSED:
             raise ValueError(
                 f"CorralTrainer: support='union' needs the old hidden states, which TRL {trl.__version__} does not hand over. "
@@ -92,6 +98,8 @@ class CorralTrainer(GRPOTrainer):
         self._ledger = Ledger()
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
+        if args.deployed_bound is not None:
+            self.callback_handler.callbacks.insert(0, DeployedCallback(self))  # before a reference is synchronised, or saved
         if self.accelerator.is_main_process:
             self._announce()
 
