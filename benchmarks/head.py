@@ -19,7 +19,7 @@ import torch
 from head_against import Comparison
 from head_cases import SECTIONS, About, Section
 from results import Row, read_rows, rounded, stamp, table, write_rows
-from timing import in_turns, peak_mebibytes, sustained
+from timing import free_memory, in_turns, peak_mebibytes, sustained
 
 LABELS = ("section", "model", "N", "V", "H", "K", "policy", "dtype", "sequences", "tokens", "task", "name", "gpu")
 """What tells a row from all others; on a CPU the number of threads, too."""
@@ -111,8 +111,7 @@ def measure_section(name: str, args: argparse.Namespace, until: float, trees: Co
         if args.out:
             new = {label(row) for row in rows}
             write_rows(args.out, [*(row for row in kept if label(row) not in new), *rows])
-        if section.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 if __name__ == "__main__":

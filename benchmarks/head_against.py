@@ -10,13 +10,14 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from head_cases import SECTIONS, About
 from results import Row
-from timing import milliseconds
+from timing import free_memory, milliseconds
 
 import corral
 
@@ -29,7 +30,7 @@ class Tree:
     """A process that measures one source tree. A question is a line of JSON, and so is its answer."""
 
     def __init__(self, source: Path) -> None:
-        source = source.absolute()
+        source = Path(os.path.abspath(source))
         path = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, __file__], env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -56,13 +57,13 @@ class Comparison:
 
     def __init__(self, other: Path) -> None:
         self.this, self.other = Tree(HERE), Tree(other)
-        for tree in (self.this, self.other):
-            if (imported := Path(tree.hear())) != tree.source:
-                self.close()
-                raise ValueError(
-                    f"--against wants a folder with the package corral in it, as src; got {tree.source}, and corral was "
-                    f"imported from {imported}."
-                )
+        try:
+            for tree in (self.this, self.other):
+                if (imported := tree.hear()) != str(tree.source):
+                    raise ValueError(f"--against wants a source folder, with corral in it: {tree.source} gives {imported}.")
+        except Exception:
+            self.close()
+            raise
 
     def measure(self, section: str, about: About, rounds: int | None = None) -> list[Row]:
         """A row per contender: medians in both trees, and this tree's time over the other's with quartiles of the rounds."""
@@ -92,28 +93,30 @@ def _row(key: str, this: list[float], other: list[float]) -> Row:
     return {"task": task, "name": name, **{what: float(f"{value:.4g}") for what, value in figures.items()}}
 
 
+def prepare(case: dict[str, Any]) -> Callable[[], dict[str, float]]:
+    """A function that times one run of every contender of ours, and of the anchor."""
+    torch.set_num_threads(case["threads"])
+    section = SECTIONS[case["section"]]
+    prepared = section.prepare(case["about"], section.device)
+    runs = {": ".join(key): run for key, run in prepared.runs.items() if "corral" in key[1] or key == prepared.anchor}
+    for run in [*runs.values()] * WARM_UP:
+        run()
+    return lambda: {name: milliseconds(run, section.device, wall=prepared.wall) for name, run in runs.items()}
+
+
 def serve(questions: TextIO, answers: TextIO) -> None:
-    """Prepare the case that is asked for; time one run of every contender whenever nothing is."""
-
-    def answer(what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
-        answers.flush()
-
-    answer(str(HERE))
-    section = prepared = None
+    """Say where corral is; then prepare every case that is asked for, and take a round of it whenever nothing is."""
+    take_round: Callable[[], dict[str, float]] = dict
+    print(json.dumps(str(HERE)), file=answers, flush=True)
     for line in questions:
+        answer: Any = "ready"
         if case := json.loads(line):
-            torch.set_num_threads(case["threads"])
-            section, prepared = SECTIONS[case["section"]], None  # frees the last case
-            prepared = section.prepare(case["about"], section.device)
-            runs = {": ".join(key): run for key, run in prepared.runs.items() if "corral" in key[1] or key == prepared.anchor}
-            for run in [*runs.values()] * WARM_UP:
-                run()
-            answer("ready")
+            take_round = dict  # nothing refers to the last case
+            free_memory()
+            take_round = prepare(case)
         else:
-            assert section is not None
-            assert prepared is not None
-            answer({name: milliseconds(run, section.device, wall=prepared.wall) for name, run in runs.items()})
+            answer = take_round()
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

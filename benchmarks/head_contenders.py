@@ -87,10 +87,6 @@ def full_troll(p: Problem, upcast: bool = False) -> tuple[Tensor, Tensor]:
     return gradients(p, loss)
 
 
-def full_clip(p: Problem) -> tuple[Tensor, Tensor]:
-    return _clip(p, lambda h, w: _sampled_logp(h, w, p.tokens))
-
-
 def chunked_clip(p: Problem, of_chunk: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     """Chunks of tokens under activation checkpointing."""
 
@@ -99,10 +95,6 @@ def chunked_clip(p: Problem, of_chunk: Callable[..., Tensor]) -> tuple[Tensor, T
         return torch.cat([checkpoint(of_chunk, h, weight, t, use_reentrant=False) for h, t in chunks])
 
     return _clip(p, logp)
-
-
-def compiled_clip(p: Problem) -> tuple[Tensor, Tensor]:
-    return chunked_clip(p, _compiled())
 
 
 @cache
@@ -179,7 +171,7 @@ OURS: dict[tuple[str, str], Contender] = {
     (TROLL, "full logits"): full_troll,
     (TROLL, "corral"): partial(corral_update, objective="troll"),
     (TROLL, "corral, exact"): partial(corral_update, objective="troll", exact=True),
-    (CLIP, "full logits"): full_clip,
+    (CLIP, "full logits"): lambda p: _clip(p, lambda h, w: _sampled_logp(h, w, p.tokens)),
     (CLIP, "corral"): partial(corral_update, objective="ppo_clip"),
     (CLIP, "corral, exact"): partial(corral_update, objective="ppo_clip", exact=True),
 }
@@ -190,7 +182,7 @@ UPCAST: dict[tuple[str, str], Contender] = {
 }
 HEADS: dict[tuple[str, str], Contender] = {
     (CLIP, "checkpointed chunks"): partial(chunked_clip, of_chunk=_sampled_logp),
-    (CLIP, "checkpointed chunks, compiled"): compiled_clip,
+    (CLIP, "checkpointed chunks, compiled"): lambda p: chunked_clip(p, _compiled()),
     (CLIP, "TRL, chunked log-probs, clip"): trl_clip,
     (CLIP, "verl, fused kernel, clip"): verl_clip,
     (CLIP, "torch F.linear_cross_entropy"): torch_cross_entropy,

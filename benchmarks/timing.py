@@ -87,6 +87,13 @@ def sustained(run: Run, seconds: float) -> float:
     return statistics.median(taken[len(taken) // 2 :])
 
 
+def free_memory() -> None:
+    """Give back what nobody refers to, cycles among it, so that another process may have it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def peak_mebibytes(run: Run, device: str) -> float:
     """Most memory held during a run, beyond what was held before."""
     gc.collect()

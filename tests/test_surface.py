@@ -14,15 +14,12 @@ import corral
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "corral"
 
-LAYERS = {
-    "validate": 0, "naming": 0, "types": 0, "numerics": 0, "support": 1, "advantage": 1, "deployed": 1, "divergence": 1,
-    "projection": 2, "kernels": 2, "objective": 3, "task": 4, "run": 4, "audit": 4, "llm": 5, "robot": 5, "report": 6,
-    "compare": 6, "cli": 6,
-}  # fmt: skip
-"""A unit imports from its own layer or below; `corral` itself, the list of public names, sits on top."""
+README = (ROOT / "README.md").read_text()
+ORDER = re.findall(r"^[├└]── (\w+)(?:\.py|/) ", README, re.MULTILINE)
+"""README's tree: a unit imports from itself and from those above it; `corral` itself, the list of public names, sits on top."""
 
 MATHS = {"torch", "jaxtyping", "corral"} | set(sys.stdlib_module_names)
-"""What layers 0 to 3 may import; the layers above bring their own extras."""
+"""What everything down to `objective/` may import; what comes below brings its own extras."""
 
 
 def imports(path: Path) -> set[str]:
@@ -47,31 +44,26 @@ MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__in
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_one_way(path: Path) -> None:
+    place = ORDER.index(unit(path))
     for name in imports(path):
         package, _, rest = name.partition(".")
-        if LAYERS[unit(path)] <= 3:
+        if place <= ORDER.index("objective"):
             allowed = MATHS | {"triton"} if unit(path) == "kernels" else MATHS
             assert package in allowed, f"{path.name} imports {name}; the maths needs torch and jaxtyping alone"
         if package == "corral":
             target = rest.partition(".")[0]
             if not target:  # the list of public names sits on top of the maths
-                assert LAYERS[unit(path)] > 3, f"{path.name} imports from the package itself; name the module"
+                assert place > ORDER.index("objective"), f"{path.name} imports from the package itself; name the module"
                 continue
-            assert LAYERS[target] <= LAYERS[unit(path)], f"{path.name} (layer {LAYERS[unit(path)]}) imports {name}"
+            assert ORDER.index(target) <= place, (
+                f"{path.relative_to(SOURCE)} imports {name}, which is below it in README's tree"
+            )
 
 
-def test_readmes_tree_is_the_order_of_imports() -> None:
-    order = re.findall(r"^[├└]── (\w+)(?:\.py|/) ", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert set(order) == set(LAYERS)
-    for path in MODULES:
-        for name in imports(path):
-            if name.startswith("corral."):
-                target = name.split(".")[1]
-                assert order.index(target) <= order.index(unit(path)), f"{path.relative_to(SOURCE)} imports {name}"
-
-
-def test_every_unit_has_a_layer() -> None:
-    assert {unit(path) for path in MODULES} == set(LAYERS)
+def test_readmes_tree_has_every_unit() -> None:
+    assert sorted(ORDER) == sorted({unit(path) for path in MODULES})
+    sentence = "from the bottom of this list to its top; everything down to `objective/` needs torch and jaxtyping alone"
+    assert sentence in README
 
 
 def test_public_names_are_sorted_whole_and_importable() -> None:
@@ -141,7 +133,7 @@ def test_the_version_is_in_one_place() -> None:
     assert re.search(r'^dynamic = \["version"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 
-README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+README_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_readme_projects_a_policy_in_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +153,7 @@ def test_every_other_readme_example_runs(block: str, capsys: pytest.CaptureFixtu
 
 
 def test_the_readme_lists_every_objective_and_only_existing_files() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = README
     assert set(re.findall(r"\[`(\w+)`\]\(docs/objectives/", text)) == set(corral.objective_names())
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (ROOT / target).exists(), f"README links to {target}"

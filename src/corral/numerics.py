@@ -10,8 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.validate import number_in as number_in
-
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 

@@ -234,9 +234,6 @@ class LogpTolerance(NamedTuple):
         return cls(_LOGP_MAX, _MASS_TOLERANCE_HALF if half else _MASS_TOLERANCE)
 
 
-Limits = LogpTolerance  # the name until 0.1
-
-
 def _check_mass(where: str, dist: SparseDist, limits: LogpTolerance) -> None:
     """Refuse rows whose support and tail together do not hold 1. NaN passes: padding may be that, and only objectives know."""
     if torch.compiler.is_compiling():

@@ -151,7 +151,7 @@ def test_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--old", "tiny", "--new", "tiny", "--task", "countdwn"], "Did you mean 'countdown'?"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--clip", "wide"], "0.2,0.28; got 'wide'"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--kl-bound", "-1"], "`kl_bound` is the radius of a ball"),
-        (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--samples", "0"], "`samples` must be a whole number ≥ 1"),
+        (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--samples", "0"], "`samples` is a whole number ≥ 1"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--set", "n=4"], "--set takes task_config.key=value"),
         (["--old", "runs/none", "--new", "tiny", "--task", "countdown"], "there is no run or model folder runs/none"),
     ],

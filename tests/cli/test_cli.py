@@ -135,7 +135,7 @@ def test_a_flag_without_a_value_is_true(settings_of: Callable[..., Settings]) ->
         (["--task", "count-down"], "no task 'count-down'. Did you mean 'countdown'?"),
         (["--recipe", "dmo"], "no recipe 'dmo'. Did you mean 'demo'?"),
         (["--steps", "many"], "`steps` is int; got 'many'"),
-        (["--steps", "0"], "`steps` must be a whole number ≥ 1; got 0"),
+        (["--steps", "0"], "`steps` is a whole number ≥ 1; got 0"),
         (["--learning-rate", "fast"], "`learning_rate` is float; got 'fast'"),
         (["--guard", "maybe"], "`guard` is one of warn, stop, off; got 'maybe'"),
         (["--max-steps", "3"], "`max_steps` is decided by the run. Use steps"),

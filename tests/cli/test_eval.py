@@ -81,7 +81,7 @@ def test_smoke_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([], "eval takes a run's folder or a model"),
         (["tiny"], "tiny is a model and has no task of its own: say which with --task"),
         (["tiny", "--task", "count-down"], "there is no task 'count-down'. Did you mean 'countdown'?"),
-        (["tiny", "--task", "countdown", "--samples", "0"], "`samples` must be a whole number ≥ 1; got 0"),
+        (["tiny", "--task", "countdown", "--samples", "0"], "`samples` is a whole number ≥ 1; got 0"),
         (["tiny", "--task", "countdown", "--samples", "many"], "`samples` is int; got 'many'"),
         (["tiny", "--task", "countdown", "--backend", "gpu"], "`backend` is one of auto, transformers, vllm; got 'gpu'"),
         (["tiny", "--task", "countdown", "--backend", "vllm", "--device", "cpu"], "--backend vllm: vLLM "),
@@ -118,7 +118,7 @@ def test_an_interruption_says_how_to_go_on(
 
     monkeypatch.setattr("corral.llm.evaluate.answer_batch", interrupt)
     assert main(["eval", model, *SMALL.split(), "--out", str(tmp_path / "e")]) == 130
-    assert "the same command goes on with it" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

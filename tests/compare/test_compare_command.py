@@ -250,7 +250,7 @@ def test_a_finished_comparison_is_shown_again_and_runs_nothing(
     [
         (
             ["--out", "{}", "--objectives", "ppo_clip,troll", "--seeds", "1", *SMALL],
-            "holds this comparison already. Go on with",
+            "holds this comparison already. Resume with",
         ),
         (
             ["--out", "{}", "--objectives", "ppo_clip,dppo", "--seeds", "1", *SMALL],
@@ -266,7 +266,7 @@ def test_a_finished_comparison_is_shown_again_and_runs_nothing(
         (["--resume", "{}", "--unsafe-code-execution"], "unsafe_code_execution is False there and True here"),
         (["--resume", "{}", "--common"], "common is False there and True here"),
         (["--resume", "{}", "--seed", "4"], "seed is 0 there and 4 here"),
-        (["--resume", "{}", "--out", "elsewhere"], "--out and --config do not go with it"),
+        (["--resume", "{}", "--out", "elsewhere"], "--out and --config cannot be given with it"),
     ],
 )
 @pytest.mark.refuses("comparison: settings that differ from those it was begun with", door="TRL")

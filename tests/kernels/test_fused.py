@@ -12,7 +12,7 @@ import corral
 from corral import SparseDist, TokenBatch
 from corral.kernels import policy_loss
 from corral.kernels.packed import LossTerms
-from corral.support import Limits
+from corral.support import LogpTolerance
 from interpreted import DEVICE, small_tiles
 from tolerance import assert_close
 
@@ -82,7 +82,7 @@ def test_golden_order():
     terms, head = LossTerms(make("ppo_clip"), batch, weights, policy, False), torch.zeros(10, 8, device=DEVICE)
 
     def plan(terms: LossTerms = terms, tokens: torch.Tensor = tokens, **how: Any) -> tuple[list[int], int] | None:
-        given = {"dense": True, "tolerance": 1e-3, "limits": Limits(), **how}
+        given = {"dense": True, "tolerance": 1e-3, "limits": LogpTolerance(), **how}
         found = plan_batch.plan_batch(terms, tokens, head, **given)
         return None if found is None else (found.order.tolist(), found.sparse)
 

@@ -197,7 +197,7 @@ def test_a_signal_ends_the_step_and_saves(
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-6").is_dir(), "between the regular ones"
     printed = capfd.readouterr()
     assert "Stopping after this step" in printed.err
-    assert f"Go on with: corral train --resume {tmp_path / 'run'}" in printed.out
+    assert f"Resume with: corral train --resume {tmp_path / 'run'}" in printed.out
     assert resume(tmp_path / "run", quiet=True).summary["stopped"] == "finished"
     assert_same_run(tmp_path / "run", reference)
 

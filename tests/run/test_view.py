@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from corral.run.interrupt import STOPPING
-from corral.run.view import Clock, LiveView, PatientConsole, PlainView, RunView, count, make_view, number, readable, shorten
+from corral.run.text import count
+from corral.run.view import Clock, LiveView, PatientConsole, PlainView, RunView, make_view, number, readable, shorten
 
 LINE = {
     "step": 1, "update": 8, "success": 0.25, "reward": 0.3, "entropy": 0.5, "tokens_per_second": 12345.6, "loss": 1.0,

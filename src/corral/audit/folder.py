@@ -1,13 +1,12 @@
-"""An audit on the disk: a folder with what was asked and one row per audited token.
+"""The folder of an audit: its rules and settings, and one row per audited token.
 
 audit.json      what was audited, by which rules, with which versions
 audit.parquet/  a data set of one file per audited update; whatever reads parquet reads it as one table
 
-Every file is written whole or not at all: an audit can be read while its run goes on, and outlives it however it ends.
+Every file is written whole or not at all: an audit can be read during its run, and survives it however it ends.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,45 +16,30 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from corral.audit.rules import read_rules
-from corral.run.files import RunError, disk_sentence, lock, plain, write_json, write_whole
+from corral.run.files import LockedFolder, RunError, disk_sentence, plain, write_json, write_whole
 from corral.run.folder import versions
 
+_FLOATS = (
+    *("advantage", "entropy", "logp_old", "logp_new", "logp_rollout"),
+    *("kl", "tv", "tv_binary", "tv_topk", "troll_kl", "troll_tv"),
+)
+
 SCHEMA = pa.schema(
-    [
-        ("update", pa.int64()),
-        ("sequence", pa.int32()),
-        ("position", pa.int32()),
-        ("token", pa.int32()),
-        ("text", pa.string()),
-        ("advantage", pa.float32()),
-        ("entropy", pa.float32()),
-        ("logp_old", pa.float32()),
-        ("logp_new", pa.float32()),
-        ("logp_rollout", pa.float32()),
-        ("kl", pa.float32()),
-        ("tv", pa.float32()),
-        ("tv_binary", pa.float32()),
-        ("tv_topk", pa.float32()),
-        ("troll_kl", pa.float32()),
-        ("troll_tv", pa.float32()),
-        ("clipped", pa.bool_()),
-        ("dppo_binary", pa.bool_()),
-        ("dppo_topk", pa.bool_()),
-        ("troll", pa.bool_()),
-    ]
+    [("update", pa.int64()), ("sequence", pa.int32()), ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string())]
+    + [(name, pa.float32()) for name in _FLOATS]
+    + [(name, pa.bool_()) for name in ("clipped", "dppo_binary", "dppo_topk", "troll")]
 )
 """Columns of audit.parquet; docs/audit.md says what each means."""
 
 
-class AuditFolder:
+class AuditFolder(LockedFolder):
     """The files of one audit."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.info, self.table = path, path / "audit.json", path / "audit.parquet"
-        self._lock: int | None = None
 
     def check(self, rules: Mapping[str, Any], done: int = 0) -> None:
-        """Refuse a folder that holds anything but an audit by the same rules to go on with after `done` updates."""
+        """Refuse a folder that holds anything but an audit by the same rules, to be resumed after `done` updates."""
         there = self.info.exists()
         if self.path.exists() and not there and (not self.path.is_dir() or any(self.path.iterdir())):
             raise RunError(f"{self.path} is there already and holds no audit: choose another folder for it.")
@@ -64,14 +48,14 @@ class AuditFolder:
                 f"{self.path} holds an audit already: `corral audit {self.path}` shows it. Remove it, or choose another folder."
             )
         if there and plain(_read_info(self.info)["rules"]) != plain(rules):
-            raise RunError(f"{self.path} holds an audit by other rules: go on with the same ones, or choose another folder.")
+            raise RunError(f"{self.path} holds an audit by other rules: resume with the same ones, or choose another folder.")
 
     def begin(self, info: Mapping[str, Any], done: int = 0) -> None:
-        """Make the folder, or go on with the audit in it after `done` updates: what came later happens again."""
+        """Make the folder, or resume the audit in it after `done` updates; what came later is repeated."""
         self.check(info["rules"], done)
         try:
             self.table.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path)
+            self.hold(self.path)
         except OSError as error:
             raise RunError(disk_sentence(error, self.path)) from error
         for part in self.table.glob("update-*.parquet"):
@@ -88,12 +72,6 @@ class AuditFolder:
             parts.append(pa.table({name: _array(name, {**columns, **fixed}[name]) for name in SCHEMA.names}, schema=SCHEMA))
         rows = pa.concat_tables(parts)
         write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
-
-    def close(self) -> None:
-        """Let go of the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
 
 def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:

@@ -1,4 +1,4 @@
-"""Both policies at the tokens of one completion → how far each token went, and what every rule does there."""
+"""Log-probs of both policies on one completion → true divergences per token, and on which tokens each rule acts."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def measure(
 
 
 def _measure_rows(tokens: Tensor, old: Tensor, new: Tensor, advantages: Tensor, rules: Rules) -> dict[str, Tensor]:
-    """What is read off whole distributions, for a few rows at a time."""
+    """What needs full distributions, for a few rows at a time."""
     vocabulary = old.shape[-1]
     few_old = top_k_support(old[None], tokens[None], k=min(rules.top_k, vocabulary))
     few_new = gather_support(new[None], few_old.ids)
@@ -90,8 +90,8 @@ def _measure_rows(tokens: Tensor, old: Tensor, new: Tensor, advantages: Tensor, 
 
 
 def _batch(logp_new: Tensor, logp_old: Tensor, advantages: Tensor) -> TokenBatch:
-    live = torch.ones_like(logp_new, dtype=torch.bool)
-    return TokenBatch(logp_new[None], logp_old[None], advantages[None], live[None])
+    mask = torch.ones_like(logp_new, dtype=torch.bool)
+    return TokenBatch(logp_new[None], logp_old[None], advantages[None], mask[None])
 
 
 def _acted(objective: Objective, batch: TokenBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is held against the tokens of a run: its clipping, two balls of true divergence, and the methods that keep to them."""
+"""The rules of an audit: the run's clipping, a KL ball and a TV ball, DPPO and TROLL."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 from corral.objective import Objective, make_objective
 from corral.run.settings import guess
-from corral.validate import number_in
+from corral.validate import require
 
 CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
 """Objectives that leave a token without a gradient once its ratio, or its sequence's, is out of range."""
@@ -14,7 +14,7 @@ CLIPPING = ("ppo_clip", "clip_higher", "dual_clip", "gspo", "gmpo")
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Clipping as the run has it, and DPPO and TROLL as they would be beside it."""
+    """The run's own clipping, and the DPPO and TROLL that it is compared with."""
 
     clip: Objective = field(default_factory=lambda: make_objective("ppo_clip"))
     """The clipping objective: the run's own, or ppo_clip for runs that do not clip."""
@@ -34,14 +34,9 @@ class Rules:
     def __post_init__(self) -> None:
         if self.clip.name not in CLIPPING:
             raise ValueError(f"audit: `clip` is one of {', '.join(CLIPPING)}; got {self.clip.name!r}.")
-        for key in ("kl_bound", "tv_bound"):
-            if not (number_in(getattr(self, key), 0) and getattr(self, key) > 0):
-                raise ValueError(f"audit: `{key}` is the radius of a ball and must be > 0; got {getattr(self, key)!r}.")
-        for key in ("top_k", "support_size"):
-            if type(getattr(self, key)) is not int or getattr(self, key) < 1:
-                raise ValueError(f"audit: `{key}` is a number of tokens, 1 or more; got {getattr(self, key)!r}.")
-        if not (number_in(self.support_mass, 0, 1) and self.support_mass > 0):
-            raise ValueError(f"audit: `support_mass` is a probability in (0, 1]; got {self.support_mass!r}.")
+        require(self, "kl_bound", "tv_bound", above=0, what="the radius of a ball", name="audit")
+        require(self, "top_k", "support_size", integer=True, at_least=1, what="a number of tokens", name="audit")
+        require(self, "support_mass", above=0, at_most=1, what="a probability", name="audit")
 
     @property
     def whole_sequences(self) -> bool:
@@ -54,8 +49,7 @@ class Rules:
 
     def as_dict(self) -> dict[str, Any]:
         """For audit.json."""
-        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "clip"}
-        return {"clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}, **plain}
+        return {**vars(self), "clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}}
 
 
 def read_rules(content: Any) -> Rules:

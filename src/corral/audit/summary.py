@@ -1,4 +1,4 @@
-"""An audit's tokens as numbers: how far they went, who blocked what, and whether that was right."""
+"""Statistics of an audit: divergences, how many tokens each rule blocks, false alarms and misses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Ball:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Everything that is said of an audit."""
+    """All numbers of an audit."""
 
     tokens: int
     sequences: int
@@ -86,7 +86,7 @@ def table_columns(table: pa.Table) -> dict[str, Column]:
 
 
 def summarise(table: pa.Table, rules: Mapping[str, Any]) -> Summary:
-    """Count. Bounds come from the rules that the audit was made with."""
+    """Statistics of an audit's rows, with the bounds of its own rules."""
     columns = table_columns(table)
     pairs = np.unique(np.stack([columns["update"], columns["sequence"]]), axis=1)
     p_old = np.exp(columns["logp_old"].astype(float))
@@ -130,7 +130,7 @@ def spread(values: Column) -> Row:
 
 
 def token_kinds(columns: Mapping[str, Column], blocked: Column, outside: Column) -> Column:
-    """What each token is, of five: blocked inside or outside the ball, passed inside it, or outside and which way it is pushed.
+    """The kind of each token: blocked inside or outside the ball, passed inside it, or passed outside and pushed out or back.
 
     `false` and `missed` are a rule's errors, `right`, `passed` and `back` are not.
     """

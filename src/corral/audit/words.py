@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corral.audit.summary import Ball, Summary
+from corral.run.text import count
 
 RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk": "DPPO, top-K", "troll": "TROLL"}
 """Verdicts and their names."""
@@ -14,7 +15,7 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
     """What was compared, how far it went, what clipping does, where, and what others would do."""
     rules = info["rules"]
     found = [
-        f"{_plural(summary.tokens, 'token')} of {_plural(summary.sequences, 'completion')}, {info.get('what') or 'compared'}"
+        f"{count(summary.tokens, 'token')} of {count(summary.sequences, 'completion')}, {info.get('what') or 'compared'}"
         f"{'' if summary.updates == 1 else f', {summary.updates} times'}.",
         f"True KL to the old policy: {_spread(summary.kl)} nats. Total variation: {_spread(summary.tv)}.",
         _clipping(summary, rules),
@@ -30,7 +31,7 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
 
 
 def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
-    """The sentence that people come for."""
+    """How much clipping blocks, how much of that is inside the KL ball, and what it misses."""
     ball: Ball = summary.verdicts["clipped"]["kl"]
     does = ("blocks", "passes") if rules.get("own") else ("would block", "would pass")
     name = f"Clipping ({clip_range(rules['clip'])}) {does[0]}"
@@ -107,11 +108,6 @@ def percent(share: float) -> str:
 def number(value: float) -> str:
     """Two digits that count."""
     return "∞" if value == float("inf") else re.sub(r"e([-+])0*", r"e\1", f"{value:.2g}")
-
-
-def _plural(count: int, thing: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def _are(number_of_tokens: str) -> str:

@@ -2,12 +2,19 @@
 
 import argparse
 import importlib
+import importlib.util
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
+from typing import Any
 
 import corral
 from corral.naming import nearest
+from corral.run.files import RunError
+
+FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
+"""Exit statuses."""
 
 COMMANDS = {
     "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
@@ -45,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
-    """Parse what follows the command, and do it."""
+    """Parse what follows the command, and do it; a RunError becomes a sentence and status 1."""
     parser = argparse.ArgumentParser(
         prog=f"corral {name}",
         description=COMMANDS[name],
@@ -54,10 +61,26 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
     )
     module.add_arguments(parser)
     arguments, rest = parser.parse_known_args(argv)
-    return int(module.run(arguments, rest))
+    try:
+        return int(module.run(arguments, rest))
+    except RunError as error:
+        return refuse(str(error), FAILED)
 
 
 def refuse(sentence: str, status: int = 2) -> int:
     """Say on stderr why something cannot be done."""
     sys.stderr.write(f"corral: {sentence}\n")
     return status
+
+
+def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Values of those flags that were given, by the names of their settings: --top-p is top_p."""
+    values = {name.replace("-", "_"): vars(arguments)[name.replace("-", "_")] for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
+    """A RunError if a package is missing: `reports need rliable. Install them: pip install 'corral[report]'.`"""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        raise RunError(f"{what} {', '.join(absent)}. Install them: pip install 'corral[{extra}]'.")

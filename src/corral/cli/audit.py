@@ -1,13 +1,12 @@
 """`corral audit`: what a run's updates did to its policy, as sentences, tables and a page."""
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-from corral.cli import refuse
-from corral.cli.eval import eval_settings
-from corral.cli.kind import kind_of_run, missing
+from corral.cli import INTERRUPTED, check_installed, given_flags, refuse
+from corral.cli.eval import FLAGS, eval_settings
+from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import UNSAFE, quiet_libraries
 from corral.run.files import RunError
 
@@ -18,12 +17,9 @@ _MODEL_FLAGS = {
     "task": "what to ask; by default a run's own task",
     "problems": "held-out problems (16)",
     "samples": "completions of each (8)",
-    "instruction": "what the model reads, with {problem} in it",
     "temperature": "of the policy (1)",
-    "max-tokens": "longest completion (the run's, or what the task needs)",
     "batch-size": "prompts at a time (256)",
-    "seed": "decides problems and samples (0)",
-    "device": "auto, cpu or cuda",
+    **{name: FLAGS[name] for name in ("instruction", "max-tokens", "seed", "device")},
 }
 
 _EPILOG = """
@@ -54,44 +50,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Audit, and turn what goes wrong into a sentence and a status."""
+    """Measure models, unless there is an audit already, and show it."""
     if rest:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
-    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        return refuse(f"audits need {', '.join(absent)}. Install them: pip install 'corral[llm]'.", 1)
+    check_installed("audits need", _NEEDED, "llm")
+    exists = arguments.path is not None and (arguments.path / "audit.json").is_file()
     try:
-        folder = _existing_audit(arguments) if _is_audit(arguments.path) else _audit_models(arguments)
+        folder = _existing_audit(arguments) if exists else _audit_models(arguments)
         _show(folder, arguments.page or folder / "audit.html", quiet=arguments.quiet)
-    except RunError as error:
-        return refuse(str(error), 1)
     except KeyboardInterrupt:
-        return refuse("interrupted.", 130)
+        return refuse("interrupted.", INTERRUPTED)
     return 0
 
 
-def _is_audit(path: Path | None) -> bool:
-    """Whether a folder holds an audit that only has to be shown."""
-    return path is not None and (path / "audit.json").is_file()
-
-
 def _existing_audit(arguments: argparse.Namespace) -> Path:
-    """An audit's folder; a sentence for flags that could change nothing about it."""
-    given = [
-        name for name in ("old", "new", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out") if _is_given(arguments, name)
-    ]
-    given += [name for name in ("set", "unsafe-code-execution") if getattr(arguments, name.replace("-", "_"))]
+    """The folder of an audit that is measured; a RunError for flags that could not change it."""
+    given = [*given_flags(arguments, ("old", "new", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"))]
+    given += [name for name in ("set", "unsafe_code_execution") if vars(arguments)[name]]
     if given:
+        flag = given[0].replace("_", "-")
         raise RunError(
-            f"{arguments.path} is an audit that was measured already, so --{given[0]} cannot be given with it; only --page and "
+            f"{arguments.path} is an audit that was measured already, so --{flag} cannot be given with it; only --page and "
             f"--quiet can."
         )
     return arguments.path
-
-
-def _is_given(arguments: argparse.Namespace, name: str) -> bool:
-    """Whether a flag that has no default is there."""
-    return getattr(arguments, name.replace("-", "_")) is not None
 
 
 def _audit_models(arguments: argparse.Namespace) -> Path:
@@ -108,9 +90,7 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
             raise RunError(f"{path} is neither an audit (it has no audit.json) nor a run (it has no config.json).")
         if kind_of_run(path) == "robot":
             raise RunError(f"{path} is a robot's run; audits are about the tokens of language models.")
-    lacking = missing("llm")
-    if lacking is not None:
-        raise RunError(f"auditing models {lacking}")
+    check_kind("llm", "auditing models")
     quiet_libraries()
     from corral.llm.audit_models import audit_pair, audit_run
     from corral.run.view import make_view
@@ -131,11 +111,11 @@ def _settings(arguments: argparse.Namespace) -> Any:
 
 
 def _rules(arguments: argparse.Namespace) -> Any:
-    """What tokens are held against."""
+    """The rules to audit by."""
     from corral.audit.rules import Rules
     from corral.objective import make_objective
 
-    given: dict[str, Any] = {key: getattr(arguments, key) for key in ("kl_bound", "tv_bound") if _is_given(arguments, key)}
+    given = given_flags(arguments, ("kl_bound", "tv_bound"))
     try:
         if arguments.clip is not None:
             low, _, high = arguments.clip.partition(",")

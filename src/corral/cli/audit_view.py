@@ -1,4 +1,4 @@
-"""What a person sees of an audit in a terminal: sentences, then who acts on which tokens."""
+"""An audit in a terminal: sentences, then tables of which rule acts on which tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

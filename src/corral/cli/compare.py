@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from corral.cli import refuse
-from corral.cli.kind import Kind, kind_of, missing
+from corral.cli import FAILED, INTERRUPTED, check_installed, refuse
+from corral.cli.kind import Kind, check_kind, kind_of
 from corral.cli.report import NEEDED
-from corral.cli.train import FLAGS, INTERRUPTED, REWARD, UNSAFE, given_settings, quiet_libraries
+from corral.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.naming import nearest
 from corral.run.files import RunError
 
@@ -22,7 +22,7 @@ corral compare --objectives ppo_clip,troll --sweep learning_rate --sweep num_ite
 corral compare --resume runs/20261115-093000-compare-demo
 
 Every other setting of `corral train` can be given too, and holds for all: --steps 20, --set task_config.n=4.
-Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the steps that run; --resume goes on.
+Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the steps that run; --resume continues.
 """
 
 _EXAMPLE: dict[Kind, str] = {"llm": "ppo_clip,troll", "robot": "tce,bbrl"}
@@ -32,7 +32,7 @@ _SINGULAR = ("objective", "algorithm")
 """Flags of `corral train` that have a plural here."""
 
 _RESUME_FLAGS = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quiet"
-"""What can be given anew when a comparison is resumed."""
+"""Flags that can be changed when a comparison is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stall", metavar="SECONDS", type=float, default=3600.0, help="silence after which a run counts as hung (3600)"
     )
-    parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
-    for name, what in FLAGS.items():
-        hidden = argparse.SUPPRESS if name in _SINGULAR else "the first seed (0)" if name == "seed" else what
-        parser.add_argument(f"--{name}", metavar="VALUE", help=hidden)
-    parser.add_argument("--reward", metavar="FUNCTION", action="append", help=REWARD)
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
+    add_setting_flags(parser, FLAGS | dict.fromkeys(_SINGULAR, argparse.SUPPRESS) | {"seed": "the first random seed (0)"})
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the comparison; by default a new one under runs/")
-    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the comparison in this folder")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="resume the comparison in this folder")
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: try failed runs again")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run, and start nothing")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
@@ -77,23 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Compare, and turn what goes wrong into a sentence and a status."""
-    lacking = [name for name, module in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if lacking:
-        return refuse(f"comparisons need {', '.join(lacking)}. Install them: pip install 'corral[report]'.", 1)
+    """Compare; the status says whether every run ended well."""
+    check_installed("comparisons need", NEEDED, "report")
     if importlib.util.find_spec("rich") is None:  # of either kind, and looked for before it is known which one learns
         return refuse("comparisons train, and training needs more: pip install 'corral[llm]', or 'corral[robot]'.", 1)
     try:
         return _compare(arguments, rest)
-    except RunError as error:
-        return refuse(str(error), 1)
     except KeyboardInterrupt:
-        return refuse("interrupted. If it had begun, `corral compare --resume DIR` goes on.", INTERRUPTED)
+        return refuse("interrupted. If it had begun, `corral compare --resume DIR` continues it.", INTERRUPTED)
 
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """A new comparison, or one that goes on."""
-    from corral.compare.job import ExecutionConfig, describe, run_comparison, run_names, set_up
+    """A new comparison, or one that is resumed."""
+    from corral.compare.job import ExecutionConfig, describe, run_comparison, set_up
     from corral.compare.record import refuse_taken
     from corral.compare.view import make_compare_view
 
@@ -108,15 +98,15 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
         view = make_compare_view(quiet=arguments.quiet)
         view.banner(describe(comparison, prepared))
         if arguments.dry_run:
-            for line in run_names(comparison):
-                view.end(line)
+            for record in comparison.records:
+                view.end(f"  {record.run.label}")
             return 0
         comparison.resume(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
         status = run_comparison(comparison, prepared, view, stall=execution.stall)
     finally:
         prepared.engine.close()
         comparison.close()
-    return {"finished": 0, "interrupted": INTERRUPTED}.get(status, 1)
+    return {"finished": 0, "interrupted": INTERRUPTED}.get(status, FAILED)
 
 
 def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
@@ -148,7 +138,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Who is compared; a sentence for the wrong flag, or for a name that does not exist."""
+    """The contestants; a RunError for the wrong flag or an unknown name."""
     from corral.objective import OBJECTIVES
     from corral.robot.settings import ALGORITHMS
 
@@ -192,13 +182,13 @@ def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]
 
 
 def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
-    """The comparison in a folder. What is given beside it must be what it was begun with."""
+    """The comparison in a folder. Flags given beside it must repeat what it was begun with."""
     from corral.compare.record import list_differences, read
 
     comparison = read(arguments.resume)
     _check_installed(comparison.plan.kind)
     if arguments.out is not None or arguments.config is not None:
-        raise RunError("--resume goes on in its own folder with its own settings: --out and --config do not go with it.")
+        raise RunError("--resume uses the comparison's own folder and settings: --out and --config cannot be given with it.")
     given = _repeated_flags(arguments, rest)
     other = list_differences(comparison.flags, given, given)
     if other:
@@ -209,21 +199,20 @@ def _saved_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """What was given of all that decides which runs there are, by the names that `Comparison.flags` has."""
+    """Flags that decide which runs there are, as far as they were given again, by the names of `Comparison.flags`."""
     from corral.compare.plan import parse_sweeps
 
     names = arguments.objectives or arguments.algorithms
-    found = {key: getattr(arguments, key) for key in ("seeds", "choose_seeds", "recipe", "threads")}
+    given = vars(arguments)
+    found = {key: given[key] for key in ("seeds", "choose_seeds", "recipe", "threads")}
     found |= {"contestants": tuple(name.strip() for name in names.split(",")) if names else None}
-    found |= {key: True if getattr(arguments, key) else None for key in ("smoke", "common", "unsafe_code_execution")}
+    found |= {key: True if given[key] else None for key in ("smoke", "common", "unsafe_code_execution")}
     found |= {f"sweep {key}": values and tuple(values) for key, values in parse_sweeps(arguments.sweep).items()}
     return {key: value for key, value in found.items() if value is not None} | dict(given_settings(arguments, rest))
 
 
 def _check_installed(kind: Kind) -> None:
-    """A sentence if something has to be installed first; no remarks of the libraries."""
-    lacking = missing(kind)
-    if lacking is not None:
-        raise RunError(f"training {lacking}")
+    """A RunError if a package is missing; silences the libraries."""
+    check_kind(kind, "training")
     if kind == "llm":
         quiet_libraries()

@@ -15,6 +15,7 @@ import corral
 from corral.cli import refuse
 from corral.llm import TRL_RANGE
 from corral.run.cores import cores
+from corral.run.text import count
 from corral.task.sandbox import SandboxUnavailable, available_backend, memory_bound
 
 _PACKAGE = Path(__file__).parents[1]
@@ -45,7 +46,7 @@ _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
     "robots": ("gymnasium", "mujoco", "stable-baselines3"),
 }
-"""Packages that nobody has by accident: if one is there, that kind is meant to work, and what is wrong with it is trouble."""
+"""Packages that are installed on purpose: if one is there, that kind is meant to work, and what it lacks is an error."""
 _OPTIONAL = {
     "tensorboard": "--report-to tensorboard: pip install tensorboard",
     "wandb": "--report-to wandb: pip install wandb",
@@ -116,7 +117,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _trl_error() -> str | None:
-    """What corral has against this TRL: the import of its door is the check."""
+    """Why corral refuses this TRL, by importing its configuration; None if it does not."""
     try:
         importlib.import_module("corral.llm.config")
     except (ImportError, RuntimeError) as error:
@@ -130,12 +131,11 @@ def _device() -> tuple[str, str]:
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
     threads = torch.get_num_threads()
-    here = f"{cores()} core{'' if cores() == 1 else 's'}, {threads} thread{'' if threads == 1 else 's'}"
-    return "cpu", f"{here}; no GPU that torch {torch.__version__} can use"
+    return "cpu", f"{count(cores(), 'core')}, {count(threads, 'thread')}; no GPU that torch {torch.__version__} can use"
 
 
 def sandbox() -> tuple[str, str, str]:
-    """What a model's programs would run behind, and what bounds their memory."""
+    """The sandbox for a model's programs, and what bounds their memory."""
     try:
         backend = available_backend()
     except SandboxUnavailable as error:

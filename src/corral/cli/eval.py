@@ -1,13 +1,12 @@
-"""`corral eval`: a run or a model, a task, and how many samples; then the job."""
+"""`corral eval`: a run or a model, a task, and how many samples; then the evaluation."""
 
 import argparse
-import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from corral.cli import refuse
-from corral.cli.kind import kind_of_run, missing
+from corral.cli import INTERRUPTED, given_flags, refuse
+from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import UNSAFE, quiet_libraries
 from corral.run.files import RunError
 from corral.run.settings import coerce, guess, nested
@@ -22,17 +21,15 @@ FLAGS = {
     "top-p": "of the samples (1)",
     "max-tokens": "longest completion (the run's, or what the task needs)",
     "batch-size": "prompts at a time (256; vLLM 2048)",
-    "seed": "decides problems and samples (0)",
+    "seed": "random seed of problems and samples (0)",
     "device": "auto, cpu or cuda",
     "backend": "auto, transformers or vllm",
 }
 
 _EPILOG = """
 A task's own settings: --set task_config.path=problems.jsonl.
-Stopped in the middle, the same command goes on where it was. Done, it shows what was found.
+Interrupted, the same command resumes. Finished, it shows the results.
 """
-
-_INTERRUPTED = 128 + signal.SIGINT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Evaluate, and turn what goes wrong into a sentence and a status."""
+    """Evaluate a run of either kind, or a model."""
     kind = "llm" if arguments.model is None else kind_of_run(Path(arguments.model))
-    lacking = missing(kind)
-    if lacking is not None:
-        return refuse(f"evaluating {lacking}", 1)
+    check_kind(kind, "evaluating")
     if rest:
         return refuse(f"eval has no {rest[0]!r}. `corral eval --help` lists what it has.")
     try:
@@ -65,11 +60,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         else:
             quiet_libraries()
             _evaluate_model(arguments)
-    except RunError as error:
-        return refuse(str(error), 1)
     except KeyboardInterrupt:
-        goes_on = " What is answered is kept: the same command goes on with it." if kind == "llm" else ""
-        return refuse(f"interrupted.{goes_on}", _INTERRUPTED)
+        resumable = " What is answered is kept: the same command resumes." if kind == "llm" else ""
+        return refuse(f"interrupted.{resumable}", INTERRUPTED)
     return 0
 
 
@@ -79,10 +72,11 @@ def _evaluate_robot(arguments: argparse.Namespace) -> None:
     from corral.robot.results import show
     from corral.robot.smoke import EPISODES
 
-    unknown = [name for name in FLAGS if name != "checkpoint" and getattr(arguments, name.replace("-", "_")) is not None]
-    unknown += [name for name in ("set", "against", "unsafe_code_execution") if getattr(arguments, name)]
+    unknown = [name for name in given_flags(arguments, FLAGS) if name != "checkpoint"]
+    unknown += [name for name in ("set", "against", "unsafe_code_execution") if vars(arguments)[name]]
     if unknown:
-        raise RunError(f"robots are evaluated by --episodes, --checkpoint, --video and --out; not by --{unknown[0]}.")
+        flag = unknown[0].replace("_", "-")
+        raise RunError(f"robots are evaluated by --episodes, --checkpoint, --video and --out; not by --{flag}.")
     given = arguments.episodes if arguments.episodes is not None else EPISODES if arguments.smoke else 256
     done = evaluate(
         Path(arguments.model),
@@ -102,7 +96,7 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
     from corral.run.interval import LEVEL
 
     if arguments.against is not None:
-        read_evaluation(arguments.against)  # what is wrong with it is told now, not hours later
+        read_evaluation(arguments.against)  # an error is better now than hours later
     view = make_eval_view(quiet=arguments.quiet)
     outcome = evaluate(_settings(arguments), view, out=arguments.out)
     if arguments.against is not None:
@@ -115,8 +109,7 @@ def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[s
     from corral.llm.settings import TABLES
 
     hints = get_type_hints(EvalSettings)
-    given = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in names}
-    chosen = {key: coerce(key, value, hints[key]) for key, value in given.items() if value is not None}
+    chosen = {key: coerce(key, value, hints[key]) for key, value in given_flags(arguments, names).items()}
     pairs = [text.partition("=") for text in arguments.set]
     if not all(equals and key.startswith("task_config.") for key, equals, _ in pairs):
         raise RunError(f"--set takes task_config.key=value; got {' '.join(arguments.set)!r}.")
@@ -132,9 +125,8 @@ def _settings(arguments: argparse.Namespace) -> Any:
     from corral.llm.evaluate import EvalSettings
     from corral.llm.smoke import EVALUATION, TASK_CONFIG
 
-    for name in ("episodes", "video"):
-        if getattr(arguments, name) is not None:
-            raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
+    for name in given_flags(arguments, ("episodes", "video")):
+        raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
     chosen = eval_settings(arguments, ("model", *FLAGS))
     if arguments.smoke:
         if "model" in chosen:

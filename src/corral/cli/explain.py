@@ -84,7 +84,7 @@ def _settings(config_cls: type) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The strings below a class's fields, which Python itself forgets."""
+    """Docstrings of a class's fields, from its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):

@@ -7,7 +7,6 @@ from pathlib import Path
 from corral.cli import refuse
 from corral.report.explore import explore_page
 from corral.report.html import write_document
-from corral.run.files import RunError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +18,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Write the page, whole."""
     if rest:
         return refuse(f"explore takes --out and nothing else; got {' '.join(rest)}.")
-    try:
-        write_document(explore_page(), arguments.out)
-    except RunError as error:
-        return refuse(str(error), 1)
+    write_document(explore_page(), arguments.out)
     sys.stdout.write(f"{arguments.out}: open it in a browser; it needs nothing else.\n")
     return 0

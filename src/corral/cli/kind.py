@@ -1,12 +1,12 @@
-"""What learns: a language model or a robot. The one place that tells."""
+"""Whether a language model or a robot learns, and what that needs installed."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Literal
 
 import corral
+from corral.cli import check_installed
 from corral.run.settings import read_file, recipes
 
 Kind = Literal["llm", "robot"]
@@ -25,7 +25,7 @@ def all_recipes() -> dict[str, Path]:
 
 
 def kind_of(arguments: argparse.Namespace) -> Kind:
-    """The run's own settings, the recipe's folder or the file decide: where there is an `environment`, a robot learns."""
+    """What learns, from the run's settings, the recipe's folder or the file: with an `environment`, a robot."""
     if arguments.resume is not None:
         return kind_of_run(arguments.resume)
     if arguments.recipe is not None:
@@ -45,7 +45,6 @@ def kind_of_run(path: Path) -> Kind:
         return "llm"
 
 
-def missing(kind: Kind) -> str | None:
-    """A sentence if something has to be installed first."""
-    absent = [name for name in _NEEDED[kind] if importlib.util.find_spec(name) is None]
-    return f"needs {', '.join(absent)}. Install them: pip install 'corral[{kind}]'." if absent else None
+def check_kind(kind: Kind, what: str) -> None:
+    """A RunError if something has to be installed before `what`, such as "training"."""
+    check_installed(f"{what} needs", _NEEDED[kind], kind)

@@ -1,14 +1,13 @@
 """`corral report DIR… --out page.html`: runs as a page."""
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
-from corral.cli import refuse
+from corral.cli import check_installed, refuse
 
-NEEDED = {"rliable": "rliable", "pandas": "pandas", "pyarrow": "pyarrow", "scipy": "scipy"}
-"""Packages and their modules."""
+NEEDED = ("rliable", "pandas", "pyarrow", "scipy")
+"""Packages without which there are no statistics."""
 
 _EPILOG = """
 DIR is a run's folder, or a folder that holds runs; several are shown together.
@@ -32,31 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Read, write, and say where; turn what goes wrong into a sentence and a status."""
+    """Write the page and the exports; print what was found, and where it is."""
     if rest:
         return refuse(f"report has no {rest[0]!r}. `corral report --help` lists what it has.")
-    missing = [name for name, module in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        return refuse(f"reports need {', '.join(missing)}. Install them: pip install 'corral[report]'.", 1)
-    from corral.run.files import RunError
-
-    try:
-        lines = _write_report(arguments)
-    except RunError as error:
-        return refuse(str(error), 1)
-    if not arguments.quiet:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
-
-
-def _write_report(arguments: argparse.Namespace) -> list[str]:
-    """Make the page and the exports; what was found and where it is, line by line."""
+    check_installed("reports need", NEEDED, "report")
     from corral.report.comparison import read_comparisons
     from corral.report.content import make_report
     from corral.report.export import export
     from corral.report.page import write_page
-    from corral.report.page.findings import count
     from corral.report.read import read_runs
+    from corral.run.text import count
 
     runs = read_runs(arguments.runs)
     comparisons, notes = read_comparisons(arguments.runs, runs)
@@ -66,4 +50,7 @@ def _write_report(arguments: argparse.Namespace) -> list[str]:
     lines += [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
     if arguments.export is not None:
         lines.append(f"{len(export(report, arguments.export))} figures and tables are in {arguments.export}")
-    return [*lines, f"The report of {count(len(report.runs), 'run')} is in {arguments.out} ({size / 1e6:.1f} MB)."]
+    lines.append(f"The report of {count(len(report.runs), 'run')} is in {arguments.out} ({size / 1e6:.1f} MB).")
+    if not arguments.quiet:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0

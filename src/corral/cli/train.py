@@ -1,17 +1,17 @@
-"""`corral train`: settings from a recipe, a file and flags; then the job."""
+"""`corral train`: settings from a recipe, a file and flags; then training."""
 
 import argparse
 import importlib
 import logging
 import os
-import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.cli import refuse
-from corral.cli.kind import Kind, all_recipes, kind_of, missing
+from corral.cli import FAILED, INTERRUPTED, given_flags, refuse
+from corral.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named
 
@@ -19,7 +19,7 @@ FLAGS = {
     "model": "tiny, smollm2, or a folder or hub id",
     "task": "what to learn",
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",
-    "seed": "decides everything that is drawn",
+    "seed": "random seed",
     "steps": "batches of rollouts",
     "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
     "iterations": "of a robot: batches of episodes",
@@ -36,49 +36,50 @@ Robots: a recipe of theirs, such as via_point, or a file with an `environment`. 
 Later ones win: recipe, then file, then --smoke, then flags. Without --recipe and --config, the recipe is `demo`.
 """
 
-REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
+_REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
 
 UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
-INTERRUPTED = 128 + signal.SIGINT
-
 _RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {"llm": ("guard", "report_to"), "robot": ("guard",)}
-"""Settings that can be given anew when a run is resumed."""
+"""Settings that can be changed when a run is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.epilog = _EPILOG
-    parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
-    for name, what in FLAGS.items():
-        parser.add_argument(f"--{name}", metavar="VALUE", help=what)
-    parser.add_argument("--reward", metavar="FUNCTION", action="append", help=REWARD)
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
+    add_setting_flags(parser, FLAGS)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
-    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the run in this folder")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="resume the run in this folder")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
     parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
 
 
+def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    """Where settings come from: a recipe, a file, `flags` with their help, rewards, and --set for all others."""
+    parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
+    for name, what in flags.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--reward", metavar="FUNCTION", action="append", help=_REWARD)
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
+
+
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Train or resume, and turn what goes wrong into a sentence and a status."""
+    """Train or resume; the status says how the run ended."""
     try:
         kind = kind_of(arguments)
-        lacking = missing(kind)
-        if lacking is not None:
-            return refuse(f"training {lacking}", 1)
+        check_kind(kind, "training")
         if kind == "llm":
             quiet_libraries()
         summary = (_resume if arguments.resume else _start)(kind, arguments, rest)
     except RunError as error:
         if error.__cause__ is not None and type(error).__name__ == "RewardError":
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
-        return refuse(str(error), 1)
+        raise
     except KeyboardInterrupt:
         return refuse("interrupted before the first step.", INTERRUPTED)
-    return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], 1)
+    return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], FAILED)
 
 
 def _start(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -94,14 +95,14 @@ def _start(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[s
 
 
 def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """The run's own settings; only what does not change its course can be given anew."""
+    """Resume with the run's own settings; only what does not change its course can be changed."""
     given = dict(given_settings(arguments, rest))
     changes = {key: given.pop(key, None) for key in _RESUME_SETTINGS[kind]}
-    named = [name for name in ("recipe", "config", "out", "smoke", "unsafe_code_execution") if getattr(arguments, name)]
+    named = [name for name in ("recipe", "config", "out", "smoke", "unsafe_code_execution") if vars(arguments)[name]]
     if given or named:
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _RESUME_SETTINGS[kind])
         raise RunError(
-            f"--resume goes on with the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
+            f"--resume uses the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
             f"{allowed} and --quiet can."
         )
     job = importlib.import_module(f"corral.{kind}.train")
@@ -110,8 +111,7 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
 
 def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
     """Every setting that was given on the command line, in order: named flags, --set, any other flag, then all rewards."""
-    named = [(name.replace("-", "_"), getattr(arguments, name.replace("-", "_"))) for name in FLAGS]
-    pairs = [(key, value) for key, value in named if value is not None]
+    pairs = [*given_flags(arguments, FLAGS).items()]
     for text in arguments.set:
         key, equals, value = text.partition("=")
         if not equals:

@@ -1,4 +1,4 @@
-"""Every run that is planned, resolved and checked before the first one starts: settings that exist, and equal budgets."""
+"""Checks before the first run: every planned run resolves, and all have equal budgets."""
 
 import dataclasses
 import importlib
@@ -30,7 +30,7 @@ class Budget:
 
 
 def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = None) -> Budget:
-    """Resolve every contestant with every setting as `corral train` will; a sentence for the first that cannot be run.
+    """Resolve every contestant with every setting as `corral train` will; a RunError for the first that cannot run.
 
     Returns:
         The budget, which is the same for all: a contestant or setting with another one is refused too.
@@ -65,7 +65,7 @@ def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | 
 
 
 def _budget(kind: Kind, settings: Any) -> Budget:
-    """Steps, and what each of them draws. Whatever else is wrong with the settings comes out here."""
+    """Steps, and samples of each. Other errors in the settings surface here too."""
     if kind == "llm":
         from corral.llm.prepare import trainer_config
         from corral.task import find_task

@@ -1,4 +1,4 @@
-"""A planned run as a command: `corral train …`, which anybody can repeat."""
+"""A planned run as a command line: `corral train …`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Training:
 
 
 def start_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path) -> list[str]:
-    """What follows `corral` to begin a run in its folder under `where`."""
+    """Arguments of `corral` that start a run in its folder under `where`."""
     words = ["train"]
     words += [f"--recipe={training.recipe}"] if training.recipe else []
     words += [f"--config={where / training.config}"] if training.config else []
@@ -42,7 +42,7 @@ def start_arguments(kind: Kind, training: Training, run: PlannedRun, where: Path
 
 
 def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
-    """What follows `corral` to go on with a run."""
+    """Arguments of `corral` that resume a run."""
     return ["train", f"--resume={where / run.folder}"]
 
 

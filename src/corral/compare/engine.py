@@ -1,4 +1,4 @@
-"""Who runs the jobs: this machine, or a Ray cluster. Schedules know engines by this alone."""
+"""The interface of engines, which run jobs on this machine or on a Ray cluster."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """A process to start: `corral` with these words, for the run in this folder."""
+    """A process to start: `corral` with these arguments, for the run in this folder."""
 
     arguments: Sequence[str]
     folder: Path
@@ -21,7 +21,7 @@ class RunJob:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Starts processes, says which ended, ends them. Nothing here waits."""
+    """Starts, polls and ends processes, without blocking."""
 
     slots: int
     """How many run at a time."""
@@ -45,4 +45,4 @@ class Engine(Protocol):
         """End a job at once."""
 
     def close(self) -> None:
-        """End whatever still runs, and let go of everything."""
+        """End what still runs, and release all resources."""

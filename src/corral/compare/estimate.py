@@ -1,4 +1,4 @@
-"""How long a comparison may take: from earlier runs of the same kind, else from what shipped recipes took on one core."""
+"""Time estimates: from earlier runs with the same cost, else from what shipped recipes took on one core."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,7 @@ from typing import Any
 
 from corral.compare.folder import read_summary
 from corral.compare.plan import Kind
+from corral.run.text import count
 
 _COST_SETTINGS: dict[Kind, tuple[str, ...]] = {
     "llm": (
@@ -16,7 +17,7 @@ _COST_SETTINGS: dict[Kind, tuple[str, ...]] = {
     ),
     "robot": ("environment", "learner.episodes", "eval_every", "eval_size"),
 }  # fmt: skip
-"""Settings that decide what a step costs, mostly."""
+"""Settings that determine most of a step's cost."""
 
 _KNOWN = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.5}
 """Seconds per step of a recipe as it ships, on one core; step-based baselines take several times as long."""
@@ -35,13 +36,13 @@ def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Ite
         for path in [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/config.json")]:
             try:
                 given = json.loads(path.read_text())["settings"]
-                told = read_summary(path.parent)
-                if _cost_settings(kind, given) == mine and told["stopped"] == "finished":
-                    paces.append(told["seconds"] / told["steps"])
+                summary = read_summary(path.parent)
+                if _cost_settings(kind, given) == mine and summary["stopped"] == "finished":
+                    paces.append(summary["seconds"] / summary["steps"])
             except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
                 continue  # no run, or a damaged one
     if paces:
-        return median(paces), f"as {len(paces)} earlier run{'' if len(paces) == 1 else 's'} here took"
+        return median(paces), f"as {count(len(paces), 'earlier run')} here took"
     if recipe in _KNOWN:
         return _KNOWN[recipe], f"as {recipe} took on one core elsewhere"
     return None

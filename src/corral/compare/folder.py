@@ -1,4 +1,4 @@
-"""A run's folder seen from outside, while another process writes it: how far it is, how it ended, what its log says."""
+"""A run that another process writes: its progress, how it ended, its log."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from corral.run.files import RunError, disk_sentence, lock
 from corral.run.view import Clock
 
 LOG = "log.txt"
-"""All that a run's processes said, in its folder."""
+"""Output of a run's processes, in its folder."""
 
 _LONGEST_LINE = 300
 """How much of a line goes into an error."""
@@ -35,7 +35,7 @@ class Progress:
     clock: Clock | None = field(default=None, repr=False)
 
     def begin(self) -> None:
-        """A process starts. One that resumes writes the file anew, from its checkpoint: the time left is judged from there."""
+        """A process starts. One that resumes rewrites the file from its checkpoint: the time left is estimated from there."""
         self.update()
         self.clock = None
 
@@ -77,7 +77,7 @@ class Progress:
 
 
 def read_state(folder: Path) -> State:
-    """What the files say of a run that no process writes: those that ended by themselves stay as they are."""
+    """The state of a run that no process writes, from its files."""
     ends: dict[str, State] = {"finished": "finished", "collapsed": "collapsed", "failed": "failed"}
     stopped = str(read_summary(folder).get("stopped"))
     if stopped in ends:
@@ -86,7 +86,7 @@ def read_state(folder: Path) -> State:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What a run says of its end; nothing if it has not ended, or not by itself."""
+    """summary.json; empty if the run has not ended, or was killed."""
     try:
         content = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def refuse_busy(folder: Path) -> None:
-    """A sentence if another process is writing this run: one that was left behind when its comparison was killed."""
+    """A RunError if another process writes this run: one that outlived its killed comparison."""
     if (folder / ".lock").is_file():
         os.close(lock(folder))
 
@@ -107,13 +107,13 @@ def pending_log(folder: Path) -> Path:
 
 def open_log(folder: Path) -> int:
     """A file to append to. A run that never began loses what little there is of its folder, but not its log."""
-    pending, settled = pending_log(folder), folder / LOG
+    pending, placed = pending_log(folder), folder / LOG
     try:
         if not (folder / "config.json").is_file() and folder.is_dir():
-            if settled.is_file():
-                os.replace(settled, pending)
+            if placed.is_file():
+                os.replace(placed, pending)
             shutil.rmtree(folder)
-        path = settled if folder.is_dir() else pending
+        path = placed if folder.is_dir() else pending
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError as error:
         raise RunError(disk_sentence(error, folder)) from error
@@ -126,7 +126,7 @@ def place_log(folder: Path, *, ended: bool = False) -> None:
         return
     try:
         folder.mkdir(exist_ok=True)
-        os.replace(pending, folder / LOG)  # whoever writes it goes on writing
+        os.replace(pending, folder / LOG)  # an open file stays open
     except OSError as error:
         raise RunError(disk_sentence(error, folder / LOG)) from error
 
@@ -137,7 +137,7 @@ def log_path(folder: Path) -> Path:
 
 
 def log_size(folder: Path) -> int:
-    """How much has been said."""
+    """Bytes of the log."""
     try:
         return log_path(folder).stat().st_size
     except OSError:

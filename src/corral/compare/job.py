@@ -1,4 +1,4 @@
-"""The job: a plan → runs side by side → a table, sentences and a page."""
+"""A comparison from plan to page: check, run side by side, report."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from corral.compare.check import WEIGHTS, Budget, budget_text, check_plan, resolve_run, trainer_configs
-from corral.compare.command import Training
 from corral.compare.engine import Engine
 from corral.compare.estimate import duration, seconds_per_step
 from corral.compare.folder import Progress, log_tail
@@ -19,7 +18,7 @@ from corral.compare.view import CompareView, align_columns, run_cells
 from corral.report.statistics import ENOUGH
 from corral.report.sweep.ranges import value_text
 from corral.run.files import RunError
-from corral.run.view import count
+from corral.run.text import count
 
 _START = 10.0
 """Seconds until a process has imported what it needs."""
@@ -61,7 +60,7 @@ class Preparation:
 
 
 def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConfig) -> Preparation:
-    """Check every run that is planned, and choose where they will run. Settles how many threads each has.
+    """Check every planned run and make the engine. Writes the number of threads into `comparison.training`.
 
     Args:
         config: the file of settings, if there is one.
@@ -70,7 +69,10 @@ def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConf
     budget = check_plan(plan, training, config)
     settings = resolve_run(plan.kind, training, make_run(plan.contestants[0], {}, 0, "report"), config)
     engine = _make_engine(plan.kind, settings, execution, training.threads)
-    comparison.training = _with_threads(plan.kind, training, engine.threads)
+    shared = dict(training.settings)
+    if plan.kind == "robot" and engine.threads is not None:
+        shared.setdefault("workers", str(engine.threads))  # its environments are stepped by as many as there are threads
+    comparison.training = replace(training, threads=engine.threads, settings=shared)
     # A smoke run takes as long as its imports.
     pace = None if training.smoke else seconds_per_step(plan.kind, settings, training.recipe, [Path("runs")])
     fixed = plan.kind == "llm" and not any(key in plan.sweep for key in WEIGHTS)
@@ -78,14 +80,6 @@ def set_up(comparison: Comparison, config: Path | None, execution: ExecutionConf
     reductions = {contestant: args.loss_type for contestant, args in configs.items()}
     warnings = [args.other_reduction for args in configs.values() if args.other_reduction]
     return Preparation(budget=budget, engine=engine, pace=pace, reductions=reductions, warnings=warnings)
-
-
-def _with_threads(kind: Kind, training: Training, threads: int | None) -> Training:
-    """Every process has so many threads; a robot's environments are stepped by as many."""
-    settings = dict(training.settings)
-    if kind == "robot" and threads is not None:
-        settings.setdefault("workers", str(threads))
-    return replace(training, threads=threads, settings=settings)
 
 
 def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads: int | None) -> Engine:
@@ -160,9 +154,9 @@ def _runs_text(plan: ComparisonPlan) -> str:
 def _time_text(runs: int, prepared: Preparation) -> str:
     """`about 14 min (3.4 s a step, as …)`."""
     assert prepared.pace is not None
-    seconds, whence = prepared.pace
+    seconds, source = prepared.pace
     rounds = -(-runs // prepared.engine.slots)
-    return f"about {duration(rounds * (_START + prepared.budget.steps * seconds))} ({seconds:.2g} s a step, {whence})"
+    return f"about {duration(rounds * (_START + prepared.budget.steps * seconds))} ({seconds:.2g} s a step, {source})"
 
 
 def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareView, *, stall: float = 3600.0) -> _Status:
@@ -185,7 +179,7 @@ def run_comparison(comparison: Comparison, prepared: Preparation, view: CompareV
 
 
 def comparison_status(comparison: Comparison) -> _Status:
-    """How it stands, of all runs the worst. A sweep whose choice is not made yet is not finished."""
+    """The worst state of all runs: interrupted, failed, or finished."""
     states = [record.state for record in comparison.records]
     if any(state in ("waiting", "running", "interrupted") for state in states):
         return "interrupted"
@@ -193,7 +187,7 @@ def comparison_status(comparison: Comparison) -> _Status:
 
 
 def _show_runs(comparison: Comparison, progress: dict[str, Progress], view: CompareView) -> None:
-    """Every run, and the last words of those that failed."""
+    """Every run, and the end of the log of those that failed."""
     for line in ["", *align_columns(run_cells(comparison.records, progress))]:
         view.end(line)
     for record in comparison.records:
@@ -215,14 +209,9 @@ def findings(comparison: Comparison, warn: Callable[[str], object]) -> list[str]
 
 
 def _next_steps(comparison: Comparison, status: _Status) -> Iterable[str]:
-    """How to go on, if there is something to go on with."""
+    """How to resume or retry, if there is something to."""
     if status == "interrupted":
-        yield f"Go on with: corral compare --resume {comparison.path}"
+        yield f"Resume with: corral compare --resume {comparison.path}"
         yield f"See what there is with: corral report {comparison.path}"
     elif status == "failed":
         yield f"Try failed runs again with: corral compare --resume {comparison.path} --retry-failed"
-
-
-def run_names(comparison: Comparison) -> Sequence[str]:
-    """Every run by name, for a dry run."""
-    return [f"  {record.run.label}" for record in comparison.records]

@@ -7,11 +7,13 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from corral.compare.engine import RunJob
 from corral.compare.folder import open_log, place_log
 from corral.run.cores import cores
 from corral.run.files import RunError
+from corral.run.text import count
 
 PROGRAM = (sys.executable, "-m", "corral.cli")
 
@@ -49,27 +51,16 @@ class LocalEngine:
         """Where, and how many at a time."""
         if self.gpus:
             return f"{self.slots} at a time on GPU {', '.join(self.gpus)}"
-        each = "" if self.threads is None else f", {self.threads} thread{'' if self.threads == 1 else 's'} each"
-        return f"{self.slots} at a time on {cores()} core{'' if cores() == 1 else 's'}{each}"
+        each = "" if self.threads is None else f", {count(self.threads, 'thread')} each"
+        return f"{self.slots} at a time on {count(cores(), 'core')}{each}"
 
     def start(self, job: RunJob) -> None:
-        """A process in a session of its own: Ctrl-C in the terminal is for the schedule, which passes it on."""
         in_use = Counter(started.gpu for started in self.started.values())
         gpu = min(self.gpus, key=lambda name: in_use[name]) if self.gpus else None
-        log = open_log(job.folder)
         try:
-            process = subprocess.Popen(
-                [*self.program, *job.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(self.threads, gpu),
-                start_new_session=True,
-            )
+            process = start_process([*self.program, *job.arguments], job.folder, environment(self.threads, gpu))
         except OSError as error:
             raise RunError(f"no process could be started: {error}") from error
-        finally:
-            os.close(log)
         self.started[job.name] = _RunningJob(job, process, gpu)
 
     def poll(self) -> Mapping[str, int]:
@@ -104,6 +95,25 @@ class LocalEngine:
             os.killpg(started.process.pid, number)
         else:
             started.process.send_signal(number)
+
+
+def start_process(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], cwd: str | None = None
+) -> subprocess.Popen[bytes]:
+    """A process that logs to the run's folder, in a session of its own: Ctrl-C is for the schedule, which passes it on."""
+    log = open_log(folder)
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
 
 
 def environment(threads: int | None, gpu: str | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is to be run: contestants × settings × seeds, as a pure function of what was asked."""
+"""The plan of a comparison: contestants × settings × seeds."""
 
 import math
 import re
@@ -52,7 +52,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """Everybody gets the same settings, the same seeds and the same budget.
+    """Which runs a comparison has: the same settings, seeds and budget for every contestant.
 
     With a sweep, each contestant's setting is chosen on `choose_seeds` and reported on `report_seeds`, which it has never seen:
     the best of several noisy numbers is too good.
@@ -122,7 +122,7 @@ def make_plan(
 
 
 def make_run(contestant: str, setting: Setting, seed: int, stage: Stage) -> PlannedRun:
-    """A run, with a name that says what it is."""
+    """A run, with a folder named by contestant, setting and seed."""
     name = "_".join([contestant, *setting_pairs(setting), f"seed{seed}"])
     return PlannedRun(folder=_slug(name), contestant=contestant, setting=dict(setting), seed=seed, stage=stage)
 
@@ -170,5 +170,5 @@ def _refuse_duplicates(what: str, values: Sequence[Any]) -> None:
 
 
 def _slug(text: str) -> str:
-    """A text without anything that has a meaning in a path."""
+    """A text as part of a file name."""
     return re.sub(r"[^\w.=+-]", "-", text)

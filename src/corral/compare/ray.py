@@ -3,15 +3,14 @@
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from corral.compare.engine import RunJob
-from corral.compare.folder import log_path, open_log, place_log
-from corral.compare.local import PROGRAM, environment
+from corral.compare.folder import log_path, place_log
+from corral.compare.local import PROGRAM, environment, start_process
 from corral.run.cores import cores
 from corral.run.files import RunError
 
@@ -118,32 +117,21 @@ def _connect() -> str:
 
 
 def stop_file(folder: Path) -> Path:
-    """Its being there asks a job to end after its step."""
+    """A file that asks a job to end after its step."""
     return folder.with_name(f".{folder.name}.stop")
 
 
-def _watch(words: list[str], folder_text: str, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
-    """The task, on whatever node: start the process, pass on the wish to stop, and end it if the task is cancelled."""
+def _watch(arguments: list[str], folder_text: str, threads: int | None, cwd: str, program: Sequence[str] | None) -> int:
+    """The task, on whatever node: start the process, forward a stop request, and end it if the task is cancelled."""
     folder = Path(folder_text)
-    log = open_log(folder)
-    try:
-        process = subprocess.Popen(
-            [*(program or PROGRAM), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(threads, None),  # Ray has chosen the GPU
-            cwd=cwd,
-            start_new_session=True,
-        )
-    finally:
-        os.close(log)
-    asked = False
+    environ = environment(threads, None)  # Ray has chosen the GPU
+    process = start_process([*(program or PROGRAM), *arguments], folder, environ, cwd)
+    stop_requested = False
     try:
         while process.poll() is None:
             place_log(folder)
-            if not asked and stop_file(folder).exists():
-                asked = True
+            if not stop_requested and stop_file(folder).exists():
+                stop_requested = True
                 process.send_signal(signal.SIGTERM)
             time.sleep(_PAUSE)
     finally:

@@ -1,6 +1,5 @@
-"""compare.json: what a comparison is, and how far it has come. Written whole after every change; nothing else is remembered."""
+"""The state of a comparison, saved as compare.json, atomically, after every change."""
 
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,18 +10,18 @@ from corral.compare.command import Training
 from corral.compare.folder import read_state, read_summary, refuse_busy
 from corral.compare.plan import ChosenSettings, ComparisonPlan, PlannedRun, Stage, State
 from corral.report.comparison import FILE, VERSION, SavedRun, read_comparison
-from corral.run.files import RunError, disk_sentence, lock, write_json
+from corral.run.files import LockedFolder, RunError, disk_sentence, write_json
 
 ENDED: tuple[State, ...] = ("finished", "collapsed", "failed")
 """States after which a run is left alone."""
 
 COUNTED: tuple[State, ...] = ("finished", "collapsed")
-"""States of runs that used their budget, or were stopped because they fell apart."""
+"""States of runs that used their budget, or were stopped as collapsed."""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """A planned run, and what has become of it."""
+    """A planned run and its state."""
 
     run: PlannedRun
     state: State = "waiting"
@@ -31,8 +30,8 @@ class Record:
 
 
 @dataclass(kw_only=True)
-class Comparison:
-    """A comparison in its folder. Only one process holds it."""
+class Comparison(LockedFolder):
+    """A comparison and its folder, which one process locks."""
 
     path: Path
     plan: ComparisonPlan
@@ -40,7 +39,6 @@ class Comparison:
     command: str
     chosen: ChosenSettings = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    _lock: int | None = None
 
     def __post_init__(self) -> None:
         self.add_runs()
@@ -109,7 +107,7 @@ class Comparison:
         refuse_taken(self)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._hold()
+            self._lock_folder()
             if config is not None and self.training.config is not None:
                 shutil.copyfile(config, self.path / self.training.config)
         except OSError as error:
@@ -117,11 +115,11 @@ class Comparison:
         self.save()
 
     def resume(self, *, retry_failed: bool) -> None:
-        """Be where the files say it is: a process that was killed could not. Failed runs wait again if they are to be retried.
+        """Take over in this process: states come from the runs' files; failed runs wait again if they are to be retried.
 
-        If runs of the sweep are retried, the choice is made anew.
+        If runs of the sweep are retried, settings are chosen again.
         """
-        self._hold()
+        self._lock_folder()
         for record in self.records:
             refuse_busy(self.folder(record))
             found = read_state(self.folder(record))
@@ -134,16 +132,10 @@ class Comparison:
         self.add_runs()
         self.save()
 
-    def close(self) -> None:
-        """Let another process have the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _hold(self) -> None:
+    def _lock_folder(self) -> None:
         """Keep other processes out."""
         try:
-            self._lock = lock(self.path)
+            self.hold(self.path)
         except RunError as error:
             raise RunError(f"another process is at work on the comparison in {self.path}. Wait for it, or stop it.") from error
 
@@ -158,11 +150,11 @@ def refuse_taken(new: Comparison) -> None:
     other = differences(read(path), new)
     if other:
         raise RunError(f"{path} holds another comparison: {'; '.join(other)}. Choose another --out.")
-    raise RunError(f"{path} holds this comparison already. Go on with: corral compare --resume {path}")
+    raise RunError(f"{path} holds this comparison already. Resume with: corral compare --resume {path}")
 
 
 def read(path: Path) -> Comparison:
-    """A comparison as its folder tells; nothing is held or changed."""
+    """A comparison from its folder; nothing is locked or changed."""
     file = path / FILE
     if not file.is_file():
         raise RunError(
@@ -199,7 +191,7 @@ def _as_record(saved: SavedRun) -> Record:
 
 
 def differences(there: Comparison, new: Comparison) -> list[str]:
-    """In what another comparison differs from the one that is there, in words."""
+    """In what two comparisons differ, in words."""
     old, now = ({**asdict(one.plan), **asdict(one.training)} for one in (there, new))
     settings = old.pop("settings"), now.pop("settings")
     return [*list_differences(old, now), *list_differences(*settings)]

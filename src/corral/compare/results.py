@@ -1,6 +1,5 @@
 """What a comparison found: the settings chosen; then, from the same report as the page, tables and sentences to print."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from corral.compare.record import COUNTED, Comparison
 from corral.compare.view import align_columns
 from corral.report.comparison import read_comparison
 from corral.report.content import RunReport, make_report
-from corral.report.outcomes import Measure, main_metric
+from corral.report.outcomes import RETURN, Measure, main_metric
 from corral.report.page import write_page
 from corral.report.read import read_run, read_runs
-from corral.report.statistics import plain
 from corral.report.sweep.find import Sweep, sweep_row
 from corral.report.sweep.ranges import SHARE, SweepRow, choose_setting, value_text
 
@@ -46,7 +44,7 @@ def write_report(comparison: Comparison) -> tuple[RunReport, Path]:
 
 
 def report_lines(report: RunReport) -> list[str]:
-    """The sweep with the usable ranges, then where everybody stands, then what may be claimed."""
+    """The sweep with the usable ranges, then the results of each contestant, then what may be claimed."""
     swept = [line for sweep in report.sweeps for line in [*_sweep_lines(sweep, report.measure), ""]]
     said = [row["sentence"] for row in report.tables["comparisons"] if row["measure"] == "final"]
     return [*swept, *_result_lines(report.tables["results"], report.measure), "", *said]
@@ -61,8 +59,8 @@ def _result_lines(results: Sequence[Mapping[str, Any]], measure: Measure) -> lis
     for row in results:
         cells = [row["objective"], *([row["setting"]] if swept else []), f"{row['counted']} of {row['runs']}"]
         for key in ("final", "area", *beside):
-            factor = 1.0 if key == "return" else measure.factor
-            cells.append(_estimate(row[key], row[f"{key}_low"], row[f"{key}_high"], factor))
+            of = RETURN if key == "return" else measure
+            cells.append(of.estimate(row[key], row[f"{key}_low"], row[f"{key}_high"]))
         rows.append([*cells, str(row["collapsed"]), "—" if row["seconds"] is None else f"{row['seconds']:.0f}"])
     return align_columns(rows)
 
@@ -77,16 +75,8 @@ def _sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
         values = [value_text(cell.setting.get(name)) for name in settings]
         numbers = [cell.final, cell.auc, *([cell.greedy] if greedy else [])]
         kl = "—" if cell.kl is None else f"{cell.kl:.3g}"
-        rows.append([cell.contestant, *values, *(_estimate(number, None, None, measure.factor) for number in numbers)])
+        rows.append([cell.contestant, *values, *(measure.estimate(number, None, None) for number in numbers)])
         rows[-1] += [f"{cell.collapsed:.0%}", kl]
     lead = f"Usable range of {sweep.key}: within {100 * SHARE:g} % of the best final {measure.name}"
     ranges = [f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges]
     return [*align_columns(rows), "", f"{lead} of each contestant, in the mean of {sweep.seeds_text}", *ranges]
-
-
-def _estimate(value: float | None, low: float | None, high: float | None, factor: float) -> str:
-    """`67.6 % [65.0…70.1]`."""
-    if value is None or not math.isfinite(value):
-        return "—"
-    middle = f"{100 * value:.1f} %" if factor == 100 else plain(value)
-    return middle if low is None or high is None else f"{middle} [{plain(low * factor)}…{plain(high * factor)}]"

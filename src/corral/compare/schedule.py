@@ -1,4 +1,4 @@
-"""The schedule: fills the engine's slots, writes down what becomes of every run, and lets nothing sink the rest."""
+"""The scheduler: keeps the engine's slots full, records every run's state, and survives failed runs."""
 
 import time
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Schedule(Interruptible):
     last_output: dict[str, tuple[float, tuple[int, int]]] = field(default_factory=dict)
     """When a running run last gave a sign of life, and what it had written then."""
     attempted: set[str] = field(default_factory=set)
-    """Each run is started once: one that somebody else interrupted is for the next time."""
+    """Each run is started once per call: one that was interrupted from outside waits for the next."""
     hung: set[str] = field(default_factory=set)
     stop_requested: bool = False
     """Whether the jobs have been asked to stop."""
@@ -95,7 +95,7 @@ class Schedule(Interruptible):
         return bool(self.running)
 
     def _fill(self) -> None:
-        """Start runs while there are slots: interrupted ones go on from their checkpoints."""
+        """Start runs while there are slots: interrupted ones are resumed."""
         for record in self.comparison.records:
             if len(self.running) >= self.engine.slots:
                 return
@@ -121,7 +121,7 @@ class Schedule(Interruptible):
         self._change(record, "running")
 
     def _end(self, record: Record, status: int) -> None:
-        """What a run says of its own end counts; one that says nothing failed, unless it was asked to stop."""
+        """The run's own summary decides; without one it failed, unless it was asked to stop."""
         folder = self.comparison.folder(record)
         self._progress(record).update()
         if record.run.folder in self.hung:
@@ -174,7 +174,7 @@ class Schedule(Interruptible):
 
     @property
     def left(self) -> float | None:
-        """Seconds until the end, if all goes on as fast as since the beginning; None while nobody can tell."""
+        """Seconds until the end, at the pace so far; None before there is one."""
         done = self._work_done() - self.done_before
         if done <= 0.02:
             return None

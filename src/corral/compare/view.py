@@ -1,4 +1,4 @@
-"""What a person sees of a comparison: a live table in a terminal, plain lines elsewhere, little when told to be quiet."""
+"""Terminal output of a comparison: a live table in a terminal, plain lines elsewhere, failures and the end with --quiet."""
 
 import time
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _EVERY = 60.0
 
 
 class CompareView(RunView):
-    """Quiet: failures and the end. The base of the others; a `Board` of a schedule."""
+    """Quiet: failures and the end. The base of the others; a `ScheduleView`."""
 
     def __init__(self, console: Console, problems: Console) -> None:
         super().__init__(console, problems)
@@ -43,7 +43,7 @@ class CompareView(RunView):
         """What is about to be run."""
 
     def open(self, comparison: Comparison) -> None:
-        """It starts, or goes on."""
+        """It starts, or is resumed."""
         self.comparison = comparison
 
     def update_run(self, record: Record, progress: Progress) -> None:
@@ -97,6 +97,8 @@ class PlainCompareView(CompareView):
 class LiveCompareView(PlainCompareView):
     """A table that stays in place: contestant, setting, seed, state, step, success, time left."""
 
+    live: Live | None = None
+
     def open(self, comparison: Comparison) -> None:
         super().open(comparison)
         self.last = ""
@@ -106,14 +108,10 @@ class LiveCompareView(PlainCompareView):
     def stopping(self, sentence: str) -> None:
         self.last = sentence  # what is written past the table, the table paints over
 
-    def update_run(self, record: Record, progress: Progress) -> None:
-        CompareView.update_run(self, record, progress)
-
-    def update_time(self, left: float | None) -> None:
-        CompareView.update_time(self, left)
+    update_run, update_time = CompareView.update_run, CompareView.update_time
 
     def close(self) -> None:
-        if hasattr(self, "live"):  # a comparison may fail before it begins
+        if self.live is not None:  # a comparison may fail before it begins
             self.live.stop()
 
     def table(self) -> Group:

@@ -17,7 +17,7 @@ from corral.kernels.async_copy import AsyncCopy
 from corral.kernels.dispatch import MAX_GIVEN, has_triton
 from corral.kernels.packed import Packing, TokenObjective, has_token_shapes, token_advantages
 from corral.kernels.rows import HeadRows
-from corral.support import Limits
+from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
 
@@ -109,7 +109,7 @@ def _in_one_kernel(objective: Any, batch: TokenBatch, new: NewRows | None) -> Ob
         kept = new.dist.logp.float()  # rows may lie apart, as a head's do; their slots may not
         support = (kept if kept.stride(-1) == 1 else kept.contiguous()), new.dist.rest.float().contiguous()
     found["rest_max"] = None if tail is None or new.dist is None else new.dist.rest_max
-    limits = Limits.of(new.logp, batch.logp_old, new.dist, old) if objective.check else Limits()
+    limits = LogpTolerance.of(new.logp, batch.logp_old, new.dist, old) if objective.check else LogpTolerance()
     loss = _RuleLoss.apply(new.logp.float(), *support, anchor, rule, limits, found)
     metrics, _, flawed = summarize(found["loss"], found["rows"], anchor, projects=rule.projects)
     found["check"] = _Check(objective, batch, new, AsyncCopy(flawed))
@@ -147,7 +147,7 @@ class _RuleLoss(torch.autograd.Function):
         rest: Tensor | None,
         old: Any,
         rule: Any,
-        limits: Limits,
+        limits: LogpTolerance,
         found: dict[str, Any],
     ) -> Tensor:
         from corral.kernels.triton.loss.rows import LOSS

@@ -14,7 +14,7 @@ from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
 from corral.llm.trainer import FUSED
 from corral.llm.trl_api import REDUCTIONS
-from corral.run.view import count
+from corral.run.text import count
 
 _NO_REGION = {"reinforce"}
 """Objectives without a trust region."""

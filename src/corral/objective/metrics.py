@@ -26,9 +26,6 @@ def masked_max(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tens
     return torch.where(mask, x.detach(), -torch.inf).amax()
 
 
-live_max = masked_max  # the name until 0.1
-
-
 @torch.no_grad()
 def token_kl(batch: TokenBatch) -> Float[Tensor, "B T"]:
     """KL(new‖old) of each token on the shared support, 0 at padding.

@@ -36,9 +36,6 @@ def clamp_log_ratio(log_rho: Tensor) -> Tensor:
     return log_rho.clamp(max=LOG_RATIO_MAX)
 
 
-bounded = clamp_log_ratio  # the name until 0.1
-
-
 def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tensor, "B T"]:
     """ρ, or with a cap sg[min(ρ, cap)] · ρ/sg[ρ].
 

@@ -1,1 +1,1 @@
-"""Runs as pages for people: what happened, what can be claimed, and what it was made with."""
+"""Reports: runs → statistics, tables and figures on one self-contained page."""

@@ -1,4 +1,4 @@
-"""Several tasks at once: scores on one scale, and who stands where over all of them."""
+"""Results over several tasks: normalised scores, interquartile mean, mean, probability of improvement."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _Scores = dict[str, dict[str, dict[str, float]]]
 def overall(groups: Sequence[Group], measure: Measure) -> list[dict[str, Any]]:
     """One row per contestant that has runs on every problem: interquartile mean and mean over tasks and seeds.
 
-    Runs are drawn anew within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
+    Runs are resampled within each task (rliable's stratified bootstrap). Nothing if there are fewer than two problems, or
     fewer than two contestants with runs on all of them.
     """
     scores = normalise_scores(groups, measure)

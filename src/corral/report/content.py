@@ -1,4 +1,4 @@
-"""Everything that a report says, computed once; the page and the exported files are views of it."""
+"""The content of a report, computed once; the page and the exports are views of it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def make_report(
     threshold: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunReport:
-    """Group, count, compare.
+    """Group runs, and compute every table.
 
     Args:
         comparisons: what `corral compare` wrote beside the runs, from `read_comparisons`.

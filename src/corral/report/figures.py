@@ -1,8 +1,9 @@
-"""What is drawn: which metrics, in which words, and the points of every run, few enough for a page that opens at once."""
+"""Data of the figures: which metrics, their captions, and every run's points, thinned out to what a page can hold."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -30,17 +31,11 @@ class Metric:
     """Of several steps the largest counts, not the mean."""
 
 
-def _learning(key: str, title: str, caption: str, **look: bool) -> Metric:
-    return Metric(key=key, title=title, caption=caption, section="learning", **look)
+def _metric(section: Literal["learning", "region", "motion"], key: str, title: str, caption: str, **look: bool) -> Metric:
+    return Metric(key=key, title=title, caption=caption, section=section, **look)
 
 
-def _region(key: str, title: str, caption: str, **look: bool) -> Metric:
-    return Metric(key=key, title=title, caption=caption, section="region", **look)
-
-
-def _motion(key: str, title: str, caption: str, **look: bool) -> Metric:
-    return Metric(key=key, title=title, caption=caption, section="motion", **look)
-
+_learning, _region, _motion = (partial(_metric, section) for section in ("learning", "region", "motion"))
 
 METRICS = (
     _learning("success", "Success", "held-out problems solved by one sample at temperature 1", percent=True),
@@ -89,7 +84,7 @@ _ROBOTS = {
 
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:
-    """Those that any run has; of counters, those that ever counted."""
+    """Metrics that any run has; counters only if they ever count."""
     found, robots = [], all(run.is_robot for run in runs)
     for metric in METRICS:
         metric = replace(metric, caption=_ROBOTS[metric.key]) if robots and metric.key in _ROBOTS else metric

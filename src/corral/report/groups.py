@@ -1,4 +1,4 @@
-"""Which runs belong together: one objective with one setting, on one task; its seeds are repetitions of it."""
+"""Groups of runs: one objective with one setting on one task, repeated over seeds."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _IGNORED = {
 """Settings that make no other method: those of the problem, and those in which a repetition may differ."""
 
 SECRET = re.compile(r"token$|secret|password|passwd|api.?key|credential", re.IGNORECASE)
-"""Settings whose text is nobody's business: a page is for sending."""
+"""Settings that are secret: a page is for sending."""
 
 Chosen = Mapping[Path, tuple[str, str]]
 """Runs whose setting a comparison chose: the contestant, and its setting in words."""
@@ -119,7 +119,7 @@ def problems_of(runs: Sequence[Run]) -> dict[int, str]:
 
 
 def read_once(read: Callable[[Run], dict[str, str]], runs: Iterable[Run]) -> Callable[[Run], dict[str, str]]:
-    """`read`, done once for every run: each is compared with all its peers."""
+    """`read`, computed once per run, since each is compared with all its peers."""
     known = {id(run): read(run) for run in runs}
     return lambda run: known[id(run)]
 

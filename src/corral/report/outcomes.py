@@ -1,4 +1,4 @@
-"""What came out: where each objective stands, and who beats whom. Rows of plain values, ready for CSV."""
+"""Results: each group's estimates, and all pairwise comparisons. Rows of plain values, ready for CSV."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ BESIDE = ("greedy", "return")
 """What stands beside the main metric: the success of the likeliest tokens, and the return of robots."""
 
 COUNTED = ("finished", "collapsed")
-"""Runs that count in the statistics: those that used their budget, and those that were stopped because they fell apart."""
+"""Runs that count in the statistics: those that used their budget, and those that were stopped as collapsed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,24 @@ class Measure:
     factor: float
     """From the run's number to `unit`."""
 
+    def text(self, value: float) -> str:
+        """`67.6 %`, or a plain number."""
+        return f"{100 * value:.1f} %" if self.factor == 100 else statistics.plain(value)
 
-_RETURN = Measure(key="return", name="return", unit="", factor=1.0)
+    def estimate(self, value: float | None, low: float | None, high: float | None) -> str:
+        """`67.6 % [65.0…70.1]`, as far as there are numbers."""
+        if value is None or not math.isfinite(value):
+            return "—"
+        if low is None or high is None:
+            return self.text(value)
+        return f"{self.text(value)} [{statistics.plain(low * self.factor)}…{statistics.plain(high * self.factor)}]"
+
+
+RETURN = Measure(key="return", name="return", unit="", factor=1.0)
 
 _MEASURES = (
     Measure(key="success", name="success", unit="points", factor=100.0),
-    _RETURN,
+    RETURN,
     Measure(key="reward", name="reward", unit="", factor=1.0),
 )
 """What may be compared, the best first: on held-out problems, on held-out contexts, in training."""
@@ -111,7 +123,7 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
     rows = []
     judged = {"final": (finals, measure), "area": (areas, measure)}
     if measure.key == "success":
-        judged["return"] = finals, _RETURN  # what robots have besides
+        judged["return"] = finals, RETURN  # what robots have besides
     for name, (read, by) in judged.items():
         found = []
         for ours, theirs in pairs(groups):

@@ -1,4 +1,4 @@
-"""The page's figures once more, by matplotlib, for papers. Each is drawn on axes that it is given."""
+"""The page's figures by matplotlib, for papers. Each is drawn on given axes."""
 
 from collections.abc import Sequence
 from typing import Any

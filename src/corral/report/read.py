@@ -1,4 +1,4 @@
-"""Runs as plain tables. What is missing, torn or not a number becomes a note, never a crash: a report is for bad days too.
+"""The files of runs. What is missing, torn or not a number becomes a note, never an exception.
 
 Reads config.json, metrics.jsonl, summary.json, completions.parquet and, where there is one, tokens.parquet; nothing else.
 """
@@ -19,7 +19,7 @@ _FILES = ("config.json", "metrics.jsonl")
 """A folder that holds one of these is a run."""
 
 _DEPTH = 4
-"""How many folders deep runs are looked for."""
+"""How many folders deep runs are searched for."""
 
 _KEPT_COMPLETIONS = 64
 """Of one run; the first of evenly spaced steps. A page is to be sent to people."""
@@ -44,12 +44,12 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What was asked."""
+        """The settings it was started with."""
         return _mapping(self.config.get("settings"))
 
     @property
     def trainer(self) -> Mapping[str, Any]:
-        """What TRL was told, resolved; robots have none."""
+        """Settings of TRL's trainer, resolved; robots have none."""
         return _mapping(self.config.get("trainer"))
 
     @property
@@ -95,9 +95,9 @@ class Run:
 
     @property
     def planned_steps(self) -> int:
-        """Steps that were asked for; those done where nothing says so."""
-        asked = self.settings.get("steps", self.settings.get("iterations"))  # a robot's steps are iterations
-        return asked if type(asked) is int and asked > 0 else self.steps
+        """Steps in its settings; those done where the settings have none."""
+        planned = self.settings.get("steps", self.settings.get("iterations"))  # a robot's steps are iterations
+        return planned if type(planned) is int and planned > 0 else self.steps
 
     def values(self, key: str) -> list[tuple[int, float]]:
         """Steps at which a metric was measured, and its finite values."""

@@ -1,4 +1,4 @@
-"""What a handful of seeds lets one say.
+"""Statistics of few seeds: bootstrap intervals, paired tests, Holm's correction.
 
 Two kinds of interval, for two questions. *Where does an objective stand?* The interquartile mean with a stratified bootstrap
 interval, by rliable. *Is one better than the other?* The mean of the differences of runs with equal seeds, which saw the same
@@ -57,12 +57,11 @@ def interquartile_mean(scores: _Array) -> Estimate:
     """Mean of the middle half of the runs, with a bootstrap interval.
 
     Args:
-        scores: [R] of one task, or [R T] of several: runs are then drawn anew within each task.
+        scores: [R] of one task, or [R T] of several: runs are then resampled within each task.
     """
     scores = np.asarray(scores, dtype=float)
     scores = scores[:, None] if scores.ndim == 1 else scores
-    low, high = _interval(scores, lambda drawn: middle_mean(drawn.reshape(-1, 1))) if len(scores) > 1 else (None, None)
-    return Estimate(value=float(middle_mean(scores.reshape(-1, 1))[0]), low=_one(low), high=_one(high), count=len(scores))
+    return _bootstrap([scores], lambda drawn: middle_mean(drawn.reshape(-1, 1)))
 
 
 def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
@@ -70,21 +69,19 @@ def interquartile_curve(scores: _Array) -> tuple[_Array, _Array, _Array]:
     value = middle_mean(scores)
     if len(scores) < 2:
         return value, value, value
-    low, high = _interval(scores[:, None, :], lambda drawn: middle_mean(drawn[:, 0]), repetitions=1000)
+    low, high = _interval([scores[:, None, :]], lambda drawn: middle_mean(drawn[:, 0]), repetitions=1000)
     return value, low, high
 
 
 def probability_of_improvement(better: _Array, worse: _Array) -> Estimate:
     """How likely a run of the one ends above a run of the other; ties count half."""
     x, y = np.asarray(better, dtype=float)[:, None], np.asarray(worse, dtype=float)[:, None]
-    low, high = _interval([x, y], share_above) if min(len(x), len(y)) > 1 else (None, None)
-    return Estimate(value=float(share_above(x, y)[0]), low=_one(low), high=_one(high), count=min(len(x), len(y)))
+    return _bootstrap([x, y], share_above)
 
 
 def mean_over_tasks(scores: _Array) -> Estimate:
     """Mean over runs and tasks of [R T], with a bootstrap interval that draws runs within each task."""
-    low, high = _interval(scores, lambda drawn: drawn.mean(keepdims=True)[0]) if len(scores) > 1 else (None, None)
-    return Estimate(value=float(scores.mean()), low=_one(low), high=_one(high), count=len(scores))
+    return _bootstrap([scores], lambda drawn: drawn.mean(keepdims=True)[0])
 
 
 def chance_over_tasks(better: _Array, worse: _Array) -> float:
@@ -212,8 +209,8 @@ def steps_to(points: Sequence[tuple[float, float]], threshold: float) -> float:
 def has_collapsed(points: Sequence[tuple[float, float]], stopped: str, share: float = 0.5, margin: float = 0.1) -> bool:
     """Whether a run lost what it had: it ended below half of its best, and at least .1 lower; or was stopped for that.
 
-    Half of a return below zero would be more than all of it: nobody can tell there. One that began below zero and came above
-    must also have lost half of the way.
+    Half of a return below zero would be more than all of it, so that is never a collapse. One that began below zero and came
+    above must also have lost half of the way.
     """
     if stopped == "collapsed":
         return True
@@ -234,12 +231,18 @@ def plain(value: float) -> str:
     return text.replace("-", "−").replace("−0.0", "0.0") if float(text) == 0 else text.replace("-", "−")
 
 
-def _interval(
-    scores: _Array | list[_Array], func: Callable[..., _Array], repetitions: int = _REPETITIONS
-) -> tuple[_Array, _Array]:
+def _bootstrap(scores: list[_Array], func: Callable[..., _Array]) -> Estimate:
+    """A statistic [1] of one or two sets of runs, with its interval where each has at least two."""
+    value, count = float(func(*scores)[0]), min(map(len, scores))
+    low, high = map(float, np.ravel(_interval(scores, func))) if count > 1 else (None, None)
+    return Estimate(value=value, low=low, high=high, count=count)
+
+
+def _interval(scores: list[_Array], func: Callable[..., _Array], repetitions: int = _REPETITIONS) -> tuple[_Array, _Array]:
     """rliable's percentile interval, always of the same draws."""
+    given = scores[0] if len(scores) == 1 else scores
     with _same_draws():
-        _, interval = library.get_interval_estimates({"": scores}, func, reps=repetitions, confidence_interval_size=_LEVEL)
+        _, interval = library.get_interval_estimates({"": given}, func, reps=repetitions, confidence_interval_size=_LEVEL)
     return interval[""][0], interval[""][1]
 
 
@@ -252,7 +255,3 @@ def _same_draws() -> Iterator[None]:
         yield
     finally:
         np.random.set_state(before)
-
-
-def _one(value: _Array | None) -> float | None:
-    return None if value is None else float(value[0])

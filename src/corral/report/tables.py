@@ -1,4 +1,4 @@
-"""Tables of what happened in runs and of what they were made with. Rows of plain values, ready for CSV."""
+"""Tables of runs, events, settings, versions and commands. Rows of plain values, ready for CSV."""
 
 import json
 import shlex
@@ -71,7 +71,7 @@ def _events(run: Run, again: Sequence[Run]) -> Iterator[_Row]:
 
 
 def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
-    """Runs of comparisons that left no folder to tell of them: not begun, or failed at once."""
+    """Planned runs without a folder: not started, or failed at once."""
     there = {run.path.resolve() for run in runs}
     missing = [entry for plan in comparisons for entry in plan.runs if entry.path.resolve() not in there]
     rows = []

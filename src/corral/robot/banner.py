@@ -9,7 +9,7 @@ from corral.robot.env import ENVIRONMENTS
 from corral.robot.learner import Learner
 from corral.robot.prepare import Agent
 from corral.robot.settings import Settings
-from corral.run.view import count
+from corral.run.text import count
 
 
 def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str]]:

@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from corral.robot.evaluate import WAYS
-from corral.run.view import PatientConsole, count, number
+from corral.run.text import count
+from corral.run.view import PatientConsole, number
 
 
 def show(result: Mapping[str, Any], where: Path, video: Path | None, *, quiet: bool) -> None:

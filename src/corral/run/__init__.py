@@ -1,1 +1,1 @@
-"""A run, whatever learns in it: its folder, its settings, what is seen of it, and who watches over it."""
+"""A run of a language model or a robot: its folder, settings, view, and guard against collapse."""

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints is meant."""
+"""Which checkpoint `latest`, `best` or the number of a step names."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How a run ends, however it ends: a summary, the last files, the last words."""
+"""The end of a run, finished or not: its summary, its last files, its last message."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any
 
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder, Stopped
-from corral.run.view import RunView, count
+from corral.run.text import count
+from corral.run.view import RunView
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Outcome:
 
 
 def attempt(job: Callable[[], Stopped], where: Path) -> tuple[Stopped, BaseException | None]:
-    """Do the job; how it stopped, and what went wrong if something did. A full disk becomes a sentence."""
+    """Run `job`: how it stopped, and the exception if there was one. A full disk becomes a RunError."""
     try:
         return job(), None
     except KeyboardInterrupt:
@@ -81,5 +82,5 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
     if summary["success_start"] is not None:
         change = f"held-out success {summary['success_start']:.1%} → {summary['success_final']:.1%}, "
     took = f"{summary['seconds']:.0f} s. The run is in {where}"
-    go_on = "" if summary["stopped"] == "finished" else f"\nGo on with: corral train --resume {where}"
-    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{go_on}"
+    resume = "" if summary["stopped"] == "finished" else f"\nResume with: corral train --resume {where}"
+    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{resume}"

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and errors of the disk in sentences."""
+"""Atomic file writes, folder locks, and disk errors in sentences."""
 
 import errno
 import fcntl
@@ -15,11 +15,11 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class RunError(Exception):
-    """A run cannot start or go on. The message is one for people: what, why, and what to do."""
+    """A run cannot start or continue. The message is for users: what, why, and what to do."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a file beside `path`, bring it to the disk, and only then give it its name."""
+    """Atomic write: `write` fills a file beside `path`, which is synced and then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(beside)
@@ -33,13 +33,13 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A JSON file, whole; NaN and infinities, which JSON does not have, become null and text."""
+    """Atomic write of JSON; NaN becomes null and infinities become text, which JSON has no numbers for."""
     text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
     write_whole(path, lambda beside: beside.write_text(text))
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:
-    """One more line of JSON, in one write; should that fail, the file is as it was before."""
+    """Append one line of JSON in one write; if that fails, the file is truncated to what it was."""
     data = (json.dumps(plain(content), allow_nan=False) + "\n").encode()
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -72,7 +72,7 @@ def plain(value: Any) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """fsync a file or a folder."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -87,7 +87,7 @@ def digest(path: Path) -> str:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether this, or what caused it, says that the disk is full. torch.save tells only by a file position that is wrong."""
+    """Whether this error or a cause of it means a full disk; torch.save raises only about a wrong file position."""
     while error is not None:
         text = str(error)
         if (isinstance(error, OSError) and error.errno in _FULL) or "No space left" in text:
@@ -110,7 +110,7 @@ def disk_sentence(error: BaseException, path: Path) -> str:
 
 
 def lock(folder: Path) -> int:
-    """Hold a folder for this process; the system lets go when the process ends, however it ends."""
+    """Exclusive lock of a folder; the system releases it when the process ends, however it ends."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,3 +118,19 @@ def lock(folder: Path) -> int:
         os.close(file)
         raise RunError(f"another process is writing the run in {folder}. Wait for it, or stop it first.") from error
     return file
+
+
+class LockedFolder:
+    """A folder that one process writes: the base of those of runs, audits and comparisons."""
+
+    _lock: int | None = None
+
+    def hold(self, path: Path) -> None:
+        """Lock it, or raise a RunError if another process has."""
+        self._lock = lock(path)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

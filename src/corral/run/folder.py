@@ -1,4 +1,4 @@
-"""A run is a folder: what was asked, what happened, how it ended, and enough to go on from.
+"""The folder of a run: configuration, metrics, summary, completions, and checkpoints to resume from.
 
 config.json          everything resolved, with versions and the commit
 metrics.jsonl        one line per step; step 0 is before any update
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import corral
-from corral.run.files import RunError, append_line, digest, disk_sentence, lock, plain, sync, write_json, write_whole
+from corral.run.files import LockedFolder, RunError, append_line, digest, disk_sentence, plain, sync, write_json, write_whole
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
@@ -38,14 +38,8 @@ _PACKAGES = (
 )
 
 _COMPLETIONS = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("update", pa.int64()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("reward", pa.float64()),
-        ("advantage", pa.float64()),
-    ]
+    [("step", pa.int64()), ("update", pa.int64()), ("prompt", pa.string()), ("completion", pa.string())]
+    + [(name, pa.float64()) for name in ("reward", "advantage")]
 )
 
 TOKENS = pa.schema(
@@ -64,7 +58,7 @@ class Checkpoint:
     step: int
 
 
-class RunFolder:
+class RunFolder(LockedFolder):
     """The files of one run. Nothing but this class writes them, and only the main process holds one open for writing."""
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +69,6 @@ class RunFolder:
         self.tokens_kept: list[dict[str, Any]] = []
         """Rows of tokens.parquet; they reach the disk together with the completions."""
         self._rows: list[dict[str, Any]] = []
-        self._lock: int | None = None
 
     @classmethod
     def create(cls, out: Path | None, label: str) -> "RunFolder":
@@ -88,14 +81,14 @@ class RunFolder:
         try:
             folder = cls(_unused(path) if out is None else path)
             folder.checkpoints.mkdir(parents=True, exist_ok=True)
-            folder._lock = lock(folder.path)
+            folder.hold(folder.path)
         except OSError as error:
             raise RunError(disk_sentence(error, path)) from error
         return folder
 
     @classmethod
     def open(cls, path: Path, *, write: bool = True) -> "RunFolder":
-        """A run that is there, to go on with, or only to read."""
+        """An existing run, to resume or only to read."""
         folder = cls(path)
         if not folder.config.is_file():
             raise RunError(f"{path} is no run: it has no config.json. --resume takes the folder that `corral train` printed.")
@@ -103,19 +96,13 @@ class RunFolder:
             return folder
         try:
             folder.checkpoints.mkdir(exist_ok=True)
-            folder._lock = lock(path)
+            folder.hold(path)
         except OSError as error:
             raise RunError(disk_sentence(error, path)) from error
         return folder
 
-    def close(self) -> None:
-        """Let another process have the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
     def write_config(self, content: dict[str, Any]) -> None:
-        """What was asked, resolved, and with what it runs."""
+        """config.json: settings resolved, versions and the commit."""
         write_json(self.config, content | {"versions": versions(), "commit": commit()})
 
     def write_summary(self, content: dict[str, Any]) -> None:
@@ -123,7 +110,7 @@ class RunFolder:
         write_json(self.summary, content)
 
     def read_config(self) -> dict[str, Any]:
-        """What was asked, as written."""
+        """The content of config.json."""
         try:
             content: dict[str, Any] = json.loads(self.config.read_text())
         except (OSError, ValueError) as error:
@@ -145,7 +132,7 @@ class RunFolder:
         return lines
 
     def cut_back(self, step: int) -> list[dict[str, Any]]:
-        """Forget what happened after `step`: it will happen again. Returns the lines that stay."""
+        """Drop metrics and completions after `step`, which a resumed run repeats. Returns the lines that stay."""
         lines = [line for line in self.lines() if line["step"] <= step]
         text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
         write_whole(self.metrics, lambda beside: beside.write_text(text))
@@ -185,7 +172,7 @@ class RunFolder:
         shutil.rmtree(self.writing, ignore_errors=True)
 
     def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint whose files are all as written, and why newer ones are not used."""
+        """The newest checkpoint that matches its manifest, and why newer ones are not used."""
         complaints: list[str] = []
         for path in self.checkpoint_paths():
             why = damage(path)
@@ -253,7 +240,7 @@ def commit() -> str | None:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, … that is free; made, so that nobody else takes it."""
+    """The path, or the first of path-2, path-3, … that is free; created, so that no other process takes it."""
     for count in range(1, 1000):
         candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")
         with contextlib.suppress(FileExistsError):

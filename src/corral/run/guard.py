@@ -1,4 +1,4 @@
-"""Guards: steps that would poison the weights are skipped, and a policy that falls apart is noticed."""
+"""The guard of a run: skips updates that are not finite, and notices a collapse."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """What a guard has seen and said. Whoever trains asks it at every update and shows it every line of metrics."""
+    """Warns of collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class Guard:
         self._skipped_in_a_row = 0
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Be where a run was after these lines."""
+        """The state after these lines, for a run that is resumed."""
         for line in lines:
             self.watch.observe(line)
             self.skipped = line.get("skipped", self.skipped)
 
     def judge(self, update: str, *, poisoned: str | None) -> None:
-        """`update` is about to happen; `poisoned` says what of it is not finite. It is the caller who skips it."""
+        """Before an update: `poisoned` names what of it is not finite. The caller skips the update."""
         if poisoned is None:
             self._skipped_in_a_row = 0
             return
@@ -84,6 +84,6 @@ def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Take the gradients away. Optimizers pass over parameters that have none: weights, moments and counts stay as they are."""
+    """Set gradients to None: optimizers skip those parameters, so weights, moments and step counts stay as they are."""
     for parameter in parameters:
         parameter.grad = None

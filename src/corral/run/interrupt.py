@@ -13,7 +13,7 @@ STOPPING = "Stopping after this step, with a checkpoint. Once more to stop at on
 
 @runtime_checkable
 class StopListener(Protocol):
-    """Who is told that a signal has come."""
+    """Shows that a signal has arrived."""
 
     def stopping(self, sentence: str) -> None:
         """Called from the signal's handler: anything may be half done, a line of text too."""
@@ -21,7 +21,7 @@ class StopListener(Protocol):
 
 @dataclass(kw_only=True)
 class Interruptible:
-    """What is running can be asked to stop."""
+    """A job that SIGINT and SIGTERM stop at the end of a step."""
 
     view: StopListener
     interrupted: bool = False

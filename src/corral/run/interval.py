@@ -1,4 +1,4 @@
-"""How sure: intervals of proportions, means and medians."""
+"""Confidence intervals of proportions, means and medians."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Layers of settings, whatever they are for: files, recipes and flags, each value of the right type."""
+"""Layers of settings from recipes, files and flags, each value converted to its field's type."""
 
 import re
 import tomllib
@@ -18,10 +18,11 @@ _LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
 
 
 def check_least(settings: Any, least: Mapping[str, int]) -> None:
-    """Refuse settings below the least that they may be."""
+    """Refuse settings below their minimum."""
     for key, value in least.items():
-        if getattr(settings, key) < value:
-            raise RunError(f"`{key}` must be at least {value}; got {getattr(settings, key)}.")
+        given = getattr(settings, key)  # either kind of run has settings of its own
+        if given < value:
+            raise RunError(f"`{key}` must be at least {value}; got {given}.")
 
 
 def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:
@@ -100,7 +101,7 @@ def guess(text: Any) -> Any:
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type that `key` has; a sentence if it cannot be."""
+    """`value` converted to the type of `key`; a RunError if it cannot be."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")

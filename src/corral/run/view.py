@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel in a terminal, plain lines elsewhere, next to nothing when told to be quiet."""
+"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere, warnings and the end with --quiet."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ class RunView:
         self.console, self.problems = console, problems
 
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
-        """The run starts, or goes on after `done` steps."""
+        """The run starts, or is resumed after `done` steps."""
 
     def line(self, line: _Line) -> None:
         """A step is over."""
@@ -87,6 +87,8 @@ class PlainView(RunView):
 class LiveView(RunView):
     """A panel that stays in place: progress with the time left, the newest numbers, and a few completions."""
 
+    live: Live | None = None
+
     def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
         self.clock = Clock(steps, done)
         for name, text in banner:
@@ -120,7 +122,7 @@ class LiveView(RunView):
         super().end(sentence)
 
     def close(self) -> None:
-        if hasattr(self, "live"):  # a run may fail before it begins
+        if self.live is not None:  # a run may fail before it begins
             self.live.stop()
 
     def _panel(self) -> Panel:
@@ -144,7 +146,7 @@ class LiveView(RunView):
 
 
 class TimeLeft(ProgressColumn):
-    """How long it will still take."""
+    """A progress column with the time left."""
 
     def __init__(self, clock: "Clock") -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class Clock:
 
 
 class PatientConsole(Console):
-    """A run outlives its reader: `corral train | head` goes on, without words."""
+    """Survives a broken pipe: `corral train | head` keeps training, silently."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -209,11 +211,6 @@ def number(value: float) -> str:
     if abs(value) < 1e-9:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def count(number: int, thing: str) -> str:
-    """1 step, 2 steps."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _mark(reward: float) -> str:

@@ -1,4 +1,4 @@
-"""A policy that falls apart, and what leads there, is noticed."""
+"""Collapse detection: falling success or entropy, exploding KL, few effective samples, equal rewards."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseLimits:
-    """How bad is bad. A limit must be passed `patience` lines in a row: one odd batch is no collapse."""
+    """Thresholds of collapse. One must be exceeded `patience` lines in a row: a single odd batch is no collapse."""
 
     success_share: float = 0.5
     """Success below this share of its best is a collapse…"""

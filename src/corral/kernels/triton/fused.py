@@ -25,7 +25,7 @@ from corral.kernels.triton.loss.rows import ACTED, KL_AFTER, LOSS, REGRESSION, L
 from corral.kernels.triton.loss.rule import rule_of
 from corral.kernels.triton.plan_batch import plan_batch
 from corral.kernels.triton.support.select import stream_head
-from corral.support import Limits
+from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput
 
 
@@ -37,7 +37,7 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     # Without a given support, the policy's own carries a sparse gradient.
     own = own_top_k(source.hidden, len(source.weight)) if old is None and tolerance > 0 and any(needed) else None
     checked = getattr(terms.objective, "check", True)  # an objective with a rule is ours, and has it
-    limits = Limits.of(terms.batch.logp_old, old) if checked and not terms.on_policy else Limits()
+    limits = LogpTolerance.of(terms.batch.logp_old, old) if checked and not terms.on_policy else LogpTolerance()
     plan = plan_batch(
         terms, source.tokens, source.weight, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
     )

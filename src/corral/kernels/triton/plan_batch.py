@@ -16,7 +16,7 @@ from torch import Tensor
 from corral.kernels.async_copy import AsyncCopy
 from corral.kernels.packed import LossTerms, token_advantages
 from corral.kernels.triton.loss.rows import TOLERATED
-from corral.support import Limits
+from corral.support import LogpTolerance
 
 FEWEST, SMALLEST_SHARE = 128, 0.03
 """Rows planned to be dense, and their share of all, below which they are not worth GEMMs of their own; nor are others."""
@@ -36,7 +36,7 @@ class BatchPlan:
 
 
 def plan_batch(
-    terms: LossTerms, tokens: Tensor, weight: Tensor, *, dense: bool, tolerance: float, limits: Limits
+    terms: LossTerms, tokens: Tensor, weight: Tensor, *, dense: bool, tolerance: float, limits: LogpTolerance
 ) -> BatchPlan | None:
     """Validate a batch and put its rows in order; None where it has no token, or one that the objective would refuse.
 

@@ -69,7 +69,7 @@ def _distance(row: Row, x: float, tv: "LogAxis") -> Safe:
 
 
 def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Safe:
-    """What clipping looks at, across, against how far the policy really went, up."""
+    """2-d histogram: ratio of the sampled token, across, against the true TV, up."""
     log_ratio = columns["logp_new"].astype(float) - columns["logp_old"]
     low = min(float(np.quantile(log_ratio, 0.001)), -0.5)
     high = max(float(np.quantile(log_ratio, 0.999)), 0.5)

@@ -73,7 +73,7 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
 
 
 def _verdict_tables(summary: Summary, rules: Mapping[str, Any]) -> Safe:
-    """How far tokens went, who acts on how many, and how that stands to two balls of true divergence."""
+    """Divergences of the tokens, and each rule against the KL ball and the TV ball."""
     far = {"what": "Distance", "mean": "Mean", "p999": "99.9th percentile", "max": "Largest"}
     rows = [{"what": "true KL, nats", **summary.kl}, {"what": "true TV", **summary.tv}]
     rows += [] if summary.mismatch is None else [{"what": "sampler mismatch, TV", **summary.mismatch}]

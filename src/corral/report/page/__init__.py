@@ -1,4 +1,4 @@
-"""How runs went, as one HTML file: the sections of a report and the data that its scripts draw."""
+"""The page of a report, as one HTML file: its sections, and the data that its scripts draw."""
 
 from pathlib import Path
 

@@ -1,11 +1,12 @@
-"""The last parts of a page: what went wrong, every run, what was set, and how to do it again."""
+"""The last sections of a page: failures and warnings, runs, configuration, how to reproduce them."""
 
 from typing import Any
 
 from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, table, tag
-from corral.report.page.findings import count, spread, value
+from corral.report.page.findings import spread
 from corral.report.tables import compare_command
+from corral.run.text import count
 
 _EVENTS = {"objective": "Objective", "seed": "Seed", "step": "Step", "kind": "Kind", "what": "What happened"}
 
@@ -17,7 +18,7 @@ _RUNS = {
 
 
 def event_table(report: RunReport) -> Safe:
-    """Warnings of the guard, ends that were none, files that could not be read."""
+    """Warnings of the guard, incomplete runs, files that could not be read."""
     rows = report.tables["events"]
     if not rows:
         return note("None: every run finished, the guard had nothing to say, and every file could be read.", good=True)
@@ -39,7 +40,7 @@ def run_table(report: RunReport) -> Safe:
         if row[key] is None:
             return "—"
         if key in ("start", "best", "final", "greedy"):
-            return value(report, row[key])
+            return report.measure.text(row[key])
         if key == "return":
             return spread(row[key], None, None)
         return f"{row[key]:,.0f}" if isinstance(row[key], float) else str(row[key])

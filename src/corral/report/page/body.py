@@ -3,8 +3,9 @@
 from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, page_body, sections, tag
 from corral.report.page.appendix import configuration, event_table, reproduce, run_table
-from corral.report.page.findings import count, findings
+from corral.report.page.findings import findings
 from corral.report.page.sweep import sweep_headline, sweep_section
+from corral.run.text import count
 
 _AXES = {"update": "updates", "env_steps": "environment steps", "tokens": "tokens", "seconds": "seconds"}
 _LOGGED = {"env_steps": "env_steps", "tokens": "num_tokens"}
@@ -22,6 +23,9 @@ the new and the old policy before the region acted, on the support and its tail 
 token against all others. Both are lower bounds of the KL over all tokens.
 """
 
+_BAND = "Lines are interquartile means over seeds (means of fewer than four); bands reach from the smallest to the largest."
+_MOTION = "On held-out contexts, without exploration and with it. Medians over episodes."
+
 _NO_TOKENS = """
 These runs have no tokens.parquet, so there is no picture of single tokens: which ones were projected, masked or clipped, and
 how far they wanted to go.
@@ -30,13 +34,14 @@ how far they wanted to go.
 
 def body(report: RunReport) -> Safe:
     """Header, parts, footer."""
+    moves = any(metric.section == "motion" for metric in report.metrics)
     speaks = not all(run.is_robot for run in report.runs)
     wanted = {
         "findings": ("Findings", findings(report, sweep_headline(report))),
         "sweep": ("Sweep", sweep_section(report)) if report.sweeps else None,
         "curves": ("Learning curves", tag("div", id="learning", class_="figures wide")),
-        "region": ("Trust region", _region()),
-        "motion": ("Motion", _motion()) if any(metric.section == "motion" for metric in report.metrics) else None,
+        "region": ("Trust region", _figures(_BAND, "trust")),
+        "motion": ("Motion", _figures(_MOTION, "motion-figures")) if moves else None,
         "tokens": ("Tokens", _tokens(report)) if speaks else None,
         "completions": ("Completions", _completions(report)) if speaks else None,
         "events": ("Failures and warnings", event_table(report)),
@@ -102,16 +107,9 @@ def _axes(report: RunReport) -> dict[str, str]:
     return first | found
 
 
-def _region() -> Safe:
-    """Small figures, one per metric."""
-    text = "Lines are interquartile means over seeds (means of fewer than four); bands reach from the smallest to the largest."
-    return join(tag("p", text, class_="count"), tag("div", id="trust", class_="figures"))
-
-
-def _motion() -> Safe:
-    """How smoothly robots move."""
-    text = "On held-out contexts, without exploration and with it. Medians over episodes."
-    return join(tag("p", text, class_="count"), tag("div", id="motion-figures", class_="figures"))
+def _figures(text: str, name: str) -> Safe:
+    """The place of small figures, one per metric, below a line of text."""
+    return join(tag("p", text, class_="count"), tag("div", id=name, class_="figures"))
 
 
 def _tokens(report: RunReport) -> Safe:

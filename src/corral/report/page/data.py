@@ -109,7 +109,7 @@ def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
                 "chosen": values.index(number_at(chosen, sweep.key)) if here else None,
                 "cells": [
                     {
-                        name: [_number(getattr(row, field)) for row in mine if row.setting[sweep.key] == value]
+                        name: [_number(vars(row)[field]) for row in mine if row.setting[sweep.key] == value]
                         for name, field in (
                             ("final", "final"), ("area", "auc"), ("greedy", "greedy"), ("kl", "kl"), ("collapsed", "collapsed"),
                         )

@@ -1,4 +1,4 @@
-"""The first part of a page: what may be claimed, where each objective stands, and how both were judged."""
+"""The first section of a page: claims, each group's results, and the statistical method."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, table, tag
 from corral.report.outcomes import BESIDE
 from corral.report.statistics import ENOUGH, plain, signed
+from corral.run.text import count
 
 _METHOD = """
 Final is the last measured {name}; area is its mean over the run by steps (trapezia), where a run that was stopped early keeps
@@ -48,7 +49,7 @@ def findings(report: RunReport, headline: Safe | None = None) -> Safe:
     more = [tag("details", tag("summary", title), _sentences(part)) for title, part in titles.items() if part]
     text = _METHOD.format(
         name=report.measure.name,
-        threshold="90 % of the best end" if report.threshold is None else value(report, report.threshold),
+        threshold="90 % of the best end" if report.threshold is None else report.measure.text(report.threshold),
     )
     return join(
         *_warnings(report),
@@ -122,14 +123,14 @@ def _result_table(report: RunReport) -> Safe:
         columns["problem"] = "Problem"
     columns |= {"counted": "Runs", "final": f"Final {name}", "area": "Mean over the run"}
     columns |= {key: key.capitalize() for key in BESIDE if key != name and any(row[key] is not None for row in rows)}
-    threshold = "90 % of the best" if report.threshold is None else value(report, report.threshold)
+    threshold = "90 % of the best" if report.threshold is None else report.measure.text(report.threshold)
     columns |= {"steps_to_threshold": f"Steps to {threshold}", "collapsed": "Collapsed", "seconds": "Seconds"}
 
     def show(key: str, row: dict[str, Any]) -> str:
         if key == "group":
             return row["objective"] if "setting" in columns else f"{row['objective']} {row['setting']}".strip()
         if key in ("final", "area", "greedy"):
-            return _estimate(report, row[key], row[f"{key}_low"], row[f"{key}_high"])
+            return report.measure.estimate(row[key], row[f"{key}_low"], row[f"{key}_high"])
         if key == "return":
             return spread(row[key], row["return_low"], row["return_high"])
         number = "—" if row[key] is None else row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}"
@@ -157,27 +158,7 @@ def _overall_table(report: RunReport) -> Safe | None:
     return join(tag("h3", "All tasks together"), tag("p", _ACROSS, class_="count"), shown)
 
 
-def value(report: RunReport, number: float) -> str:
-    """A value of the main metric."""
-    return f"{100 * number:.1f} %" if report.measure.factor == 100 else plain(number)
-
-
-def _estimate(report: RunReport, middle: float | None, low: float | None, high: float | None) -> str:
-    """A value with its interval."""
-    if middle is None:
-        return "—"
-    if low is None or high is None:
-        return value(report, middle)
-    factor = report.measure.factor
-    return f"{value(report, middle)} [{plain(low * factor)}…{plain(high * factor)}]"
-
-
 def spread(middle: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
     """A number of no unit with its interval."""
     numbers = [None if end is None else f"{end:.{digits}g}".replace("-", "−") for end in (middle, low, high)]
     return (numbers[0] or "—") + ("" if numbers[1] is None else f" [{numbers[1]}…{numbers[2]}]")
-
-
-def count(number: int, what: str) -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, table, tag
-from corral.report.page.findings import sentence_list, value
+from corral.report.page.findings import sentence_list
 from corral.report.sweep.find import Sweep
 from corral.report.sweep.ranges import SHARE, setting_text, value_text
 
@@ -85,7 +85,7 @@ def _table(report: RunReport, rows: list[dict[str, Any]], kept: dict[str, str]) 
         if row[key] is None:
             return "—"
         if key in ("final", "area", "greedy"):
-            return value(report, row[key])
+            return report.measure.text(row[key])
         return f"{row[key]:.0%}".replace("%", " %") if key == "collapsed" else value_text(row[key])
 
     return table(rows, columns, show, aria_label="Sweep", data_table="sweep")

@@ -13,6 +13,7 @@ from corral.report.outcomes import COUNTED, Measure
 from corral.report.read import Run
 from corral.report.statistics import area_under_curve, has_collapsed
 from corral.report.sweep.ranges import Cell, SweepRow, UsableRange, cells, number_at, setting_text, usable_range
+from corral.run.text import count
 
 _KL = "tr/kl_before"
 """How far the new policy went from the old one, before anything was done about it."""
@@ -55,7 +56,7 @@ class Sweep:
         """How many runs a mean is of: `2 seeds`, or `1 to 2 seeds` while some are missing."""
         counts = [len(cell.seeds) for cell in self.cells]
         least, most = min(counts), max(counts)
-        return f"{'' if least == most else f'{least} to '}{most} seed{'' if most == 1 else 's'}"
+        return f"{'' if least == most else f'{least} to '}{count(most, 'seed')}"
 
     def rows_of(self, line: UsableRange) -> list[SweepRow]:
         """The runs that a range is about."""

@@ -1,4 +1,4 @@
-"""What a sweep says: which setting of each contestant is best, and how wide the range is in which it can be used.
+"""A sweep's results: the best setting of each contestant, and the usable range of a setting.
 
 A comparison at one learning rate mostly tells whose rate it was. So every contestant is run over the same grid, its setting is
 chosen on some seeds and reported on others, and the headline is the usable range: how far the rate can be off.
@@ -31,8 +31,7 @@ class SweepRow:
     kl: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("final", "auc"):
-            value = getattr(self, name)
+        for name, value in (("final", self.final), ("auc", self.auc)):
             if math.isnan(value) or value == math.inf:
                 raise ValueError(
                     f"SweepRow: `{name}` of {self.contestant}, seed {self.seed}, is {value}: no best could be told. A run that "
@@ -158,7 +157,7 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
 
     def within(members: list[Cell], rivals: list[Cell]) -> tuple[float, ...]:
         best = max(cell.final for cell in rivals)
-        # Where all failed, or nobody got above a zero that is the least there is, nothing is usable.
+        # Where all failed, or the best is a zero that is the minimum too, nothing is usable.
         least = best - (1 - share) * abs(best) if math.isfinite(best) and not best == 0 <= lowest else math.inf
         return tuple(number_at(cell.setting, key) for cell in members if cell.final >= least)
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from corral.kernels.rows import HeadRows
 from corral.kernels.triton.loss.project import LOG_RATIO_MAX
-from corral.support import ANCHOR_TOLERANCE, Limits
+from corral.support import ANCHOR_TOLERANCE, LogpTolerance
 
 LOSS, LOG_RHO, ACTED, KL_MEAN, KL_MAX, KL_AFTER, DUAL, CONVERGED, MISMATCH, FLAWED, REGRESSION = range(11)
 """Rows of `LossRows.fields`. The mean and the largest KL are of two estimates where there is no support."""
 FIELDS = 11
 TOLERATED: tl.constexpr = tl.constexpr(ANCHOR_TOLERANCE)
-UNCHECKED = Limits()
+UNCHECKED = LogpTolerance()
 """For a new policy that a head has just computed, and an old one that has been inspected."""
 
 

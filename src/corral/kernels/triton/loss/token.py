@@ -13,7 +13,7 @@ import triton.language as tl
 from corral.kernels.rows import HeadRows
 from corral.kernels.triton.loss.project import CERTAIN, LOG_RATIO_MAX, abs_difference, binary_kl, expm1, kl_elements, kl_term
 from corral.kernels.triton.loss.rows import UNCHECKED, LossRows, OldRows, blank_fields, disagree, no_distribution
-from corral.support import Limits
+from corral.support import LogpTolerance
 
 CLIP, MASK, WEIGHT, GATE, PENALTY = range(5)
 RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL = range(5)
@@ -47,7 +47,7 @@ class TokenLoss:
         make = _RULES.get(name) if isinstance(name, str) else None
         return None if make is None else make(objective.config)
 
-    def __call__(self, rows: HeadRows, old: OldRows, limits: Limits = UNCHECKED) -> LossRows:
+    def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
         """Losses of N live tokens; flawed are those beyond the limits too."""
         fields, own = blank_fields(rows.lse), torch.empty_like(rows.lse)
         support = old.kept is not None

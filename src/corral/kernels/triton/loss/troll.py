@@ -13,7 +13,7 @@ import triton.language as tl
 from corral.kernels.rows import HeadRows
 from corral.kernels.triton.loss.project import LOG_RATIO_MAX, RULED_OUT, abs_difference, kl_elements, log_softmax, project
 from corral.kernels.triton.loss.rows import UNCHECKED, LossRows, OldRows, blank_fields, disagree, no_distribution
-from corral.support import Limits
+from corral.support import LogpTolerance
 
 EXACT, CONSTANT_DUAL, UNPROJECTED = 0, 1, 2
 GRADIENTS = {"exact": EXACT, "constant_dual": CONSTANT_DUAL, "unprojected": UNPROJECTED}
@@ -41,7 +41,7 @@ class TrollLoss:
             return None
         return cls(bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap)
 
-    def __call__(self, rows: HeadRows, old: OldRows, limits: Limits = UNCHECKED) -> LossRows:
+    def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
         """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N live tokens; flawed are those beyond the limits too."""
         assert old.kept is not None
         assert old.rest is not None
