@@ -70,7 +70,7 @@ def certificates(trainer: CorralTrainer) -> list[dict[str, float]]:
     return [{name: line[name] for name in NAMES} for line in trainer.state.log_history if NAMES[0] in line]
 
 
-@pytest.mark.supports("deployed network: distance measured after every step", door="TRL")
+@pytest.mark.supports("other: deployed network, distance measured after every step", door="TRL")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
 def test_the_certificate_is_the_kl_of_every_token(tmp_path, family):
     trainer = make_trainer(tmp_path, model=tiny_model(family), deployed_bound=math.inf, max_steps=4)
@@ -95,7 +95,7 @@ def test_measuring_changes_no_weight(tmp_path):
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
-@pytest.mark.supports("deployed network: bound held after every step", door="TRL")
+@pytest.mark.supports("other: deployed network, bound held after every step", door="TRL")
 @pytest.mark.parametrize(
     "shape",
     [
@@ -143,7 +143,7 @@ def test_a_step_at_rate_0_moves_nothing_and_asks_for_nothing(tmp_path):
     assert all(line["tr/deployed_kl_mean"] <= 0.02 for line in certificates(trainer))
 
 
-@pytest.mark.supports("deployed network: LoRA", door="TRL")
+@pytest.mark.supports("other: deployed network, LoRA", door="TRL")
 def test_an_adapter_is_held_and_its_base_left_alone(tmp_path):
     torch.manual_seed(0)
     lora = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
@@ -190,7 +190,7 @@ def run_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     return lines, load_file(last / "model.safetensors")
 
 
-@pytest.mark.supports("deployed network: resumed bit for bit", door="command line")
+@pytest.mark.supports("other: deployed network, resumed bit for bit", door="command line")
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     settings = small(save_model(tmp_path / "model"), objective="ppo_clip", deployed_bound=0.01, steps=4, keep_checkpoints=9)
     train(settings, out=tmp_path / "whole", quiet=True)
@@ -251,7 +251,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, given, words):
         CorralConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
 
 
-@pytest.mark.refuses("deployed network: DeepSpeed", door="TRL")
+@pytest.mark.refuses("other: deployed network, DeepSpeed", door="TRL")
 @pytest.mark.parametrize(("kind", "why"), [("DEEPSPEED", "master weights"), ("FSDP", "not tested")])
 def test_weights_that_live_elsewhere_are_refused(tmp_path, monkeypatch, kind, why):
     trainer = make_trainer(tmp_path)
@@ -278,7 +278,7 @@ def work(rank: int, folder: Path) -> None:
     )
 
 
-@pytest.mark.supports("deployed network: two processes", door="TRL")
+@pytest.mark.supports("other: deployed network, two processes", door="TRL")
 def test_two_processes_decide_alike(tmp_path):
     run_two(work, tmp_path)
     (found, weights, rate), (also, weights_also, rate_also) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
