@@ -120,9 +120,9 @@ def test_small_distances_keep_their_digits_in_float32():
 
 def test_large_logits_neither_overflow_nor_vanish():
     # Logits around ±300: e^300 is inf in float32. The oracle takes the numbers as float32 has them.
-    given = networks(dtype=torch.float32, spread=0.01)
+    given = networks(dtype=torch.float32, spread=0.3)
     found, true = head_kl(*given, scale=60.0), oracle(*given, scale=60.0)
-    assert true.max() > 0.1
+    assert true.max() > 1
     assert_close(found, true.float(), rtol=1e-3, atol=1e-4)
 
 
