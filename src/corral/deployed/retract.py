@@ -162,12 +162,9 @@ def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _place(parameters: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
-    """Write θ_old + share · (θ_new − θ_old) into the parameters, rounded once; at 0 and 1 the weights themselves."""
+    """Write θ_old + share · (θ_new − θ_old) into the parameters, rounded once; at 0 the old weights, whatever the new ones are."""
     for name, p in parameters.items():
-        if share in (0.0, 1.0):
-            p.copy_(new[name] if share else old[name])
-        else:
-            p.copy_(torch.lerp(old[name], new[name], share))  # half precision too: computed wide, rounded once
+        p.copy_(torch.lerp(old[name], new[name], share) if share else old[name])  # half precision is computed wide
 
 
 def _check(module: nn.Module, old: Mapping[str, Tensor], bound: float, statistic: str, max_probes: int) -> None:
