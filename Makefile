@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 # A test that waits for ever is ended after a quarter of an hour, and named.
-PYTEST := $(RUN) -m pytest --numprocesses 2 --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
+PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
@@ -109,8 +109,9 @@ smollm2: setup
 mutants: setup
 	$(RUN) scripts/mutants.py
 
+# Two minutes on two cores: of the tests those that neither train, simulate nor start processes, with few examples each.
 check: lint types
-	$(PYTEST) -m 'not llm and not wheel and not slow'
+	HYPOTHESIS_PROFILE=few $(PYTEST) -m 'not long and not wheel and not slow'
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -1,39 +1,56 @@
 """Shared set-up: float64 draws, one thread per worker, one hypothesis profile, no GPU needed."""
 
+import functools
 import gc
+import importlib.metadata
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Reproducible by default; HYPOTHESIS_PROFILE=explore draws new examples, and more of them.
+import typecheck  # noqa: F401 - its decorator is in place before corral is imported
+from long import is_long
+
+# Reproducible by default; HYPOTHESIS_PROFILE=explore draws new examples, and more of them; `make check` draws a few.
 settings.register_profile(
     "corral", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("few", settings.get_profile("corral"), max_examples=12)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "corral"))
 
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # accelerate reads peft's at every update
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU then; Triton reads it when it is first imported
+    # A seed for devices that are not there is kept until they are, each time with the stack of whoever set it: milliseconds.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 
 torch.set_num_threads(1)  # two workers that each take every core are far slower than one
+gc.disable()  # until everything is imported: looking for garbage meanwhile costs a second in six, and finds none
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without long tests, their files are not even imported: TRL alone takes five seconds."""
+    return True if "not long" in config.getoption("markexpr") and is_long(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"llm", "cli"} & set(item.path.parts):
-            item.add_marker(pytest.mark.llm)
+        if is_long(item.path):
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays: transformers collects garbage in every run, and would look through all of it each time."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

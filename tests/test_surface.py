@@ -159,6 +159,7 @@ def test_the_readme_lists_every_objective_and_only_existing_files() -> None:
         assert (ROOT / target).exists(), f"README links to {target}"
 
 
+@pytest.mark.long
 def test_the_demo_trains_all_three_objectives() -> None:
     script = (ROOT / "examples" / "troll_in_100_lines.py").read_text()
     assert len(script.splitlines()) <= 100

@@ -205,7 +205,11 @@ def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: 
     ("launcher", "command"),
     [
         ("`torchrun`, two processes", ["torch.distributed.run", "--nproc-per-node", "2"]),
-        ("`accelerate launch`, one process", ["accelerate.commands.launch", "--cpu", "--num_processes", "1"]),
+        pytest.param(
+            "`accelerate launch`, one process",
+            ["accelerate.commands.launch", "--cpu", "--num_processes", "1"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["torchrun", "accelerate"],
 )

@@ -175,7 +175,6 @@ def test_a_worker_prepares_a_case_and_times_a_round_whenever_asked() -> None:
     assert list(times) == [f"{task}: {name}" for task, name in OURS if "corral" in name or name == "one GEMM"]
 
 
-@pytest.mark.llm
 def test_an_update_of_every_trainer_is_timed_on_its_own_rollouts() -> None:
     import update_phase
 

@@ -23,7 +23,7 @@ TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
     "stride_kept stride_logp",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high highest slack",
-    "*i32": "marks queue key keys route counts starts out_ids filled floors overflow need out_need likely",
+    "*i32": "counter marks queue key keys route counts starts out_ids filled floors overflow need out_need likely",
     "*i64": "listed order picked tokens", "*u8": "place mask state left_out", "*bf16": "dz d_weight stored",
 }  # fmt: skip
 BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8, "PIECE": 64}
@@ -36,11 +36,12 @@ ORDER = {"fewest": "i32", "share": "fp32", "rest": "fp32"}
 PROGRAMS = {"PROGRAMS": 132, "GROUP": 16}
 SHARED = {80: 163, 90: 227}
 """KiB of shared memory that a block of theirs may take."""
-FULL = {"STORE": True, "REFERENCE": True}
-BLANK = {"store": None, "reference": None, "STORE": False, "REFERENCE": False}
+STORED = {"STORE": True, "REFERENCE": True, "counter": None, "COUNTER": False}
+STREAMED = {"store": None, "reference": None, "STORE": False, "REFERENCE": False, "PLAIN": True}
 CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
-    *((gemm_stats._stats_kernel, STATS, PROGRAMS | FULL | {"PLAIN": plain}, 8) for plain in (False, True)),
-    (gemm_stats._stats_kernel, STATS, PROGRAMS | BLANK | {"PLAIN": True}, 8),
+    *((gemm_stats._stats_kernel, STATS, PROGRAMS | STORED | {"PLAIN": plain}, 8) for plain in (False, True)),
+    (gemm_stats._stats_kernel, STATS, PROGRAMS | STREAMED | {"counter": None, "COUNTER": False}, 8),
+    (gemm_stats._stats_kernel, STATS, PROGRAMS | STREAMED | {"COUNTER": True}, 8),
     (recompute_plan._given_kernel, {"length": "*i32"}, {}, 4),
     (recompute_plan._own_kernel, {"length": "*i32"}, {"ROOM": 256}, 4),
     (recompute._tile_kernel, TILE, {"OWN": True, "ROWS": 64, "PROGRAMS": 132, "LISTED": 256}, 8),

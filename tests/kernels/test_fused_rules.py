@@ -135,5 +135,5 @@ def test_troll_s_kernel_flags_what_its_reference_refuses():
     objective, batch = corral.make_objective("troll", bound=0.1), every_pair(support=True, few=True)
     flawed = kernel(rule_of(objective), batch)[0].fields[FLAWED] > 0
     assert torch.equal(flawed, out_of_reach(batch))
-    with pytest.raises(ValueError, match=f"rules out tokens that the new one allows, at {int(flawed.sum())} live"):
+    with pytest.raises(ValueError, match=f"rules out tokens that the new one allows, at {int(flawed.sum())} unmasked"):
         objective(batch)

@@ -55,6 +55,15 @@ def test_what_would_be_infinite_is_stored_as_a_large_number(step):
     assert not store[:, VOCABULARY:].any()
 
 
+def test_rows_behind_the_counter_cost_nothing_and_change_nothing():
+    hidden, weight, _ = problem(False)
+    counter = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    whole, spoilt = gemm_stats(hidden, weight, None, LogitSpec(), entropy=True), hidden.clone()
+    spoilt[5:] = torch.nan
+    some = gemm_stats(spoilt, weight, None, LogitSpec(), entropy=True, counter=counter).first(5)
+    assert all(torch.equal(x, y) for x, y in zip(vars(some).values(), vars(whole.first(5)).values(), strict=True))
+
+
 def with_logits(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states that pick their logits: each row is a unit vector, and its logits are a column of the weight."""
     return torch.eye(len(z), -(-len(z) // 8) * 8, device=DEVICE), torch.nn.functional.pad(z.T, (0, -len(z) % 8)).to(DEVICE)

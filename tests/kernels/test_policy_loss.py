@@ -154,8 +154,9 @@ def test_a_loss_that_is_not_finite_is_refused(impl):
     says = {"torch": "troll: logp_new is not finite", "triton": "the loss is not finite at 1 unmasked tokens"}[impl]
     for trained in (False, True):
         problem.hidden.requires_grad_(trained)
-        with pytest.raises(ValueError, match=says):
-            problem.loss(objective, impl=impl)
+        problem.weight.requires_grad_(trained)
+        with pytest.raises(ValueError, match=says):  # on a GPU by the backward pass, where there is one
+            problem.loss(objective, impl=impl).loss.backward()
 
 
 def test_a_token_twice_in_a_support_is_refused():

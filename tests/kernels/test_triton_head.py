@@ -30,6 +30,7 @@ PLAIN = HeadRequest(), 0.0, None
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tiles(monkeypatch)
     monkeypatch.setattr(dense_backward, "LOGITS_AT_ONCE", 2**9)
+    monkeypatch.setattr(dense_backward, "ROWS_AT_ONCE", 4)
 
 
 def dense(spec: LogitSpec, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

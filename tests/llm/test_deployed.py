@@ -21,7 +21,7 @@ from corral.llm import CorralConfig, CorralTrainer, deployed
 from corral.llm.models import base_model
 from corral.llm.settings import resolve
 from corral.llm.train import resume, train
-from corral.llm.trainer import FUSED
+from corral.llm.trl_api import FUSED
 from small_runs import save_model, small
 from tolerance import assert_close
 from two_processes import run_two

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from corral.llm.guard import GuardCallback, on_any_process
+from corral.llm.policy_term import PolicyTerm
 from corral.llm.trainer import CorralTrainer
 from corral.run.watch import CollapseLimits
 from corral.types import TokenBatch
@@ -118,14 +119,14 @@ def test_one_process_speaks_for_itself() -> None:
 
 def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: range, **settings: Any) -> CorralTrainer:
     """Weights that never move, and an old policy that is another one at these updates; four updates per batch of rollouts."""
-    token_batch = CorralTrainer._token_batch
+    token_batch = PolicyTerm._batch
 
-    def stale(self: CorralTrainer, *args: Any, **kwargs: Any) -> TokenBatch:
+    def stale(self: PolicyTerm, *args: Any, **kwargs: Any) -> TokenBatch:
         batch = token_batch(self, *args, **kwargs)
-        old = batch.logp_old - (1.0 if self.state.global_step in updates else 0.0)
+        old = batch.logp_old - (1.0 if self.trainer.state.global_step in updates else 0.0)
         return TokenBatch(batch.logp_new, old, batch.advantages, batch.mask)
 
-    monkeypatch.setattr(CorralTrainer, "_token_batch", stale)
+    monkeypatch.setattr(PolicyTerm, "_batch", stale)
     return make_trainer(tmp_path, "ppo_clip", steps_per_generation=4, learning_rate=1e-12, **settings)
 
 

@@ -21,18 +21,20 @@ def metrics(**values: float) -> dict[str, torch.Tensor]:
 
 def test_every_micro_batch_has_its_own_numbers_and_gives_them_once() -> None:
     book = Ledger()
-    book.add("train", 3, metrics(tr__kl_before=0.5), None)
-    book.add("eval", 2, metrics(tr__kl_before=0.25, entropy=1.5), None)
-    assert book.settle() == [("train", "tr/kl_before", 0.5), ("eval", "entropy", 1.5), ("eval", "tr/kl_before", 0.25)]
-    assert book.settle() == []
+    book.add("train", 3, metrics(tr__kl_before=0.5), [])
+    book.add("eval", 2, metrics(tr__kl_before=0.25, entropy=1.5), [])
+    assert book.flush() == [("train", "tr/kl_before", 0.5), ("eval", "entropy", 1.5), ("eval", "tr/kl_before", 0.25)]
+    assert book.flush() == []
 
 
 def test_a_pass_without_a_way_back_says_nothing() -> None:
     book = Ledger()
     # Dense shares 0.25 and 0.75: 0.5 in the mean; the most that was left out is 2⁻¹⁰. The third never went back.
-    book.add("train", 3, {}, torch.tensor([[0.25, 2**-12], [0.75, 2**-10], [NAN, NAN]]))
-    book.add("train", 0, {}, torch.tensor([[NAN, NAN]]))
-    assert book.settle() == [("train", "head/dense_share", 0.5), ("train", "head/dropped_max", 2**-10)]
+    book.add("train", 3, {}, list(torch.tensor([[0.25, 2**-12], [0.75, 2**-10], [NAN, NAN]])))
+    assert book.flush() == [], "a backward pass comes after its micro-batch, and is told of with the next"
+    book.add("train", 0, {}, [torch.tensor([NAN, NAN])])
+    book.add("train", 0, {}, [])
+    assert book.flush() == [("train", "head/dense_share", 0.5), ("train", "head/dropped_max", 2**-10)]
 
 
 def test_golden_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +45,8 @@ def test_golden_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(ledger, "gather_object", lambda mine: [*mine, *others])
     book = Ledger()
-    book.add("train", 1, metrics(tr__kl_before=0.5, tr__kl_max=0.6, tr__unconverged=1.0), None)
-    assert book.settle() == [
+    book.add("train", 1, metrics(tr__kl_before=0.5, tr__kl_max=0.6, tr__unconverged=1.0), [])
+    assert book.flush() == [
         ("train", "tr/kl_before", pytest.approx(0.2)),
         ("train", "tr/kl_max", 0.7),
         ("train", "tr/unconverged", 3.0),
@@ -74,20 +76,20 @@ def test_golden_effective_sample_size_of_an_update(monkeypatch: pytest.MonkeyPat
     # ρ = 1, 1 | 2 | 4 of two micro-batches here and one there; the masked token has anything.
     # (Σρ)² / (N Σρ²) = (1 + 1 + 2 + 4)² / (4 · (1 + 1 + 4 + 16)) = 64 / 88. A mean of 1, 1 and 1 would hide all of it.
     book, other = Ledger(), Ledger()
-    book.add("train", 2, ratio_sums(token_batch([-5.0, -5.0, math.nan], [True, True, False])), None)
-    book.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(2), 1e30], [True, False])), None)
-    book.add("eval", 1, ratio_sums(token_batch([-4.0], [True])), None)
-    other.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(4)], [True])), None)
+    book.add("train", 2, ratio_sums(token_batch([-5.0, -5.0, math.nan], [True, True, False])), [])
+    book.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(2), 1e30], [True, False])), [])
+    book.add("eval", 1, ratio_sums(token_batch([-4.0], [True])), [])
+    other.add("train", 1, ratio_sums(token_batch([-5.0 + math.log(4)], [True])), [])
     theirs = [*(entry.line() for entry in other._entries), ("train", 0, {}), ("eval", 0, {})]
     monkeypatch.setattr(ledger, "gather_object", lambda mine: [*mine, theirs])
-    assert book.settle() == [("train", "tr/ess", pytest.approx(64 / 88)), ("eval", "tr/ess", pytest.approx(1.0))]
+    assert book.flush() == [("train", "tr/ess", pytest.approx(64 / 88)), ("eval", "tr/ess", pytest.approx(1.0))]
 
 
 @pytest.mark.parametrize(("logp_new", "size"), [(math.nan, math.nan), (-500.0, 0.0)])
 def test_ratios_that_are_no_numbers_or_all_0_are_not_full_size(logp_new: float, size: float) -> None:
     book = Ledger()
-    book.add("train", 2, ratio_sums(token_batch([logp_new] * 2, [True, True])), None)
-    assert book.settle() == [("train", "tr/ess", pytest.approx(size, nan_ok=True))]
+    book.add("train", 2, ratio_sums(token_batch([logp_new] * 2, [True, True])), [])
+    assert book.flush() == [("train", "tr/ess", pytest.approx(size, nan_ok=True))]
 
 
 @pytest.mark.parametrize("objective", ["troll", "ppo_clip"])

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from tiny_models import Spy, make_trainer, measured, nudge, rollouts, tiny_model
 
 from corral import objective_names
-from corral.llm.trainer import FUSED
+from corral.llm.trl_api import FUSED
 from device import DEVICE
 from tolerance import assert_close
 

@@ -22,13 +22,15 @@ from corral import objective_names
 from corral.llm import CorralConfig
 from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
+from corral.llm.policy_term import PolicyTerm
 from corral.llm.prepare import prepare
 from corral.llm.rewards import RewardError, verifier
 from corral.llm.run_trainer import RunTrainer
 from corral.llm.sampler import Sampling, TransformersSampler
 from corral.llm.subject import find_subject
 from corral.llm.train import resume, train
-from corral.llm.trainer import FUSED, CorralTrainer
+from corral.llm.trainer import CorralTrainer
+from corral.llm.trl_api import FUSED
 from corral.objective import make_objective
 from corral.run.files import RunError
 from corral.task import TASKS
@@ -415,13 +417,13 @@ def test_a_collapse_is_noticed(guard: str, model: str, tmp_path: Path, monkeypat
 
 @pytest.mark.supports("run: a sampler that differs is noticed", door="command line")
 def test_a_sampler_that_differs_is_noticed(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    token_batch = CorralTrainer._token_batch
+    token_batch = PolicyTerm._batch
 
-    def stale(self: CorralTrainer, *args: Any, **kwargs: Any) -> Any:
+    def stale(self: PolicyTerm, *args: Any, **kwargs: Any) -> Any:
         batch = token_batch(self, *args, **kwargs)
         return type(batch)(batch.logp_new, batch.logp_old - 1.0, batch.advantages, batch.mask)
 
-    monkeypatch.setattr(CorralTrainer, "_token_batch", stale)
+    monkeypatch.setattr(PolicyTerm, "_batch", stale)
     train(small(model, objective="ppo_clip", steps=1), out=tmp_path / "run", quiet=True)
     (warning,) = lines(tmp_path / "run")[1]["warnings"]
     assert "of the tokens before any update" in warning

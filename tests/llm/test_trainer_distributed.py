@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import corral.llm.trainer
+import corral.llm.policy_term
 from corral import group_advantages
 from corral.llm import CorralTrainer, policy_head
 from two_processes import run_two
@@ -65,8 +65,8 @@ def kernels() -> Iterator[None]:
         fused = partial(policy_head.policy_loss_from_hidden, impl="triton", exact=True)
         patch.setattr(policy_head, "lm_head", partial(policy_head.lm_head, impl="triton"))
         patch.setattr(policy_head, "policy_loss_from_hidden", fused)
-        patch.setattr(corral.llm.trainer, "batch_loss", partial(corral.llm.trainer.batch_loss, kernels=True))
-        patch.setattr(corral.llm.trainer, "TOLERANCE", 0.0)
+        patch.setattr(corral.llm.policy_term, "batch_loss", partial(corral.llm.policy_term.batch_loss, kernels=True))
+        patch.setattr(corral.llm.policy_term, "TOLERANCE", 0.0)
         yield
 
 

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import RIGHT_REDUCTIONS, loss_and_gradient, make_trainer, measured, nudge, rollouts, tiny_model
+from tiny_models import (
+    RIGHT_REDUCTIONS,
+    loss_and_gradient,
+    make_trainer,
+    measured,
+    nudge,
+    rollouts,
+    tiny_model,
+    without_fused_loss,
+)
 
 import corral.llm.policy_head
-import corral.llm.trainer
 from corral.kernels.torch import autograd, backward
-from corral.llm import CorralTrainer
-from corral.llm.trainer import FUSED
+from corral.llm.trl_api import FUSED
 from interpreted import DEVICE
 from tolerance import assert_close
 
@@ -47,11 +54,6 @@ def rows_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def build_from_blocks(trainer: CorralTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss from `lm_head`, the objective and autograd."""
-    monkeypatch.setattr(trainer, "_loss_terms", lambda *_: None)
-
-
 def assert_same(got: tuple[Any, Any], wanted: tuple[Any, Any], atol: float = 1e-6) -> None:
     assert_close(got[0], wanted[0], atol=atol)
     assert got[1].keys() == wanted[1].keys()
@@ -73,7 +75,7 @@ class TestAtOnce:
         nudge(trainer.model)
         got = loss_and_gradient(trainer, inputs)
         assert rows_back == []
-        build_from_blocks(trainer, monkeypatch)
+        without_fused_loss(trainer)
         wanted = loss_and_gradient(trainer, inputs)
         assert len(rows_back) == 1
         assert_same(got, wanted)
@@ -87,7 +89,7 @@ class TestAtOnce:
         assert "old_per_token_logps" not in inputs
         got = loss_and_gradient(trainer, inputs)
         assert rows_back == []
-        build_from_blocks(trainer, monkeypatch)
+        without_fused_loss(trainer)
         assert_same(got, loss_and_gradient(trainer, inputs))
 
     @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ class TestAtOnce:
         nudge(trainer.model)
         got = loss_and_gradient(trainer, inputs)
         assert len(rows_back) == (0 if tools else 1)
-        build_from_blocks(trainer, monkeypatch)
+        without_fused_loss(trainer)
         assert_same(got, loss_and_gradient(trainer, inputs))
 
     def test_tied_embeddings_under_checkpointing(
@@ -126,7 +128,7 @@ class TestAtOnce:
         got = loss_and_gradient(trainer, inputs)
         assert rows_back == []
         assert "lm_head.weight" not in got[1]
-        build_from_blocks(trainer, monkeypatch)
+        without_fused_loss(trainer)
         assert_same(got, loss_and_gradient(trainer, inputs))
 
 
@@ -140,7 +142,13 @@ class TestTriton:
                 monkeypatch.setitem(gemm_stats.TILES, dtype, gemm_stats.Tile(16, 16, 16, warps=4, stages=1))
 
     @pytest.mark.parametrize(
-        ("case", "frozen"), [("troll", False), ("dppo on a support", False), ("ppo_clip", False), ("troll", True)]
+        ("case", "frozen"),
+        [
+            ("troll", False),
+            pytest.param("dppo on a support", False, marks=pytest.mark.slow),
+            ("ppo_clip", False),
+            ("troll", True),
+        ],
     )
     def test_updates_are_those_of_the_torch_path(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, frozen: bool
@@ -152,7 +160,7 @@ class TestTriton:
         trainer.model.lm_head.weight.requires_grad_(not frozen)
         results = {}
         # On a GPU so small a vocabulary would take the torch path throughout.
-        monkeypatch.setattr(corral.llm.policy_head._HeadFunction, "_one_implementation", lambda *_: {})
+        monkeypatch.setattr(corral.llm.policy_head._FusedHead, "_one_implementation", lambda *_: {})
         fused = corral.llm.policy_head.policy_loss_from_hidden
         for impl in ("torch", "triton"):
             monkeypatch.setattr(corral.llm.policy_head, "policy_loss_from_hidden", functools.partial(fused, impl=impl))

@@ -12,7 +12,7 @@ from tiny_models import VOCABULARY, Spy, dense_logp, make_trainer, measured, nud
 import corral.llm.trainer
 from corral import gather_support
 from corral.llm import CorralConfig
-from corral.llm.trainer import FUSED
+from corral.llm.trl_api import FUSED
 from tolerance import assert_close
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")

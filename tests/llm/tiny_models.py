@@ -5,6 +5,7 @@
 - `make_trainer(tmp, objective, **settings)`: a CorralTrainer on `DEVICE`; nothing is logged or saved.
 - `rollouts(trainer)`: one batch of rollouts, as TRL buffers it for training, split into micro-batches.
 - `loss_and_gradient(trainer, inputs)`: through the door.
+- `without_fused_loss(trainer)`: its loss from the building blocks.
 - `measured(trainer)`: the metrics of its updates so far.
 - `dense_logp(model, inputs, temperature)`: every log-probability of the completion, from the model's own forward.
 - `Spy.on(trainer)`: records what the objective is given.
@@ -42,6 +43,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import GRPOTrainer
 
 from corral.llm import CorralConfig, CorralTrainer
+from corral.llm.scoring_pass import ScoringPass
 from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
 from corral.objective import ObjectiveFunction
 from corral.objective.config import ObjectiveConfig
@@ -180,9 +182,20 @@ def loss_and_gradient(trainer: GRPOTrainer, inputs: dict[str, Any]) -> tuple[Ten
     return loss.detach(), gradients(trainer.model)
 
 
+def without_fused_loss(trainer: CorralTrainer) -> None:
+    """From here on the head computes no loss: it comes from `lm_head`, the objective of the whole batch and autograd."""
+    expect = trainer.policy_head.expect
+
+    def without_loss(scoring: ScoringPass) -> Any:
+        scoring.loss = None
+        return expect(scoring)
+
+    trainer.policy_head.expect = without_loss
+
+
 def measured(trainer: CorralTrainer) -> dict[str, list[float]]:
     """Metrics of the updates since the last line of the log."""
-    trainer.settle_metrics()
+    trainer.flush_metrics()
     return trainer._metrics["train"]
 
 
@@ -207,7 +220,7 @@ class Spy:
         spy = cls(trainer.objective.function)
         # By another name no kernel takes its place; and it is asked of the whole batch, as where other terms are.
         trainer.objective = replace(trainer.objective, name="spied", function=spy)
-        trainer._loss_terms = lambda *_: None
+        without_fused_loss(trainer)
         return spy
 
     def __call__(self, batch: TokenBatch, config: ObjectiveConfig) -> ObjectiveOutput:

@@ -292,20 +292,21 @@ def test_every_token_of_a_sequence_has_its_value_to_the_last_bit(name, settings)
     assert_close(loss[0, 0], torch.tensor(-math.exp(2.5e-3)))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while tracing
-def test_compiled_equals_eager_forward_and_backward():
-    if passed_unchecked(test_compiled_equals_eager_forward_and_backward, reduce_loss):
+@pytest.mark.parametrize("case", ["dppo, full", pytest.param("troll", marks=pytest.mark.slow)])
+def test_compiled_equals_eager_forward_and_backward(case):
+    # Of the two that look at whole distributions. Tracing takes long: of troll, the projection's own test does it each time.
+    if passed_unchecked(reduce_loss):
         return
-    for case in ("dppo, full", "troll"):  # of the two that look at whole distributions; tracing takes long
-        (batch, leaf), objective = batch_of(case), objective_of(case)
+    (batch, leaf), objective = batch_of(case), objective_of(case)
 
-        def loss(logits: Tensor, objective: Objective = objective, batch: TokenBatch = batch) -> Tensor:
-            return reduce_loss(objective(as_batch(logits, batch)).loss, batch.mask, "token-mean")
+    def loss(logits: Tensor) -> Tensor:
+        return reduce_loss(objective(as_batch(logits, batch)).loss, batch.mask, "token-mean")
 
-        torch.compiler.reset()
-        eager, compiled = loss(leaf), torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf)
-        assert_close(compiled, eager)
-        assert_close(*(torch.autograd.grad(x, leaf)[0] for x in (compiled, eager)))
+    eager, compiled = loss(leaf), torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf)
+    assert_close(compiled, eager)
+    assert_close(*(torch.autograd.grad(x, leaf)[0] for x in (compiled, eager)))
 
 
 # --------------------------------------------------------------------------------------------------------- advantages

@@ -378,9 +378,10 @@ def test_vmap_of_grad_is_the_batched_gradient():
     assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x, old, v).sum())(new), expected)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while tracing
 def test_compiled_equals_eager_forward_and_backward():
-    if passed_unchecked(test_compiled_equals_eager_forward_and_backward, project_categorical_kl):
+    if passed_unchecked(project_categorical_kl):
         return
     # One graph, whatever the rows: some inside, some at the boundary, one infeasible, one with padding, one NaN.
     new, old = policies(rows=8, categories=6)

@@ -36,11 +36,10 @@ def test_golden_interquartile_mean() -> None:
     assert found.low is not None
     assert found.high is not None
     assert 1 <= found.low < 4.5 < found.high
-    assert found.count == 8
 
 
 def test_one_run_has_no_interval() -> None:
-    assert interquartile_mean(np.array([0.3])) == Estimate(value=0.3, low=None, high=None, count=1)
+    assert interquartile_mean(np.array([0.3])) == Estimate(0.3, None, None)
 
 
 def test_the_bootstrap_is_the_same_each_time_and_leaves_numpys_state_alone() -> None:
@@ -89,7 +88,7 @@ def test_a_curve_is_the_interquartile_mean_at_each_point() -> None:
 def test_golden_probability_of_improvement() -> None:
     # Pairs (2,1) (2,2) (3,1) (3,2): above in 3, a tie counts half: 3.5 / 4.
     assert probability_of_improvement(np.array([2.0, 3]), np.array([1.0, 2])).value == pytest.approx(3.5 / 4)
-    assert probability_of_improvement(np.array([2.0]), np.array([1.0])) == Estimate(value=1.0, low=None, high=None, count=1)
+    assert probability_of_improvement(np.array([2.0]), np.array([1.0])) == Estimate(1.0, None, None)
 
 
 def test_golden_paired_difference() -> None:
@@ -99,7 +98,7 @@ def test_golden_paired_difference() -> None:
     assert found.mean.value == pytest.approx(2)
     assert found.mean.low == pytest.approx(2 - 4.302653 / math.sqrt(3), abs=1e-5)
     assert found.mean.high == pytest.approx(2 + 4.302653 / math.sqrt(3), abs=1e-5)
-    assert found.mean.count == 3
+    assert found.seeds == 3
     assert found.p == pytest.approx(stats.ttest_1samp([1, 2, 3], 0).pvalue)
 
 
@@ -146,7 +145,7 @@ def test_golden_holm() -> None:
 
 
 def estimate(value: float, low: float | None, high: float | None, count: int = 5, p: float = 0.01) -> Difference:
-    return Difference(mean=Estimate(value=value, low=low, high=high, count=count), p=p, paired=True)
+    return Difference(mean=Estimate(value, low, high), seeds=count, p=p, paired=True)
 
 
 def test_the_sentences() -> None:
@@ -159,9 +158,9 @@ def test_the_sentences() -> None:
     )
     among = sentence("a", "b", "final success", estimate(2.0, 0.1, 3.9, p=0.04), holds=False, among=6)
     assert among.endswith("95 % interval 0.1…3.9, 5 seeds; among 6 comparisons one may stray as far.")
-    one = Difference(mean=Estimate(value=3.0, low=None, high=None, count=1), p=None, paired=True)
+    one = Difference(mean=Estimate(3.0, None, None), seeds=1, p=None, paired=True)
     assert sentence("a", "b", "final success", one, holds=False).endswith("+3.0 points, one seed; that is too few.")
-    apart = Difference(mean=Estimate(value=3.0, low=1.0, high=5.0, count=4), p=0.01, paired=False)
+    apart = Difference(mean=Estimate(3.0, 1.0, 5.0), seeds=4, p=0.01, paired=False)
     said = sentence("a", "b", "reward", apart, holds=True, unit="")
     assert said == "a beats b on reward: +3.0, 95 % interval 1.0…5.0, 4 seeds or more each, none of them shared."
 

@@ -162,7 +162,7 @@ def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _place(parameters: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
-    """Write θ_old + share · (θ_new − θ_old) into the parameters, rounded once; at 0 the old weights, whatever the new ones are."""
+    """Write θ_old + share · (θ_new − θ_old) into the parameters, rounded once; at 0 the old weights, even from NaN."""
     for name, p in parameters.items():
         p.copy_(torch.lerp(old[name], new[name], share) if share else old[name])  # half precision is computed wide
 

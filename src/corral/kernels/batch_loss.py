@@ -62,10 +62,10 @@ def batch_loss(
     Args:
         objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
         batch: new and old policy, advantages and mask, [B T].
-        new: the new policy as rows, in the place of the batch's, which is then not read. Nobody has to count them again.
+        new: the new policy as rows, in the place of the batch's, which is then not read; the host need not count them again.
         kernels: whether to use Triton's; by default on a GPU.
     Returns:
-        Loss and metrics of the objective. It is asked itself where no kernel computes it, and where something is not finite or
+        Loss and metrics of the objective. It is called itself where no kernel computes it, and where something is not finite or
         no log-probability. It says what is wrong: where there is a gradient at the end of the backward pass, by when the device
         has long found out.
     """
@@ -163,7 +163,7 @@ class _RuleLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        # Asked here, the device would have nothing to do until the host has heard the answer.
+        # Checked here, the device would idle until the host has the answer.
         torch.autograd.Variable._execution_engine.queue_callback(ctx.found["check"])
         scaled = (None if g is None else g * (upstream[:, None] if g.ndim > 1 else upstream) for g in ctx.grads)
         return (*scaled, None, None, None, None)

@@ -16,7 +16,7 @@ MAX_TOP_K = 1024
 MAX_GIVEN = MAX_TOP_K + 1
 """Of a support that is given: another policy's own, and the token that was sampled."""
 OWN_SUPPORT = 64
-"""Tokens of the policy that carry a sparse gradient where no support is asked for."""
+"""Tokens of the policy that carry a sparse gradient where no support is given."""
 
 _log = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ def lm_head(
         hidden: last hidden states [*, H].
         weight, bias: the head's, [V, H] and [V].
         tokens: sampled tokens [*].
-        scale, softcap, temperature: how the model and the sampler turn products into logits.
+        scale, softcap, temperature: how the model and the sampler turn h Wᵀ + b into logits.
         top_k, mass: keep at most k of the most likely tokens, until they hold `mass`; slot 0 is the sampled token.
         ids: a support to evaluate on [*, K], −1 at padding, no token twice. With `top_k`, K + k slots: these, then the others.
         entropy: compute it too.

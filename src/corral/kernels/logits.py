@@ -32,11 +32,11 @@ class LogitSpec:
 
     def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "n v"]:
         """Logits of some tokens over some of the vocabulary, in float32 or better; both operands as `operand` makes them."""
-        z = _product(hidden, weight, out)
+        z = _gemm(hidden, weight, out)
         return self.finish_(z if bias is None else z.add_(bias))
 
     def finish_(self, z: Tensor) -> Tensor:
-        """Products h Wᵀ + b → logits, in place."""
+        """h Wᵀ + b → logits, in place."""
         if self.softcap is not None:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return z.mul_(self.slope) if self.slope != 1.0 else z
@@ -57,7 +57,7 @@ class LogitSpec:
 
 
 def working_dtype(*operands: Tensor) -> torch.dtype:
-    """What products are summed and logits are held in: float32 or better.
+    """What GEMMs accumulate and logits are held in: float32 or better.
 
     Logits rounded to bfloat16 put an error of several percent on the gradient.
     """
@@ -68,7 +68,7 @@ def working_dtype(*operands: Tensor) -> torch.dtype:
 
 
 def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> Tensor:
-    """A factor as the product wants it: on a GPU half precision stays, for its matrix units add up in float32 anyway."""
+    """An operand of a GEMM: on a GPU half precision stays, for matrix units accumulate in float32 anyway."""
     if x.dtype == dtype or _stays_half(x):
         return x
     return x.to(dtype) if scratch is None else scratch("operand", x.shape, dtype).copy_(x)
@@ -77,19 +77,19 @@ def operand(x: Tensor, dtype: torch.dtype, scratch: "Scratch | None" = None) -> 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
     """into += left @ right, the left factor being a gradient in the working dtype; `fresh` where nothing is in it yet.
 
-    Where the right factor is bfloat16, so is what comes of it: on a GPU the gradient is rounded before the product. In float16
+    Where the right factor is bfloat16, so is what comes of it: on a GPU the gradient is rounded before the GEMM. In float16
     its small parts would be lost.
     """
     if _stays_half(right) and right.dtype == torch.bfloat16:
-        product = torch.mm(left.to(right.dtype), right, out_dtype=into.dtype)
-        into.copy_(product) if fresh else into.add_(product)
+        found = torch.mm(left.to(right.dtype), right, out_dtype=into.dtype)
+        into.copy_(found) if fresh else into.add_(found)
     elif fresh:
         torch.mm(left, right.to(into.dtype), out=into)
     else:
         into.addmm_(left, right.to(into.dtype))
 
 
-def _product(hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+def _gemm(hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
     if _stays_half(hidden) and hidden.dtype == weight.dtype:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
     dtype = working_dtype(hidden, weight)

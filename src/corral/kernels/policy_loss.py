@@ -13,7 +13,7 @@ from corral.kernels.head import lm_head
 from corral.kernels.logits import LogitSpec
 from corral.kernels.packed import LossTerms, Packing, TokenObjective, has_token_shapes
 from corral.kernels.precomputed import FusedLoss, with_gradients
-from corral.kernels.rows import HeadInput, HeadRequest
+from corral.kernels.rows import Gradients, HeadInput, HeadRequest
 from corral.kernels.torch.fused import can_fuse
 from corral.kernels.torch.fused import fused_loss as fused_torch
 from corral.numerics import at_least_float32
@@ -73,7 +73,8 @@ def policy_loss_from_hidden(
     is sparse, one GEMM in all, where what that leaves out is less than 10⁻³ of its own Σ |dz| or of the mean token's; tokens
     that `dist_old` shows to be dense, and with `exact` all, take three GEMMs. Dense tokens that it does not show take four, and
     so do objectives without a kernel, objectives of sequences, functions of your own, and a soft cap on the torch path: there
-    this is `lm_head`, the objective and autograd. Masked tokens never enter the head.
+    this is `lm_head`, the objective and autograd. Masked tokens never enter the head. On a GPU a loss that is not finite is
+    refused in the backward pass, which waits for the device anyway.
 
     Args:
         hidden: last hidden states of the positions that predict `tokens` [B T H].
@@ -89,7 +90,7 @@ def policy_loss_from_hidden(
         scale, softcap, temperature: how the model and the sampler turn h Wᵀ into logits, as in `lm_head`.
         impl: "torch", "triton", or "auto" for the best there is.
     Returns:
-        PolicyLoss. Its gradient may be asked for once; accumulation and a gradient scaler multiply it by one number.
+        PolicyLoss. Its gradient can be taken once; accumulation and a gradient scaler multiply it by one number.
     Ref:
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
@@ -150,17 +151,21 @@ def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) ->
         return None
     one, none = rows.lse.new_ones(()), rows.lse.new_zeros(())  # every row is dense, and nothing is left out
     metrics = output.metrics | {"head/dense_share": one, "head/dropped_max": none}
-    return FusedLoss(packing, total, rows, dataclasses.replace(output, metrics=metrics), gradients)
+    finish = (lambda: gradients) if any(needed) else None
+    return FusedLoss(packing, total, rows, dataclasses.replace(output, metrics=metrics), finish)
 
 
 def _attach(fused: FusedLoss, inputs: tuple[Tensor | None, ...], unit: Tensor, *, entropy: bool, supported: bool) -> PolicyLoss:
     """A fused path's findings with autograd attached, unpacked."""
     packing, rows, out = fused.packing, fused.rows, fused.output
-    d_hidden, d_weight, d_bias = fused.gradients
-    d_hidden = None if d_hidden is None else packing.unpack(d_hidden)
     loss = fused.total * unit
-    if any(x is not None for x in fused.gradients):
-        loss = with_gradients(loss, inputs, (d_hidden, d_weight, d_bias), unit, fused.scale)
+    if (finish := fused.finish) is not None:
+
+        def unpack() -> Gradients:
+            d_hidden, d_weight, d_bias = finish()
+            return None if d_hidden is None else packing.unpack(d_hidden), d_weight, d_bias
+
+        loss = with_gradients(loss, inputs, unpack, unit, fused.scale)
 
     def places(x: Tensor | None) -> Tensor | None:
         return None if x is None else packing.unpack(x[0])
@@ -234,7 +239,7 @@ def _check(
 
 
 def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
-    """Refuse a support [N K] of other tokens than those sampled [N]: nobody behind this sees both."""
+    """Refuse a support [N K] of other tokens than those sampled [N]: nothing behind this sees both."""
     if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
         raise ValueError(
             f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "

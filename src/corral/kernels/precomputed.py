@@ -1,4 +1,4 @@
-"""A number whose gradients were computed along with it: backward multiplies them by the one number that arrives."""
+"""A number whose gradients are computed along with it: backward multiplies them by the one number that arrives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ Scale = Callable[[Tensor, Tensor], None]
 
 
 def with_gradients(
-    value: Tensor, inputs: tuple[Tensor | None, ...], gradients: Gradients, unit: Tensor, scale: Scale
+    value: Tensor, inputs: tuple[Tensor | None, ...], finish: Callable[[], Gradients], unit: Tensor, scale: Scale
 ) -> Tensor:
-    """`value`, differentiable in `inputs`: `unit` · `gradients` are its gradients, which the backward pass uses up."""
-    return _WithGradients.apply(value, gradients, unit, scale, *inputs)
+    """`value`, differentiable in `inputs`: `unit` times what `finish` hands over, once, are its gradients."""
+    return _WithGradients.apply(value, finish, unit, scale, *inputs)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
@@ -40,27 +40,27 @@ class FusedLoss:
     rows: HeadRows
     output: ObjectiveOutput
     """[1 N], and metrics."""
-    gradients: Gradients
-    """Of packed hidden states, weight and bias."""
+    finish: Callable[[], Gradients] | None
+    """Wait for the gradients of packed hidden states, weight and bias, those that are needed; None where none is."""
     scale: Scale = scale_
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Gradients, unit: Tensor, scale: Scale, *inputs: Tensor | None) -> Tensor:
-        ctx.gradients, ctx.unit, ctx.scale = gradients, unit, scale
+    def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor, scale: Scale, *inputs: Tensor | None) -> Tensor:
+        ctx.finish, ctx.unit, ctx.scale = finish, unit, scale
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # handed over, not copied
-        if gradients is None:
+        finish, ctx.finish = ctx.finish, None  # gradients are handed over, not copied
+        if finish is None:
             raise RuntimeError(
                 "policy_loss_from_hidden: its gradients were handed over by the first backward pass. Call it again, or build "
                 "the loss from corral.lm_head, which can be differentiated any number of times."
             )
-        factor = at_least_float32(upstream) * ctx.unit
+        factor, gradients = at_least_float32(upstream) * ctx.unit, finish()
         for x in gradients:
             if x is not None:
                 ctx.scale(x, factor)

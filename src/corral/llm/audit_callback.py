@@ -16,9 +16,9 @@ from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules
 from corral.llm.audit_scoring import choose, logp_at, preserve_state
-from corral.llm.config import steps_per_batch
 from corral.llm.models import base_model
 from corral.llm.trainer import CorralTrainer
+from corral.llm.trl_api import steps_per_batch
 from corral.objective import make_objective
 from corral.run.files import RunError
 

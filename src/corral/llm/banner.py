@@ -12,8 +12,7 @@ from accelerate.utils import is_peft_model
 import corral
 from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
-from corral.llm.trainer import FUSED
-from corral.llm.trl_api import REDUCTIONS
+from corral.llm.trl_api import FUSED, REDUCTIONS
 from corral.run.text import count
 
 _NO_REGION = {"reinforce"}
@@ -81,7 +80,7 @@ def why_inactive(trainer: RunTrainer) -> str | None:
         return f"{trainer.objective.name} has no trust region."
     if config.bounds is not None and min(config.bounds) == float("inf"):
         return "the bound is infinite."
-    if trainer.at_rest:
+    if trainer.on_policy:
         return (
             "with one update per batch of rollouts the new policy is the old one. Raise steps_per_generation or "
             "num_iterations to make the trust region matter."

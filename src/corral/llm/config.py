@@ -25,12 +25,6 @@ AUTO_RATE, AUTO_BOUND = 1e-3, 0.02
 """What `learning_rate="auto"` stands for: a rate to start from, and the `deployed_bound` that brings it where it belongs."""
 
 
-def steps_per_batch(config: GRPOConfig) -> int:
-    """Micro-batches that are trained on between one batch of rollouts and the next."""
-    assert config.steps_per_generation is not None  # TRL has filled it in
-    return config.steps_per_generation * config.num_iterations
-
-
 @dataclass
 class CorralConfig(GRPOConfig):
     """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import trl
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,8 +20,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from corral.deployed import RateController, restore, retract, snapshot
 from corral.kernels import head_kl
 from corral.llm.audit_scoring import preserve_state
-from corral.llm.config import steps_per_batch
-from corral.llm.policy_head import HeadInputs, SupportRequest
+from corral.llm.scoring_pass import HeadInputs, ScoringPass
+from corral.llm.trl_api import FUSED, steps_per_batch
 
 if TYPE_CHECKING:
     from corral.llm.trainer import CorralTrainer
@@ -167,13 +168,11 @@ class DeployedCallback(TrainerCallback):
 
     def _states(self, some: _Rollouts) -> tuple[Tensor, HeadInputs]:
         """Hidden states of the live tokens [n H] and the head, from a scoring pass as every other one."""
-        trainer, width = self.trainer, some.live.shape[1]
-        trainer._ask(SupportRequest(keep=True))
-        size = trainer.args.per_device_train_batch_size
-        trainer._get_per_token_logps_and_entropies(trainer.model, some.ids, some.seen, width, size)
-        scored, trainer._scored = trainer._scored, None
-        kept = None if scored is None else scored.inputs()
-        if kept is None:
+        trainer, scoring = self.trainer, ScoringPass(keep_hidden=True)
+        width, size = some.live.shape[1], trainer.args.per_device_train_batch_size
+        with trainer.policy_head.expect(scoring):
+            trainer._get_per_token_logps_and_entropies(trainer.model, some.ids, some.seen, width, size)
+        if (kept := scoring.hidden()) is None:
             raise RuntimeError("CorralTrainer: TRL's scoring pass showed no hidden states. Has it changed? Please report it.")
         hidden, places, head = kept
         return hidden[some.live.flatten()[places]], head
@@ -208,6 +207,11 @@ class DeployedCallback(TrainerCallback):
 
 def _check_surroundings(trainer: "CorralTrainer") -> None:
     """Refuse what keeps the weights elsewhere, where a retraction would be undone or would not be whole."""
+    if not FUSED:
+        raise ValueError(
+            f"CorralTrainer: `deployed_bound` needs hidden states, which TRL {trl.__version__} does not hand over. Install TRL "
+            f"1.15 or newer."
+        )
     kind = trainer.accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         why = (

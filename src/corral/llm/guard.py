@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from corral.llm.config import steps_per_batch
+from corral.llm.trl_api import steps_per_batch
 from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.settings import GuardMode
 from corral.run.watch import CollapseLimits

@@ -47,17 +47,23 @@ class _Entry:
 
 
 class Ledger:
-    """Metrics of the micro-batches since the last `settle`."""
+    """Metrics of the micro-batches since the last `flush`."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+        self._reports: list[Tensor] = []
 
-    def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], backward: Tensor | None) -> None:
-        """One entry for every micro-batch, on every process, even without metrics."""
+    def add(self, mode: str, tokens: int, metrics: dict[str, Tensor], reports: list[Tensor]) -> None:
+        """One entry for every micro-batch, on every process, even without metrics.
+
+        `reports` [2] each are written by the backward pass that follows, and go into the next entry.
+        """
+        backward = AsyncCopy(torch.stack(self._reports)) if self._reports else None
+        self._reports = reports
         values = AsyncCopy(torch.stack([value.detach().float() for value in metrics.values()])) if metrics else None
-        self._entries.append(_Entry(mode, tokens, list(metrics), values, None if backward is None else AsyncCopy(backward)))
+        self._entries.append(_Entry(mode, tokens, list(metrics), values, backward))
 
-    def settle(self) -> list[tuple[str, str, float]]:
+    def flush(self) -> list[tuple[str, str, float]]:
         """(mode, name, value) of every entry, over the unmasked tokens of all processes; `tr/ess` once for all entries."""
         entries, self._entries = self._entries, []
         everyone = gather_object([[entry.line() for entry in entries]]) if entries else []

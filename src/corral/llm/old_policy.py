@@ -1,4 +1,4 @@
-"""What is kept of the old policy for as long as its rollouts are trained on: its support, and what a union needs besides."""
+"""The old policy of a batch of rollouts: its support in TRL's buffer, and the hidden states and head that a union needs."""
 
 import math
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.kernels.torch.gathered import gather_logp
-from corral.llm.policy_head import HeadInputs, Scored
+from corral.llm.scoring_pass import HeadInputs, ScoringPass
 from corral.numerics import logsumexp
 from corral.objective.troll import FILL
 from corral.support import extend_support
 from corral.types import SparseDist
 
-KEYS = ("corral_ids", "corral_logp", "corral_rest", "corral_rest_max")
+_KEYS = ("corral_ids", "corral_logp", "corral_rest", "corral_rest_max")
 """How a support rides along in TRL's buffer of rollouts, which shuffles and slices any tensor by its first axis."""
-ROW = "corral_row"
+_ROW = "corral_row"
 """With a union: where each token's hidden state is kept, [B T]; −1 where its support left less than 1 − `support_mass` out."""
 
 
@@ -27,7 +27,7 @@ class OldPolicy:
 
     A union needs the old log-probs of tokens that only the new policy thinks likely. They are exact: dot products of the old
     hidden states with the old head's rows. Both are kept for the tokens whose support was cut off at `support_size`: elsewhere
-    the tail is below 1 − `support_mass` in all, and no union is formed. `fill` is the published form: such tokens have
+    the tail is below 1 − `support_mass` in all, and there is no union. `fill` is the published form: such tokens have
     probability 1e-12 under the old policy, and nothing is kept.
     """
 
@@ -36,29 +36,29 @@ class OldPolicy:
     head: HeadInputs | None = None
     hidden: Float[Tensor, "M H"] | None = None
 
-    def store(self, output: dict[str, Any], scored: Scored) -> None:
+    def store(self, output: dict[str, Any], scoring: ScoringPass) -> None:
         """Write the support that a pass reported into TRL's buffer `output`, and keep what a union needs besides."""
-        dist = scored.support()
+        dist = scoring.dist()
         assert dist is not None
         assert dist.rest_max is not None
         slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
         values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
-        output.update(zip(KEYS, values, strict=True))
+        output.update(zip(_KEYS, values, strict=True))
         self.head = self.hidden = None
-        if (inputs := scored.inputs()) is None:
+        if (kept := scoring.hidden()) is None:
             return
-        hidden, where, head = inputs  # where: place of each row in the flattened [B T]
+        hidden, where, head = kept  # where: place of each row in the flattened [B T]
         self.head = head.freeze()
         cut_off = dist.rest.flatten()[where] > math.log1p(-self.support_mass) if self.support_mass < 1 else where >= 0
         self.hidden = hidden[cut_off]
         row = torch.full((dist.rest.numel(),), -1, device=where.device)
         row[where[cut_off]] = torch.arange(len(self.hidden), device=where.device)
-        output[ROW] = row.view(dist.rest.shape)
+        output[_ROW] = row.view(dist.rest.shape)
 
     @staticmethod
     def support(inputs: dict[str, Any]) -> SparseDist | None:
         """The old policy on its own support, if it was stored."""
-        return SparseDist(*(inputs[key] for key in KEYS)) if KEYS[0] in inputs else None
+        return SparseDist(*(inputs[key] for key in _KEYS)) if _KEYS[0] in inputs else None
 
     def union(self, inputs: dict[str, Any], new: SparseDist, mask: Bool[Tensor, "B T"]) -> tuple[SparseDist, SparseDist]:
         """Both policies on the union of their supports, where `new` has it; the old one's members come first.
@@ -74,7 +74,7 @@ class OldPolicy:
         ids, logp, rest = new.ids[..., :slots].long(), new.logp[..., :slots], new.rest
         brought = (place >= members[..., None]) & (ids >= 0)
         if not self.fill:
-            dropped = brought & (inputs[ROW] < 0)[..., None]
+            dropped = brought & (inputs[_ROW] < 0)[..., None]
             rest = logsumexp(torch.cat([rest[..., None], torch.where(dropped, logp, -torch.inf)], -1))
             ids, logp = torch.where(dropped, -1, ids), torch.where(dropped, -torch.inf, logp)
             brought = brought & ~dropped
@@ -88,10 +88,10 @@ class OldPolicy:
         """The old policy's log-probs of some tokens [B T M]; −inf where there are none, or where no hidden state was kept."""
         assert self.head is not None
         assert self.hidden is not None
-        row, out = inputs[ROW], torch.full(ids.shape, -torch.inf, device=ids.device)
+        row, out = inputs[_ROW], torch.full(ids.shape, -torch.inf, device=ids.device)
         wanted = (row >= 0) & (ids >= 0).any(-1)
         if bool(wanted.any()):
-            tokens, logp = (inputs[key][..., 0][wanted] for key in KEYS[:2])  # slot 0 is the sampled token
+            tokens, logp = (inputs[key][..., 0][wanted] for key in _KEYS[:2])  # slot 0 is the sampled token
             head, hidden = self.head, self.hidden[row[wanted]]
             out[wanted] = gather_logp(hidden, head.weight, head.bias, head.spec, tokens, logp, ids[wanted]).float()
         return out

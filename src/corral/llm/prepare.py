@@ -11,12 +11,12 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from corral.llm.config import CorralConfig, steps_per_batch
+from corral.llm.config import CorralConfig
 from corral.llm.models import choose_device, load_trainable
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
-from corral.llm.trl_api import REDUCTIONS
+from corral.llm.trl_api import REDUCTIONS, steps_per_batch
 from corral.naming import nearest
 from corral.run.files import RunError, plain
 from corral.task import make_task

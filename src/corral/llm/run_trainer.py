@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from trl.models.utils import unwrap_model_for_generation
 
-from corral.llm.config import steps_per_batch
 from corral.llm.guard import GuardCallback
 from corral.llm.models import base_model
 from corral.llm.problems import Problems, answer
@@ -21,6 +20,7 @@ from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
 from corral.llm.tokens import CompletionSample, token_rows
 from corral.llm.trainer import CorralTrainer
+from corral.llm.trl_api import steps_per_batch
 from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
@@ -85,8 +85,8 @@ class RunTrainer(CorralTrainer):
         output["corral_reward"] = summed[self.accelerator.process_index * mine :][:mine]
         return output
 
-    def _look(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
-        """In the last update of a step the policy has moved furthest."""
+    def sample_tokens(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
+        """Token observer: keep a few completions of the last update of a step, when the policy has moved furthest."""
         last = self.state.global_step % self.updates_per_step == self.updates_per_step - 1
         if last and self.model.training and self.session.folder is not None:
             self._sample = CompletionSample.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective

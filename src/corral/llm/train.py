@@ -134,6 +134,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     finally:
         log.setLevel(level)
     trainer.session = session
+    trainer.token_observer = trainer.sample_tokens
     check, guard = trainer.self_check, session.guard
     check.say = guard.tell
     earlier = [text for line in session.lines for text in line.get("warnings", ())]

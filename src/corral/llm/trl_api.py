@@ -1,7 +1,8 @@
-"""What differs between releases of TRL, and TRL's loss types as corral's reductions."""
+"""What corral knows of TRL: its releases, its loss types as reductions, and its settings with their types."""
 
 import trl
 from packaging.version import Version
+from trl import GRPOConfig
 
 from corral.llm import TRL_RANGE
 from corral.objective.reduction import Reduction
@@ -14,6 +15,9 @@ REDUCTIONS: dict[str, Reduction] = {
     "luspo": "seq-mean-token-sum",
 }
 """TRL's loss types that differ from PPO's clip in nothing but how they average. "auto" takes the first of its kind."""
+
+FUSED = Version(trl.__version__) >= Version("1.15")
+"""Whether TRL scores tokens with a fused head, and its loss begins with that pass."""
 
 WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
 """Reductions that TRL averaged over the wrong count, and the first release that has them right."""
@@ -30,3 +34,9 @@ def check_trl(version: str) -> None:
 
 
 check_trl(trl.__version__)
+
+
+def steps_per_batch(config: GRPOConfig) -> int:
+    """Micro-batches that are trained on between one batch of rollouts and the next."""
+    assert config.steps_per_generation is not None  # TRL has filled it in
+    return config.steps_per_generation * config.num_iterations

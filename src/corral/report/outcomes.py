@@ -146,7 +146,7 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
                 {
                     "measure": name, "problem": ours.problem, "ours": ours.label, "theirs": theirs.label,
                     "difference": difference.mean.value, "low": difference.mean.low, "high": difference.mean.high,
-                    "unit": by.unit, "p": difference.p, "seeds": difference.mean.count, "paired": difference.paired,
+                    "unit": by.unit, "p": difference.p, "seeds": difference.seeds, "paired": difference.paired,
                     "claimed": statistics.can_claim(difference, held), "probability": chance.value,
                     "probability_low": chance.low, "probability_high": chance.high,
                     "sentence": words + (f" They also differ in {other}." if other else ""),

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from corral.run.files import RunError
+from corral.run.interval import LEVEL, Estimate
 
 try:
     from rliable import library
 except ImportError as missing:
     raise RunError(f"reports need {missing.name or 'rliable'}. Install it: pip install 'corral[report]'.") from missing
 
-_LEVEL = 0.95
 _REPETITIONS = 2000
 ENOUGH = 3
 """Pairs of runs below which nothing is claimed."""
@@ -33,20 +33,12 @@ _Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A value with its interval; None for an interval that cannot be had, as from one seed."""
-
-    value: float
-    low: float | None
-    high: float | None
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Difference:
     """How much one objective is above another."""
 
     mean: Estimate
+    seeds: int
+    """Pairs of runs, or runs of the smaller group."""
     p: float | None
     """Two-sided; None where there is no interval."""
     paired: bool
@@ -115,11 +107,11 @@ def difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Differ
     spread = np.ptp(a - b) if paired else max(np.ptp(a), np.ptp(b))
     rounding = 1e-12 * max(1.0, np.abs(a).max(), np.abs(b).max())
     if count < ENOUGH or spread <= rounding:  # without spread there is no telling how far chance goes
-        return Difference(mean=Estimate(value=value, low=None, high=None, count=count), p=None, paired=paired)
+        return Difference(mean=Estimate(value, None, None), seeds=count, p=None, paired=paired)
     test = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
-    interval = test.confidence_interval(_LEVEL)
-    mean = Estimate(value=value, low=float(interval.low), high=float(interval.high), count=count)
-    return Difference(mean=mean, p=float(test.pvalue), paired=paired)
+    interval = test.confidence_interval(LEVEL)
+    mean = Estimate(value, float(interval.low), float(interval.high))
+    return Difference(mean=mean, seeds=count, p=float(test.pvalue), paired=paired)
 
 
 def holm(ps: Sequence[float | None]) -> list[bool]:
@@ -131,7 +123,7 @@ def holm(ps: Sequence[float | None]) -> list[bool]:
     order = sorted((p, index) for index, p in enumerate(ps) if p is not None)
     holds = [False] * len(ps)
     for rank, (p, index) in enumerate(order):
-        if p > (1 - _LEVEL) / (len(ps) - rank):
+        if p > (1 - LEVEL) / (len(ps) - rank):
             break
         holds[index] = True
     return holds
@@ -159,7 +151,7 @@ def sentence(
     if mean.value < 0:
         ours, theirs, mean = theirs, ours, _reverse(mean)
     apart = "" if found.paired else " or more each, none of them shared"
-    seeds = ("one seed" if mean.count == 1 else f"{mean.count} seeds") + apart
+    seeds = ("one seed" if found.seeds == 1 else f"{found.seeds} seeds") + apart
     interval = "" if mean.low is None or mean.high is None else f", 95 % interval {plain(mean.low)}…{plain(mean.high)}"
     numbers = f"{signed(mean.value)} {unit}".strip() + f"{interval}, {seeds}"
     if can_claim(found, holds):
@@ -167,11 +159,11 @@ def sentence(
     why = ""
     if uneven:
         why = uneven
-    elif mean.count < ENOUGH:
+    elif found.seeds < ENOUGH:
         why = "that is too few"
     elif mean.low is None and mean.value:
         why = "all seeds differ by the same amount, so chance cannot be judged"
-    elif found.p is not None and found.p <= 1 - _LEVEL:
+    elif found.p is not None and found.p <= 1 - LEVEL:
         why = f"among {among} comparisons one may stray as far"
     return f"No difference can be claimed between {ours} and {theirs} on {measure}: {'; '.join(filter(None, (numbers, why)))}."
 
@@ -179,7 +171,7 @@ def sentence(
 def _reverse(estimate: Estimate) -> Estimate:
     """The same difference seen from the other side."""
     low, high = (None if end is None else -end for end in (estimate.high, estimate.low))
-    return Estimate(value=-estimate.value, low=low, high=high, count=estimate.count)
+    return Estimate(-estimate.value, low, high)
 
 
 def can_claim(found: Difference, holds: bool) -> bool:
@@ -233,16 +225,15 @@ def plain(value: float) -> str:
 
 def _bootstrap(scores: list[_Array], func: Callable[..., _Array]) -> Estimate:
     """A statistic [1] of one or two sets of runs, with its interval where each has at least two."""
-    value, count = float(func(*scores)[0]), min(map(len, scores))
-    low, high = map(float, np.ravel(_interval(scores, func))) if count > 1 else (None, None)
-    return Estimate(value=value, low=low, high=high, count=count)
+    low, high = map(float, np.ravel(_interval(scores, func))) if min(map(len, scores)) > 1 else (None, None)
+    return Estimate(float(func(*scores)[0]), low, high)
 
 
 def _interval(scores: list[_Array], func: Callable[..., _Array], repetitions: int = _REPETITIONS) -> tuple[_Array, _Array]:
     """rliable's percentile interval, always of the same draws."""
     given = scores[0] if len(scores) == 1 else scores
     with _same_draws():
-        _, interval = library.get_interval_estimates({"": given}, func, reps=repetitions, confidence_interval_size=_LEVEL)
+        _, interval = library.get_interval_estimates({"": given}, func, reps=repetitions, confidence_interval_size=LEVEL)
     return interval[""][0], interval[""][1]
 
 

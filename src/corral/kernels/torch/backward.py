@@ -174,7 +174,7 @@ def head_backward(
 
 
 class BlockGradient:
-    """Gradient of the products h Wᵀ + b of some rows, block by block."""
+    """Gradient of h Wᵀ + b of some rows, block by block."""
 
     def __init__(self, spec: LogitSpec, state: HeadState, grads: HeadGradients, row: Tensor, blocks: Sequence[slice]) -> None:
         self.spec, self.entropy = spec, state.entropy is not None

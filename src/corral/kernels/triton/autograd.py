@@ -45,7 +45,7 @@ class TritonHead(torch.autograd.Function):
         upstream = Upstream(logp=g_logp, kept=g_kept, rest=g_rest, entropy=g_entropy)
         gradient = row_gradient(rows, tokens, upstream, ctx.spec)
         g_entropy = None if g_entropy is None else g_entropy.contiguous()
-        grads, routes = head_gradients(source, rows, gradient, ctx.tolerance, needed, g_entropy=g_entropy)
+        pending = head_gradients(source, rows, gradient, ctx.tolerance, needed, g_entropy=g_entropy)
         if ctx.report is not None:
-            ctx.report.copy_(routes.shares)
-        return (*grads, *nothing, None)
+            ctx.report.copy_(pending.routes.shares)
+        return (*pending.finish(), *nothing, None)

@@ -6,7 +6,7 @@ stored ones that cannot be held, are recomputed.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,11 +20,12 @@ from corral.kernels.rows import Gradients, HeadInput, HeadRequest, HeadRows, joi
 from corral.kernels.triton.backward.dense import dense_rows
 from corral.kernels.triton.backward.dense_forward import DenseRows, dense_forward, scale
 from corral.kernels.triton.backward.row_gradient import Upstream, row_gradient
+from corral.kernels.triton.gemm_stats import gemm_stats
 from corral.kernels.triton.gradients import head_gradients
 from corral.kernels.triton.loss.rows import ACTED, KL_AFTER, LOSS, REGRESSION, LossRows, OldRows, summarize
 from corral.kernels.triton.loss.rule import rule_of
 from corral.kernels.triton.plan_batch import plan_batch
-from corral.kernels.triton.support.select import stream_head
+from corral.kernels.triton.support.select import ROWS_AT_ONCE, stream_head
 from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput
 
@@ -41,13 +42,22 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     plan = plan_batch(
         terms, source.tokens, source.weight, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
     )
-    if plan is None:
+    request, stats = HeadRequest(top_k=own, entropy=source.request.entropy), None
+    hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
+    if len(hidden) <= ROWS_AT_ONCE:  # the GEMM, before the host knows how many rows it has: a third of the time at H = 896
+        stats = gemm_stats(
+            hidden, source.weight, bias, source.spec, entropy=request.entropy, counter=plan.counts
+        )  # fmt: skip
+    found = plan.wait()
+    if found is None:
         return None
-    # The GEMM first: the device has work while the host packs the rest.
-    packing = Packing(terms.batch.mask, plan.order, in_order=plan.sparse in (0, len(plan.order)))
-    packed = _pack(source, packing, HeadRequest(top_k=own, entropy=source.request.entropy))
-    first, second = slice(0, plan.sparse), slice(plan.sparse, packing.count)
-    streamed = stream_head(packed.rows(first)) if plan.sparse else None
+    sparse, count = found
+    packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
+    ids = None if source.ids is None else packing.pack(source.ids).contiguous()
+    tokens = packing.pack(source.tokens).long().contiguous()
+    packed = HeadInput(hidden[:count], source.weight, bias, tokens, ids, source.spec, request)
+    first, second = slice(0, sparse), slice(sparse, count)
+    streamed = stream_head(packed.rows(first), None if stats is None else stats.first(sparse)) if sparse else None
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
     def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
@@ -63,27 +73,26 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
     metrics, total, flawed = summarize(loss, rows, anchor, weights, projects=rule.projects)
     flaws = AsyncCopy(flawed)
-    gradients, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
-    if number := int(flaws.wait()):
-        raise ValueError(
-            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, or from a "
-            f"support with a token twice; an impossible token means that both policies were not given the same logit masks. "
-            f"The objective on the output of corral.lm_head says where."
-        )
+    finish, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
+
+    def finish_finite() -> Gradients:
+        if number := int(flaws.wait()):
+            raise ValueError(
+                f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, or "
+                f"from a support with a token twice; an impossible token means that both policies were not given the same "
+                f"logit masks. The objective on the output of corral.lm_head says where."
+            )
+        return finish()
+
+    if not any(needed):
+        finish_finite()
     metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
     fields = loss.fields[:, None]
     output = ObjectiveOutput(
         fields[LOSS], metrics, fields[ACTED] > 0, fields[KL_AFTER] if rule.projects else None,
         fields[REGRESSION] if rule.projects else None,
     )  # fmt: skip
-    return FusedLoss(packing, total, rows, output, gradients, scale)
-
-
-def _pack(source: HeadInput, packing: Packing, request: HeadRequest) -> HeadInput:
-    """The rows in their order, as kernels read them."""
-    ids = None if source.ids is None else packing.pack(source.ids).contiguous()
-    tokens, bias = packing.pack(source.tokens).long().contiguous(), None if source.bias is None else source.bias.contiguous()
-    return HeadInput(packing.pack(source.hidden).contiguous(), source.weight, bias, tokens, ids, source.spec, request)
+    return FusedLoss(packing, total, rows, output, finish_finite if any(needed) else None, scale)
 
 
 def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
@@ -101,35 +110,46 @@ def _gradients(
     weights: Tensor,
     tolerance: float,
     needed: Sequence[bool],
-) -> tuple[Gradients, Tensor]:
-    """Gradients of streamed rows, which come first, and of stored ones; the share of dense rows, and the most dropped [2]."""
+) -> tuple[Callable[[], Gradients], Tensor]:
+    """Gradients of streamed rows, which come first, and of stored ones; the share of dense rows, and the most dropped [2].
+
+    All is queued that needs no host; the rest follows where they are handed over.
+    """
+    shares = weights.new_zeros(2)
     if not any(needed):
-        return (None, None, None), weights.new_zeros(2)
+        return (lambda: (None, None, None)), shares
     count = 0 if streamed is None else len(streamed[0].lse)
     first, second = slice(0, count), slice(count, len(weights))
-    finished: Gradients = (None, None, None)
-    if stored is not None:
-        left_out = AsyncCopy(stored.left_out.sum())
-        finished = stored.finish()
+    if stored is None:
+        assert streamed is not None
+        gradient = row_gradient(streamed[0], source.tokens, _upstream(streamed[1], weights), source.spec)
+        pending = head_gradients(source, streamed[0], gradient, tolerance, needed)
+        return pending.finish, pending.routes.shares
+    left_out, finished = AsyncCopy(stored.left_out.sum()), stored.finish()
+
+    def finish_stored() -> Gradients:
         if left_out.wait():
             _add_left_out(source.rows(second), stored, weights[second], finished)
+        return finished
+
     if streamed is None:
-        return finished, weights.new_tensor([1.0, 0.0])
+        shares[0].fill_(1.0)
+        return finish_stored, shares
     rows, loss = streamed
     gradient = row_gradient(rows, source.tokens[first], _upstream(loss, weights[first]), source.spec)
-    if stored is None:
-        gradients, routes = head_gradients(source, rows, gradient, tolerance, needed)
-        return gradients, routes.shares
-    mean, (d_stored, *add_to) = (gradient.size.sum() + stored.sizes.sum()) / len(weights), finished
-    (d_hidden, d_weight, d_bias), routes = head_gradients(
-        source.rows(first), rows, gradient, tolerance, needed, mean=mean, add_to=(add_to[0], add_to[1])
+    mean = (gradient.size.sum() + stored.sizes.sum()) / len(weights)
+    pending = head_gradients(
+        source.rows(first), rows, gradient, tolerance, needed, mean=mean, add_to=(finished[1], finished[2])
     )
-    if d_hidden is not None and d_stored is not None:
-        d_hidden = torch.cat([d_hidden, d_stored])
-    live = (stored.sizes > 0).sum()
-    alive, dense = routes.counts
-    shares = torch.stack([(dense + live) / (alive + live).clamp(min=1), routes.shares[1]])
-    return (d_hidden, d_weight, d_bias), shares
+
+    def finish_both() -> Gradients:
+        d_stored, (d_hidden, d_weight, d_bias) = finish_stored()[0], pending.finish()
+        return None if d_hidden is None or d_stored is None else torch.cat([d_hidden, d_stored]), d_weight, d_bias
+
+    with_gradient = (stored.sizes > 0).sum()
+    alive, dense = pending.routes.counts
+    shares[0], shares[1] = (dense + with_gradient) / (alive + with_gradient).clamp(min=1), pending.routes.shares[1]
+    return finish_both, shares
 
 
 def _upstream(loss: LossRows, weights: Tensor) -> Upstream:

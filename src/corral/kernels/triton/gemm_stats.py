@@ -55,9 +55,13 @@ class TileStatistics:
     second: Tensor
     """Largest logit but that one."""
     others: Tensor
-    """Σ e^(z − second) over all columns but `place`; where these are 150 nats below the largest, at least 1."""
+    """Σ e^(z − second) over all columns but `place`; where these are 150 below the largest, at least 1."""
     weighted: Tensor
     """Σ (z − second) e^(z − second) over the same; for the entropy, empty unless asked for."""
+
+    def first(self, count: int) -> "TileStatistics":
+        """Those of the first tokens."""
+        return TileStatistics(*(x[:count] for x in (self.peak, self.place, self.second, self.others, self.weighted)))
 
 
 def tile_of(x: Tensor) -> Tile:
@@ -80,12 +84,13 @@ def gemm_stats(
     entropy: bool,
     store: Tensor | None = None,
     reference: Tensor | None = None,
+    counter: Tensor | None = None,
 ) -> TileStatistics:
     """Every logit of hidden [N, H] over weight [V, H], once, reduced where it was made.
 
     `store` [N, tiles · C] gets e^(z − second) of every logit but its tile's largest, where it is 0: what a dense gradient is
     made of, as exact in half precision as the gradient itself will be. With a `reference` [N] it gets e^(z − reference) of
-    every logit, at most 2¹⁰⁰.
+    every logit, at most 2¹⁰⁰. Only the first `counter` [1] rows count, where the host does not know how many there are.
     """
     tile = tile_of(hidden)
     count, vocabulary = len(hidden), len(weight)
@@ -102,8 +107,8 @@ def gemm_stats(
         TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         None if store is None else TensorDescriptor.from_tensor(store, [tile.rows, tile.columns]),
-        bias, reference, peak, place, second, others, weighted, count, vocabulary, hidden.shape[1], tiles,
-        *spec_arguments(spec), STORE=store is not None, REFERENCE=reference is not None,
+        bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, hidden.shape[1], tiles,
+        *spec_arguments(spec), COUNTER=counter is not None, STORE=store is not None, REFERENCE=reference is not None,
         BIAS=bias is not None, CAP=spec.softcap is not None, PLAIN=plain, ENTROPY=entropy,
         COMPILED=hidden.is_cuda and torch.version.hip is None, PROGRAMS=programs, ROWS=tile.rows, COLUMNS=tile.columns,
         DEPTH=tile.depth, GROUP=group, num_warps=tile.warps, num_stages=stages,
@@ -125,11 +130,11 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit
 @no_type_check
-def finish_logits(products, columns, bias, vocabulary, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr):
+def finish_logits(dots, columns, bias, vocabulary, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr):
     """z = softcap(scale · (h Wᵀ + b)) / temperature; −inf beyond the vocabulary."""
     if BIAS:
-        products += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
-    z = products * before
+        dots += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)[None, :]
+    z = dots * before
     if CAP:
         e = tl.exp(-2.0 * tl.abs(z) / cap)
         z = cap * after * tl.where(z < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
@@ -154,8 +159,8 @@ def rank_key(z, ids):
 @triton.jit
 @no_type_check
 def _stats_kernel(
-    hidden, weight, store, bias, reference, peak, place, second, others, weighted, count, vocabulary, width, tiles,
-    before, cap, after, STORE: tl.constexpr, REFERENCE: tl.constexpr, BIAS: tl.constexpr,
+    hidden, weight, store, bias, reference, peak, place, second, others, weighted, counter, count, vocabulary, width, tiles,
+    before, cap, after, COUNTER: tl.constexpr, STORE: tl.constexpr, REFERENCE: tl.constexpr, BIAS: tl.constexpr,
     CAP: tl.constexpr, PLAIN: tl.constexpr, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -163,6 +168,8 @@ def _stats_kernel(
 
     First whole tiles of plain logits, which take fewer steps to reduce, then the others: as a rule the last of each row.
     """
+    if COUNTER:
+        count = tl.minimum(tl.load(counter), count)
     row_blocks = tl.cdiv(count, ROWS)
     whole = vocabulary // COLUMNS if PLAIN else 0
     if PLAIN:
@@ -211,12 +218,12 @@ def _tile_at(index, row_blocks, column_blocks, GROUP: tl.constexpr):
 def _multiply(
     hidden, weight, row_block, column_block, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dots = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, width, DEPTH):
         h = hidden.load([row_block * ROWS, k])
         w = weight.load([column_block * COLUMNS, k])
-        products = tl.dot(h, w.T, products, input_precision="ieee")
-    return products
+        dots = tl.dot(h, w.T, dots, input_precision="ieee")
+    return dots
 
 
 @triton.jit
@@ -232,11 +239,11 @@ def _relative(e, base, is_top, top, reference, most):
 @triton.jit
 @no_type_check
 def _leave(
-    peak, place, second, others, weighted, here, live, top, at, next_top, total, gaps, ENTROPY: tl.constexpr
+    peak, place, second, others, weighted, here, valid, top, at, next_top, total, gaps, ENTROPY: tl.constexpr
 ):  # fmt: skip
-    tl.store(peak + here, top, mask=live)
-    tl.store(place + here, at.to(tl.uint8), mask=live)
-    tl.store(second + here, next_top, mask=live)
-    tl.store(others + here, total, mask=live)
+    tl.store(peak + here, top, mask=valid)
+    tl.store(place + here, at.to(tl.uint8), mask=valid)
+    tl.store(second + here, next_top, mask=valid)
+    tl.store(others + here, total, mask=valid)
     if ENTROPY:
-        tl.store(weighted + here, gaps, mask=live)
+        tl.store(weighted + here, gaps, mask=valid)

@@ -1,6 +1,7 @@
 """Gradients of packed rows for hidden states, weight and bias: sparse where a row's own bound allows, dense elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from corral.kernels.triton.backward.row_gradient import DENSE, RowGradient
 from corral.kernels.triton.backward.sparse import sort_by_token, sparse_hidden, sparse_weight
 
 
+@dataclass(frozen=True, eq=False)
+class PendingGradients:
+    """Gradients of which all is queued that the host need not know of."""
+
+    routes: Routes
+    finish: Callable[[], Gradients]
+    """Wait until the number of dense rows is known, recompute those, and hand over dH, dW and db, those that are needed."""
+
+
 def head_gradients(
     source: HeadInput,
     rows: HeadRows,
@@ -23,11 +33,10 @@ def head_gradients(
     g_entropy: Tensor | None = None,
     mean: Tensor | None = None,
     add_to: tuple[Tensor | None, Tensor | None] | None = None,
-) -> tuple[Gradients, Routes]:
-    """Gradients of hidden states, weight and bias, those that are needed, and how they were made.
+) -> PendingGradients:
+    """Gradients of hidden states, weight and bias, those that are needed.
 
-    `mean` is the mean row's Σ |dz| where there are other rows; those of weight and bias are added to `add_to`. The host has to
-    know how many rows are dense, and asks when all is queued that there is to do unless some are.
+    `mean` is the mean row's Σ |dz| where there are other rows; those of weight and bias are added to `add_to`.
     """
     hidden, weight, bias = source.hidden, source.weight, source.bias
     routes = route_rows(gradient, source.spec, len(weight), tolerance, mean)
@@ -39,20 +48,24 @@ def head_gradients(
     else:
         d_weight, d_bias = add_to
     if tolerance > 0:
+        by_token = None if d_weight is None and d_bias is None else sort_by_token(routes, len(weight))
         if d_hidden is not None:
             sparse_hidden(weight, gradient, routes, d_hidden)
-        if d_weight is not None or d_bias is not None:
-            by_token = sort_by_token(routes, len(weight))
+        if by_token is not None:
             sparse_weight(hidden, gradient, routes, by_token, d_weight, d_bias, add=add_to is not None)
     elif d_hidden is not None:
         d_hidden.zero_()
-    _, dense = counts.wait()
     written = tolerance > 0 or add_to is not None
-    if dense:
-        picked = (routes.route != DENSE).byte().argsort(stable=True)[:dense]  # without asking again how many there are
-        dense_rows(source, rows, g_entropy, gradient, picked, d_hidden, d_weight, d_bias, add=written)
-    elif not written:  # no row has a gradient
-        for x in (d_weight, d_bias):
-            if x is not None:
-                x.zero_()
-    return (d_hidden, d_weight, d_bias), routes
+
+    def finish() -> Gradients:
+        _, dense = counts.wait()
+        if dense:
+            picked = (routes.route != DENSE).byte().argsort(stable=True)[:dense]  # without asking again how many there are
+            dense_rows(source, rows, g_entropy, gradient, picked, d_hidden, d_weight, d_bias, add=written)
+        elif not written:  # no row has a gradient
+            for x in (d_weight, d_bias):
+                if x is not None:
+                    x.zero_()
+        return d_hidden, d_weight, d_bias
+
+    return PendingGradients(routes, finish)

@@ -27,18 +27,25 @@ ROWS = 8
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """The order in which the unmasked tokens of a batch are worked on: sparse ones first."""
+    """The order in which the unmasked tokens of a batch are worked on, and how many they are, on its way to the host."""
 
     order: Tensor
-    """Their places in the flattened batch [N]."""
-    sparse: int
-    """How many are streamed, their gradient sparse unless `route` finds it dense; the others' is dense."""
+    """Their places in the flattened batch, those of streamed rows first; 0 behind the last [B · T]."""
+    counts: Tensor
+    """Streamed rows, whose gradient is sparse unless `route` finds it dense; all rows, the others being dense; and those that
+    the objective would refuse [3] int32."""
+    copy: AsyncCopy
+
+    def wait(self) -> tuple[int, int] | None:
+        """Streamed rows, and all; None where there are none, or one to refuse."""
+        streamed, count, refused = self.copy.wait()
+        return None if refused or not count else (streamed, count)
 
 
 def plan_batch(
     terms: LossTerms, tokens: Tensor, weight: Tensor, *, dense: bool, tolerance: float, limits: LogpTolerance
-) -> BatchPlan | None:
-    """Validate a batch and put its rows in order; None where it has no token, or one that the objective would refuse.
+) -> BatchPlan:
+    """Validate a batch and put its rows in order.
 
     Shapes are right by now. Refused are token ids outside the vocabulary, a support whose slot 0 is not the sampled token, and
     whatever `objective.check` refuses that does not come from the new policy, its `limits` of log-probs included. Without
@@ -48,7 +55,7 @@ def plan_batch(
     length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
     small, device, every = 2 * total * weight.numel() < SMALL, batch.mask.device, dense and tolerance == 0
     counts = torch.empty(3, dtype=torch.int32, device=device)
-    order = torch.empty(total, dtype=torch.int64, device=device)
+    order = torch.zeros(total, dtype=torch.int64, device=device)
     off, size = (torch.empty(total, device=device) for _ in range(2))
     advantages = token_advantages(batch)
     slots = old.ids.shape[-1] if old is not None else 0
@@ -69,8 +76,7 @@ def plan_batch(
     _order_kernel[(1,)](
         off, size, order, counts, total, tolerance, *least, BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8
     )
-    sparse, count, refused = AsyncCopy(counts).wait()
-    return None if refused or not count else BatchPlan(order[:count], sparse)
+    return BatchPlan(order, counts, AsyncCopy(counts))
 
 
 @triton.jit
@@ -89,19 +95,19 @@ def _inspect_kernel(
     """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < total
-    live = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
-    token = tl.load(tokens + row, mask=live, other=0)
-    anchor = tl.load(logp_old + row, mask=live & ANCHOR, other=0.0)
-    advantage = tl.load(advantages + row // length * stride_b + row % length * stride_t, mask=live, other=0.0)
+    unmasked = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
+    token = tl.load(tokens + row, mask=unmasked, other=0)
+    anchor = tl.load(logp_old + row, mask=unmasked & ANCHOR, other=0.0)
+    advantage = tl.load(advantages + row // length * stride_b + row % length * stride_t, mask=unmasked, other=0.0)
     fit = (token >= 0) & (token < vocabulary) & _finite(anchor) & _finite(advantage)
     fit = fit & ~(anchor.to(tl.float32) > highest)
     gain = tl.abs(advantage.to(tl.float32))
     if ROLLOUT:
-        sampled = tl.load(rollout + row, mask=live, other=0.0)
+        sampled = tl.load(rollout + row, mask=unmasked, other=0.0)
         fit = fit & _finite(sampled) & ~(sampled.to(tl.float32) > highest)
-    factor = tl.load(weights + row, mask=live, other=0.0).to(tl.float32)
+    factor = tl.load(weights + row, mask=unmasked, other=0.0).to(tl.float32)
     if POLICY:
-        c = tl.load(policy_weights + row, mask=live, other=0.0).to(tl.float32)
+        c = tl.load(policy_weights + row, mask=unmasked, other=0.0).to(tl.float32)
         fit = fit & _finite(c)
         factor = tl.where(c != 0.0, factor * c, 0.0)
     fit = fit & _finite(factor)
@@ -111,22 +117,22 @@ def _inspect_kernel(
         slot = tl.arange(0, SLOTS)
         real = (slot < slots)[None, :]
         at = row[:, None] * slots + slot[None, :]
-        id = tl.load(ids + at, mask=live[:, None] & real, other=-1)
-        value = tl.load(kept + at, mask=live[:, None] & real, other=0.0).to(tl.float32)
-        outer = tl.load(rest + row, mask=live, other=0.0).to(tl.float32)
-        misplaced = (slot == 0)[None, :] & live[:, None] & (id != token[:, None])
+        id = tl.load(ids + at, mask=unmasked[:, None] & real, other=-1)
+        value = tl.load(kept + at, mask=unmasked[:, None] & real, other=0.0).to(tl.float32)
+        outer = tl.load(rest + row, mask=unmasked, other=0.0).to(tl.float32)
+        misplaced = (slot == 0)[None, :] & unmasked[:, None] & (id != token[:, None])
         bad = (id < -1) | (id >= vocabulary) | ~(value < float("inf")) | misplaced
         fit = fit & (tl.max(bad.to(tl.int32), 1) == 0) & (outer < float("inf"))
         own = tl.sum(tl.where((slot == 0)[None, :], value, 0.0), 1)
         fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= TOLERATED)
         mass = tl.sum(tl.where(real, tl.exp(value), 0.0), 1) + tl.exp(outer)
-        fit = fit & ~(live & (tl.abs(mass - 1.0) > slack))
+        fit = fit & ~(unmasked & (tl.abs(mass - 1.0) > slack))
         if DENSE:
             whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)
             dropped = tl.where(gain > 0.0, gain * tl.exp(outer), 0.0)
     if EVERY:
         dropped = tl.where(gain > 0.0, float("inf"), 0.0)
-    tl.store(size + row, tl.where(live, whole, -1.0), mask=inside)
+    tl.store(size + row, tl.where(unmasked, whole, -1.0), mask=inside)
     tl.store(off + row, tl.where(fit, dropped, -1.0), mask=inside)
 
 
@@ -136,8 +142,8 @@ def _ways(off, size, row, total, mean, tolerance):
     """Which rows there are, and which of them are planned to be dense."""
     whole = tl.load(size + row, mask=row < total, other=-1.0)
     dropped = tl.load(off + row, mask=row < total, other=0.0)
-    live = ~(whole < 0.0)
-    return live, live & (dropped > 0.0) & (dropped >= tolerance * tl.maximum(whole, mean))
+    unmasked = ~(whole < 0.0)
+    return unmasked, unmasked & (dropped > 0.0) & (dropped >= tolerance * tl.maximum(whole, mean))
 
 
 @triton.jit
@@ -151,10 +157,10 @@ def _order_kernel(
     for begin in range(0, total, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         whole = tl.load(size + row, mask=row < total, other=-1.0)
-        live = ~(whole < 0.0)
-        sizes += tl.where(live, whole, 0.0)
-        rows += live.to(tl.int32)
-        refused += (live & (tl.load(off + row, mask=row < total, other=0.0) < 0.0)).to(tl.int32)
+        unmasked = ~(whole < 0.0)
+        sizes += tl.where(unmasked, whole, 0.0)
+        rows += unmasked.to(tl.int32)
+        refused += (unmasked & (tl.load(off + row, mask=row < total, other=0.0) < 0.0)).to(tl.int32)
     every = tl.sum(rows, 0)
     mean = tl.sum(sizes, 0) / tl.maximum(every, 1).to(tl.float32)
     for begin in range(0, total, BLOCK):
@@ -170,12 +176,12 @@ def _order_kernel(
     in_front, behind = first * 0, first
     for begin in range(0, total, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        live, flat = _ways(off, size, row, total, mean, tolerance)
-        sooner = live & ~((flat | (planned == every)) & (planned > 0))
-        later = live & ~sooner
+        unmasked, flat = _ways(off, size, row, total, mean, tolerance)
+        sooner = unmasked & ~((flat | (planned == every)) & (planned > 0))
+        later = unmasked & ~sooner
         to = tl.where(
             sooner, in_front + tl.cumsum(sooner.to(tl.int32), 0) - 1, behind + tl.cumsum(later.to(tl.int32), 0) - 1
         )  # fmt: skip
-        tl.store(order + to, row.to(tl.int64), mask=live & (row < total))
+        tl.store(order + to, row.to(tl.int64), mask=unmasked & (row < total))
         in_front += tl.sum(sooner.to(tl.int32), 0)
         behind += tl.sum(later.to(tl.int32), 0)

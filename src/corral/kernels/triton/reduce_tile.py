@@ -13,7 +13,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FAR: tl.constexpr = tl.constexpr(1e30)
 """Below every logit."""
 ROOM: tl.constexpr = tl.constexpr(96.0)
-"""Powers of two above the largest logit, so that sums reach as far below it: those 150 nats below it are 0."""
+"""Powers of two above the largest logit, so that sums reach as far below it: those 150 below it are 0."""
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def reduce_any(z, ENTROPY: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 @no_type_check
 def reduce_plain(z, factor, ENTROPY: tl.constexpr, COMPILED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of finite products, whose logits are larger by a positive factor.
+    """Of finite h Wᵀ, whose logits are larger by a positive factor.
 
-    Comparing and selecting are what costs beside a product; multiplying costs next to nothing. So the largest is marked with
+    Comparing and selecting are what costs beside a GEMM; multiplying costs next to nothing. So the largest is marked with
     1 and everything else with 0, and its place, how many equals it has, and what is left without it are sums of these. Sums of
     exponentials are relative to the largest, so that they need not wait for the second. Equals leave together, and are put
     back into the sums: they are the second largest.

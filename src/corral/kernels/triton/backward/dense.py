@@ -44,10 +44,10 @@ def dense_rows(
         for block in slices(len(weight), columns):
             w = weight[block]
             shape = (len(row), len(w))
-            products, dz = (x[: shape[0] * shape[1]].view(shape) for x in (memory, memory_dz))
-            multiply(h, w.T, products)
+            dots, dz = (x[: shape[0] * shape[1]].view(shape) for x in (memory, memory_dz))
+            multiply(h, w.T, dots)
             _dense_kernel[(shape[0], triton.cdiv(shape[1], 4096))](
-                products, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
+                dots, dz, bias, row, rows.lse, rows.rest, rows.entropy, g_entropy, gradient.factor, gradient.ids,
                 gradient.value, block.start, shape[1], len(weight), gradient.ids.shape[1], *spec_arguments(spec),
                 spec.slope,
                 spec.curve, BIAS=bias is not None,
@@ -75,14 +75,14 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
         else:
             torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:
-        product = left.float() @ right.float()
-        out.copy_(product + out.float() if add else product)
+        dot = left.float() @ right.float()
+        out.copy_(dot + out.float() if add else dot)
 
 
 @triton.jit
 @no_type_check
 def _dense_kernel(
-    products, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
+    dots, dz, bias, picked, lse, rest, entropy, g_entropy, factor, ids, value, start, width, vocabulary, slots, before, cap,
     after, slope, curve, BIAS: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one row: the factor times p / p_rest everywhere, then the single entries in their places."""
@@ -92,8 +92,8 @@ def _dense_kernel(
     begin = tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * width
-    product = tl.load(products + at + column, mask=column < width, other=0.0)[None, :]
-    z = finish_logits(product, start + column, bias, vocabulary, before, cap, after, BIAS, CAP)
+    dot = tl.load(dots + at + column, mask=column < width, other=0.0)[None, :]
+    z = finish_logits(dot, start + column, bias, vocabulary, before, cap, after, BIAS, CAP)
     log_p = z - tl.load(lse + row)
     log_rest = tl.load(rest + row)
     log_rest = tl.where(log_rest == -float("inf"), 0.0, log_rest)

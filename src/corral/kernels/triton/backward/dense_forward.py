@@ -153,16 +153,16 @@ def _gradient_kernel(
     """SOME tiles of one row: the factor times p / p_rest everywhere, then the tiles' largest, then the single entries."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * SOME + tl.arange(0, SOME)
-    live = tile < tiles
+    valid = tile < tiles
     local = tl.arange(0, COLUMNS)
     log_rest = tl.load(rest + row)
     log_rest = tl.where(log_rest == -float("inf"), 0.0, log_rest)
     shift = tl.load(lse + row) + log_rest
     times = tl.load(factor + row) * slope
-    below = tl.load(second + row * tiles + tile, mask=live, other=-float("inf"))
-    top = tl.load(peak + row * tiles + tile, mask=live, other=-float("inf"))
+    below = tl.load(second + row * tiles + tile, mask=valid, other=-float("inf"))
+    top = tl.load(peak + row * tiles + tile, mask=valid, other=-float("inf"))
     here = stored + row * tiles * COLUMNS + tile[:, None] * COLUMNS + local[None, :]
-    e = tl.load(here, mask=live[:, None], other=0.0).to(tl.float32)
+    e = tl.load(here, mask=valid[:, None], other=0.0).to(tl.float32)
     # Above a rest too small for float32 only members are that large, which are replaced; in two steps, since 0 · inf is NaN.
     high = below - shift
     g = e * tl.exp(tl.minimum(high, 80.0))[:, None] * (tl.exp(tl.minimum(tl.maximum(high - 80.0, 0.0), 80.0)) * times)[:, None]
@@ -173,10 +173,10 @@ def _gradient_kernel(
         v = tl.where(top > -float("inf"), top * curve, 0.0)
         of_top = of_top * (1.0 - v * v)
     kind = stored.dtype.element_ty
-    tl.store(here, g.to(kind), mask=live[:, None])
+    tl.store(here, g.to(kind), mask=valid[:, None])
     tl.debug_barrier()
-    at = tl.load(place + row * tiles + tile, mask=live, other=0).to(tl.int32)
-    tl.store(stored + row * tiles * COLUMNS + tile * COLUMNS + at, of_top.to(kind), mask=live)
+    at = tl.load(place + row * tiles + tile, mask=valid, other=0).to(tl.int32)
+    tl.store(stored + row * tiles * COLUMNS + tile * COLUMNS + at, of_top.to(kind), mask=valid)
     tl.debug_barrier()
     slot = tl.arange(0, SLOTS)
     id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)

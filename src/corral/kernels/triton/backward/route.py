@@ -31,7 +31,7 @@ class Routes:
     counts: Tensor
     """Rows with a gradient, and dense ones [2] int32."""
     shares: Tensor
-    """What users are told: the share of dense rows, and the largest share dropped by a sparse one [2]."""
+    """Metrics: the share of dense rows, and the largest share dropped by a sparse one [2]."""
 
 
 def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, tolerance: float, mean: Tensor | None = None) -> Routes:
@@ -92,14 +92,14 @@ def _route_kernel(
 @no_type_check
 def _tally_kernel(route, share, counts, shares, count, BLOCK: tl.constexpr):
     """One program for all rows."""
-    live, dense, most = 0, 0, 0.0
+    with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         way = tl.load(route + row, mask=row < count, other=0)
-        live += tl.sum((way > 0).to(tl.int32), 0)
+        with_gradient += tl.sum((way > 0).to(tl.int32), 0)
         dense += tl.sum((way == 2).to(tl.int32), 0)
         most = tl.maximum(most, tl.max(tl.load(share + row, mask=row < count, other=0.0), 0))
-    tl.store(counts, live)
+    tl.store(counts, with_gradient)
     tl.store(counts + 1, dense)
-    tl.store(shares, dense.to(tl.float32) / tl.maximum(live, 1).to(tl.float32))
+    tl.store(shares, dense.to(tl.float32) / tl.maximum(with_gradient, 1).to(tl.float32))
     tl.store(shares + 1, most)

@@ -23,7 +23,7 @@ UNCHECKED = LogpTolerance()
 
 @dataclass(frozen=True, eq=False)
 class OldRows:
-    """The old policy at N live tokens, and what they were worth."""
+    """The old policy at N packed tokens, and what they were worth."""
 
     logp: Tensor
     """Log-probability of the sampled token [N]."""
@@ -84,7 +84,7 @@ def summarize(
     )  # fmt: skip
     names = {"tr/active_frac": ACTED, "tr/ratio_max": LOG_RHO, "tr/kl_before": KL_MEAN, "tr/kl_max": KL_MAX}
     if support:
-        names["tr/rest_mass"] = LOSS  # whose own mean nobody asks for
+        names["tr/rest_mass"] = LOSS  # whose own mean is no metric
     if projects:
         names |= {"tr/kl_after": KL_AFTER, "tr/dual": DUAL, "tr/unconverged": CONVERGED}
     if old.rollout is not None:
@@ -97,14 +97,14 @@ def summarize(
 @triton.jit
 @no_type_check
 def disagree(own, anchor):
-    """Whether an old policy's support says something else of the sampled token; the objective, asked then, says so too."""
+    """Whether an old policy's support says something else of the sampled token; the objective, called then, says so too."""
     return ~(tl.abs(own - anchor) <= 1.001 * TOLERATED)
 
 
 @triton.jit
 @no_type_check
 def no_distribution(mass, slack):
-    """Whether a mass is not 1; a little less strict than the objective, which is asked then, and says so too."""
+    """Whether a mass is not 1; a little less strict than the objective, which is called then, and says so too."""
     return tl.abs(mass - 1.0) > 1.001 * slack
 
 
@@ -122,38 +122,38 @@ def _metrics_kernel(
     log_rho, most = zero - float("inf"), zero - float("inf")
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        live = row < count
+        valid = row < count
         here = fields + row
-        log_rho = tl.maximum(log_rho, tl.load(here + 1 * count, mask=live, other=-float("inf")))
-        on = tl.load(here + 2 * count, mask=live, other=0.0)
+        log_rho = tl.maximum(log_rho, tl.load(here + 1 * count, mask=valid, other=-float("inf")))
+        on = tl.load(here + 2 * count, mask=valid, other=0.0)
         acted += on
-        kl += tl.load(here + 3 * count, mask=live, other=0.0)
-        most = tl.maximum(most, tl.load(here + 4 * count, mask=live, other=-float("inf")))
-        after += tl.load(here + 5 * count, mask=live, other=0.0)
-        eta = tl.load(here + 6 * count, mask=live, other=0.0)
+        kl += tl.load(here + 3 * count, mask=valid, other=0.0)
+        most = tl.maximum(most, tl.load(here + 4 * count, mask=valid, other=-float("inf")))
+        after += tl.load(here + 5 * count, mask=valid, other=0.0)
+        eta = tl.load(here + 6 * count, mask=valid, other=0.0)
         finite = (on > 0.0) & (eta < float("inf"))
         dual += tl.where(finite, eta, 0.0)
         projected += tl.where(finite, 1.0, 0.0)
-        unconverged += 1.0 - tl.load(here + 7 * count, mask=live, other=1.0)
-        mismatch += tl.load(here + 8 * count, mask=live, other=0.0)
-        flawed += tl.load(here + 9 * count, mask=live, other=0.0)
+        unconverged += 1.0 - tl.load(here + 7 * count, mask=valid, other=1.0)
+        mismatch += tl.load(here + 8 * count, mask=valid, other=0.0)
+        flawed += tl.load(here + 9 * count, mask=valid, other=0.0)
         if WEIGHTS:
-            weight = tl.load(weights + row, mask=live, other=0.0).to(tl.float32)
-            pull = tl.load(here + 10 * count, mask=live, other=0.0)
-            policy = tl.load(here, mask=live, other=0.0) - pull
+            weight = tl.load(weights + row, mask=valid, other=0.0).to(tl.float32)
+            pull = tl.load(here + 10 * count, mask=valid, other=0.0)
+            policy = tl.load(here, mask=valid, other=0.0) - pull
             if POLICY:
-                c = tl.load(policy_weights + row, mask=live, other=0.0).to(tl.float32)
+                c = tl.load(policy_weights + row, mask=valid, other=0.0).to(tl.float32)
                 policy = tl.where(c == 0.0, 0.0, policy * c)
             total += tl.where(weight == 0.0, 0.0, weight * (policy + pull))
         if SUPPORT:
-            mass += tl.exp(tl.load(rest + row, mask=live, other=-float("inf")).to(tl.float32))
+            mass += tl.exp(tl.load(rest + row, mask=valid, other=-float("inf")).to(tl.float32))
         if TAIL:  # `support.tail_gap` and `support.hidden_kl`
-            new = tl.load(max_new + row, mask=live, other=-float("inf")).to(tl.float32)
-            old = tl.load(max_old + row, mask=live, other=float("inf")).to(tl.float32)
+            new = tl.load(max_new + row, mask=valid, other=-float("inf")).to(tl.float32)
+            old = tl.load(max_old + row, mask=valid, other=float("inf")).to(tl.float32)
             empty = (new == -float("inf")) & (old == -float("inf"))
             tail_gap = tl.maximum(tail_gap, tl.where(empty, 0.0, new - old))
-            left_new = tl.load(rest_new + row, mask=live, other=0.0).to(tl.float32)
-            log_q, log_b = new - left_new, old - tl.load(rest + row, mask=live, other=0.0).to(tl.float32)
+            left_new = tl.load(rest_new + row, mask=valid, other=0.0).to(tl.float32)
+            log_q, log_b = new - left_new, old - tl.load(rest + row, mask=valid, other=0.0).to(tl.float32)
             moved = log_q > log_b
             log_q, log_b = tl.where(moved, log_q, 0.0), tl.where(moved, log_b, 0.0)
             unseen = tl.exp(left_new) * (tl.exp(log_q) * (log_q - log_b - 1.0) + tl.exp(log_b))

@@ -48,7 +48,7 @@ class TokenLoss:
         return None if make is None else make(objective.config)
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """Losses of N live tokens; flawed are those beyond the limits too."""
+        """Losses of N packed tokens; flawed are those beyond the limits too."""
         fields, own = blank_fields(rows.lse), torch.empty_like(rows.lse)
         support = old.kept is not None
         slots = old.kept.shape[1] if old.kept is not None else 0
@@ -101,7 +101,7 @@ def _token_kernel(
     old = tl.load(logp_old + row, mask=there, other=0.0).to(tl.float32)
     advantage = tl.load(advantages + row, mask=there, other=0.0).to(tl.float32)
     log_rho = new - old
-    flawed = ~(tl.abs(log_rho) < float("inf"))  # asked here: the smaller of NaN and a number is the number
+    flawed = ~(tl.abs(log_rho) < float("inf"))  # checked here: the smaller of NaN and a number is the number
     flawed = flawed | (new > 1.001 * highest) | (old > 1.001 * highest)
     bounded = tl.minimum(log_rho, LOG_RATIO_MAX)
     ratio = tl.exp(bounded)

@@ -42,7 +42,7 @@ class TrollLoss:
         return cls(bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap)
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
-        """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N live tokens; flawed are those beyond the limits too."""
+        """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens; flawed are those beyond the limits too."""
         assert old.kept is not None
         assert old.rest is not None
         count, slots = rows.kept.shape

@@ -47,13 +47,13 @@ def best_of(top_k: int) -> int:
 def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr):
     """log Σ e^z over what was taken out of no tile, and the largest of these logits."""
     tile = tl.arange(0, TILES)
-    live = tile < tiles
+    valid = tile < tiles
     here = row * tiles + tile
-    top = tl.load(peak + here, mask=live, other=-float("inf"))
-    runner_up = tl.load(second + here, mask=live, other=-float("inf"))
-    without = tl.load(others + here, mask=live, other=0.0)
+    top = tl.load(peak + here, mask=valid, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
+    without = tl.load(others + here, mask=valid, other=0.0)
     whole, _down = whole_tiles(top, runner_up, without)
-    untouched = tl.load(state + here, mask=live, other=2) == 0
+    untouched = tl.load(state + here, mask=valid, other=2) == 0
     largest = tl.where(untouched, top, runner_up)
     return log_sum(largest, tl.where(untouched, whole, without)), tl.max(largest, 0)
 

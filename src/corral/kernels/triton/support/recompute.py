@@ -65,35 +65,35 @@ def _tile_kernel(
         waiting = tl.load(length + tile)
         columns = tile * COLUMNS + local
         item = begin + tl.arange(0, ROWS)
-        live = item < waiting
-        entry = tl.load(queue + tile.to(tl.int64) * rows + item, mask=live, other=0)
+        valid = item < waiting
+        entry = tl.load(queue + tile.to(tl.int64) * rows + item, mask=valid, other=0)
         row = entry.to(tl.int64) if OWN else (entry // LISTED).to(tl.int64)
-        products = tl.zeros((ROWS, COLUMNS), tl.float32)
+        dots = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, width, DEPTH):
             within = (k + depth) < width
-            h = tl.load(hidden + row[:, None] * width + (k + depth)[None, :], mask=live[:, None] & within[None, :], other=0.0)
-            products = tl.dot(h, weight.load([tile * COLUMNS, k]).T, products, input_precision="ieee")
-        z = finish_logits(products, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
+            h = tl.load(hidden + row[:, None] * width + (k + depth)[None, :], mask=valid[:, None] & within[None, :], other=0.0)
+            dots = tl.dot(h, weight.load([tile * COLUMNS, k]).T, dots, input_precision="ieee")
+        z = finish_logits(dots, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
         if OWN:
-            z = _take_largest(z, row, live, tile, listed, filled, floors, overflow, marks, LISTED, COLUMNS)
+            z = _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED, COLUMNS)
         else:
-            z = _take_listed(z, row, live, entry % LISTED, tile, listed, lse, values, slots, GIVEN, LISTED, COLUMNS)
+            z = _take_listed(z, row, valid, entry % LISTED, tile, listed, lse, values, slots, GIVEN, LISTED, COLUMNS)
         top = tl.max(z, 1)
         base = tl.where(top == -float("inf"), 0.0, top)
-        tl.store(second + row * tiles + tile, top, mask=live)
-        tl.store(others + row * tiles + tile, tl.sum(tl.exp(z - base[:, None]), 1), mask=live)
+        tl.store(second + row * tiles + tile, top, mask=valid)
+        tl.store(others + row * tiles + tile, tl.sum(tl.exp(z - base[:, None]), 1), mask=valid)
 
 
 @triton.jit
 @no_type_check
 def _take_listed(
-    z, row, live, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
+    z, row, valid, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """The logits listed for this tile go to their slots; members leave the tile."""
     local = tl.arange(0, COLUMNS)
-    total = tl.load(lse + row, mask=live, other=0.0)
-    key = tl.load(listed + row * LISTED + position, mask=live, other=NOTHING)
-    here = live & (key // (LISTED * COLUMNS) == tile)
+    total = tl.load(lse + row, mask=valid, other=0.0)
+    key = tl.load(listed + row * LISTED + position, mask=valid, other=NOTHING)
+    here = valid & (key // (LISTED * COLUMNS) == tile)
     while tl.max(here.to(tl.int32), 0) > 0:
         column, slot = (key // LISTED % COLUMNS).to(tl.int32), (key % LISTED).to(tl.int32)
         hit = (local[None, :] == column[:, None]) & here[:, None]
@@ -112,20 +112,20 @@ def _take_listed(
 @triton.jit
 @no_type_check
 def _take_largest(
-    z, row, live, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr
+    z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """The sampled token goes to the front of the list; whatever else reaches the row's floor behind what is there."""
     local = tl.arange(0, COLUMNS)
-    token = tl.load(marks + row, mask=live, other=-1)
-    mine = live & (token // COLUMNS == tile) & (token >= 0)
+    token = tl.load(marks + row, mask=valid, other=-1)
+    mine = valid & (token // COLUMNS == tile) & (token >= 0)
     hit = (local[None, :] == (token % COLUMNS)[:, None]) & mine[:, None]
     own = tl.sum(tl.where(hit, z, 0.0), 1)
     tl.store(listed + row * LISTED, rank_key(own, token), mask=mine)
     z = tl.where(hit, -float("inf"), z)
 
-    floor = tl.load(floors + row, mask=live, other=0)
+    floor = tl.load(floors + row, mask=valid, other=0)
     top = tl.max(z, 1)
-    wanted = live & (rank_bits(top) >= floor) & (top > -float("inf"))
+    wanted = valid & (rank_bits(top) >= floor) & (top > -float("inf"))
     while tl.max(wanted.to(tl.int32), 0) > 0:
         at = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
         position = tl.atomic_add(filled + row, tl.full(at.shape, 1, tl.int32), mask=wanted, sem="relaxed")

@@ -127,13 +127,13 @@ def _given_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
-    live = tile < tiles
+    valid = tile < tiles
     here = row * tiles + tile
-    top = tl.load(peak + here, mask=live, other=-float("inf"))
-    runner_up = tl.load(second + here, mask=live, other=-float("inf"))
-    without = tl.load(others + here, mask=live, other=0.0)
+    top = tl.load(peak + here, mask=valid, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
+    without = tl.load(others + here, mask=valid, other=0.0)
     total = _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
-    tl.store(state + here, tl.zeros((TILES,), tl.uint8), mask=live)
+    tl.store(state + here, tl.zeros((TILES,), tl.uint8), mask=valid)
 
     slot = tl.arange(0, SLOTS)
     mark = tl.load(marks + row * slots + slot, mask=slot < slots, other=-1)
@@ -146,14 +146,14 @@ def _given_kernel(
     tl.debug_barrier()
     before = tl.load(listed + row * SLOTS + slot - 1, mask=slot > 0, other=-1)
     real = key != NOTHING
-    if GIVEN:  # a token twice in a support: whoever does not notice it beforehand is told by all that comes of the row
+    if GIVEN:  # a token twice in a support: all that comes of the row is NaN
         repeated = real & (before >= 0) & (before // SLOTS == key // SLOTS)
         total = tl.where(tl.max(repeated.to(tl.int32), 0) > 0, float("nan"), total)
         tl.store(lse + row, total)
     id = tl.where(real, key // SLOTS, 0).to(tl.int32)
     at = id // COLUMNS
     own_slot = (key % SLOTS).to(tl.int32)
-    # Of equals at the top of a tile nobody knows which is where.
+    # Of equals at the top of a tile it is not known which is where.
     alone = tl.load(peak + row * tiles + at) > tl.load(second + row * tiles + at)
     known = real & alone & (tl.load(place + row * tiles + at).to(tl.int32) == id % COLUMNS)
     member = real
@@ -184,17 +184,17 @@ def _own_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
-    live = tile < tiles
+    valid = tile < tiles
     here = row * tiles + tile
-    top = tl.load(peak + here, mask=live, other=-float("inf"))
-    runner_up = tl.load(second + here, mask=live, other=-float("inf"))
-    without = tl.load(others + here, mask=live, other=0.0)
+    top = tl.load(peak + here, mask=valid, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
+    without = tl.load(others + here, mask=valid, other=0.0)
     _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
 
-    bits = tl.where(live, rank_bits(top), -0x80000000)
-    next_bits = tl.where(live, rank_bits(runner_up), -0x80000000)
+    bits = tl.where(valid, rank_bits(top), -0x80000000)
+    next_bits = tl.where(valid, rank_bits(runner_up), -0x80000000)
     # There are as many tiles as members at least, and so as many of these reach the least of the tiles' largest.
-    floor = tl.where(tiles >= top_k, tl.min(tl.where(live, bits, 0x7FFFFFFF), 0), -0x80000000)
+    floor = tl.where(tiles >= top_k, tl.min(tl.where(valid, bits, 0x7FFFFFFF), 0), -0x80000000)
     ceiling = tl.max(bits, 0)
     while floor < ceiling:
         trial = (floor >> 1) + (ceiling >> 1) + ((floor | ceiling) & 1)  # the middle, rounded up; a sum might overflow
@@ -205,16 +205,16 @@ def _own_kernel(
     tl.store(floors + row, floor)
 
     token = tl.load(marks + row)
-    largest = tile * COLUMNS + tl.load(place + here, mask=live, other=0).to(tl.int32)
-    sampled_here = live & (tile == token // COLUMNS)
-    again = live & ((next_bits >= floor) | (sampled_here & ((largest != token) | (bits == next_bits))))
+    largest = tile * COLUMNS + tl.load(place + here, mask=valid, other=0).to(tl.int32)
+    sampled_here = valid & (tile == token // COLUMNS)
+    again = valid & ((next_bits >= floor) | (sampled_here & ((largest != token) | (bits == next_bits))))
     # Where fewer than k logits are finite, impossible tokens are members, and that takes more than tiles' statistics.
     hopeless = floor <= -0x7F800001  # as −inf ranks
     again = again & ~hopeless
 
     # In front the sampled token, then those of the other tiles that reach the floor. Behind these there is room for what is
     # found in recomputed tiles.
-    taken = live & ~again & ~sampled_here & (bits >= floor)
+    taken = valid & ~again & ~sampled_here & (bits >= floor)
     slot = tl.cumsum(taken.to(tl.int32), 0)
     tl.store(listed + row * ROOM + tl.arange(0, ROOM), tl.full((ROOM,), LOWEST, tl.int64))
     tl.debug_barrier()
@@ -224,6 +224,6 @@ def _own_kernel(
     full = tl.where(hopeless, ROOM + 1, 1 + tl.sum(taken.to(tl.int32), 0))
     tl.store(filled + row, full)
     tl.store(overflow, 1, mask=full > ROOM)
-    tl.store(state + here, tl.where(again, 2, tl.where(taken | done, 1, 0)).to(tl.uint8), mask=live)
+    tl.store(state + here, tl.where(again, 2, tl.where(taken | done, 1, 0)).to(tl.uint8), mask=valid)
     position = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again, sem="relaxed")
     tl.store(queue + tile.to(tl.int64) * rows + position, (row + tl.zeros((TILES,), tl.int64)).to(tl.int32), mask=again)

@@ -31,15 +31,15 @@ MOST_LISTED = 8192
 """Tokens that are sorted at once in 64 KiB of shared memory, which every GPU has."""
 
 
-def stream_head(whole: HeadInput, queued: Callable[[], None] = lambda: None) -> HeadRows:
+def stream_head(whole: HeadInput, stats: TileStatistics | None = None, queued: Callable[[], None] = lambda: None) -> HeadRows:
     """What the torch head knows of n tokens, from one GEMM and the recomputation of a few of its tiles.
 
-    Without `ids` and `top_k` the support is the sampled token. `queued` is called when all is queued that there is to do,
-    before the host waits for any of it.
+    Without `ids` and `top_k` the support is the sampled token. `stats` are those of all n, where they are there already.
+    `queued` is called when all is queued that there is to do, before the host waits for any of it.
     """
     if whole.request.top_k is not None:
-        return _own_rows(whole, ROOM, queued)
-    parts = [given_rows(part, _statistics(part)) for part in _parts(whole)]
+        return _own_rows(whole, ROOM, stats, queued)
+    parts = [given_rows(part, stats or _statistics(part)) for part in _parts(whole)]
     queued()
     return join(parts) if parts else _blank(whole, 1)
 
@@ -61,13 +61,15 @@ def given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
     return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
 
 
-def _own_rows(whole: HeadInput, room: int, queued: Callable[[], None] = lambda: None) -> HeadRows:
+def _own_rows(
+    whole: HeadInput, room: int, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None
+) -> HeadRows:
     """Rows on the policy's own support."""
     top_k = whole.request.top_k
     assert top_k is not None
     parts, filled, overflows = [], [], []
     for part in _parts(whole):
-        stats = _statistics(part)
+        stats = early or _statistics(part)
         marks = part.tokens[:, None].int()
         out = _blank(part, top_k + 1)
         width = tile_of(part.hidden).columns

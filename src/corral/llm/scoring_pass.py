@@ -1,0 +1,126 @@
+"""One scoring pass of TRL's over completions: the support asked of the head, what the head found, and how the loss reads it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from corral.kernels.head import HeadOutput
+from corral.kernels.logits import LogitSpec
+from corral.kernels.packed import LossTerms, Packing
+from corral.kernels.policy_loss import PolicyLoss
+from corral.types import SparseDist
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SupportRequest:
+    """Which support a pass reports: the policy's own top-k, given ids [B T K], the union of both, or none."""
+
+    top_k: int | None = None
+    mass: float = 1.0
+    ids: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no support is wanted, but log-probs and entropy alone."""
+        return self.top_k is None and self.ids is None
+
+
+@dataclass(frozen=True, eq=False)
+class HeadInputs:
+    """The head of one pass: what turns a hidden state into logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    spec: LogitSpec
+
+    def freeze(self) -> "HeadInputs":
+        """A copy that later updates leave as it is; parameters that are not trained are shared."""
+        weight, bias = (x.detach().clone() if x is not None and x.requires_grad else x for x in (self.weight, self.bias))
+        assert weight is not None
+        return HeadInputs(weight, bias, self.spec)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadResult:
+    """What the head found for some of the completions: packed rows, a loss of them, or a support [B T K] from all logits."""
+
+    packing: Packing | None = None
+    """Places of the packed rows in [B T]."""
+    rows: HeadOutput | None = None
+    loss: PolicyLoss | None = None
+    """Loss and gradient of the rows [1 N], where the pass asked for them."""
+    dist: SparseDist | None = None
+    hidden: tuple[Float[Tensor, "N H"], HeadInputs] | None = None
+    """Hidden states of the rows and the head that they went through, where the pass keeps them."""
+
+    def support(self) -> SparseDist | None:
+        """The support of every token [B T K], empty at masked tokens."""
+        if self.rows is None or self.rows.dist is None or self.packing is None:
+            return self.dist
+        return self.packing.unpack_dist(self.rows.dist)
+
+
+@dataclass(eq=False, kw_only=True)
+class ScoringPass:
+    """One pass of TRL's over completions [B T]: a request to the head, filled with the head's results, read by the loss.
+
+    TRL hands log-probs and entropy from the model to its loss, and nothing else. Everything more travels in this object:
+
+        CorralTrainer              makes a pass, and calls TRL's method inside `policy_head.expect(scoring)`
+          TRL                      calls `_get_per_token_logps_and_entropies`, which CorralTrainer overrides:
+            PolicyHead.run         puts corral's head in the place of TRL's, and calls TRL's own method
+              TRL                  calls the model, once for every slice of the batch
+                PolicyHead         reads `support` and `loss`, runs `lm_head` or `policy_loss_from_hidden`, appends to `results`
+            CorralTrainer          writes `logp` and `entropy`, which TRL's method returned
+        CorralTrainer              hands the pass on: to `OldPolicy.store` after rollouts, to `PolicyTerm.loss` in an update
+    """
+
+    support: SupportRequest = field(default_factory=SupportRequest)
+    loss: Callable[[Packing], LossTerms | None] | None = None
+    """The loss of the scored tokens [1 N], for the head to compute with its gradient; None where the head cannot."""
+    tolerance: float = 0.0
+    """Share of a token's gradient that a sparse backward pass may leave out."""
+    keep_hidden: bool = False
+    """Whether results hold the hidden states and the head."""
+    tokens: int = 0
+    """Of each sequence, the last so many are scored."""
+    results: list[HeadResult] = field(default_factory=list)
+    """One for every slice of the batch; none where TRL computed all logits and no support was wanted."""
+    logp: Float[Tensor, "B T"] | None = None
+    entropy: Float[Tensor, "B T"] | None = None
+
+    def dist(self) -> SparseDist | None:
+        """The policy on the support of every token [B T K], if one was wanted."""
+        dists = [dist for result in self.results if (dist := result.support()) is not None]
+        if len(dists) < 2:
+            return dists[0] if dists else None
+        rest_max = [dist.rest_max for dist in dists if dist.rest_max is not None]
+        ids, logp, rest = (torch.cat(parts) for parts in zip(*((d.ids, d.logp, d.rest) for d in dists), strict=True))
+        return SparseDist(ids, logp, rest, torch.cat(rest_max) if rest_max else None)
+
+    def hidden(self) -> tuple[Float[Tensor, "N H"], Int[Tensor, " N"], HeadInputs] | None:
+        """Hidden states, their places in the flattened [B T], and the head: where the pass keeps them."""
+        kept, places, start = [], [], 0
+        for result in self.results:
+            if result.hidden is None or result.packing is None:
+                return None
+            size, rows = result.packing.shape.numel(), result.packing.rows
+            kept.append(result.hidden)
+            places.append(start + (torch.arange(size, device=result.hidden[0].device) if rows is None else rows))
+            start += size
+        return (torch.cat([hidden for hidden, _ in kept]), torch.cat(places), kept[0][1]) if kept else None
+
+    def fused(self) -> tuple[PolicyLoss, Packing] | None:
+        """The loss that the head computed, and the places of its tokens; None where it computed none."""
+        result = self.results[0] if self.results else None
+        if result is None or result.loss is None or result.packing is None:
+            return None
+        return result.loss, result.packing
+
+    def backward_reports(self) -> list[Tensor]:
+        """[2] for each slice: its backward pass will write the share of dense rows and the most that it left out there."""
+        rows = [result.rows for result in self.results if result.rows is not None]
+        return [found.report for found in rows if found.report is not None and torch.is_grad_enabled()]

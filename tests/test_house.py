@@ -1,0 +1,71 @@
+"""The sizes and names that keep the source readable, counted: a rule that nobody counts is broken by the tenth change."""
+
+import ast
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from long import LONG
+
+SOURCE = Path(__file__).parents[1] / "src" / "corral"
+TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+LINES = {path: len(path.read_text().splitlines()) for path in TREES}
+
+TWICE = {
+    "Settings": "of a run: language models and robots have their own, each in its package's settings.py",
+    "Evaluation": "of a run: language models and robots have their own, each in its package's evaluate.py",
+    "_Check": "private to its file",
+    "_Slots": "private to its file",
+    "_Tilt": "private to its file",
+}
+"""Classes of one name in two files, and why that helps a reader."""
+
+
+def nodes(kind: type[ast.AST]) -> Iterator[tuple[Path, ast.AST]]:
+    """Every node of this kind in the source, with its file."""
+    return ((path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def is_kernel(function: ast.FunctionDef) -> bool:
+    """Whether Triton compiles it: one launch is one function, as long as it must be."""
+    return any(ast.unparse(decorator).startswith("triton.") for decorator in function.decorator_list)
+
+
+def test_files_are_short() -> None:
+    assert statistics.median(LINES.values()) <= 125
+    assert statistics.quantiles(LINES.values(), n=10)[-1] <= 250
+
+
+def test_functions_fit_a_screen() -> None:
+    long = {
+        f"{path.relative_to(SOURCE)}:{node.name}": lines
+        for path, node in nodes(ast.FunctionDef)
+        if not is_kernel(node) and (lines := node.end_lineno - node.lineno + 1) > 80
+    }
+    assert not long, "at most 80 lines; take a step out and give it a name"
+
+
+def test_kernels_are_ordered_in_folders() -> None:
+    assert len(list((SOURCE / "kernels").glob("*.py"))) <= 12
+
+
+def test_contracts_are_typed_so_attributes_are_rarely_asked_for_by_name() -> None:
+    names = [node.func.id for _, node in nodes(ast.Call) if isinstance(node.func, ast.Name)]
+    share = sum(name in ("getattr", "hasattr") for name in names) / sum(LINES.values()) * 1000
+    assert share <= 1.5, "per 1000 lines; give the thing a type, or a default"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, node in nodes(ast.ClassDef):
+        places[node.name].append(str(path.relative_to(SOURCE)))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not {name: twice[name] for name in twice.keys() - TWICE}, (
+        "name each after what it is, or list it in TWICE with a reason"
+    )
+    assert not TWICE.keys() - twice, "once alone by now: strike it from TWICE"
+
+
+def test_what_make_check_leaves_out_is_there() -> None:
+    assert [path for path in LONG if not path.exists()] == [], "tests/long.py names what was moved or renamed"
