@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 AIM = 0.5
 """The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
-TOKENS = 8192
+TOKENS = 4096
 """Tokens of a step that are measured at most, over all processes: whole completions, evenly spread over the rollouts."""
 PROBES = 4
 """Measurements of a step at most; one where the step fits."""
