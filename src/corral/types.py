@@ -168,8 +168,10 @@ def join_outputs(parts: Sequence[ObjectiveOutput]) -> ObjectiveOutput:
     metrics = {}
     for name in parts[0].metrics:
         values, kind = torch.stack([part.metrics[name].to(counts.dtype) for part in parts]), metric_kind(name)
-        # A dual belongs to the tokens that were projected.
-        counted = counts * torch.stack([part.metrics["tr/active_frac"] for part in parts]) if name == "tr/dual" else counts
+        counted = counts
+        if name == "tr/dual":  # of the tokens that were projected; of those that could not be, it is infinite and left out
+            active, lost = (torch.stack([part.metrics[key] for part in parts]) for key in ("tr/active_frac", "tr/unconverged"))
+            counted = (counts * active - lost).clamp(min=0)
         mean = (values * counted).sum() / counted.sum().clamp(min=1)
         metrics[name] = values.amax() if kind == "max" else values.sum() if kind == "sum" else mean
 

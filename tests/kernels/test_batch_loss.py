@@ -12,7 +12,7 @@ from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
 from tolerance import assert_close
 
-from corral.kernels.batch_loss import NewRows, batch_loss  # isort: skip  # after `interpreted`
+from corral.kernels.batch_loss import batch_loss  # isort: skip  # after `interpreted`
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -154,33 +154,6 @@ def test_a_new_policy_above_0_is_refused(support):
     leaves[0].data[0, 1] = 0.002
     with torch.no_grad(), pytest.raises(ValueError, match="ppo_clip: logp_new is above 0"):
         batch_loss(corral.make_objective("ppo_clip"), batch, kernels=True)
-
-
-@pytest.mark.parametrize(("case", "support"), BOTH)
-@pytest.mark.parametrize("live", ["some", "all"])
-def test_a_new_policy_given_as_rows_is_the_one_in_the_batch(case, support, live):
-    name, config = CASES[case]
-    objective, (batch, leaves) = corral.make_objective(name, **config), make_batch(support)
-    if live == "all":
-        batch = dataclasses.replace(batch, mask=torch.ones_like(batch.mask), logp_old=batch.logp_old.nan_to_num(-1.0))
-        if support:
-            batch = dataclasses.replace(batch, logp_old=batch.dist_old.logp[..., 0])
-        batch = dataclasses.replace(batch, logp_rollout=batch.logp_old)
-    rows, unread = NewRows.of(batch), torch.full_like(batch.logp_new, math.nan)
-    wanted = objective(batch)
-    for kernels in (True, False):
-        given = dataclasses.replace(batch, logp_new=unread.detach(), dist_new=None)
-        got = batch_loss(objective, given, rows, kernels=kernels)
-        assert_close(got.loss, wanted.loss, atol=2e-6)
-        assert got.metrics.keys() == wanted.metrics.keys()
-    for got_part, wanted_part in zip(
-        torch.autograd.grad(got.loss.sum(), leaves, allow_unused=True),
-        torch.autograd.grad(wanted.loss.sum(), leaves, allow_unused=True),
-        strict=True,
-    ):
-        assert (got_part is None) == (wanted_part is None)
-        if wanted_part is not None:
-            assert_close(got_part, wanted_part, atol=1e-5)
 
 
 def test_any_function_is_an_objective_and_a_cpu_asks_it():

@@ -180,8 +180,7 @@ def test_rows_without_an_advantage_cost_no_gemm(stored):
 
 
 def test_more_rows_than_are_held_at_once(monkeypatch, stored):
-    for module in (fused, select):  # which agree
-        monkeypatch.setattr(module, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(select, "ROWS_AT_ONCE", 2)
     few_at_once(monkeypatch)
     check_fused(Problem("pfpfpfpf.f"), make("reinforce"))
     assert stored == [5]

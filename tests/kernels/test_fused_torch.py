@@ -90,8 +90,6 @@ def test_every_objective_in_parts(name, support):
         assert known is None or torch.allclose(got.double(), torch.where(MASK, known, 0).double())
     assert out.metrics.keys() == {*wanted.metrics, "head/dense_share", "head/dropped_max"}
     for key, value in wanted.metrics.items():  # shares are float32
-        if key == "tr/dual":
-            continue
         assert out.metrics[key].item() == pytest.approx(value.item(), rel=1e-6, abs=1e-9), key
 
 

@@ -35,7 +35,7 @@ class PolicyLoss:
     logp: Float[Tensor, "B T"]
     """New log-probs of the sampled tokens."""
     metrics: dict[str, Tensor]
-    """The objective's, with `head/dense_share` and `head/dropped_max`."""
+    """The objective's, with `head/dense_share` and `head/dropped_max`, unless `report` has these."""
     entropy: Float[Tensor, "B T"] | None = None
     dist: SparseDist | None = None
     """The new policy on the support of `dist_old`."""
@@ -45,6 +45,9 @@ class PolicyLoss:
     """KL(projected‖old), for objectives that project."""
     regression: Float[Tensor, "B T"] | None = None
     """The part of `per_token` that pulls the network back to the region, for objectives that have one."""
+    report: Float[Tensor, "2"] | None = None
+    """Where the loss is built from `lm_head`, with a sparse backward pass: that will write the share of dense rows and the
+    largest share dropped here; NaN until then."""
 
 
 def policy_loss_from_hidden(
@@ -190,13 +193,13 @@ def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Ch
     )  # fmt: skip
     logp, dist = packing.unpack(head.logp), None if head.dist is None else packing.unpack_dist(head.dist)
     loss, out = terms(logp, dist)
-    # Without a report every row is dense, and nothing is left out; of a sparse backward pass NaN stands until it is over.
-    report = head.logp.new_tensor([1.0, 0.0]) if head.report is None else head.report
-    constant, metrics = out.detach(), {"head/dense_share": report[0], "head/dropped_max": report[1]}
+    constant, metrics = out.detach(), out.metrics
+    if head.report is None:  # every row is dense, and nothing is left out
+        metrics = metrics | {"head/dense_share": logp.new_ones(()), "head/dropped_max": logp.new_zeros(())}
     return PolicyLoss(
-        loss, torch.where(batch.mask, constant.loss, 0.0), logp.detach(), out.metrics | metrics,
+        loss, torch.where(batch.mask, constant.loss, 0.0), logp.detach(), metrics,
         None if head.entropy is None else packing.unpack(head.entropy.detach()), None if dist is None else dist.detach(),
-        out.acted, out.kl_after, constant.regression,
+        out.acted, out.kl_after, constant.regression, head.report,
     )  # fmt: skip
 
 

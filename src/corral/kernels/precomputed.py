@@ -49,11 +49,13 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor, scale: Scale, *inputs: Tensor | None) -> Tensor:
         ctx.finish, ctx.unit, ctx.scale = finish, unit, scale
+        ctx.save_for_backward(*inputs)
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # which autograd refuses if they were changed in place since: `finish` may read them
         finish, ctx.finish = ctx.finish, None  # gradients are handed over, not copied
         if finish is None:
             raise RuntimeError(

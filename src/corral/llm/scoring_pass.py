@@ -122,5 +122,5 @@ class ScoringPass:
 
     def backward_reports(self) -> list[Tensor]:
         """[2] for each slice: its backward pass will write the share of dense rows and the most that it left out there."""
-        rows = [result.rows for result in self.results if result.rows is not None]
-        return [found.report for found in rows if found.report is not None and torch.is_grad_enabled()]
+        found = [result.rows or result.loss for result in self.results]
+        return [x.report for x in found if x is not None and x.report is not None and torch.is_grad_enabled()]

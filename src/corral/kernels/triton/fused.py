@@ -25,7 +25,7 @@ from corral.kernels.triton.gradients import head_gradients
 from corral.kernels.triton.loss.rows import ACTED, KL_AFTER, LOSS, REGRESSION, LossRows, OldRows, summarize
 from corral.kernels.triton.loss.rule import rule_of
 from corral.kernels.triton.plan_batch import plan_batch
-from corral.kernels.triton.support.select import ROWS_AT_ONCE, stream_head
+from corral.kernels.triton.support.select import fits_at_once, stream_head
 from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput
 
@@ -44,7 +44,7 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     )
     request, stats = HeadRequest(top_k=own, entropy=source.request.entropy), None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
-    if len(hidden) <= ROWS_AT_ONCE:  # the GEMM, before the host knows how many rows it has: a third of the time at H = 896
+    if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
         stats = gemm_stats(
             hidden, source.weight, bias, source.spec, entropy=request.entropy, counter=plan.counts
         )  # fmt: skip

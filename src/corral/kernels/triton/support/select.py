@@ -31,12 +31,18 @@ MOST_LISTED = 8192
 """Tokens that are sorted at once in 64 KiB of shared memory, which every GPU has."""
 
 
+def fits_at_once(count: int) -> bool:
+    """Whether so many rows are one part, so that their statistics can be made beforehand."""
+    return count <= ROWS_AT_ONCE
+
+
 def stream_head(whole: HeadInput, stats: TileStatistics | None = None, queued: Callable[[], None] = lambda: None) -> HeadRows:
     """What the torch head knows of n tokens, from one GEMM and the recomputation of a few of its tiles.
 
     Without `ids` and `top_k` the support is the sampled token. `stats` are those of all n, where they are there already.
     `queued` is called when all is queued that there is to do, before the host waits for any of it.
     """
+    assert stats is None or fits_at_once(len(whole.hidden))
     if whole.request.top_k is not None:
         return _own_rows(whole, ROOM, stats, queued)
     parts = [given_rows(part, stats or _statistics(part)) for part in _parts(whole)]
@@ -120,7 +126,7 @@ def _blank(part: HeadInput, slots: int) -> HeadRows:
 def _parts(whole: HeadInput) -> Iterator[HeadInput]:
     """Even pieces of at most ROWS_AT_ONCE rows."""
     total = len(whole.hidden)
-    if total <= ROWS_AT_ONCE:
+    if fits_at_once(total):
         yield from [whole] if total else []
         return
     size = triton.cdiv(total, triton.cdiv(total, ROWS_AT_ONCE))
