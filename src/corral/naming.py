@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-ALSO_CALLED = {"ppo": "ppo_clip", "grpo": "ppo_clip", "dapo": "clip_higher", "epsilon": "bound", "delta": "bound"}
+ALSO_CALLED = {
+    "ppo": "ppo_clip", "grpo": "ppo_clip", "dapo": "clip_higher", "dpo": "dppo", "epsilon": "bound", "delta": "bound",
+}  # fmt: skip
 """What papers and other libraries call something that has another name here; its nearest match in letters is none."""
 
 

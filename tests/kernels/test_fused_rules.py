@@ -38,6 +38,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "dual_clip": [{}],
     "cispo": [{"cap_low": low, "cap_high": high} for low, high in ((0.0, 0.0), (0.8, 1.2), (0.0, math.inf))],
     "sapo": [{}, {"tau_positive": 1e-3, "tau_negative": 50.0}],
+    "drpo": [{"bound": bound} for bound in (1e-3, 0.2, math.inf)],
     "spo": [{"epsilon": epsilon} for epsilon in (1e-3, 0.2, math.inf)],
     "dppo": [
         {"divergence": divergence, "estimator": estimator, "bound_low": low, "bound_high": high, "ratio_cap": cap}

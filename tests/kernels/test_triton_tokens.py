@@ -30,6 +30,7 @@ OBJECTIVES = {
     "weight": ("cispo", {"cap_low": 0.8, "cap_high": 1.2}),
     "gate": ("sapo", {}),
     "penalty": ("spo", {}),
+    "penalty on binary tv": ("drpo", {}),
 }
 
 

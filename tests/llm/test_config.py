@@ -105,7 +105,7 @@ class TestReduction:
 
     OWN: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("gspo", "gmpo", "sapo"), "grpo"),
-        **dict.fromkeys(("reinforce", "ppo_clip", "clip_higher", "dual_clip", "cispo", "spo", "troll"), "dapo"),
+        **dict.fromkeys(("reinforce", "ppo_clip", "clip_higher", "dual_clip", "cispo", "drpo", "spo", "troll"), "dapo"),
         "dppo": "dr_grpo",
     }
 

@@ -206,6 +206,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ("sapo", "tau_positive", "`tau_positive` is a temperature and must be finite and > 0", (0.0, -1.0, INF, *NOT_GIVEN)),
     ("sapo", "tau_negative", "`tau_negative` is a temperature and must be finite and > 0", (0.0, -1.0, INF, *NOT_GIVEN)),
     ("gmpo", "clip", "`clip` is a distance in log-ratio and must be ≥ 0", (-0.1, *NOT_GIVEN)),
+    ("drpo", "bound", "`bound` is a divergence and must be > 0 (inf switches it off)", (0.0, -0.1, *NOT_GIVEN)),
     ("spo", "epsilon", "`epsilon` is a distance from ratio 1 and must be > 0", (0.0, -0.1, *NOT_GIVEN)),
     *[
         ("dppo", key, f"`{key}` is a divergence and must be ≥ 0, or None (inf switches it off)", (-0.1, *NO_NUMBER))
@@ -451,6 +452,7 @@ def test_what_is_not_needed_may_be_missing(name):
         ("cispo", {"cap_low": 1, "cap_high": 1}),
         ("gmpo", {"clip": 0}),
         ("spo", {"epsilon": INF}),
+        ("drpo", {"bound": INF}),
         ("dppo", {"bound": INF, "bound_low": 0, "ratio_cap": 0}),
         ("troll", {"bound": INF, "regression": 0}),
         ("tis", {"cap": INF}),

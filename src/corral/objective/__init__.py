@@ -9,6 +9,7 @@ from corral.objective.check import check_batch
 from corral.objective.cispo import CISPOConfig, cispo
 from corral.objective.config import ObjectiveConfig
 from corral.objective.dppo import DPPOConfig, dppo
+from corral.objective.drpo import DRPOConfig, drpo
 from corral.objective.gmpo import GMPOConfig, gmpo
 from corral.objective.gspo import GSPOConfig, gspo
 from corral.objective.ppo_clip import ClipHigherConfig, DualClipConfig, PPOClipConfig, ppo_clip
@@ -24,6 +25,7 @@ OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {
     "cispo": (cispo, CISPOConfig),
     "clip_higher": (ppo_clip, ClipHigherConfig),
     "dppo": (dppo, DPPOConfig),
+    "drpo": (drpo, DRPOConfig),
     "dual_clip": (ppo_clip, DualClipConfig),
     "gmpo": (gmpo, GMPOConfig),
     "gspo": (gspo, GSPOConfig),

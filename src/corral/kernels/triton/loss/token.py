@@ -17,7 +17,7 @@ from corral.support import LogpTolerance
 
 CLIP, MASK, WEIGHT, GATE, PENALTY = range(5)
 RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL = range(5)
-"""What a mask measures."""
+"""What a mask or a penalty measures."""
 INFINITY = float("inf")
 LANES = 256
 """Rows times slots of one program."""
@@ -84,6 +84,7 @@ _RULES = {
     "reinforce": lambda config: TokenLoss(rule=MASK, low=INFINITY, high=INFINITY, cap=config.ratio_cap),
     "cispo": lambda config: TokenLoss(rule=WEIGHT, low=config.cap_low, high=config.cap_high),
     "sapo": lambda config: TokenLoss(rule=GATE, low=config.tau_negative, high=config.tau_positive),
+    "drpo": lambda config: TokenLoss(rule=PENALTY, low=config.bound, high=config.bound, measure=BINARY_TV),
     "spo": lambda config: TokenLoss(rule=PENALTY, low=config.epsilon, high=config.epsilon),
 }  # fmt: skip
 
@@ -174,10 +175,13 @@ def _token_kernel(
         own = tl.where(inside, -slope * plain, 0.0)
         acted = (slope < 0.5) & (advantage != 0.0)
     else:
-        loss = -(1.0 + excess) * advantage + tl.abs(advantage) * excess * excess / (2.0 * low)
-        own = tl.where(inside, ratio * (-advantage + tl.abs(advantage) * excess / low), 0.0)
+        moved = excess
+        if MEASURE == 1:
+            moved = tl.exp(old) * excess
+        loss = -(1.0 + excess) * advantage + tl.abs(advantage) * excess * moved / (2.0 * low)
+        own = tl.where(inside, ratio * (-advantage + tl.abs(advantage) * moved / low), 0.0)
         sign = tl.where(advantage > 0.0, 1.0, tl.where(advantage < 0.0, -1.0, 0.0))
-        acted = excess * sign > low
+        acted = moved * sign > low
 
     flawed = flawed | ~(tl.abs(loss) < float("inf"))
     gap = 0.0 * ratio
