@@ -339,7 +339,7 @@ def test_scaled_advantages_scale_loss_and_gradient(case):
 # ------------------------------------------------------------------------------------------------------- independence
 
 
-@every_case
+@without("m2po")  # which selects among all tokens of a call
 def test_every_sequence_is_on_its_own(case):
     batch, _ = batch_of(case)
     order = torch.tensor([2, 0, 3, 1])
