@@ -303,10 +303,10 @@ def test_what_cannot_be_evaluated_is_refused(run: Path, model: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 0}, "`samples` must be a whole number ≥ 1; got 0"),
-        ({"problems": 0}, "`problems` must be a whole number ≥ 1"),
+        ({"samples": 0}, "`samples` is a whole number ≥ 1; got 0"),
+        ({"problems": 0}, "`problems` is a whole number ≥ 1"),
         ({"temperature": 0.0}, "`temperature` must be > 0"),
-        ({"top_p": 0.0}, r"`top_p` must be in \(0, 1\]"),
+        ({"top_p": 0.0}, r"`top_p` must lie in \(0, 1\]"),
         ({"instruction": "Solve it."}, "must contain {problem}"),
     ],
 )
