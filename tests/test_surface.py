@@ -83,7 +83,7 @@ CONTRACT = """
     CategoricalProjection TokenBatch ObjectiveOutput make_objective objective_names register_objective make_correction
     reduce_loss group_advantages gae improvement_bound lm_head policy_loss_from_hidden
     project_gaussian_kl project_gaussian_wasserstein project_gaussian_frobenius project_entropy_floor GaussianProjection
-    gaussian_kl gaussian_entropy
+    gaussian_kl gaussian_entropy head_kl retract snapshot Certificate RateController
 """
 
 

@@ -1,6 +1,7 @@
 """corral keeps a policy inside its trust region while reinforcement learning improves it."""
 
 from corral.advantage import gae, group_advantages
+from corral.deployed import Certificate, RateController, TokenKL, retract, snapshot
 from corral.divergence import (
     GaussianDistance,
     binary_kl,
@@ -15,7 +16,7 @@ from corral.divergence import (
     kl_k2,
     kl_k3,
 )
-from corral.kernels import HeadOutput, PolicyLoss, lm_head, policy_loss_from_hidden
+from corral.kernels import HeadOutput, PolicyLoss, head_kl, lm_head, policy_loss_from_hidden
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CategoricalProjection",
+    "Certificate",
     "EntropyProjection",
     "GaussianDistance",
     "GaussianProjection",
@@ -47,8 +49,10 @@ __all__ = [
     "ObjectiveOutput",
     "PackedSparseDist",
     "PolicyLoss",
+    "RateController",
     "SparseDist",
     "TokenBatch",
+    "TokenKL",
     "binary_kl",
     "binary_tv",
     "categorical_kl",
@@ -60,6 +64,7 @@ __all__ = [
     "gaussian_kl",
     "gaussian_wasserstein",
     "group_advantages",
+    "head_kl",
     "improvement_bound",
     "kl_k1",
     "kl_k2",
@@ -77,5 +82,7 @@ __all__ = [
     "reduce_loss",
     "reduction_weights",
     "register_objective",
+    "retract",
+    "snapshot",
     "top_k_support",
 ]

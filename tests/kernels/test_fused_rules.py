@@ -46,6 +46,9 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             (("ratio", "binary"), ("tv", "binary"), ("kl", "binary"), ("tv", "topk"), ("kl", "topk")),
             ((0.0, 0.0, None), (0.1, math.inf, 1.5), (math.inf, 0.1, 0.0), (0.1, 0.1, None)),
         )
+    ] + [
+        {"divergence": divergence, "estimator": estimator, "bound_low": 0.1, "bound_high": 0.0, "mask": "symmetric"}
+        for divergence, estimator in (("ratio", "binary"), ("tv", "binary"), ("kl", "topk"))
     ],
     "troll": [
         {"bound": bound, "regression": regression, "gradient": gradient, "ratio_cap": cap}

@@ -24,6 +24,7 @@ OBJECTIVES = {
     "mask by binary tv": ("dppo", {}),
     "mask by binary kl, two bounds": ("dppo", {"divergence": "kl", "bound_low": 0.01, "bound_high": 0.1}),
     "mask by tv of the support": ("dppo", {"estimator": "topk"}),
+    "mask by binary tv, both ways": ("dppo", {"mask": "symmetric"}),
     "mask by kl of the support, capped": ("dppo", {"divergence": "kl", "estimator": "topk", "ratio_cap": 1.1}),
     "no region": ("reinforce", {}),
     "no region, capped": ("reinforce", {"ratio_cap": 0.9}),

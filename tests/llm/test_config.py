@@ -105,7 +105,7 @@ class TestReduction:
 
     OWN: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("gspo", "gmpo", "sapo"), "grpo"),
-        **dict.fromkeys(("reinforce", "ppo_clip", "clip_higher", "dual_clip", "cispo", "drpo", "spo", "troll"), "dapo"),
+        **dict.fromkeys(("reinforce", "ppo_clip", "clip_higher", "dual_clip", "cispo", "drpo", "m2po", "spo", "troll"), "dapo"),
         "dppo": "dr_grpo",
     }
 
@@ -338,7 +338,7 @@ class TestAnchorTable:
         monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
         objectives = {
             "the sampled token": [("ppo_clip", {}), ("dppo", {})],
-            "the sampled token, by `dppo`": [("dppo", {})],
+            "the sampled token, by `dppo`, `drpo` or `m2po`": [("dppo", {}), ("drpo", {}), ("m2po", {})],
             "a support": [("troll", {}), ("dppo", {"estimator": "topk"})],
         }[reads]
         given: dict[str, Any] = {"anchor": anchor.split("`")[1]}

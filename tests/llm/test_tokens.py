@@ -20,7 +20,7 @@ from corral.report.read import read_run
 from corral.run.folder import TOKENS, RunFolder
 from small_runs import save_model, small
 
-ACTIONS = {"troll": "projected", "dppo": "masked"}
+ACTIONS = {"troll": "projected", "dppo": "masked", "m2po": "masked"}
 
 
 @pytest.fixture(scope="module")

@@ -207,6 +207,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ("sapo", "tau_negative", "`tau_negative` is a temperature and must be finite and > 0", (0.0, -1.0, INF, *NOT_GIVEN)),
     ("gmpo", "clip", "`clip` is a distance in log-ratio and must be ≥ 0", (-0.1, *NOT_GIVEN)),
     ("drpo", "bound", "`bound` is a divergence and must be > 0 (inf switches it off)", (0.0, -0.1, *NOT_GIVEN)),
+    ("m2po", "bound", "`bound` is a mean of squared log-ratios and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN)),
     ("spo", "epsilon", "`epsilon` is a distance from ratio 1 and must be > 0", (0.0, -0.1, *NOT_GIVEN)),
     *[
         ("dppo", key, f"`{key}` is a divergence and must be ≥ 0, or None (inf switches it off)", (-0.1, *NO_NUMBER))
@@ -214,6 +215,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ],
     ("dppo", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
     ("dppo", "divergence", "`divergence` is one of tv, kl, ratio", ("js", None, 1, ["tv"])),
+    ("dppo", "mask", "`mask` is one of outward, symmetric, predictive", ("both", None, True)),
     ("dppo", "estimator", "`estimator` is one of binary, topk, full", ("top_k", None, 20)),
     ("troll", "bound", "`bound` is a KL in nats and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN)),
     ("troll", "regression", "`regression` is a weight and must be finite and ≥ 0", (-0.1, INF, *NOT_GIVEN)),
@@ -452,6 +454,7 @@ def test_what_is_not_needed_may_be_missing(name):
         ("cispo", {"cap_low": 1, "cap_high": 1}),
         ("gmpo", {"clip": 0}),
         ("spo", {"epsilon": INF}),
+        ("m2po", {"bound": 0}),
         ("drpo", {"bound": INF}),
         ("dppo", {"bound": INF, "bound_low": 0, "ratio_cap": 0}),
         ("troll", {"bound": INF, "regression": 0}),

@@ -246,6 +246,72 @@ def test_topk_on_the_whole_vocabulary_is_full(seed, divergence, bound):
     assert torch.equal(*(torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (topk, full)))
 
 
+# ---------------------------------------------------------------------------------------------------- which way
+
+
+def test_golden_a_symmetric_mask_looks_at_how_far_alone():
+    # |Δp| = .4, .4, .4, .1, .4 and δ = .2: all but the fourth are outside, whichever way; the fifth has no advantage.
+    batch = inputs(p_new=[0.9, 0.9, 0.1, 0.6, 0.9], p_old=[0.5] * 5, adv=[1.0, -1.0, 1.0, 1.0, 0.0])
+    out = make_objective("dppo", mask="symmetric")(batch)
+    assert out.acted.tolist() == [[True, True, True, False, False]]
+    loss, grad = loss_and_grad(make_objective("dppo", mask="symmetric"), batch)
+    assert_close(loss, row([0.0, 0.0, 0.0, -1.2, 0.0]))
+    assert_close(grad, row([0.0, 0.0, 0.0, -1.2, 0.0]))
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_golden_a_predictive_mask_looks_at_all_tokens(divergence):
+    # μ = .2, .7, .1 and π = .3, .1, .6, with a = 0: a step up takes log π by [j=0] − π_j − π_0 + s, s = .09 + .01 + .36 = .46,
+    # so by .86, .06, −.44.   KL(μ‖π) changes by −(.2·.86 + .7·.06 − .1·.44) = −.17, TV by ½(.3·.86 − .1·.06 − .6·.44) = −.006.
+    # The sampled token has risen and would rise further: mask="outward" blocks it. What has gone wrong is token 2, and this
+    # step takes mass from it: "predictive" lets it pass, and blocks the way down.
+    batch = on_support(inputs(p_new=[0.3, 0.3], p_old=[0.2, 0.2], adv=[1.0, -1.0]), [0.3, 0.1, 0.6], [0.2, 0.7, 0.1])
+    settings = {"divergence": divergence, "estimator": "topk"}
+    assert blocked(batch, **settings).tolist() == [[True, False]]
+    assert blocked(batch, mask="predictive", **settings).tolist() == [[False, True]]
+    loss, grad = loss_and_grad(make_objective("dppo", mask="predictive", **settings), batch)
+    assert_close(loss, row([-1.5, 0.0]))
+    assert_close(grad, row([-1.5, 0.0]))
+
+
+@given(SEEDS, st.sampled_from(["tv", "kl"]), st.floats(0.0, 0.3))
+def test_a_predictive_mask_blocks_the_steps_that_raise_the_divergence(seed, divergence, bound):
+    # By taking a small step on the logits of the support and its tail, and measuring again.
+    batch, _ = random_batch(2, 4, 6, 3, step=1.0, per_token=True, seed=seed)
+    settings = {"divergence": divergence, "estimator": "topk", "bound": bound}
+    ours = make_objective("dppo", mask="predictive", **settings)(batch).acted
+    for b, t in batch.mask.nonzero().tolist():
+        old, new = (dist.with_rest()[b, t].exp().tolist() for dist in (batch.dist_old, batch.dist_new))
+        size = 1e-5 * batch.advantages[b, t].item()
+        stepped = [p * math.exp(size * ((j == 0) - p)) for j, p in enumerate(new)]
+        before, after = (distance(divergence, old, [p / sum(q) for p in q]) for q in (new, stepped))
+        if abs(after - before) > 1e-4 * abs(size) and abs(before - bound) > 1e-9:
+            assert ours[b, t].item() == (before > bound and after > before)
+
+
+@given(SEEDS, st.sampled_from(["tv", "kl"]), st.floats(1e-3, 0.5))
+def test_with_two_tokens_there_is_one_way_out(seed, divergence, bound):
+    batch, _ = random_batch(3, 4, 2, 2, step=1.5, per_token=True, seed=seed)
+    settings = {"divergence": divergence, "estimator": "full", "bound": bound}
+    assert torch.equal(blocked(batch, **settings), blocked(batch, mask="predictive", **settings))
+
+
+@given(SEEDS, st.sampled_from([("tv", "binary"), ("kl", "binary"), ("ratio", "binary"), ("tv", "topk"), ("kl", "topk")]))
+def test_a_symmetric_mask_blocks_all_that_others_do(seed, kind):
+    divergence, estimator = kind
+    batch, _ = random_batch(3, 4, 6, 3, step=1.0, per_token=True, seed=seed)
+    settings = {"divergence": divergence, "estimator": estimator, "bound": 0.1}
+    symmetric = blocked(batch, mask="symmetric", **settings)
+    for mask in ("outward", *(["predictive"] if estimator == "topk" else [])):
+        assert not (blocked(batch, mask=mask, **settings) & ~symmetric).any()
+    assert torch.equal(symmetric, blocked(replace(batch, advantages=-batch.advantages), mask="symmetric", **settings))
+
+
+def test_a_predictive_mask_needs_a_support():
+    with pytest.raises(ValueError, match="mask='predictive' looks at what a step does to the support, so it goes with estim"):
+        make_objective("dppo", mask="predictive")
+
+
 # ---------------------------------------------------------------------------------------------------- relations to others
 
 

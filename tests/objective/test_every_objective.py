@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in 
     "dppo, ratio": ("dppo", {"divergence": "ratio"}),
     "dppo, topk tv": ("dppo", {"estimator": "topk"}),
     "dppo, topk kl": ("dppo", {"estimator": "topk", "divergence": "kl"}),
+    "dppo, symmetric": ("dppo", {"mask": "symmetric"}),
+    "dppo, predictive": ("dppo", {"estimator": "topk", "mask": "predictive"}),
     "dppo, full": ("dppo", {"estimator": "full"}),
     "dppo, capped": ("dppo", {"ratio_cap": 1.5}),
     "troll, fill": ("troll", {"tail": "fill", "vocab_size": V}),
@@ -337,7 +339,7 @@ def test_scaled_advantages_scale_loss_and_gradient(case):
 # ------------------------------------------------------------------------------------------------------- independence
 
 
-@every_case
+@without("m2po")  # which selects among all tokens of a call
 def test_every_sequence_is_on_its_own(case):
     batch, _ = batch_of(case)
     order = torch.tensor([2, 0, 3, 1])

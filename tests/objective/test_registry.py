@@ -29,6 +29,7 @@ DEFAULTS = {
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
     "gmpo": {"clip": 0.4},
     "spo": {"epsilon": 0.2},
+    "m2po": {"bound": 0.04},
     "drpo": {"bound": 0.2},
     "dppo": {
         "divergence": "tv",
@@ -36,6 +37,7 @@ DEFAULTS = {
         "bound": None,
         "bound_low": None,
         "bound_high": None,
+        "mask": "outward",
         "ratio_cap": None,
     },
     "troll": {
@@ -208,8 +210,8 @@ def test_what_looks_at_the_whole_distribution_needs_both_supports(name, settings
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_only_dppo_and_drpo_are_anchored_to_the_rollout(name):
-    assert make_objective(name).config.anchor == ("rollout" if name in ("dppo", "drpo") else "old")
+def test_only_some_are_anchored_to_the_rollout(name):
+    assert make_objective(name).config.anchor == ("rollout" if name in ("dppo", "drpo", "m2po") else "old")
 
 
 # ------------------------------------------------------------------------------------------------------- registration

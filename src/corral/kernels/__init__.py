@@ -7,6 +7,7 @@ dispatch.py         torch or triton: the only place that chooses
 packed.py           unmasked tokens → packed rows; the terms of the loss (`rows.py` has the nouns of both implementations)
 torch/              on any device
   online.py           logits of some rows → normaliser, entropy, support and tail mass
+  head_kl.py          the exact KL of two networks, a few rows of both at a time
   fused.py            the objective on these rows, and its gradient off the same logits; `backward.py` has dz
 triton/             on a GPU
   plan_batch.py       is the batch valid, and which rows are planned to be dense?
@@ -19,9 +20,11 @@ triton/             on a GPU
 precomputed.py      autograd: the gradients times the one number that arrives
 
 `lm_head` passes torch/autograd.py or triton/autograd.py instead, and batch_loss.py takes an objective's loss of its rows.
+`head_kl` measures: the exact KL of two networks, without a gradient.
 """
 
 from corral.kernels.head import HeadOutput, lm_head
 from corral.kernels.policy_loss import PolicyLoss, policy_loss_from_hidden
+from corral.kernels.torch.head_kl import head_kl
 
-__all__ = ["HeadOutput", "PolicyLoss", "lm_head", "policy_loss_from_hidden"]
+__all__ = ["HeadOutput", "PolicyLoss", "head_kl", "lm_head", "policy_loss_from_hidden"]

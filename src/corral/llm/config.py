@@ -21,12 +21,16 @@ from corral.validate import require
 Sampler = Literal["transformers", "vllm", "rollout_func"]
 """Who draws the completions: the trainer's own model, vLLM, or a function of the user's."""
 
+AUTO_RATE, AUTO_BOUND = 1e-3, 0.02
+"""What `learning_rate="auto"` stands for: a rate to start from, and the `deployed_bound` that brings it where it belongs."""
+
 
 @dataclass
 class CorralConfig(GRPOConfig):
     """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it.
 
-    Once made, `loss_type` is one of TRL's: "auto" has become the objective's own.
+    Once made, `loss_type` is one of TRL's: "auto" has become the objective's own. `learning_rate="auto"` has become the
+    rate that a controlled one starts from.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
@@ -72,6 +76,19 @@ class CorralConfig(GRPOConfig):
             "too). The tail is one more category either way."
         },
     )
+    learning_rate: float | str = field(  # type: ignore[assignment]  # transformers has no word
+        default=1e-6,
+        metadata={
+            "help": "Peak learning rate; `auto` starts at 1e-3 and lets `deployed_bound`, .02 unless given, find the rate."
+        },
+    )
+    deployed_bound: float | None = field(
+        default=None,
+        metadata={
+            "help": "Mean KL of the network after a step's updates from the network before them that is allowed; what goes "
+            "further is retracted, and the learning rate follows. inf measures alone, None does neither."
+        },
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},
@@ -94,6 +111,9 @@ class CorralConfig(GRPOConfig):
         if self.loss_type == "auto":  # before TRL reads it
             first = self.make_objective().config.reductions[0]
             self.loss_type = next(name for name, how in REDUCTIONS.items() if how == first)
+        if self.learning_rate == "auto":  # transformers wants a number
+            self.learning_rate = AUTO_RATE
+            self.deployed_bound = AUTO_BOUND if self.deployed_bound is None else self.deployed_bound
         super().__post_init__()
         self.make_objective()
         self.make_correction()
@@ -107,6 +127,8 @@ class CorralConfig(GRPOConfig):
         require(self, "support_size", at_least=1, integer=True, name="CorralConfig")
         require(self, "support_mass", above=0, at_most=1, name="CorralConfig")
         require(self, "support", one_of=("old", "union"), name="CorralConfig")
+        note = "inf measures alone"
+        require(self, "deployed_bound", above=0, optional=True, what="a divergence", note=note, name="CorralConfig")
         _raise_first(trl_refusals(self))
         _raise_first(generation_refusals(self, _settings("generation_kwargs", self.generation_kwargs)))
         if self.use_vllm:

@@ -4,6 +4,7 @@ Ratios and gradients are of softmax(logits / temperature). Whatever else reshape
 makes the completions another policy's. Each function yields one sentence per refusal; the first is raised.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import trl
 from packaging.version import Version
 from transformers import GenerationConfig
+from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig
 
 from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
@@ -88,6 +90,12 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
         yield (
             f"advantage={config.advantage!r} takes the place of `scale_rewards` and `multi_objective_aggregation`. Leave "
             f"those as they are, or `advantage` out."
+        )
+    held = config.deployed_bound is not None and config.deployed_bound < math.inf
+    if held and config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
+        yield (
+            "`deployed_bound` scales the rates of a schedule, and reduce_lr_on_plateau has none that is known beforehand. Use "
+            "another lr_scheduler_type."
         )
     if config.use_liger_kernel:
         yield "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off."

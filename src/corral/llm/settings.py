@@ -136,6 +136,8 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
             checked[key] = as_rewards(value)
         elif key in own:
             checked[key] = coerce(key, value, own[key])
+        elif key == "learning_rate" and value != "auto":  # else a number would stay the text that it is on a command line
+            checked["trainer"][key] = coerce(key, value, float)
         else:
             checked["trainer"][key] = coerce(key, value, trainer[key])
     settings = Settings(**checked)

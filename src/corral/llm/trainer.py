@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 from corral.advantage import Advantage, group_advantages
 from corral.llm.config import CorralConfig, Sampler
+from corral.llm.deployed import DeployedCallback
 from corral.llm.guard import SelfCheck
 from corral.llm.ledger import Ledger
 from corral.llm.models import base_model
@@ -89,6 +90,8 @@ class CorralTrainer(GRPOTrainer):
         self._ledger = Ledger()
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
+        if args.deployed_bound is not None:
+            self.callback_handler.callbacks.insert(0, DeployedCallback(self))  # before a reference is synchronised, or saved
         if self.accelerator.is_main_process:
             self._announce()
 

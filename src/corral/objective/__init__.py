@@ -12,6 +12,7 @@ from corral.objective.dppo import DPPOConfig, dppo
 from corral.objective.drpo import DRPOConfig, drpo
 from corral.objective.gmpo import GMPOConfig, gmpo
 from corral.objective.gspo import GSPOConfig, gspo
+from corral.objective.m2po import M2POConfig, m2po
 from corral.objective.ppo_clip import ClipHigherConfig, DualClipConfig, PPOClipConfig, ppo_clip
 from corral.objective.reinforce import ReinforceConfig, reinforce
 from corral.objective.sapo import SAPOConfig, sapo
@@ -29,6 +30,7 @@ OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {
     "dual_clip": (ppo_clip, DualClipConfig),
     "gmpo": (gmpo, GMPOConfig),
     "gspo": (gspo, GSPOConfig),
+    "m2po": (m2po, M2POConfig),
     "ppo_clip": (ppo_clip, PPOClipConfig),
     "reinforce": (reinforce, ReinforceConfig),
     "sapo": (sapo, SAPOConfig),

@@ -17,6 +17,7 @@ from corral.validate import require
 
 _Divergence = Literal["tv", "kl", "ratio"]
 _Estimator = Literal["binary", "topk", "full"]
+_Mask = Literal["outward", "symmetric", "predictive"]
 _DEFAULT_BOUND = {"tv": 0.2, "kl": 0.05, "ratio": 0.2}
 
 
@@ -35,16 +36,25 @@ class DPPOConfig(ObjectiveConfig):
     """δ where Â < 0; None takes `bound`."""
     bound_high: float | None = None
     """δ where Â > 0; None takes `bound`."""
+    mask: _Mask = "outward"
+    """Which tokens outside lose their gradient: those moved along their advantage, all, or those whose step raises D on the
+    support."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd; None leaves the ratio alone."""
 
     def __post_init__(self) -> None:
         require(self, "divergence", one_of=get_args(_Divergence))
         require(self, "estimator", one_of=get_args(_Estimator))
+        require(self, "mask", one_of=get_args(_Mask))
         if self.divergence == "ratio" and self.estimator != "binary":
             raise ValueError(
                 f"dppo: the ratio is the sampled token's alone, so divergence='ratio' goes with estimator='binary'; got "
                 f"{self.estimator!r}."
+            )
+        if self.mask == "predictive" and self.estimator == "binary":
+            raise ValueError(
+                "dppo: mask='predictive' looks at what a step does to the support, so it goes with estimator='topk' or 'full'; "
+                "got 'binary', where it would be mask='outward'."
             )
         bounds = ("bound", "bound_low", "bound_high")
         require(self, *bounds, at_least=0, optional=True, what="a divergence", note="inf switches it off")
@@ -79,7 +89,8 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
         m_t = 0  iff  D_t > δ  and  (ρ_t − 1) Â_t > 0
 
     The mask is a constant for autograd: no gradient flows through D. Both inequalities are strict, moves back towards the
-    old policy are never blocked, and tokens without advantage are never counted.
+    old policy are never blocked, and tokens without advantage are never counted. With mask="symmetric" the second condition
+    is Â_t ≠ 0, with "predictive" it is that D_t rises along the token's own gradient step.
 
     Args:
         batch: log-probs, advantages and mask, all [B T]; for "topk" and "full" both policies on one support.
@@ -94,7 +105,10 @@ def dppo(batch: TokenBatch, config: DPPOConfig) -> ObjectiveOutput:
     with torch.no_grad():
         moved = divergence(batch, log_rho, config)
         outside = torch.where(advantages > 0, moved > high, moved > low)
-        blocked = outside & (log_rho * advantages > 0)
+        if config.mask == "predictive":
+            blocked = outside & (_rise(batch, config) * advantages > 0)
+        else:
+            blocked = outside & (log_rho * advantages > 0 if config.mask == "outward" else advantages != 0)
     loss = torch.where(batch.mask & ~blocked, -capped_ratio(log_rho, config.ratio_cap) * advantages, 0.0)
     return ObjectiveOutput(loss, region_metrics(batch, log_rho, blocked), blocked)
 
@@ -114,6 +128,21 @@ def divergence(batch: TokenBatch, log_rho: Float[Tensor, "B T"], config: DPPOCon
         _check_nothing_left(mask, torch.maximum(old, new)[..., -1])
     categorical = categorical_tv if config.divergence == "tv" else categorical_kl
     return categorical(zero_padding(old, mask), zero_padding(new, mask))
+
+
+def _rise(batch: TokenBatch, config: DPPOConfig) -> Float[Tensor, "B T"]:
+    """dD/ds along a step that makes the sampled token likelier, z ← z + s (e_a − π), on the support; its tail is one token.
+
+    Then d log π_j = e_a,j − π_j − π_a + Σ_k π_k², and KL(old‖new) changes by −Σ_j μ_j d log π_j, the total variation by
+    ½ Σ_j sgn(π_j − μ_j) π_j d log π_j.
+    """
+    assert batch.dist_old is not None
+    assert batch.dist_new is not None
+    old, new = (zero_padding(dist.with_rest(), batch.mask).exp() for dist in (batch.dist_old, batch.dist_new))
+    change = (new**2).sum(-1, keepdim=True) - new - new[..., :1]
+    change[..., 0] += 1  # slot 0 is the sampled token
+    each = -old if config.divergence == "kl" else 0.5 * (new - old).sign() * new
+    return (each * change).sum(-1)
 
 
 def _check_nothing_left(mask: Tensor, rest: Tensor) -> None:

@@ -52,7 +52,7 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
         missing = max(real, 1) + -max(real, 1) % ROWS - real
         h, t = pad(operand(hidden[part], dtype), (0, 0, 0, missing)), pad(source.tokens[part], (0, missing))
         given = None if source.ids is None else pad(source.ids[part], (0, 0, 0, missing), value=-1)
-        z = _logits(h, weight, source.bias, spec, dtype, scratch)
+        z = make_logits(h, weight, source.bias, spec, dtype, scratch)
         rows, rest = _read(z, t, given, request, shard, scratch, outside)
         if missing:
             rows = HeadRows(*(x[:real] for x in vars(rows).values()))
@@ -65,7 +65,9 @@ def head_forward(source: HeadInput, shard: Shard) -> HeadRows:
     return join([rows for _, rows, _ in scan_rows(source, shard)])
 
 
-def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+def make_logits(
+    h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
+) -> Tensor:
     """[n, V], in memory that the next rows overwrite; a weight in another precision is converted a piece at a time."""
     z = scratch("z", (len(h), len(weight)), dtype)
     whole = operand(weight[:0], dtype).dtype == weight.dtype

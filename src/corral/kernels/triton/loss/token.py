@@ -35,6 +35,8 @@ class TokenLoss:
     cap: float | None = None
     """Largest weight, or the dual clip's constant."""
     measure: int = RATIO
+    symmetric: bool = False
+    """A mask that looks at how far alone, not at which way."""
 
     @property
     def needs_support(self) -> bool:
@@ -59,7 +61,7 @@ class TokenLoss:
             fields, own,
             len(own), slots, rows.logp.stride(0), rows.kept.stride(0), *limits, self.low, self.high,
             self.cap if self.cap is not None else 0.0, CAPPED=self.cap is not None, RULE=self.rule, MEASURE=self.measure,
-            SUPPORT=support, ROLLOUT=old.rollout is not None, POLICY=old.policy_weights is not None,
+            SYMMETRIC=self.symmetric, SUPPORT=support, ROLLOUT=old.rollout is not None, POLICY=old.policy_weights is not None,
              SLOTS=lanes, ROWS=block, num_warps=1,
         )  # fmt: skip
         return LossRows(fields, own, None, None)
@@ -71,8 +73,11 @@ def _masked(config: Any) -> TokenLoss | None:
         ("tv", "topk"): SUPPORT_TV, ("kl", "topk"): SUPPORT_KL,
     }  # fmt: skip
     measure = measures.get((config.divergence, config.estimator))  # "full" has more to check
+    if measure is None or config.mask == "predictive":
+        return None
     low, high = config.bounds
-    return None if measure is None else TokenLoss(rule=MASK, low=low, high=high, cap=config.ratio_cap, measure=measure)
+    symmetric = config.mask == "symmetric"
+    return TokenLoss(rule=MASK, low=low, high=high, cap=config.ratio_cap, measure=measure, symmetric=symmetric)
 
 
 def _clipped(config: Any) -> TokenLoss:
@@ -94,7 +99,8 @@ _RULES = {
 def _token_kernel(
     logp, kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, out_own, count, slots,
     stride, stride_kept, highest, slack, low, high, cap, CAPPED: tl.constexpr, RULE: tl.constexpr, MEASURE: tl.constexpr,
-    SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
@@ -155,7 +161,10 @@ def _token_kernel(
             moved = tv
         if MEASURE == 4:
             moved = reverse
-        acted = (moved > tl.where(advantage > 0.0, high, low)) & (log_rho * advantage > 0.0)
+        blocks = log_rho * advantage > 0.0
+        if SYMMETRIC:
+            blocks = advantage != 0.0
+        acted = (moved > tl.where(advantage > 0.0, high, low)) & blocks
         if CAPPED:
             loss = -tl.minimum(ratio, cap) * advantage
             own = loss

@@ -1,0 +1,12 @@
+"""A trust region for the network that samples next: measure its true distance, and hold it.
+
+`statistics`   per-token KLs → the numbers a bound is put on
+`retract`      back along the straight line to the old weights until one of them fits; a certificate says what was done
+`rate`         a learning rate that makes the measured distance what it should be
+"""
+
+from corral.deployed.rate import RateController
+from corral.deployed.retract import Certificate, restore, retract, snapshot
+from corral.deployed.statistics import STATISTICS, TokenKL
+
+__all__ = ["STATISTICS", "Certificate", "RateController", "TokenKL", "restore", "retract", "snapshot"]

@@ -1,0 +1,56 @@
+"""A learning rate controlled by how far the network really moved."""
+
+import math
+from typing import Any
+
+from corral.validate import number_in
+
+
+class RateController:
+    """Scales a learning rate until a batch's updates move the network by δ.
+
+        rate ← rate · clip((δ / D)^power, low, high)
+
+    D is measured after a batch's updates and before anything is undone. Near the old weights D grows with the square of the
+    rate, so `power` = ½ would reach δ in one step; a smaller one averages over noisy measurements.
+
+    Ref:
+        Schulman et al. 2017, arXiv:1707.06347, §4 adapts a KL penalty so. Invariant: with D = c · rate², the logarithm of
+        rate / √(δ/c) shrinks by the factor 1 − 2 · power at every step that is not clipped.
+    """
+
+    def __init__(self, *, power: float = 0.35, low: float = 0.25, high: float = 1.5) -> None:
+        if not (number_in(power, 0, 1) and 0 < power < 1):
+            raise ValueError(f"RateController: `power` lies in (0, 1), from ½ upwards it overshoots; got {power!r}.")
+        if not (number_in(low, 0, 1) and low > 0 and number_in(high, 1) and high < math.inf):
+            raise ValueError(f"RateController: 0 < `low` ≤ 1 ≤ `high`, both finite; got {low!r} and {high!r}.")
+        self.power, self.low, self.high = power, low, high
+        self.scale = 1.0
+        """What the rate that was asked for is multiplied with by now."""
+
+    def update(self, distance: float, bound: float) -> float:
+        """The factor for the rate after a batch that moved the network by `distance`, where `bound` was meant.
+
+        A network that did not move gets the largest factor, one that left the numbers (NaN, inf) the smallest.
+        """
+        if not (number_in(bound, 0) and 0 < bound < math.inf):
+            raise ValueError(f"RateController: `bound` is a divergence > 0 and finite; got {bound!r}.")
+        if not math.isfinite(distance):
+            factor = self.low
+        elif distance <= 0:
+            factor = self.high
+        else:
+            factor = min(self.high, max(self.low, (bound / distance) ** self.power))
+        self.scale *= factor
+        return factor
+
+    def state_dict(self) -> dict[str, float]:
+        """All that a resumed run needs."""
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        scale = state.get("scale")
+        if not (number_in(scale, 0) and 0 < scale < math.inf):  # type: ignore[operator]  # number_in has seen that it is one
+            raise ValueError(f"RateController: a saved `scale` is a number > 0; got {state!r}. Is the checkpoint whole?")
+        self.scale = float(scale)  # type: ignore[arg-type]  # as above

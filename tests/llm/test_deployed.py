@@ -1,0 +1,289 @@
+"""The trainer's hold on the network it deploys: the certificate is true, the bound holds, and all processes decide alike."""
+
+import copy
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tiny_models import dense_logp, make_trainer, tiny_model
+from torch import Tensor
+from transformers import TrainerCallback
+
+from corral import categorical_kl, objective_names
+from corral.llm import CorralConfig, CorralTrainer, deployed
+from corral.llm.models import base_model
+from corral.llm.settings import resolve
+from corral.llm.train import resume, train
+from corral.llm.trl_api import FUSED
+from small_runs import save_model, small
+from tolerance import assert_close
+from two_processes import run_two
+
+pytestmark = pytest.mark.skipif(not FUSED, reason="TRL hands over no hidden states")
+
+NAMES = ["tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/deployed_probes"]
+WILD = {"learning_rate": 0.3, "objective": "ppo_clip"}
+
+
+class Witness(TrainerCallback):
+    """Measures for itself: the KL of every token of the step's rollouts, from all logits, at the end of each step."""
+
+    def __init__(self, trainer: CorralTrainer, updates: int) -> None:
+        self.trainer, self.updates = trainer, updates
+        self.batches: list[dict[str, Any]] = []
+        self.old: Any = None
+        self.kl: list[Tensor] = []
+        self.rates: list[float] = []
+        generate = trainer._generate_and_score_completions
+
+        def remember(inputs: Any) -> dict[str, Any]:
+            self.batches.append(generate(inputs))
+            return self.batches[-1]
+
+        trainer._generate_and_score_completions = remember
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.updates == 0:
+            self.old, self.batches = copy.deepcopy(self.trainer.model), []
+        self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.updates:
+            return
+        found = []
+        with torch.no_grad():
+            for batch in self.batches:
+                new, old = (dense_logp(base_model(model), batch, 0.9) for model in (self.trainer.model, self.old))
+                found.append(categorical_kl(new, old)[batch["completion_mask"].bool()])
+        self.kl.append(torch.cat(found))
+
+
+def certificates(trainer: CorralTrainer) -> list[dict[str, float]]:
+    return [{name: line[name] for name in NAMES} for line in trainer.state.log_history if NAMES[0] in line]
+
+
+@pytest.mark.supports("other: deployed network, distance measured after every step", door="TRL")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_the_certificate_is_the_kl_of_every_token(tmp_path, family):
+    trainer = make_trainer(tmp_path, model=tiny_model(family), deployed_bound=math.inf, max_steps=4)
+    witness = Witness(trainer, updates=2)
+    trainer.train()
+    found = certificates(trainer)
+    assert len(found) == len(witness.kl) == 2
+    for line, kl in zip(found, witness.kl, strict=True):
+        assert line["tr/deployed_kl_mean"] > 1e-4
+        assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=1e-3)
+        assert_close(torch.tensor(line["tr/deployed_kl_max"]), kl.max(), rtol=1e-3)
+        assert (line["tr/step_share"], line["tr/deployed_probes"]) == (1.0, 1.0)
+
+
+def test_measuring_changes_no_weight(tmp_path):
+    states = []
+    for bound in (None, math.inf):
+        trainer = make_trainer(tmp_path, deployed_bound=bound, max_steps=6)
+        trainer.train()
+        states.append(trainer.model.state_dict())
+        assert bool(certificates(trainer)) == (bound is not None)
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+@pytest.mark.supports("other: deployed network, bound held after every step", door="TRL")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"steps_per_generation": 2},
+        {"steps_per_generation": 2, "num_iterations": 2},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
+        {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+    ],
+    ids=["two updates", "two passes", "two batches, one update", "two batches, three updates"],
+)
+def test_the_bound_holds_after_every_step(tmp_path, shape):
+    every, batch = shape.get("gradient_accumulation_steps", 1), shape["steps_per_generation"] * shape.get("num_iterations", 1)
+    updates = math.lcm(every, batch) // every
+    trainer = make_trainer(tmp_path, deployed_bound=0.02, max_steps=3 * updates, **WILD, **shape)
+    witness = Witness(trainer, updates)
+    trainer.train()
+    found = certificates(trainer)
+    assert len(found) == len(witness.kl) == 3
+    assert found[0]["tr/step_share"] < 1
+    for line, kl in zip(found, witness.kl, strict=True):
+        assert line["tr/deployed_kl_mean"] <= 0.02
+        assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=5e-3, atol=1e-6)
+    assert witness.rates[-1] < witness.rates[0]  # a quarter at most for every wild step
+
+
+def test_the_bound_follows_the_schedule(tmp_path):
+    # Linear over 8 updates: factors 1, 7/8 | 6/8, 5/8 | 4/8, 3/8 | 2/8, 1/8, so δ_k = .02 · (15, 11, 7, 3)² / 16².
+    trainer = make_trainer(tmp_path, deployed_bound=0.02, max_steps=8, lr_scheduler_type="linear", **WILD)
+    witness = Witness(trainer, updates=2)
+    trainer.train()
+    bounds = [0.02 * (top / 16) ** 2 for top in (15, 11, 7, 3)]
+    found = [line["tr/deployed_kl_mean"] for line in certificates(trainer)]
+    assert all(mean <= bound for mean, bound in zip(found, bounds, strict=True))
+    assert found[0] > 0.2 * bounds[0]  # and not because nothing was kept
+    callback = trainer.callback_handler.callbacks[0]
+    # Rates: the schedule's, times all factors until then; the peak is the rate that was asked for times the scale.
+    assert callback._scheduler().base_lrs[0] == pytest.approx(0.3 * callback.controller.scale)
+    assert witness.rates[2] == pytest.approx(0.3 * 0.25 * 6 / 8)
+
+
+def test_a_step_at_rate_0_moves_nothing_and_asks_for_nothing(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.02, max_steps=4, lr_scheduler_type="constant_with_warmup",
+                           warmup_steps=4, **WILD)  # fmt: skip
+    trainer.train()
+    assert all(line["tr/deployed_kl_mean"] <= 0.02 for line in certificates(trainer))
+
+
+@pytest.mark.supports("other: deployed network, LoRA", door="TRL")
+def test_an_adapter_is_held_and_its_base_left_alone(tmp_path):
+    torch.manual_seed(0)
+    lora = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
+    trainer = make_trainer(tmp_path, deployed_bound=0.01, max_steps=4, trainer_kwargs=lora, **WILD)
+    base = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora" not in name}
+    witness = Witness(trainer, updates=2)
+    trainer.train()
+    found = certificates(trainer)
+    assert min(line["tr/step_share"] for line in found) < 1
+    for line, kl in zip(found, witness.kl, strict=True):
+        assert line["tr/deployed_kl_mean"] <= 0.01
+        assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=5e-3, atol=1e-6)
+    assert all(torch.equal(p, base[name]) for name, p in trainer.model.named_parameters() if "lora" not in name)
+
+
+def test_it_acts_before_every_other_callback(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.02)
+    assert isinstance(trainer.callback_handler.callbacks[0], deployed.DeployedCallback)
+
+
+def test_many_tokens_are_thinned_evenly(tmp_path, monkeypatch):
+    monkeypatch.setattr(deployed, "TOKENS", 12)
+    trainer = make_trainer(tmp_path, deployed_bound=math.inf)
+    callback = trainer.callback_handler.callbacks[0]
+    batch = {name: torch.arange(8)[:, None].expand(8, 6) for name in ("prompt_ids", "completion_ids")}
+    batch |= {name: torch.ones(8, 6, dtype=torch.long) for name in ("prompt_mask", "completion_mask")}
+    # 48 tokens, of which 12 are wanted: every fourth completion.
+    assert callback._choose(batch).ids[:, 0].tolist() == [0, 4]
+    batch["tool_mask"] = torch.zeros(8, 6, dtype=torch.long)
+    batch["tool_mask"][:, :3] = 1  # half of them are a tool's
+    chosen = callback._choose(batch)
+    assert (chosen.ids[:, 0].tolist(), chosen.live.sum().item()) == ([0, 2, 4, 6], 12)
+    with pytest.raises(ValueError, match="measures text alone"):
+        callback._choose(batch | {"pixel_values": torch.zeros(1)})
+
+
+def run_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Lines without times, and the last weights."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        for name in ("seconds", "tokens_per_second", "step_time"):
+            line.pop(name, None)
+    last = max((path / "checkpoints").iterdir(), key=lambda folder: int(folder.name.removeprefix("checkpoint-")))
+    return lines, load_file(last / "model.safetensors")
+
+
+@pytest.mark.supports("other: deployed network, resumed bit for bit", door="command line")
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
+    settings = small(save_model(tmp_path / "model"), objective="ppo_clip", deployed_bound=0.01, steps=4, keep_checkpoints=9)
+    train(settings, out=tmp_path / "whole", quiet=True)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for late in ("checkpoint-6", "checkpoint-8"):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / late)
+    (tmp_path / "cut" / "summary.json").unlink()
+    resume(tmp_path / "cut", quiet=True)
+    (whole, weights), (again, weights_again) = run_of(tmp_path / "whole"), run_of(tmp_path / "cut")
+    assert whole == again
+    assert all(torch.equal(x, weights_again[name]) for name, x in weights.items())
+    assert all(line["tr/deployed_kl_mean"] <= 0.01 for line in whole[1:])
+    assert min(line["tr/step_share"] for line in whole[1:]) < 1
+    rates = [line["learning_rate"] for line in whole[1:]]
+    assert rates[1] < 0.5 * rates[0]  # the controller was at work before the cut
+
+
+def test_a_resumed_run_knows_its_scale(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.02, max_steps=4, save_strategy="steps", save_steps=2, **WILD)
+    trainer.train()
+    again = make_trainer(tmp_path, deployed_bound=0.02, max_steps=4, save_strategy="steps", save_steps=2, **WILD)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    scales = [t.callback_handler.callbacks[0].controller.scale for t in (trainer, again)]
+    assert scales[1] == pytest.approx(scales[0], rel=1e-9)
+    assert scales[0] < 0.5
+
+
+@pytest.mark.parametrize("objective", [name for name in objective_names() if name != "decoupled_ppo"])
+def test_a_rate_of_auto_works_for_every_objective(tmp_path, objective):
+    trainer = make_trainer(tmp_path, objective, learning_rate="auto", loss_type="auto", max_steps=2)
+    trainer.train()
+    (line,) = certificates(trainer)
+    assert line["tr/deployed_kl_mean"] <= trainer.args.deployed_bound == 0.02
+
+
+def test_auto_is_a_rate_and_a_bound_and_a_word_in_settings(tmp_path):
+    config = CorralConfig(output_dir=str(tmp_path), learning_rate="auto", use_cpu=True, bf16=False)
+    assert (config.learning_rate, config.deployed_bound) == (1e-3, 0.02)
+    config = CorralConfig(output_dir=str(tmp_path), learning_rate="auto", deployed_bound=0.1, use_cpu=True, bf16=False)
+    assert config.deployed_bound == 0.1
+    assert resolve([{"learning_rate": "auto"}]).flat()["learning_rate"] == "auto"
+    assert resolve([{"learning_rate": "2e-4"}]).flat()["learning_rate"] == 2e-4
+    train(small(save_model(tmp_path / "model"), learning_rate="auto", steps=1), out=tmp_path / "run", quiet=True)
+    lines, _ = run_of(tmp_path / "run")
+    assert set(NAMES) <= set(lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"deployed_bound": 0.0}, "`deployed_bound` is a divergence and must be > 0"),
+        ({"deployed_bound": math.nan}, "`deployed_bound` is a divergence and must be > 0"),
+        ({"deployed_bound": 0.1, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "no"}, "reduce_lr_on_plateau"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, given, words):
+    with pytest.raises(ValueError, match=words):
+        CorralConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
+
+
+@pytest.mark.refuses("other: deployed network, DeepSpeed", door="TRL")
+@pytest.mark.parametrize(("kind", "why"), [("DEEPSPEED", "master weights"), ("FSDP", "not tested")])
+def test_weights_that_live_elsewhere_are_refused(tmp_path, monkeypatch, kind, why):
+    trainer = make_trainer(tmp_path)
+    trainer.args.deployed_bound = 0.1
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType[kind])
+    with pytest.raises(ValueError, match=why):
+        deployed.DeployedCallback(trainer)
+
+
+def test_a_schedule_that_is_no_multiple_of_its_peak_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.1)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)
+    with pytest.raises(ValueError, match="OneCycleLR is none"):
+        trainer.callback_handler.callbacks[0].on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def work(rank: int, folder: Path) -> None:
+    """One of two processes."""
+    trainer = make_trainer(folder, deployed_bound=0.01, max_steps=4, use_cpu=True, **WILD)
+    trainer.train()
+    torch.save(
+        (certificates(trainer), trainer.model.state_dict(), trainer.optimizer.param_groups[0]["lr"]), folder / f"{rank}.pt"
+    )
+
+
+@pytest.mark.supports("other: deployed network, two processes", door="TRL")
+def test_two_processes_decide_alike(tmp_path):
+    run_two(work, tmp_path)
+    (found, weights, rate), (also, weights_also, rate_also) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert found == also
+    assert rate == rate_also
+    assert all(torch.equal(x, weights_also[name]) for name, x in weights.items())
+    assert all(line["tr/deployed_kl_mean"] <= 0.01 for line in found)
+    assert found[0]["tr/step_share"] < 1
