@@ -322,9 +322,10 @@ def test_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_runs_as_a_module_without_loading_trl() -> None:
-    script = "import sys; from corral.cli import main; main(['explain', 'dppo']); sys.exit('trl' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    done = subprocess.run([sys.executable, "-m", "corral.cli", "explain", "dpo"], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-X", "importtime", "-m", "corral.cli", "explain", "dpo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "Did you mean 'dppo'?" in done.stderr
+    imported = set(re.findall(r"^import time: .*\| +(\S+)$", done.stderr, re.MULTILINE))
+    assert "torch" in imported
+    assert "trl" not in imported

@@ -130,8 +130,10 @@ def test_every_objective_on_every_policy(name, settings, top):
     check(draw(top), name, **settings)
 
 
-@pytest.mark.parametrize("name", ["troll", "ppo_clip"])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("troll", 2), ("ppo_clip", 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("troll", 1), ("ppo_clip", 2)))],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"rows": 1}, {"k": 1}, {"k": 63}, {"spec": LogitSpec(1.3, None, 0.7)}, {"spec": LogitSpec(-0.8, None, 1.0)}],

@@ -122,7 +122,7 @@ def test_the_triton_path(name, k, exact):
     check(name, Problem(k, F32), "triton", exact=exact)
 
 
-@pytest.mark.parametrize(("name", "exact"), [("troll", True), ("ppo_clip", False)])
+@pytest.mark.parametrize(("name", "exact"), [("troll", True), pytest.param("ppo_clip", False, marks=pytest.mark.slow)])
 def test_the_triton_path_on_a_wide_support(name, exact):
     check(name, Problem(63, F32), "triton", exact=exact)
 

@@ -380,7 +380,8 @@ def test_vmap_of_grad_is_the_batched_gradient():
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while tracing
-def test_compiled_equals_eager_forward_and_backward():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_equals_eager_forward_and_backward(backend):
     if passed_unchecked(project_categorical_kl):
         return
     # One graph, whatever the rows: some inside, some at the boundary, one infeasible, one with padding, one NaN.
@@ -400,7 +401,7 @@ def test_compiled_equals_eager_forward_and_backward():
         return {name: y.detach().double().nan_to_num(nan=-99.0, neginf=-INF, posinf=INF) for name, y in fields.items()}
 
     eager = run(project_categorical_kl)
-    compiled = run(torch.compile(project_categorical_kl, fullgraph=True, backend="aot_eager"))
+    compiled = run(torch.compile(project_categorical_kl, fullgraph=True, backend=backend))
     assert eager["converged"].tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
     for name, expected in eager.items():
         assert_close(compiled[name], expected)

@@ -102,15 +102,12 @@ def test_the_command_names_what_was_swept(tmp_path: Path, capsys: pytest.Capture
 def test_the_extra_of_reports_is_enough(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     others = ("rich", "transformers", "trl", "gymnasium", "yaml")  # of corral[llm] and corral[robot]
-    script = f"import sys; sys.modules.update(dict.fromkeys({others}, None)); from corral.cli import main; sys.exit(main())"
-
-    def run(*words: str) -> tuple[int, str]:
-        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120, check=False)
-        return done.returncode, done.stderr
-
-    assert run("report", str(tmp_path), "--out", str(tmp_path / "page.html")) == (0, "")
-    status, said = run("compare", "--objectives", "ppo_clip,troll")
-    assert (status, said.startswith("corral: comparisons train, and training needs more")) == (1, True), said
+    report = ["report", str(tmp_path), "--out", str(tmp_path / "page.html")]
+    script = f"import sys; sys.modules.update(dict.fromkeys({others}, None)); from corral.cli import main\n"
+    script += f"assert main({report}) == 0\nassert main(['compare', '--objectives', 'ppo_clip,troll']) == 1"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("corral: comparisons train, and training needs more")
 
 
 def test_quiet_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
