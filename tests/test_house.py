@@ -2,7 +2,7 @@
 
 import ast
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +69,9 @@ def test_a_class_name_means_one_thing() -> None:
 
 def test_what_make_check_leaves_out_is_there() -> None:
     assert [path for path in LONG if not path.exists()] == [], "tests/long.py names what was moved or renamed"
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    # Tests are in no package: pytest imports each by its file's name, and refuses the second of a name.
+    counts = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
