@@ -109,7 +109,7 @@ smollm2: setup
 mutants: setup
 	$(RUN) scripts/mutants.py
 
-# Two minutes on two cores: of the tests those that neither train, simulate nor start processes, with few examples each.
+# Two and a half CPU-minutes, over two workers: of the tests those that neither train, simulate nor start processes, with few examples each.
 check: lint types
 	HYPOTHESIS_PROFILE=few $(PYTEST) -m 'not long and not wheel and not slow'
 
