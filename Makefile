@@ -111,7 +111,7 @@ mutants: setup
 
 # Two and a half CPU-minutes, over two workers: of the tests those that neither train, simulate nor start processes, with few examples each.
 check: lint types
-	HYPOTHESIS_PROFILE=few $(PYTEST) -m 'not long and not wheel and not slow'
+	HYPOTHESIS_PROFILE=few $(PYTEST) -m 'not long and not wheel and not slow and not browser'
 
 lint: setup
 	$(RUN) -m ruff check .
