@@ -50,7 +50,7 @@ class RateController:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        scale = state.get("scale")
-        if not (number_in(scale, 0) and 0 < scale < math.inf):  # type: ignore[operator]  # number_in has seen that it is one
+        scale: Any = state.get("scale")
+        if not (number_in(scale, 0) and 0 < scale < math.inf):
             raise ValueError(f"RateController: a saved `scale` is a number > 0; got {state!r}. Is the checkpoint whole?")
-        self.scale = float(scale)  # type: ignore[arg-type]  # as above
+        self.scale = float(scale)

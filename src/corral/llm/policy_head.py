@@ -94,7 +94,7 @@ class _FusedHead:
             rows = scored.to(hidden.device).flatten().nonzero().squeeze(-1)
             hidden, tokens = hidden.index_select(0, rows), tokens[rows]
         completion = scored[:, -scoring.tokens :].to(hidden.device)
-        places = completion.flatten().byte().argsort(descending=True, stable=True)  # so that nobody waits for a count
+        places = completion.flatten().byte().argsort(descending=True, stable=True)  # without a host sync for the count
         packing = Packing(completion, places[: len(tokens)])
         ids = None if scoring.support.ids is None else packing.pack(scoring.support.ids)
         terms = scoring.loss(packing) if scoring.loss is not None and len(tokens) else None
