@@ -3,8 +3,8 @@
 Planned from the old policy. Where the loss is about a ratio, its gradient is dz = g (1_a − p) with g = |Â| w c. A sparse
 gradient drops Σ |dz| = g p_rest of a row's g (1 − p_a + Σ_{v≠a} p_v) = 2 g (1 − p_a): the row is dense where that is more than
 may be dropped of it, or of the mean row if that is larger, as `route` has it of the new policy. Without a given support, what
-the policy's own likeliest tokens leave out is not known. The mean of −log p_a is about the policy's entropy, though: where it is
-flatter than the uniform policy on so many tokens, all rows are dense.
+the policy's own likeliest tokens leave out is not known. The mean of −log p_a is about the policy's entropy, though: where that
+is more than the uniform policy's on so many tokens, all rows are dense.
 """
 
 import math
