@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.kernels.torch.gathered import gather_logp
+from corral.kernels.gathered import gather_logp
 from corral.llm.scoring_pass import HeadInputs, ScoringPass
 from corral.numerics import logsumexp
 from corral.objective.troll import FILL
