@@ -8,7 +8,7 @@ from corral.report.content import RunReport
 from corral.report.html import MOST_ROWS, page_json, shorten
 from corral.report.read import Run
 from corral.report.sweep.find import Sweep
-from corral.report.sweep.ranges import number_at, value_text
+from corral.report.sweep.ranges import ordered, value_at, value_text
 from corral.run.text import visible
 
 _MOST_TEXT = 4000
@@ -95,7 +95,7 @@ def _finals(report: RunReport) -> list[dict[str, Any]]:
 def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
     """Lines of a sweep: one per contestant and other settings, with a cell per value of the axis and its seeds' numbers."""
     names = list(dict.fromkeys([*objectives, *(row.contestant for row in sweep.rows)]))
-    found, values = [], sorted({number_at(row.setting, sweep.key) for row in sweep.rows})
+    found, values = [], [*ordered([value_at(row.setting, sweep.key) for row in sweep.rows])]
     for index, line in enumerate(sweep.ranges):
         mine = sweep.rows_of(line)
         chosen = sweep.chosen.get(line.contestant, {})
@@ -107,7 +107,7 @@ def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
                 "dash": sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4,
                 "usable": [values.index(value) for value in line.own],
                 "overall": [values.index(value) for value in line.overall],
-                "chosen": values.index(number_at(chosen, sweep.key)) if here else None,
+                "chosen": values.index(value_at(chosen, sweep.key)) if here else None,
                 "cells": [
                     {
                         name: [_number(vars(row)[field]) for row in mine if row.setting[sweep.key] == value]
