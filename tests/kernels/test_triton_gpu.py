@@ -8,6 +8,8 @@ from torch import Tensor
 
 import corral
 from corral import TokenBatch, policy_loss_from_hidden
+from corral.kernels.gathered import gather_logp
+from corral.kernels.logits import LogitSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +99,53 @@ def test_a_given_support_of_any_tokens(slots):
     exact = corral.gather_support(exact_logp(hidden, weight, None), ids)
     assert (out.dist.logp - exact.logp)[ids >= 0].abs().max() < 2e-4
     assert (out.dist.rest - exact.rest).abs().max() < 2e-4
+
+
+UNIONS = [(1, 768, 64, BF16), (1023, 768, 63, BF16), (300, 776, 1, BF16), (300, 64, 64, F32), (8200, 64, 256, torch.float16)]
+
+
+@pytest.mark.parametrize(("rows", "width", "top_k", "dtype"), UNIONS)
+def test_the_union_at_odd_shapes(rows, width, top_k, dtype):
+    """The first rows' given support is the policy's own, the others' another policy's; one is empty."""
+    hidden, weight, tokens, _ = problem(rows, width, dtype)
+    moved = torch.where(torch.arange(rows, device="cuda")[:, None] < rows // 2, hidden, hidden.flip(0))
+    ids = corral.lm_head(moved, weight, tokens, top_k=top_k, impl="triton").dist.ids
+    ids[rows // 3] = -1
+    out = corral.lm_head(hidden, weight, tokens, ids=ids, top_k=top_k, impl="triton")
+    some = slice(0, 1024)
+    logp = exact_logp(hidden[some], weight, None)
+    wanted = corral.top_k_support(logp, tokens[some], top_k, ids=ids[some])
+    # Up to ties of float32: where another token was taken, its log-probability is the same.
+    assert (out.dist.logp[some] - wanted.logp)[wanted.ids >= 0].abs().max() < 2e-4
+    assert (out.dist.ids[some] != wanted.ids).float().mean() < 1e-3
+    assert (out.dist.rest[some] - corral.gather_support(logp, out.dist.ids[some]).rest).abs().max() < 2e-4
+    plain = corral.lm_head(hidden, weight, tokens, impl="triton")
+    assert torch.equal(out.logp, plain.logp)  # to the last bit, whatever else is asked for
+
+
+@pytest.mark.parametrize("kind", ["one token holds all", "uniform", "ties", "few allowed"])
+def test_the_union_of_awkward_rows(kind):
+    hidden, weight, tokens, bias = problem(200, 64, BF16, kind)
+    ids = torch.rand(200, 4096, device="cuda").argsort(-1)[:, :40]
+    out = corral.lm_head(hidden, weight, tokens, bias=bias, ids=ids, top_k=64, impl="triton")
+    logp = exact_logp(hidden, weight, bias)
+    wanted = corral.top_k_support(logp.float(), tokens, 64, ids=ids)
+    assert torch.equal(out.dist.ids, wanted.ids)
+    left = corral.gather_support(logp, wanted.ids).rest
+    assert torch.equal(left > -math.inf, out.dist.rest > -math.inf)
+    assert not (left > -math.inf).any() or (out.dist.rest - left)[left > -math.inf].abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_gathered_log_probs(dtype):
+    hidden, weight, tokens, _ = problem(1023, 776, dtype)
+    ids = torch.rand(1023, 4096, device="cuda").argsort(-1)[:, :63] * 11
+    ids[5:200, 7:] = -1
+    logp = exact_logp(hidden, weight, None)
+    own = logp.gather(1, tokens[:, None])[:, 0].float()
+    found = gather_logp(hidden, weight, None, LogitSpec(), tokens, own, ids, impl="triton")
+    assert (found - logp.gather(1, ids.clamp(min=0)))[ids >= 0].abs().max() < 2e-4
+    assert (found[ids < 0] == -math.inf).all()
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -13,7 +13,7 @@ from corral.audit.tally import StreamSummary
 from corral.audit.threshold import AUDITED, Threshold, fewest_errors
 from corral.audit.words import RULES, number, percent, sentences
 from corral.report.audit.tokens import render_token
-from corral.report.html import visible
+from corral.run.text import visible
 from corral.run.view import PatientConsole
 
 _SHORT = {"clipped": "clip", "dppo_binary": "DPPO", "dppo_topk": "DPPO-K", "troll": "TROLL"}

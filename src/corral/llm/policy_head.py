@@ -141,7 +141,7 @@ class _FusedHead:
             return {}
         own = self.policy.own.top_k
         top_k = None if own is None else min(own, len(weight))
-        chosen = choose("CorralTrainer", "auto", hidden, weight, top_k, given=1 if self.policy.union else 0)
+        chosen = choose("CorralTrainer", "auto", hidden, weight, top_k, given=top_k + 1 if self.policy.union and top_k else 0)
         return {"impl": "torch"} if chosen == "torch" else {}
 
 

@@ -21,6 +21,7 @@ from corral.llm.models import base_model
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
+from corral.llm.rollout_support import RolloutSupport
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.trl_api import FUSED, steps_per_batch
 from corral.objective import Objective
@@ -84,6 +85,10 @@ class CorralTrainer(GRPOTrainer):
                 f"CorralTrainer: support='union' needs the old hidden states, which TRL {trl.__version__} does not hand over. "
                 f"Install TRL 1.15 or newer, or use support='old'."
             )
+        if self.anchor == "rollout" and self.use_vllm and self.accelerator.is_main_process:
+            _check_server(self)
+        sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
+        self.rollout_support = RolloutSupport(self) if sampled else None
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
         self._old_policies = {mode: OldPolicy(args.support_mass, fill) for mode in ("train", "eval")}
         self._rewards: Tensor | None = None
@@ -174,12 +179,12 @@ class CorralTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Rollouts, with the old policy's support from TRL's own old-policy pass, and corral's advantages if asked for."""
-        if self.use_vllm and self.vllm_generation.logprobs:
+        if self.use_vllm and self.vllm_generation.logprobs and self.rollout_support is None:
             raise ValueError(
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
                 f"likelihood, and TRL takes the first for the sampled one. Leave it at 0."
             )
-        keeps = self.needs_support and self.off_policy
+        keeps = self.needs_support and self.off_policy and self.rollout_support is None
         support = self.own_support() if keeps else SupportRequest()
         scoring = ScoringPass(support=support, keep_hidden=self.union and not self.old_policy.fill)
         with self.policy_head.expect(scoring):
@@ -190,6 +195,8 @@ class CorralTrainer(GRPOTrainer):
                     "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."
                 )
             self.old_policy.store(output, scoring)
+        elif self.rollout_support is not None:
+            self.rollout_support.store(output)
         if self.args.advantage is not None:
             output["advantages"] = self._own_advantages(len(output["completion_ids"]))
         return output
@@ -298,4 +305,17 @@ def _check_surroundings(args: CorralConfig) -> None:
         raise ValueError(
             "CorralTrainer: DeepSpeed ZeRO-3 is untested, and its partitioned head is gone when corral's backward pass reads "
             "it again. Use ZeRO-2, or FSDP2."
+        )
+
+
+def _check_server(trainer: CorralTrainer) -> None:
+    """Refuse a vLLM server whose log-probs are of another policy than the one it draws from, such as before temperature."""
+    client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # the main process has one, with a server
+    if not hasattr(client, "get_server_info"):  # a server of TRL's before 1.16 has the right mode
+        return
+    mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs" and not (mode == "raw_logprobs" and trainer.temperature == 1):
+        raise ValueError(
+            f"CorralTrainer: anchor='rollout' needs the log-probs that vLLM draws from, and this server reports {mode!r} at "
+            f"temperature {trainer.temperature}. Restart it with --logprobs-mode processed_logprobs, or use anchor='old'."
         )
