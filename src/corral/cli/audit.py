@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.audit.dump.lines import show_path
 from corral.cli import INTERRUPTED, check_installed, given_flags, refuse
 from corral.cli.audit_dump import asdict_row, audit_logged, check_outputs, judge_errors, write_numbers
 from corral.cli.eval import FLAGS, eval_settings
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             return _show(_existing_audit(arguments), arguments)
         if path is None or (path / "config.json").is_file():
             return _show(_audit_models(arguments), arguments)
-        _refuse_flags(arguments, (*_MODEL_FLAGS, "old", "new", "out"), f"{show_path(path)} is a dump of logged tokens")
+        _refuse_flags(arguments, (*_MODEL_FLAGS, "old", "new", "out"), f"{path} is a dump of logged tokens")
         return audit_logged(path, _rules(arguments), arguments)
     except KeyboardInterrupt:
         return refuse("interrupted.", INTERRUPTED)

@@ -23,7 +23,6 @@ ABOVE = 3
 def audit_logged(path: Path, rules: "Rules", arguments: argparse.Namespace) -> int:
     """One pass over a dump; sentences and a table in the terminal, everything on a page and as JSON. The exit status."""
     from corral.audit.dump.find import find_dump
-    from corral.audit.dump.lines import show_path
     from corral.audit.stream import audit_dump
     from corral.audit.threshold import AUDITED
     from corral.cli.audit_view import show_stream
@@ -31,7 +30,7 @@ def audit_logged(path: Path, rules: "Rules", arguments: argparse.Namespace) -> i
 
     dump = find_dump(path)
     if dump.texts:
-        raise RunError(f"{show_path(path)} holds texts and scores, and no log-probs of tokens: these cannot be audited.")
+        raise RunError(f"{path} holds texts and scores, and no log-probs of tokens: these cannot be audited.")
     with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
         summary = audit_dump(dump, rules, progress)
     name = path.resolve().name or "dump"

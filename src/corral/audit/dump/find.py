@@ -7,7 +7,7 @@ from pathlib import Path
 
 from corral.audit.dump.completion import LoggedCompletion
 from corral.audit.dump.formats import FORMATS, SAMPLER_IS_OLD, Format
-from corral.audit.dump.lines import read_lines, show_path
+from corral.audit.dump.lines import read_lines
 from corral.audit.dump.slime import read_slime
 from corral.run.files import RunError
 
@@ -42,7 +42,7 @@ class Dump:
 def find_dump(path: Path) -> Dump:
     """What is in a file or below a folder; a RunError that lists what is known, if it is none of that."""
     if not path.exists():
-        raise RunError(f"{show_path(path)} does not exist.")
+        raise RunError(f"{path} does not exist.")
     lines, tables, tensors = (_files(path, suffix) for suffix in (".jsonl", ".parquet", ".pt"))
     if path.is_file() and not (tables or tensors):
         lines = (path,)
@@ -52,7 +52,7 @@ def find_dump(path: Path) -> Dump:
         return Dump(path, "slime", tensors, "as sampled, compared with the trainer before its update", (SAMPLER_IS_OLD,))
     if not lines:
         raise RunError(
-            f"{show_path(path)} holds nothing to audit: it is no audit (it has no audit.json), no run (it has no config.json) "
+            f"{path} holds nothing to audit: it is no audit (it has no audit.json), no run (it has no config.json) "
             f"and no dump. Known dumps are {_KNOWN}."
         )
     lines = _only(lines, lambda file: "token_exports" in file.parts)
@@ -63,7 +63,7 @@ def find_dump(path: Path) -> Dump:
         if fields >= form.fields:
             return _stable(path, form, lines) if form.name == "prime-rl" else _dump(path, form, lines)
     raise RunError(
-        f"{show_path(lines[0])} is in no known format: its fields are {', '.join(sorted(map(ascii, fields)))[:200] or 'none'}. "
+        f"{lines[0]} is in no known format: its fields are {', '.join(sorted(map(ascii, fields)))[:200] or 'none'}. "
         f"Known are {_KNOWN}; docs/audit.md has a writer of ten lines for any trainer."
     )
 
@@ -91,13 +91,13 @@ def _stable(path: Path, form: Format, files: tuple[Path, ...]) -> Dump:
     """prime-rl marks a step that all ranks have written by a file STABLE; a run's id may stand above its exports."""
     runs = {file.parents[1] for file in files if file.parents[1].name == "token_exports"}
     if len(runs) > 1:
-        names = ", ".join(sorted(show_path(run) for run in runs)[:3])
-        raise RunError(f"{show_path(path)} holds the exports of {len(runs)} runs ({names}): audit one of them.")
+        names = ", ".join(sorted(map(str, runs))[:3])
+        raise RunError(f"{path} holds the exports of {len(runs)} runs ({names}): audit one of them.")
     marked = [file for file in files if re.fullmatch(r"step_\d+", file.parent.name)]
     open_steps = {file.parent for file in marked if not (file.parent / "STABLE").exists()}
     kept = tuple(file for file in files if file.parent not in open_steps)
     if not kept:
-        raise RunError(f"no step in {show_path(path)} is complete: none has a file STABLE. Is the run writing its first one?")
+        raise RunError(f"no step in {path} is complete: none has a file STABLE. Is the run writing its first one?")
     steps = len(open_steps)
     remark = f"{steps} step{'s' if steps > 1 else ''} without a file STABLE, still being written, left out."
     return _dump(path, form, kept, *([remark] if open_steps else []))
@@ -108,7 +108,7 @@ def _first_fields(files: tuple[Path, ...]) -> frozenset[str]:
     for path in files:
         for record in read_lines(path, lambda _: None, lambda _: None):
             return frozenset(record.content)
-    raise RunError(f"{show_path(files[0])} is empty{'' if len(files) == 1 else ', and so are the others'}.")
+    raise RunError(f"{files[0]} is empty{'' if len(files) == 1 else ', and so are the others'}.")
 
 
 def _files(path: Path, suffix: str) -> tuple[Path, ...]:

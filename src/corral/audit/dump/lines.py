@@ -24,7 +24,7 @@ def read_lines(path: Path, progress: Callable[[int], object], note: Callable[[st
         progress(len(data))
         if not data.strip():
             continue
-        where = f"{show_path(path)}, line {number}"
+        where = f"{path}, line {number}"
         try:
             content = json.loads(data)
         except RecursionError:
@@ -37,20 +37,15 @@ def read_lines(path: Path, progress: Callable[[int], object], note: Callable[[st
         yield DumpRecord(content, where)
 
 
-def show_path(path: Path) -> str:
-    """A path as a sentence can hold it: control characters and bytes that are no text are written out."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in str(path))
-
-
 def _raw_lines(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
             while data := file.readline(_LONGEST + 1):
                 if len(data) > _LONGEST:
-                    raise RunError(f"{show_path(path)} has a line of more than {_LONGEST >> 20} MB; one completion has a line.")
+                    raise RunError(f"{path} has a line of more than {_LONGEST >> 20} MB; one completion has a line.")
                 yield data
     except OSError as error:
-        raise RunError(f"{show_path(path)} cannot be read: {error.strerror}.") from error
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _reason(error: ValueError) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from corral.audit.dump.completion import LoggedCompletion, take_completion
-from corral.audit.dump.lines import show_path
 from corral.audit.dump.record import DumpRecord
 from corral.run.files import RunError
 
@@ -22,8 +21,8 @@ def read_slime(path: Path) -> Iterator[LoggedCompletion]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = "it holds objects that only code of its own could make" if "Unsupported" in str(error) else "it is damaged"
-        raise RunError(f"{show_path(path)} cannot be loaded as tensors and plain values: {reason}.") from None
-    record = DumpRecord(content, show_path(path))
+        raise RunError(f"{path} cannot be loaded as tensors and plain values: {reason}.") from None
+    record = DumpRecord(content, str(path))
     step = record.whole("rollout_id", 0) or 0
     for number, sample in enumerate(_samples(record)):
         yield _read_sample(DumpRecord(sample, f"{record.where}, sample {number}"), step)

@@ -22,9 +22,9 @@ from corral.report.html import (
     shorten,
     table,
     tag,
-    visible,
     write_document,
 )  # fmt: skip
+from corral.run.text import visible
 
 _DISTANCES = {
     "kl": "KL(new‖old), nats",
