@@ -33,7 +33,7 @@ SWITCHES = dict.fromkeys([*ON.split(), "JOINS"], True)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
 STATS = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
-ORDER = {"fewest": "i32", "share": "fp32", "rest": "fp32"}
+ORDER = {"flat": "fp32", "fewest": "i32", "share": "fp32", "rest": "fp32"}
 PROGRAMS = {"PROGRAMS": 132, "GROUP": 16}
 SHARED = {80: 163, 90: 227}
 """KiB of shared memory that a block of theirs may take."""
@@ -59,7 +59,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (plan_batch._order_kernel, ORDER, {}, 8),
     (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
     *((route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048, "MEAN": mean}, 8) for mean in (True, False)),
-    (route._tally_kernel, {}, {"BLOCK": 8192}, 8),
+    (route._tally_kernel, {"dense_rows": "*i64"}, {"PADDED": 16, "BLOCK": 8192}, 8),
     (sparse._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024, "SOME": 4}, 4),
     (sparse._piece_kernel, HEAD, {}, 16),
     *((sparse._weight_kernel, HEAD, {"ADD": add}, 4) for add in (True, False)),

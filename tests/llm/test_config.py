@@ -203,10 +203,16 @@ class TestRefusals:
             ({**VLLM, "objective": "dppo", "generation_kwargs": {"top_p": 0.9}}, "renormalise"),
             *(({**VLLM, "objective": "dppo", name: "[0-9]+"}, "renormalise") for name in REGEX),
             refused(
-                {**VLLM, "anchor": "rollout"},
-                "not its top-K",
-                "anchor: `rollout` for an objective on a support, with vLLM or a rollout function",
+                {**VLLM, "anchor": "rollout", "support_size": 20, "support": "union"},
+                "support='union' needs the old policy's log-probs of any token",
+                "anchor: `rollout` with a union, or with DPPO on the full vocabulary, and vLLM or a rollout function",
             ),
+            (
+                {**VLLM, "anchor": "rollout", "objective": "dppo", "objective_config": {"estimator": "full"}},
+                "estimator='full' reads every token",
+            ),
+            ({**VLLM, "vllm_mode": "colocate", "anchor": "rollout"}, "it reports 20 at most; got 64. Use support_size=20"),
+            ({**VLLM, "anchor": "rollout", "support_size": 20, "top_p": 0.9}, "renormalise"),
         ],
         ids=str,
     )
@@ -221,6 +227,8 @@ class TestRefusals:
             {**VLLM, "objective": "dppo", "generation_kwargs": {"top_p": 1.0}},
             {**VLLM, "objective": "dppo", "anchor": "old", "top_p": 0.9},
             {**VLLM, "objective": "troll", "top_p": 0.9},
+            {**VLLM, "objective": "dppo", "objective_config": {"estimator": "topk"}, "anchor": "rollout", "support_size": 20},
+            {**VLLM, "vllm_mode": "server", "anchor": "rollout"},
             {**VLLM, "objective": "troll", "vllm_importance_sampling_correction": True},
             {**VLLM, "objective": "troll", "correction": "icepop"},
             {"objective": "dppo", "top_p": 0.9},
@@ -347,10 +355,12 @@ class TestAnchorTable:
         if sampler == "vLLM":
             given |= VLLM
         elif sampler == "rollout_func":
-            given["trainer_kwargs"] = {"rollout_func": fixed_rollout([-0.5, -1.0, -1.5])}
+            alone = fixed_rollout([-0.5, -1.0, -1.5])
+            ranked = fixed_rollout([[-0.5, -1.1], [-1.0], [-1.5]], [[3, 7], [4], [5]])
+            given["trainer_kwargs"] = {"rollout_func": ranked if cell.startswith("sampler: its likeliest") else alone}
         for objective, objective_config in objectives:
             if cell.startswith("refused"):
-                with pytest.raises(ValueError, match="renormalise" if "top_p" in anchor else "not its top-K"):
+                with pytest.raises(ValueError, match="renormalise"):
                     make_trainer(tmp_path, objective, objective_config=objective_config, **given)
                 continue
             trainer = make_trainer(tmp_path, objective, objective_config=objective_config, **given)

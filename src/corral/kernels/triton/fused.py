@@ -19,6 +19,7 @@ from corral.kernels.precomputed import FusedLoss
 from corral.kernels.rows import Gradients, HeadInput, HeadRequest, HeadRows, join
 from corral.kernels.triton.backward.dense import dense_rows
 from corral.kernels.triton.backward.dense_forward import DenseRows, dense_forward, scale
+from corral.kernels.triton.backward.route import PADDED
 from corral.kernels.triton.backward.row_gradient import Upstream, row_gradient
 from corral.kernels.triton.gathered import extend_rows
 from corral.kernels.triton.gemm_stats import gemm_stats
@@ -41,7 +42,7 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     checked = getattr(terms.objective, "check", True)  # an objective with a rule is ours, and has it
     limits = LogpTolerance.of(terms.batch.logp_old, old) if checked and not terms.on_policy else LogpTolerance()
     plan = plan_batch(
-        terms, source.tokens, source.weight, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
+        terms, source.tokens, source.weight, own=own, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
     )
     request, stats = source.request if terms.union is not None else HeadRequest(own, entropy=source.request.entropy), None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
@@ -53,6 +54,7 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     if found is None:
         return None
     sparse, count = found
+    request = request if sparse else replace(request, top_k=None)  # a dense gradient needs no support
     packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
     ids = None if source.ids is None else packing.pack(source.ids).contiguous()
     tokens = packing.pack(source.tokens).long().contiguous()
@@ -167,5 +169,6 @@ def _upstream(loss: LossRows, weights: Tensor) -> Upstream:
 def _add_left_out(source: HeadInput, stored: DenseRows, weights: Tensor, gradients: Gradients) -> None:
     """Recompute the gradients of stored rows that could not be held, and add them to the others', in place."""
     picked = stored.left_out.nonzero().squeeze(-1)
+    padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
     gradient = row_gradient(stored.rows, source.tokens, _upstream(stored.loss, weights), source.spec)
-    dense_rows(source, stored.rows, None, gradient, picked, *gradients, add=True)
+    dense_rows(source, stored.rows, None, gradient, padded, len(picked), *gradients, add=True)
