@@ -44,17 +44,18 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     plan = plan_batch(
         terms, source.tokens, source.weight, own=own, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
     )
-    request, stats = source.request if terms.union is not None else HeadRequest(own, entropy=source.request.entropy), None
+    entropy, stats = source.request.entropy, None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
     if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
         stats = gemm_stats(
-            hidden, source.weight, bias, source.spec, entropy=request.entropy, counter=plan.counts
+            hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts
         )  # fmt: skip
     found = plan.wait()
     if found is None:
         return None
     sparse, count = found
-    request = request if sparse else replace(request, top_k=None)  # a dense gradient needs no support
+    # A dense gradient needs no support of its own.
+    request = source.request if terms.union is not None else HeadRequest(own if sparse else None, entropy=entropy)
     packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
     ids = None if source.ids is None else packing.pack(source.ids).contiguous()
     tokens = packing.pack(source.tokens).long().contiguous()
