@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from corral import head_kl, retract, snapshot
-from corral.deployed import STATISTICS, restore
+from corral.deployed import STATISTICS, BatchKL, restore
 
 F64 = torch.float64
 
@@ -76,6 +77,29 @@ def test_golden_a_quadratic():
         "tr/step_share": done.share,
         "tr/deployed_probes": 2.0,
     }
+
+
+def test_a_probe_may_know_its_sequences():
+    # x² = 4 twice, in two sequences, and KL(old‖new) three times as much: retracted to .97, the sums are 2.91 each.
+    line = Line(2.0)
+
+    def probe():
+        kl = line.squared().expand(2)
+        return BatchKL(new_old=kl, old_new=3 * kl, sequence=torch.arange(2))
+
+    metrics = retract(line, ZERO, probe, bound=1.0).metrics()
+    assert metrics["tr/deployed_kl_mean"] == pytest.approx(0.97)
+    assert metrics["tr/deployed_seq_kl_mean"] == metrics["tr/deployed_seq_kl_max"] == pytest.approx(3 * 0.97)
+    assert metrics["tr/deployed_kl_se"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_percentile_of_few_tokens_is_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules[retract.__module__], "_told", set())
+    for statistic, tokens in (("mean", 10), ("p999", 5000), ("p999", 4999), ("p999", 10)):
+        line = Line(0.5)
+        retract(line, ZERO, lambda line=line, tokens=tokens: line.squared().expand(tokens), bound=1.0, statistic=statistic)
+    (record,) = caplog.records
+    assert "of 4999 tokens is one of their five largest" in record.getMessage()
 
 
 def test_golden_a_steeper_law_is_corrected_once():

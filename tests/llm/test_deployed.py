@@ -1,6 +1,5 @@
 """The trainer's hold on the network it deploys: the certificate is true, the bound holds, and all processes decide alike."""
 
-import copy
 import json
 import math
 import shutil
@@ -10,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from deployed_witness import NAMES, WILD, Witness, certificates
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny_models import dense_logp, make_trainer, tiny_model
+from tiny_models import make_trainer, tiny_model
 from torch import Tensor
-from transformers import TrainerCallback
 
-from corral import categorical_kl, objective_names
-from corral.llm import CorralConfig, CorralTrainer, deployed
-from corral.llm.models import base_model
+from corral import objective_names
+from corral.llm import CorralConfig, deployed, deployed_probe
+from corral.llm.scoring_pass import ScoringPass
 from corral.llm.settings import resolve
 from corral.llm.train import resume, train
 from corral.llm.trl_api import FUSED
@@ -28,61 +27,54 @@ from two_processes import run_two
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="TRL hands over no hidden states")
 
-NAMES = ["tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/deployed_probes"]
-WILD = {"learning_rate": 0.3, "objective": "ppo_clip"}
-
-
-class Witness(TrainerCallback):
-    """Measures for itself: the KL of every token of the step's rollouts, from all logits, at the end of each step."""
-
-    def __init__(self, trainer: CorralTrainer, updates: int) -> None:
-        self.trainer, self.updates = trainer, updates
-        self.batches: list[dict[str, Any]] = []
-        self.old: Any = None
-        self.kl: list[Tensor] = []
-        self.rates: list[float] = []
-        generate = trainer._generate_and_score_completions
-
-        def remember(inputs: Any) -> dict[str, Any]:
-            self.batches.append(generate(inputs))
-            return self.batches[-1]
-
-        trainer._generate_and_score_completions = remember
-        trainer.add_callback(self)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.updates == 0:
-            self.old, self.batches = copy.deepcopy(self.trainer.model), []
-        self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.updates:
-            return
-        found = []
-        with torch.no_grad():
-            for batch in self.batches:
-                new, old = (dense_logp(base_model(model), batch, 0.9) for model in (self.trainer.model, self.old))
-                found.append(categorical_kl(new, old)[batch["completion_mask"].bool()])
-        self.kl.append(torch.cat(found))
-
-
-def certificates(trainer: CorralTrainer) -> list[dict[str, float]]:
-    return [{name: line[name] for name in NAMES} for line in trainer.state.log_history if NAMES[0] in line]
-
 
 @pytest.mark.supports("other: deployed network, distance measured after every step", door="TRL")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
-def test_the_certificate_is_the_kl_of_every_token(tmp_path, family):
-    trainer = make_trainer(tmp_path, model=tiny_model(family), deployed_bound=math.inf, max_steps=4)
-    witness = Witness(trainer, updates=2)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_certificate_is_the_kl_of_every_token(tmp_path, family, updates):
+    trainer = make_trainer(
+        tmp_path, model=tiny_model(family), deployed_bound=math.inf, max_steps=2 * updates, steps_per_generation=updates
+    )
+    witness, passes = Witness(trainer, updates), count_passes(trainer)
     trainer.train()
     found = certificates(trainer)
     assert len(found) == len(witness.kl) == 2
-    for line, kl in zip(found, witness.kl, strict=True):
+    # TRL's own old-policy pass is read where it makes one: where updates follow.
+    assert len(passes) == (4 if updates == 1 else 2)
+    for line, kl, sums in zip(found, witness.kl, witness.sums, strict=True):
         assert line["tr/deployed_kl_mean"] > 1e-4
         assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=1e-3)
         assert_close(torch.tensor(line["tr/deployed_kl_max"]), kl.max(), rtol=1e-3)
+        assert_close(torch.tensor(line["tr/deployed_seq_kl_mean"]), sums.mean(), rtol=1e-3)
+        assert_close(torch.tensor(line["tr/deployed_seq_kl_max"]), sums.max(), rtol=1e-3)
+        assert 0 < line["tr/deployed_kl_se"] < line["tr/deployed_kl_mean"]
         assert (line["tr/step_share"], line["tr/deployed_probes"]) == (1.0, 1.0)
+
+
+def count_passes(trainer: Any) -> list[int]:
+    """Grows by one for every scoring pass that the certificate asks for."""
+    passes: list[int] = []
+    score = trainer.deployed.probe._score
+    trainer.deployed.probe._score = lambda some: (passes.append(len(some.ids)), score(some))[1]
+    return passes
+
+
+@pytest.mark.supports("other: deployed network, dropout", door="TRL")
+@pytest.mark.parametrize("kind", ["attention", "adapter"])
+def test_dropout_is_no_distance(tmp_path, kind):
+    # TRL's old-policy pass drops out, a measurement does not: it takes an old pass of its own.
+    torch.manual_seed(0)
+    if kind == "attention":
+        how = {"model": tiny_model(attention_dropout=0.5)}
+    else:
+        how = {"trainer_kwargs": {"peft_config": LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)}}
+    trainer = make_trainer(tmp_path, deployed_bound=math.inf, max_steps=2, disable_dropout=False, **how)
+    witness, passes = Witness(trainer, updates=2), count_passes(trainer)
+    trainer.train()
+    ((line,), (kl,)) = certificates(trainer), witness.kl
+    assert len(passes) == 2
+    assert kl.mean() > 1e-6
+    assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=5e-3)
 
 
 def test_measuring_changes_no_weight(tmp_path):
@@ -165,19 +157,19 @@ def test_it_acts_before_every_other_callback(tmp_path):
 
 
 def test_many_tokens_are_thinned_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(deployed, "TOKENS", 12)
+    monkeypatch.setattr(deployed_probe, "TOKENS", 12)
     trainer = make_trainer(tmp_path, deployed_bound=math.inf)
-    callback = trainer.callback_handler.callbacks[0]
+    probe = trainer.deployed.probe
     batch = {name: torch.arange(8)[:, None].expand(8, 6) for name in ("prompt_ids", "completion_ids")}
     batch |= {name: torch.ones(8, 6, dtype=torch.long) for name in ("prompt_mask", "completion_mask")}
-    # 48 tokens, of which 12 are wanted: every fourth completion.
-    assert callback._choose(batch).ids[:, 0].tolist() == [0, 4]
     batch["tool_mask"] = torch.zeros(8, 6, dtype=torch.long)
     batch["tool_mask"][:, :3] = 1  # half of them are a tool's
-    chosen = callback._choose(batch)
-    assert (chosen.ids[:, 0].tolist(), chosen.live.sum().item()) == ([0, 2, 4, 6], 12)
+    # 48 tokens, of which 12 are wanted: every fourth completion.
+    probe.add(batch, ScoringPass())
+    (some,) = probe._rollouts
+    assert (some.ids[:, 0].tolist(), some.live.sum().item()) == ([0, 4], 6)
     with pytest.raises(ValueError, match="measures text alone"):
-        callback._choose(batch | {"pixel_values": torch.zeros(1)})
+        probe.add(batch | {"pixel_values": torch.zeros(1)}, ScoringPass())
 
 
 def run_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Retraction: after a batch's updates, back towards the old weights until the network that will be deployed is near enough."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from corral.deployed.statistics import STATISTICS, TokenKL
+from corral.deployed.statistics import STATISTICS, BatchKL, TokenKL
 from corral.validate import number_in
+
+logger = logging.getLogger(__name__)
 
 AIM = 0.97
 """The share of the bound that a guess aims at: one that lands just above it would be a probe for nothing."""
@@ -21,6 +24,10 @@ LOST = 0.1
 """The share to try next where the distance is no number."""
 LEAST = 1e-6
 """A smaller share is not worth a probe: nothing is kept."""
+FEW = 5000
+"""With fewer tokens the 99.9th percentile is one of the five largest."""
+_told: set[str] = set()
+"""Warnings that were given: each is given once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +49,20 @@ class Certificate:
 
     def metrics(self) -> dict[str, float]:
         """As a trainer logs it."""
-        return {
-            "tr/deployed_kl_mean": self.after.mean,
-            "tr/deployed_kl_p999": self.after.p999,
-            "tr/deployed_kl_max": self.after.max,
+        after = self.after
+        found = {
+            "tr/deployed_kl_mean": after.mean,
+            "tr/deployed_kl_p999": after.p999,
+            "tr/deployed_kl_max": after.max,
             "tr/step_share": self.share,
             "tr/deployed_probes": float(self.probes),
         }
+        others = {
+            "tr/deployed_kl_se": after.se,
+            "tr/deployed_seq_kl_mean": after.seq_mean,
+            "tr/deployed_seq_kl_max": after.seq_max,
+        }
+        return found | {name: value for name, value in others.items() if value is not None}
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
@@ -60,7 +74,7 @@ def snapshot(module: nn.Module) -> dict[str, Tensor]:
 def retract(
     module: nn.Module,
     old: Mapping[str, Tensor],
-    probe: Callable[[], Float[Tensor, " N"]],
+    probe: Callable[[], Float[Tensor, " N"] | BatchKL],
     *,
     bound: float,
     statistic: str = "mean",
@@ -78,9 +92,10 @@ def retract(
     Args:
         module: the network after the updates; changed in place.
         old: `snapshot(module)` from before them.
-        probe: measures the module as it is now: KL(new‖old) of the batch's tokens [N], from `head_kl` or otherwise.
+        probe: measures the module as it is now: KL(new‖old) of the batch's tokens [N], from `head_kl` or otherwise; or a
+            `BatchKL`, whose sequences the certificate then has too.
         bound: δ > 0, inf to measure alone.
-        statistic: "mean", "p999", "cvar" (mean of the worst 1 %) or "max".
+        statistic: "mean", "p999" (warns once below 5,000 tokens), "cvar" (mean of the worst 1 %) or "max".
         max_probes: measurements at most; with one, a step is kept whole or not at all. A step that fits takes one.
     Returns:
         Certificate.
@@ -100,7 +115,9 @@ def retract(
         tried.append(_Probe.of(share, probe(), statistic))
         share = None if measures else _next_share(tried, bound, last=len(tried) == max_probes - 1)
     first = tried[0] if tried else _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=0))
-    nothing = _Probe(0.0, 0.0, TokenKL(mean=0.0, p999=0.0, max=0.0, tokens=first.kl.tokens))
+    nothing = _Probe(0.0, 0.0, TokenKL.none(first.kl.tokens))
+    if statistic == "p999" and not measures and tried:
+        _warn_of_few(first.kl.tokens)
     fitting = [one for one in tried if measures or one.value <= bound]
     kept = max(fitting, key=lambda one: one.share, default=nothing)
     if not tried or tried[-1].share != kept.share:
@@ -120,9 +137,10 @@ class _Probe:
     kl: TokenKL
 
     @classmethod
-    def of(cls, share: float, kl: Tensor, statistic: str) -> "_Probe":
+    def of(cls, share: float, measured: Tensor | BatchKL, statistic: str) -> "_Probe":
         """A KL that is no number anywhere leaves no statistic one: a quantile would pass it by."""
-        found = TokenKL.of(kl)
+        found = TokenKL.of(measured)
+        kl = measured.new_old if isinstance(measured, BatchKL) else measured
         lost = math.isnan(found.mean)
         return cls(share, math.nan if lost else float(STATISTICS[statistic](kl.detach().double())), found)
 
@@ -151,6 +169,15 @@ def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | Non
             power = min(2.0, max(0.5, power if last else (power + 2.0) / 2))
         guess = nearest.share * ((CAREFUL if last else AIM) * bound / nearest.value) ** (1 / power)
     return guess if guess > LEAST else None
+
+
+def _warn_of_few(tokens: int) -> None:
+    if tokens < FEW and "p999" not in _told:
+        _told.add("p999")
+        logger.warning(
+            "retract: the 99.9th percentile of %d tokens is one of their five largest KLs, and noisy. Measure %d or more, or "
+            "hold the mean.", tokens, FEW,
+        )  # fmt: skip
 
 
 def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

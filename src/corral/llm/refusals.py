@@ -101,6 +101,15 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
             "`deployed_bound` scales the rates of a schedule, and reduce_lr_on_plateau has none that is known beforehand. Use "
             "another lr_scheduler_type."
         )
+    every, a_pass = config.gradient_accumulation_steps, config.steps_per_generation
+    assert a_pass is not None  # TRL has filled it in
+    if config.reuse == "auto" and a_pass % every:
+        yield (
+            f"reuse='auto' decides after every pass over a batch, which must end with an update: `steps_per_generation` is "
+            f"{a_pass}, no multiple of `gradient_accumulation_steps`, {every}. Make it one."
+        )
+    if config.reuse == "auto" and config.fp16:
+        yield "reuse='auto' skips updates, and the loss scaling of fp16 cannot. Use bf16 or float32."
     if config.use_liger_kernel:
         yield "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off."
     if "unsloth" in sys.modules:

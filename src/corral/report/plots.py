@@ -7,10 +7,10 @@ import numpy as np
 
 from corral.report import figures
 from corral.report.groups import Group
-from corral.report.html import visible
 from corral.report.outcomes import Measure
 from corral.report.sweep.find import Sweep
 from corral.report.sweep.ranges import AUTO, Value, ordered, value_at, value_text
+from corral.run.text import visible
 
 _COLOURS = ("#1f5fa8", "#c2500a", "#1a7f5a", "#9c3d88", "#8a6d00", "#117a8b", "#b3263c", "#555d6b")
 """As on the page."""
