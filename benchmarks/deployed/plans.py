@@ -98,7 +98,9 @@ def rates() -> list[Shipped]:
     grid = itertools.product(
         (301, 302), (3e-4, 1e-3, 1e-4, 3e-3, 1e-2), ("ppo_clip", "troll", "dppo", "reinforce"), (math.inf, 0.02)
     )
-    return [Shipped(objective=objective, rate=rate, seed=seed, bound=bound) for seed, rate, objective, bound in grid]
+    return [
+        Shipped(objective=objective, rate=rate, seed=seed, bound=bound, eval_every=3) for seed, rate, objective, bound in grid
+    ]
 
 
 def tiny() -> list[Spec | Shipped]:
