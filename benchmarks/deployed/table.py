@@ -36,7 +36,8 @@ def share(line: Row) -> float:
 
 def setting(run: Row) -> tuple[str, str, str, int, str]:
     """What runs that differ in their seeds alone have in common."""
-    return (run["objective"], run["schedule"], f"{run['steps']} steps", run.get("passes", 1), f"{run['rate']} {run['arm']}")
+    how = f"{run['rate']} {run['arm']}" + (f" reuse {run['reuse']}" if run.get("reuse") else "")
+    return (run["objective"], run["schedule"], f"{run['steps']} steps", run.get("passes", 1), how)
 
 
 def print_table(runs: dict[str, Row]) -> None:

@@ -48,8 +48,7 @@ def stream_head(whole: HeadInput, stats: TileStatistics | None = None, queued: C
     top_k, given = whole.request.top_k, whole.ids
     if top_k is not None and given is None:
         return _own_rows(whole, ROOM, stats, queued)
-    take = given_rows if top_k is None else union_rows
-    parts = [take(part, stats or _statistics(part)) for part in _parts(whole)]
+    parts = [support_rows(part, stats or _statistics(part)) for part in _parts(whole)]
     queued()
     return join(parts) if parts else _blank(whole, 1 if given is None else given.shape[1] + (top_k or 0))
 
@@ -58,8 +57,13 @@ def _statistics(part: HeadInput) -> TileStatistics:
     return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.request.entropy)
 
 
-def given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Rows on the support `ids`, or on the sampled token alone. The statistics are used up."""
+def support_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the support `ids`, its union with the policy's own, or the sampled token alone. The statistics are used up."""
+    return _given_rows(part, stats) if part.request.top_k is None else _union_rows(part, stats)
+
+
+def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the support `ids`, or on the sampled token alone."""
     given = part.ids is not None
     marks = _marks(part)
     out = _blank(part, marks.shape[1])
@@ -71,16 +75,16 @@ def given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
     return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
 
 
-def union_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Rows on the union of `ids` and the policy's own support: that is found first, then both are given. The statistics are
-    used up."""
+def _union_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the union of `ids` and the policy's own support: that is found first, then both are given."""
     top_k, given = part.request.top_k, part.ids
     assert top_k is not None
     assert given is not None
     # Beside a given support, even an empty one, the sampled token is a token like any other.
     own = _own_rows(dataclasses.replace(part, ids=given.new_full((len(given), 1), -1)), ROOM, stats.copy())
-    ids, request = join_supports(given.contiguous(), own.ids, top_k), dataclasses.replace(part.request, top_k=None)
-    return given_rows(dataclasses.replace(part, ids=ids, request=request), stats)
+    ids = join_supports(given.contiguous(), own.ids, top_k, part.joins)
+    request = dataclasses.replace(part.request, top_k=None)
+    return _given_rows(dataclasses.replace(part, ids=ids, request=request), stats)
 
 
 def _own_rows(
