@@ -1,6 +1,8 @@
-"""What one run of the study is: an arm that holds the network, a rate, a schedule, a seed."""
+"""What one run of the study is: an arm that holds the network, or the trainer as it ships; a rate, a schedule, a seed."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 LEVEL = {"mean": 1.0, "k3": 1.2, "p999": 115.0, "cvar": 58.0}
 """A statistic's bound in multiples of the mean's, so that arms move the network equally far on average."""
@@ -55,6 +57,67 @@ class Spec:
         """A name that no other run has."""
         return f"{self.objective}-{self.arm}-{self.rate:g}-{self.schedule}-{self.target:g}-{self.steps}-{self.seed}"
 
+    @property
+    def group(self) -> str:
+        """Runs that cost about the same by step."""
+        return self.arm
+
+    @property
+    def seconds(self) -> float:
+        """A guess at the seconds that one step takes, for a group that was never run."""
+        return 10.0 if self.held.redo else 6.0
+
     def aim(self, step: int) -> float:
         """The mean KL that step 0, 1, … is meant to have."""
         return self.target * ((1 - step / self.steps) ** 2 if self.schedule == "linear" else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """One run of `corral train --recipe demo`, as anybody would start it."""
+
+    objective: str
+    rate: float | str
+    """`learning_rate`: a number, or "auto"."""
+    seed: int
+    bound: float | None = math.inf
+    """`deployed_bound`: inf measures alone, None leaves `rate="auto"` its own."""
+    passes: int = 1
+    """`num_iterations`: how often each batch is used, in 8 updates each time."""
+    reuse: str | None = None
+    """"auto" takes passes until half of the bound is used, `passes` at most."""
+    steps: int = 15
+    eval_every: int = 5
+    eval_size: int = 512
+    recipe: str = "demo"
+    schedule: str = "linear"
+
+    @property
+    def arm(self) -> str:
+        """Whether and how the network is held."""
+        return "off" if self.bound == math.inf else "on" if self.bound is None else f"on {self.bound:g}"
+
+    @property
+    def key(self) -> str:
+        """A name that no other run has."""
+        arm = self.arm.replace(" ", "")
+        passes = f"x{self.passes}{self.reuse or ''}"
+        return f"shipped-{self.objective}-{arm}-{self.rate}-{self.schedule}-{passes}-{self.steps}-{self.seed}"
+
+    @property
+    def group(self) -> str:
+        """Runs that cost about the same by step."""
+        return f"x{self.passes}"
+
+    @property
+    def seconds(self) -> float:
+        """A guess at the seconds that one step takes, for a group that was never run."""
+        return 2.0 + 2.6 * self.passes
+
+    def layer(self) -> dict[str, Any]:
+        """Settings on top of the recipe."""
+        given = {"objective": self.objective, "learning_rate": self.rate, "seed": self.seed, "steps": self.steps}
+        given |= {"num_iterations": self.passes, "lr_scheduler_type": self.schedule, "device": "cpu"}
+        given |= {"eval_every": self.eval_every, "eval_size": self.eval_size, "checkpoint_every": self.steps}
+        given |= {} if self.bound is None else {"deployed_bound": self.bound}
+        return given if self.reuse is None else given | {"reuse": self.reuse}

@@ -13,26 +13,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 import corral.kernels.triton
-from corral.kernels.triton import gemm_stats, plan_batch, validate
+from corral.kernels.triton import gathered, gemm_stats, plan_batch, validate
 from corral.kernels.triton.backward import dense, dense_forward, route, row_factor, row_gradient, sparse
 from corral.kernels.triton.loss import rows, token, troll
-from corral.kernels.triton.support import finalize, recompute, recompute_plan, select
+from corral.kernels.triton.support import finalize, recompute, recompute_plan, select, union
 
 # The types of arguments by name; all others are pointers to float32.
 TYPES = {
     "i32": "count rows tiles slots slots_in top_k vocabulary width start total length stride stride_b stride_t stride_ids "
-    "stride_kept stride_logp",
+    "stride_kept stride_logp joined",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high highest slack",
     "*i32": "counter marks queue key keys route counts starts out_ids filled floors overflow need out_need likely",
-    "*i64": "listed order picked tokens", "*u8": "place mask state left_out", "*bf16": "dz d_weight stored",
+    "*i64": "listed order picked tokens ranked out_joined wide row_of", "*u8": "place mask state left_out joins",
+    "*bf16": "dz d_weight stored",
 }  # fmt: skip
 BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8, "PIECE": 64}
 ON = "COMPILED BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT POLICY WEIGHTS KEPT REST LOGP WEIGHT THRESHOLD CAPPED ANCHOR DENSE TAIL"
-SWITCHES = dict.fromkeys(ON.split(), True)
+SWITCHES = dict.fromkeys([*ON.split(), "JOINS"], True)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
 STATS = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
-ORDER = {"fewest": "i32", "share": "fp32", "rest": "fp32"}
+ORDER = {"flat": "fp32", "fewest": "i32", "share": "fp32", "rest": "fp32"}
 PROGRAMS = {"PROGRAMS": 132, "GROUP": 16}
 SHARED = {80: 163, 90: 227}
 """KiB of shared memory that a block of theirs may take."""
@@ -50,12 +51,15 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (finalize._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 256}, 4),
     (finalize._own_kernel, {"ids": "*i64"}, {"BEST": 64, "ROOM": 2048}, 4),
     (select._marks_kernel, {"ids": "*i64"}, {"BLOCK": 1024}, 4),
+    (union._join_kernel, {"ids": "*i64"}, {"GIVEN": 128, "RANKED": 128, "SLOTS": 256, "SOME": 16}, 1),
+    (gathered._gather_kernel, HEAD | {"ids": "*i64"}, {"BLOCK": 512}, 4),
+    (gathered._extend_kernel, HEAD | {"ids": "*i64"}, {"BLOCK": 512, "JOINED": 256}, 4),
     (validate._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
     *((plan_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 8, "EVERY": every}, 4) for every in (True, False)),
     (plan_batch._order_kernel, ORDER, {}, 8),
     (row_gradient._row_kernel, {"ids": "*i64"}, {}, 1),
     *((route._route_kernel, {"ids": "*i32"}, {"ROWS": 16, "BLOCK": 2048, "MEAN": mean}, 8) for mean in (True, False)),
-    (route._tally_kernel, {}, {"BLOCK": 8192}, 8),
+    (route._tally_kernel, {"dense_rows": "*i64"}, {"PADDED": 16, "BLOCK": 8192}, 8),
     (sparse._hidden_kernel, HEAD | {"out": "*bf16"}, {"BLOCK": 1024, "SOME": 4}, 4),
     (sparse._piece_kernel, HEAD, {}, 16),
     *((sparse._weight_kernel, HEAD, {"ADD": add}, 4) for add in (True, False)),

@@ -19,6 +19,7 @@ def say_again() -> None:
 def test_what_is_asked_for_is_what_runs():
     assert dispatch.choose("lm_head", "torch", HIDDEN, WEIGHT) == "torch"
     assert dispatch.choose("lm_head", "triton", HIDDEN, WEIGHT) == "triton"
+    assert dispatch.choose("lm_head", "triton", HIDDEN, WEIGHT, top_k=3, given=1022) == "triton"
     with pytest.raises(ValueError, match="lm_head: `impl` is 'auto', 'torch' or 'triton'; got 'cuda'"):
         dispatch.choose("lm_head", "cuda", HIDDEN, WEIGHT)
 
@@ -31,6 +32,7 @@ OBSTACLES = {
     "hidden states must begin on a multiple of 16 bytes": (torch.zeros(25, device=DEVICE)[1:].view(3, 8), WEIGHT, None),
     "top_k = 40 is more than a vocabulary of 600 has tiles of 128": (HIDDEN, WEIGHT, 40),
     "a support of 1026 tokens was given, and one of more than 1025 does not fit": (HIDDEN, WEIGHT, None, 1026),
+    "the union of 1023 tokens given and top_k = 3 may be more than 1025 tokens": (HIDDEN, WEIGHT, 3, 1023),
 }
 
 

@@ -31,7 +31,7 @@ class Problem:
     def run(self, weight: Tensor | None, bias: Tensor | None, *, add: bool) -> None:
         none = torch.empty(0, device=DEVICE)
         gradient = RowGradient(none, self.value.to(DEVICE), none, none, none, none)
-        routes = Routes(none, self.key.to(DEVICE), none, none)
+        routes = Routes(none, self.key.to(DEVICE), none, none, none)
         by_token = sparse.sort_by_token(routes, VOCABULARY)
         sparse.sparse_weight(self.hidden.to(DEVICE), gradient, routes, by_token, weight, bias, add=add)
 

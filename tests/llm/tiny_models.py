@@ -240,39 +240,46 @@ class FakeVLLM:
         self.model, self.temperature, self.length, self.logprobs = model, temperature, max_completion_length, logprobs
         self.generator = torch.Generator().manual_seed(5)
         self.sampled: list[list[float]] = []
+        self.policies: list[list[Tensor]] = []
+        """All of what each token was drawn with [V]."""
 
     def sync_weights(self) -> None:
         """The model is the trainer's own."""
 
     @torch.no_grad()
     def generate(self, *, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
-        completions, reported, self.sampled = [], [], []
+        completions, reported, ids_of, self.sampled, self.policies = [], [], [], [], []
         for prompt in prompts:
-            tokens, ranked, drawn = list(prompt), [], []
+            tokens, ranked, ids_ranked, drawn, whole = list(prompt), [], [], [], []
             while len(drawn) < self.length and (not drawn or tokens[-1] not in ENDS):
                 ids = torch.tensor([tokens], device=self.model.device)
                 logits = self.model(input_ids=ids).logits[0, -1].cpu() / self.temperature
                 logp = (logits + 0.2 * torch.randn(len(logits), generator=self.generator)).log_softmax(-1)
                 token = int(torch.multinomial(logp.exp(), 1, generator=self.generator))
                 shown = {token, *logp.topk(self.logprobs).indices.tolist()}
-                ranked.append(sorted((float(logp[i]) for i in shown), reverse=True))
+                ids_ranked.append(sorted(shown, key=lambda i: -logp[i]))
+                ranked.append([float(logp[i]) for i in ids_ranked[-1]])
                 drawn.append(float(logp[token]))
+                whole.append(logp)
                 tokens.append(token)
             completions.append(tokens[len(prompt) :])
             reported.append(ranked)
+            ids_of.append(ids_ranked)
             self.sampled.append(drawn)
-        return prompts, completions, reported, None
+            self.policies.append(whole)
+        return prompts, completions, reported, ids_of
 
 
-def fixed_rollout(logprobs: list[float] | None = None) -> Any:
-    """A rollout function whose every completion is w0 w1 w2, cut off before its end, with these log-probs."""
+def fixed_rollout(logprobs: list[Any] | None = None, token_ids: list[list[int]] | None = None) -> Any:
+    """A rollout function whose every completion is w0 w1 w2, cut off before its end, with these log-probs (of `token_ids`)."""
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
-        return {
+        output = {
             "prompt_ids": ids,
             "completion_ids": [[3, 4, 5] for _ in ids],
             "logprobs": None if logprobs is None else [logprobs for _ in ids],
         }
+        return output if token_ids is None else output | {"logprob_token_ids": [token_ids for _ in ids]}
 
     return rollout

@@ -12,12 +12,13 @@ torch/              on any device
 triton/             on a GPU
   plan_batch.py       is the batch valid, and which rows are planned to be dense?
   gemm_stats.py       one GEMM, each tile of which leaves five numbers (`reduce_tile.py`)
-  support/            supports from these: `select` plans which tiles to recompute, recomputes them, finalizes the rows
+  support/            supports from these: `select` plans which tiles to recompute, recomputes them, finalizes the rows; `union`
   loss/               the objective's own kernel (`rule`: `token`, `troll`), and the metrics (`rows`)
   backward/           gradients of log-probs → of logits (`row_gradient`); dense rows three GEMMs on the way (`dense_forward`,
                       `row_factor`); streamed ones sparse or recomputed (`route`, `sparse`, `dense`)
   fused.py            these in order
 precomputed.py      autograd: the gradients times the one number that arrives
+union.py            what the union of two supports takes: the old head, whose log-probs of new members are `gathered`
 
 `lm_head` passes torch/autograd.py or triton/autograd.py instead, and batch_loss.py takes an objective's loss of its rows.
 `head_kl` measures: the exact KL of two networks, without a gradient.
@@ -26,5 +27,6 @@ precomputed.py      autograd: the gradients times the one number that arrives
 from corral.kernels.head import HeadOutput, lm_head
 from corral.kernels.policy_loss import PolicyLoss, policy_loss_from_hidden
 from corral.kernels.torch.head_kl import head_kl
+from corral.kernels.union import UnionSupport
 
-__all__ = ["HeadOutput", "PolicyLoss", "head_kl", "lm_head", "policy_loss_from_hidden"]
+__all__ = ["HeadOutput", "PolicyLoss", "UnionSupport", "head_kl", "lm_head", "policy_loss_from_hidden"]

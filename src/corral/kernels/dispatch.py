@@ -69,8 +69,8 @@ def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, 
         return "hidden states must begin on a multiple of 16 bytes"
     if given > MAX_GIVEN:
         return f"a support of {given} tokens was given, and one of more than {MAX_GIVEN} does not fit"
-    if top_k is not None and given:
-        return "the union of two supports has no kernel yet"
+    if top_k is not None and given + top_k > MAX_GIVEN:
+        return f"the union of {given} tokens given and top_k = {top_k} may be more than {MAX_GIVEN} tokens, and does not fit"
     if top_k is not None and own_top_k(hidden, len(weight), top_k) < top_k:
         width = _tile_width(hidden)
         return f"top_k = {top_k} is more than a vocabulary of {len(weight)} has tiles of {width}, or than {MAX_TOP_K}"

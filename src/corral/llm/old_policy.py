@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.kernels.torch.gathered import gather_logp
+from corral.kernels.gathered import gather_logp
 from corral.llm.scoring_pass import HeadInputs, ScoringPass
 from corral.numerics import logsumexp
 from corral.objective.troll import FILL
@@ -40,17 +40,14 @@ class OldPolicy:
         """Write the support that a pass reported into TRL's buffer `output`, and keep what a union needs besides."""
         dist = scoring.dist()
         assert dist is not None
-        assert dist.rest_max is not None
-        slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
-        values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
-        output.update(zip(_KEYS, values, strict=True))
+        write_support(output, dist)
         self.head = self.hidden = None
         if (kept := scoring.hidden()) is None:
             return
-        hidden, where, head = kept  # where: place of each row in the flattened [B T]
-        self.head = head.freeze()
+        where = kept.places
+        self.head = kept.head.freeze()
         cut_off = dist.rest.flatten()[where] > math.log1p(-self.support_mass) if self.support_mass < 1 else where >= 0
-        self.hidden = hidden[cut_off]
+        self.hidden = kept.states[cut_off]
         row = torch.full((dist.rest.numel(),), -1, device=where.device)
         row[where[cut_off]] = torch.arange(len(self.hidden), device=where.device)
         output[_ROW] = row.view(dist.rest.shape)
@@ -58,7 +55,10 @@ class OldPolicy:
     @staticmethod
     def support(inputs: dict[str, Any]) -> SparseDist | None:
         """The old policy on its own support, if it was stored."""
-        return SparseDist(*(inputs[key] for key in _KEYS)) if _KEYS[0] in inputs else None
+        if _KEYS[0] not in inputs:
+            return None
+        ids, logp, rest = (inputs[key] for key in _KEYS[:3])
+        return SparseDist(ids, logp, rest, inputs.get(_KEYS[3]))  # a sampler does not report the last
 
     def union(self, inputs: dict[str, Any], new: SparseDist, mask: Bool[Tensor, "B T"]) -> tuple[SparseDist, SparseDist]:
         """Both policies on the union of their supports, where `new` has it; the old one's members come first.
@@ -95,3 +95,10 @@ class OldPolicy:
             head, hidden = self.head, self.hidden[row[wanted]]
             out[wanted] = gather_logp(hidden, head.weight, head.bias, head.spec, tokens, logp, ids[wanted]).float()
         return out
+
+
+def write_support(output: dict[str, Any], dist: SparseDist) -> None:
+    """Write the old policy's support [B T K] into TRL's buffer `output`."""
+    slots = max(1, int((dist.ids >= 0).sum(-1).max()))  # the others are padding
+    values = dist.ids[..., :slots].int(), dist.logp[..., :slots].contiguous(), dist.rest, dist.rest_max
+    output.update((key, value) for key, value in zip(_KEYS, values, strict=True) if value is not None)

@@ -12,6 +12,7 @@ from corral.kernels.batch_loss import batch_loss
 from corral.kernels.packed import LossTerms, Packing
 from corral.kernels.policy_loss import TOLERANCE, PolicyLoss
 from corral.llm.ledger import ratio_sums
+from corral.llm.rollout_support import fill_unscored
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.trl_api import FUSED
 from corral.objective import Objective, make_objective
@@ -69,8 +70,8 @@ class PolicyTerm:
     def _loss_terms(self, packing: Packing) -> LossTerms | None:
         """The loss of the scored tokens for the head to compute; None where that needs more than tokens one by one.
 
-        Other terms read the head's results too, a union changes the old policy, and a correction without an old pass is of
-        log-probs that the head has yet to find.
+        Other terms read the head's results too, a union changes the old policy, and without an old pass a correction, and the
+        anchor of a token that the sampler could not score, are of log-probs that the head has yet to find.
         """
         trainer, mask = self.trainer, self.mask
         off_policy = "old_per_token_logps" in self.inputs
@@ -78,11 +79,18 @@ class PolicyTerm:
         objective = self._objective(batch.dist_old)
         own_support = self.support.top_k is not None  # or a union
         alone = objective.config.tokenwise and not own_support and not trainer.has_other_terms and packing.shape == mask.shape
-        if not alone or (trainer.correction is not None and not off_policy) or not FUSED:
+        if not alone or (trainer.correction is not None and not off_policy) or not FUSED or self._reads_unscored():
             return None
         on_policy = not off_policy and batch.logp_rollout is not batch.logp_old
         weights = torch.where(mask, torch.as_tensor(self.weights, dtype=torch.float32, device=mask.device), 0.0)
         return LossTerms(objective, batch, weights, self._policy_weights(batch, None), on_policy).pack(packing)
+
+    def _reads_unscored(self) -> bool:
+        """Whether the sampler is the anchor, could not score some token (NaN), and no old pass has."""
+        reported, anchored = self.inputs.get("sampling_per_token_logps"), self.trainer.anchor == "rollout"
+        if not anchored or reported is None or "old_per_token_logps" in self.inputs:
+            return False
+        return bool((reported.isnan() & self.mask).any())
 
     def _from_head(self, out: PolicyLoss, packing: Packing) -> _Found:
         """The loss that the head computed."""
@@ -144,6 +152,8 @@ class PolicyTerm:
         """What the objective reads, with the new policy on a support where the pass has one."""
         trainer, inputs = self.trainer, self.inputs
         logp_old, old = inputs.get("old_per_token_logps", logp_new.detach()), trainer.old_policy.support(inputs)
+        if old is not None and trainer.rollout_support is not None:
+            old = fill_unscored(old, logp_old)
         if new is not None and old is None:
             old = new.detach()
         elif new is not None and old is not None:

@@ -18,6 +18,7 @@ from trl import GRPOConfig
 
 from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
 from corral.objective import objective_names
+from corral.objective.dppo import DPPOConfig
 
 if TYPE_CHECKING:
     from corral.llm.config import CorralConfig, Sampler
@@ -50,6 +51,9 @@ _OF_MODELS = (
 """What changes probabilities from a model's own generation_config: of its settings, TRL overrides temperature, truncations and
 repetition penalty, and transformers follows the others."""
 
+_VLLM_LOGPROBS = 20
+"""vLLM's own `max_logprobs`, which TRL leaves as it is in the trainer's process; its server has no limit."""
+
 _WHY = "completions must be drawn from the policy that is trained, or its ratios and gradient are of another one's tokens"
 
 
@@ -77,7 +81,7 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
     if of_others:
         yield (
             f"`{'`, `'.join(of_others)}` set losses of TRL's own. Use objective='sapo' with objective_config="
-            f"{{'tau_positive': …, 'tau_negative': …}}; there is no vespo."
+            f"{{'tau_positive': …, 'tau_negative': …}}, or objective='vespo' with {{'k_positive': …, 'lambda_positive': …}}."
         )
     if not config.temperature > 0:
         yield f"`temperature` divides the logits of the policy that is trained, and must be > 0; got {config.temperature}."
@@ -97,6 +101,15 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
             "`deployed_bound` scales the rates of a schedule, and reduce_lr_on_plateau has none that is known beforehand. Use "
             "another lr_scheduler_type."
         )
+    every, a_pass = config.gradient_accumulation_steps, config.steps_per_generation
+    assert a_pass is not None  # TRL has filled it in
+    if config.reuse == "auto" and a_pass % every:
+        yield (
+            f"reuse='auto' decides after every pass over a batch, which must end with an update: `steps_per_generation` is "
+            f"{a_pass}, no multiple of `gradient_accumulation_steps`, {every}. Make it one."
+        )
+    if config.reuse == "auto" and config.fp16:
+        yield "reuse='auto' skips updates, and the loss scaling of fp16 cannot. Use bf16 or float32."
     if config.use_liger_kernel:
         yield "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off."
     if "unsloth" in sys.modules:
@@ -142,10 +155,7 @@ def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dic
             "renormalise them. Switch those off, or use anchor='old'."
         )
     if rollout and reports and config.needs_support:
-        yield (
-            f"objective={config.objective!r} needs a support, and the sampler reports its sampled tokens alone, not its "
-            f"top-K. Use anchor='old'."
-        )
+        yield from _support_refusals(config, sampler)
     if rollout and corrects:
         yield (
             "with the sampler as the anchor its mismatch is in the ratio already. Set "
@@ -160,6 +170,11 @@ def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dic
         yield (
             f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, "
             f"or a rollout function."
+        )
+    if config.objective == "decoupled_ppo" and (corrects or config.correction is not None):
+        yield (
+            "objective='decoupled_ppo' weighs the old policy against the sampler itself, and a correction would do it twice. "
+            "Leave `correction` out, and set vllm_importance_sampling_correction=False."
         )
     if config.correction is None:
         return
@@ -177,6 +192,27 @@ def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dic
         yield (
             f"correction={config.correction!r} and TRL's own would both correct the sampler's mismatch. Set "
             f"vllm_importance_sampling_correction=False."
+        )
+
+
+def _support_refusals(config: "CorralConfig", sampler: "Sampler") -> Iterator[str]:
+    """What a sampler's own top-K cannot be asked for."""
+    objective = config.make_objective().config
+    if isinstance(objective, DPPOConfig) and objective.estimator == "full":
+        yield (
+            "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "
+            "anchor='old'."
+        )
+    if config.support == "union":
+        yield (
+            "support='union' needs the old policy's log-probs of any token, and a sampler reports its likeliest alone. Use "
+            "support='old', or anchor='old'."
+        )
+    if sampler == "vllm" and config.vllm_mode == "colocate" and config.support_size > _VLLM_LOGPROBS:
+        yield (
+            f"anchor='rollout' asks vLLM for `support_size` log-probs a token, and in the trainer's process it reports "
+            f"{_VLLM_LOGPROBS} at most; got {config.support_size}. Use support_size={_VLLM_LOGPROBS}, a vLLM server, or "
+            f"anchor='old'."
         )
 
 

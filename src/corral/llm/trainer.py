@@ -21,6 +21,7 @@ from corral.llm.models import base_model
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
+from corral.llm.rollout_support import RolloutSupport
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.trl_api import FUSED, steps_per_batch
 from corral.objective import Objective
@@ -84,14 +85,19 @@ class CorralTrainer(GRPOTrainer):
                 f"CorralTrainer: support='union' needs the old hidden states, which TRL {trl.__version__} does not hand over. "
                 f"Install TRL 1.15 or newer, or use support='old'."
             )
+        if self.anchor == "rollout" and self.use_vllm and self.accelerator.is_main_process:
+            _check_server(self)
+        sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
+        self.rollout_support = RolloutSupport(self) if sampled else None
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
         self._old_policies = {mode: OldPolicy(args.support_mass, fill) for mode in ("train", "eval")}
         self._rewards: Tensor | None = None
         self._ledger = Ledger()
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
-        if args.deployed_bound is not None:
-            self.callback_handler.callbacks.insert(0, DeployedCallback(self))  # before a reference is synchronised, or saved
+        self.deployed = None if args.deployed_bound is None else DeployedCallback(self)
+        if self.deployed is not None:
+            self.callback_handler.callbacks.insert(0, self.deployed)  # before a reference is synchronised, or saved
         if self.accelerator.is_main_process:
             self._announce()
 
@@ -174,22 +180,29 @@ class CorralTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Rollouts, with the old policy's support from TRL's own old-policy pass, and corral's advantages if asked for."""
-        if self.use_vllm and self.vllm_generation.logprobs:
+        if self.use_vllm and self.vllm_generation.logprobs and self.rollout_support is None:
             raise ValueError(
                 f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
                 f"likelihood, and TRL takes the first for the sampled one. Leave it at 0."
             )
-        keeps = self.needs_support and self.off_policy
+        keeps = self.needs_support and self.off_policy and self.rollout_support is None
         support = self.own_support() if keeps else SupportRequest()
         scoring = ScoringPass(support=support, keep_hidden=self.union and not self.old_policy.fill)
+        deployed = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
+        if deployed is not None:
+            deployed.watch(scoring)
         with self.policy_head.expect(scoring):
             output = super()._generate_and_score_completions(inputs)
+        if deployed is not None:
+            deployed.add(output, scoring)
         if keeps:
             if scoring.dist() is None or "old_per_token_logps" not in output:
                 raise RuntimeError(
                     "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."
                 )
             self.old_policy.store(output, scoring)
+        elif self.rollout_support is not None:
+            self.rollout_support.store(output)
         if self.args.advantage is not None:
             output["advantages"] = self._own_advantages(len(output["completion_ids"]))
         return output
@@ -219,6 +232,7 @@ class CorralTrainer(GRPOTrainer):
         """TRL's scoring pass, of the old, the new or the reference policy, through corral's head."""
         given = (model, input_ids, attention_mask, logits_to_keep, *args)
         with self.policy_head.run(logits_to_keep) as scoring:
+            scoring.begin(attention_mask[:, -logits_to_keep:].bool())
             result = super()._get_per_token_logps_and_entropies(*given, **kwargs)
         scoring.logp, scoring.entropy = result[:2]
         return result
@@ -258,7 +272,10 @@ class CorralTrainer(GRPOTrainer):
         return zeroed
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's; then metrics are logged, whose copies to the host have arrived by now."""
+        """TRL's; then metrics are logged, whose copies to the host have arrived by now. Nothing once a batch is used up."""
+        if self.deployed is not None and self.deployed.spent:
+            self._step += 1  # as TRL counts micro-batches; without a gradient, the optimizer's step changes nothing
+            return torch.zeros((), device=self.args.device)
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:
             self.flush_metrics()
@@ -298,4 +315,17 @@ def _check_surroundings(args: CorralConfig) -> None:
         raise ValueError(
             "CorralTrainer: DeepSpeed ZeRO-3 is untested, and its partitioned head is gone when corral's backward pass reads "
             "it again. Use ZeRO-2, or FSDP2."
+        )
+
+
+def _check_server(trainer: CorralTrainer) -> None:
+    """Refuse a vLLM server whose log-probs are of another policy than the one it draws from, such as before temperature."""
+    client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # the main process has one, with a server
+    if not hasattr(client, "get_server_info"):  # a server of TRL's before 1.16 has the right mode
+        return
+    mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs" and not (mode == "raw_logprobs" and trainer.temperature == 1):
+        raise ValueError(
+            f"CorralTrainer: anchor='rollout' needs the log-probs that vLLM draws from, and this server reports {mode!r} at "
+            f"temperature {trainer.temperature}. Restart it with --logprobs-mode processed_logprobs, or use anchor='old'."
         )

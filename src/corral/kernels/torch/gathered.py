@@ -1,4 +1,4 @@
-"""Log-probs of a few more tokens of a policy whose hidden states are at hand: gathered dot products, no GEMM."""
+"""Log-probs of a few more tokens of a policy, on any device: weights are gathered, some rows' at a time."""
 
 import torch
 from jaxtyping import Float, Int
@@ -20,12 +20,7 @@ def gather_logp(
     logp: Float[Tensor, " N"],
     ids: Int[Tensor, "N M"],
 ) -> Float[Tensor, "N M"]:
-    """Log-probabilities of `ids`, given those of one token of each row; −inf at padding (−1).
-
-        log p(v) = log p(a) + z_v − z_a
-
-    The normaliser is in log p(a) already, so nothing is summed over the vocabulary.
-    """
+    """`kernels.gathered.gather_logp` on any device: the weights of some rows' tokens are gathered, then multiplied."""
     out = []
     wanted = torch.cat([tokens.long()[:, None], ids.long()], -1)
     dtype = working_dtype(hidden, weight)

@@ -63,6 +63,10 @@ class TileStatistics:
         """Those of the first tokens."""
         return TileStatistics(*(x[:count] for x in (self.peak, self.place, self.second, self.others, self.weighted)))
 
+    def copy(self) -> "TileStatistics":
+        """The same, with a copy of what recomputed tiles replace; nothing for the entropy."""
+        return TileStatistics(self.peak, self.place, self.second.clone(), self.others.clone(), self.weighted[:0])
+
 
 def tile_of(x: Tensor) -> Tile:
     """The tile for this dtype on this device."""

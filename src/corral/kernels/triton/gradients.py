@@ -10,7 +10,7 @@ from corral.kernels.async_copy import AsyncCopy
 from corral.kernels.rows import Gradients, HeadInput, HeadRows
 from corral.kernels.triton.backward.dense import dense_rows
 from corral.kernels.triton.backward.route import Routes, route_rows
-from corral.kernels.triton.backward.row_gradient import DENSE, RowGradient
+from corral.kernels.triton.backward.row_gradient import RowGradient
 from corral.kernels.triton.backward.sparse import sort_by_token, sparse_hidden, sparse_weight
 
 
@@ -60,8 +60,7 @@ def head_gradients(
     def finish() -> Gradients:
         _, dense = counts.wait()
         if dense:
-            picked = (routes.route != DENSE).byte().argsort(stable=True)[:dense]  # without asking again how many there are
-            dense_rows(source, rows, g_entropy, gradient, picked, d_hidden, d_weight, d_bias, add=written)
+            dense_rows(source, rows, g_entropy, gradient, routes.dense, dense, d_hidden, d_weight, d_bias, add=written)
         elif not written:  # no row has a gradient
             for x in (d_weight, d_bias):
                 if x is not None:

@@ -2,9 +2,12 @@
 
 Planned from the old policy. Where the loss is about a ratio, its gradient is dz = g (1_a − p) with g = |Â| w c. A sparse
 gradient drops Σ |dz| = g p_rest of a row's g (1 − p_a + Σ_{v≠a} p_v) = 2 g (1 − p_a): the row is dense where that is more than
-may be dropped of it, or of the mean row if that is larger, as `route` has it of the new policy.
+may be dropped of it, or of the mean row if that is larger, as `route` has it of the new policy. Without a given support, what
+the policy's own likeliest tokens leave out is not known. The mean of −log p_a is about the policy's entropy, though: where that
+is more than the uniform policy's on so many tokens, all rows are dense.
 """
 
+import math
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -43,13 +46,14 @@ class BatchPlan:
 
 
 def plan_batch(
-    terms: LossTerms, tokens: Tensor, weight: Tensor, *, dense: bool, tolerance: float, limits: LogpTolerance
+    terms: LossTerms, tokens: Tensor, weight: Tensor, *, own: int | None, dense: bool, tolerance: float, limits: LogpTolerance
 ) -> BatchPlan:
     """Validate a batch and put its rows in order.
 
     Shapes are right by now. Refused are token ids outside the vocabulary, a support whose slot 0 is not the sampled token, and
     whatever `objective.check` refuses that does not come from the new policy, its `limits` of log-probs included. Without
-    `dense` no row is planned to be dense; where nothing may be dropped, all with a gradient are.
+    `dense` no row is planned to be dense; where nothing may be dropped, all with a gradient are; where `own` tokens are to be
+    found that carry the gradient, all rows of a flat policy are.
     """
     batch = terms.batch
     length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
@@ -73,8 +77,9 @@ def plan_batch(
         SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     least = (1, 0.0, 0.0) if every else (FEWEST, SMALLEST_SHARE, 1.0 if small else SMALLEST_SHARE)
+    flat = math.inf if own is None else math.log(own)
     _order_kernel[(1,)](
-        off, size, order, counts, total, tolerance, *least, BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8
+        off, size, order, counts, total, tolerance, flat, *least, BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8
     )
     return BatchPlan(order, counts, AsyncCopy(counts))
 
@@ -92,7 +97,10 @@ def _inspect_kernel(
     stride_t, slots, vocabulary, highest, slack, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr,
     ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse."""
+    """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse.
+
+    Without a support the size is −log p_a.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < total
     unmasked = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
@@ -112,8 +120,9 @@ def _inspect_kernel(
         factor = tl.where(c != 0.0, factor * c, 0.0)
     fit = fit & _finite(factor)
     gain = tl.where(factor != 0.0, gain * tl.abs(factor), 0.0)
-    whole, dropped = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    whole, dropped = tl.maximum(-anchor.to(tl.float32), 0.0), tl.zeros((ROWS,), tl.float32)
     if SUPPORT:
+        whole = tl.zeros((ROWS,), tl.float32)
         slot = tl.arange(0, SLOTS)
         real = (slot < slots)[None, :]
         at = row[:, None] * slots + slot[None, :]
@@ -149,7 +158,7 @@ def _ways(off, size, row, total, mean, tolerance):
 @triton.jit
 @no_type_check
 def _order_kernel(
-    off, size, order, counts, total, tolerance, fewest, share, rest, BLOCK: tl.constexpr
+    off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program, so that the mean and with it every row's way are the same each time."""
     sizes = tl.zeros((BLOCK,), tl.float32)
@@ -164,11 +173,12 @@ def _order_kernel(
     every = tl.sum(rows, 0)
     mean = tl.sum(sizes, 0) / tl.maximum(every, 1).to(tl.float32)
     for begin in range(0, total, BLOCK):
-        _live, flat = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
-        dense += flat.to(tl.int32)
+        _live, is_dense = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
+        dense += is_dense.to(tl.int32)
     planned = tl.sum(dense, 0)
     planned = tl.where((planned < fewest) | (planned.to(tl.float32) < share * every.to(tl.float32)), 0, planned)
     planned = tl.where((planned > 0) & ((every - planned).to(tl.float32) <= rest * every.to(tl.float32)), every, planned)
+    planned = tl.where(mean > flat, every, planned)
     first = every - planned
     tl.store(counts, first)
     tl.store(counts + 1, every)
@@ -176,8 +186,8 @@ def _order_kernel(
     in_front, behind = first * 0, first
     for begin in range(0, total, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        unmasked, flat = _ways(off, size, row, total, mean, tolerance)
-        sooner = unmasked & ~((flat | (planned == every)) & (planned > 0))
+        unmasked, is_dense = _ways(off, size, row, total, mean, tolerance)
+        sooner = unmasked & ~((is_dense | (planned == every)) & (planned > 0))
         later = unmasked & ~sooner
         to = tl.where(
             sooner, in_front + tl.cumsum(sooner.to(tl.int32), 0) - 1, behind + tl.cumsum(later.to(tl.int32), 0) - 1

@@ -7,7 +7,8 @@ import numpy as np
 
 from corral.audit.summary import Column, outside_ball, token_kinds
 from corral.audit.words import number
-from corral.report.html import Safe, join, note, shorten, tag, visible
+from corral.report.html import Safe, join, note, shorten, tag
+from corral.run.text import visible
 
 _MOST = 24
 """Completions on a page: those with most tokens that clipping is wrong about."""

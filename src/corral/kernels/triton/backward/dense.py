@@ -9,6 +9,7 @@ from torch import Tensor
 
 from corral.kernels.logits import slices
 from corral.kernels.rows import HeadInput, HeadRows
+from corral.kernels.triton.backward.route import PADDED
 from corral.kernels.triton.backward.row_gradient import RowGradient
 from corral.kernels.triton.gemm_stats import finish_logits, spec_arguments
 
@@ -23,21 +24,21 @@ def dense_rows(
     g_entropy: Tensor | None,
     gradient: RowGradient,
     picked: Tensor,
+    count: int,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
     *,
     add: bool = False,
 ) -> None:
-    """Write dH of the rows `picked`, and their dW and db; or `add` these to what is there."""
+    """Write dH of the first `count` rows `picked`, −1 behind them, and their dW and db; or `add` these to what is there."""
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
-    for part in slices(len(picked), ROWS_AT_ONCE):
+    for part in slices(triton.cdiv(count, PADDED) * PADDED, ROWS_AT_ONCE):
         add = add or part.start > 0
-        # Matrix units take rows by the dozen: −1 stands for one without a gradient.
-        real = picked[part]
-        row = torch.nn.functional.pad(real, (0, -len(real) % 16), value=-1)
+        row = picked[part]
+        real = row[: max(count - part.start, 0)]
         h = hidden[row.clamp(min=0)]
-        d_h = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if d_hidden is not None else None
+        d_h = torch.empty(h.shape, dtype=torch.float32, device=h.device) if d_hidden is not None else None
         columns = max(2048, LOGITS_AT_ONCE // len(row) // 256 * 256)
         memory = h.new_empty(len(row) * min(columns, len(weight)), dtype=torch.float32)
         memory_dz = torch.empty_like(memory, dtype=h.dtype)
@@ -55,7 +56,7 @@ def dense_rows(
                 SLOTS=max(2, triton.next_power_of_2(gradient.ids.shape[1])), num_warps=8,
             )  # fmt: skip
             if d_h is not None:
-                multiply(dz, w, d_h, add=True)
+                multiply(dz, w, d_h, add=block.start > 0)
             if d_weight is not None:
                 multiply(dz.T, h, d_weight[block], add=add)
             if d_bias is not None:

@@ -21,7 +21,7 @@ from corral.kernels.triton.backward.row_factor import FactoredGradient, put_sing
 from corral.kernels.triton.backward.row_gradient import RowGradient, Upstream, row_gradient
 from corral.kernels.triton.gemm_stats import TileStatistics, gemm_stats, tile_of
 from corral.kernels.triton.loss.rows import LossRows, OldRows
-from corral.kernels.triton.support.select import given_rows
+from corral.kernels.triton.support.select import support_rows
 
 BYTES_AT_ONCE = 7 * 2**28
 """Of what is stored of the logits: the more rows at once, the fewer times dW is read and written."""
@@ -102,7 +102,7 @@ def _gradient_of_logits(
     how = source.hidden, source.weight, source.bias, spec
     stats = gemm_stats(*how, entropy=entropy, store=stored, reference=reference)
     base = stats.second.clone() if reference is None else None  # it changes where tiles are recomputed
-    rows = given_rows(source, stats)
+    rows = support_rows(source, stats)
     loss = rule(rows, old)
     upstream = Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
     gradient, of_words = row_gradient(rows, source.tokens, upstream, spec), stored[:, : len(source.weight)]

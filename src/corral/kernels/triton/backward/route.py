@@ -18,6 +18,8 @@ from corral.kernels.triton.backward.row_gradient import RowGradient
 
 ROWS = 16
 """That one program routes."""
+PADDED = 16
+"""Dense rows come in multiples of this, as matrix units take them; −1 stands for none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,8 @@ class Routes:
     """Tokens of the entries that a sparse backward adds up, V for none [N, S] int32."""
     counts: Tensor
     """Rows with a gradient, and dense ones [2] int32."""
+    dense: Tensor
+    """The dense rows in order, then −1 up to the next multiple of PADDED; behind that, anything [N + PADDED]."""
     shares: Tensor
     """Metrics: the share of dense rows, and the largest share dropped by a sparse one [2]."""
 
@@ -43,6 +47,7 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
     key, route = torch.empty_like(gradient.ids), torch.empty_like(gradient.need)
     share = torch.empty_like(gradient.size)
     counts, shares = torch.empty(2, dtype=torch.int32, device=device), torch.empty(2, device=device)
+    dense = torch.empty(count + PADDED, dtype=torch.int64, device=device)
     _route_kernel[(triton.cdiv(count, ROWS),)](
         gradient.ids, gradient.value, gradient.off, gradient.size, gradient.need, mean, route, key, share, count, slots,
         vocabulary, tolerance, abs(spec.slope),
@@ -50,8 +55,10 @@ def route_rows(gradient: RowGradient, spec: LogitSpec, vocabulary: int, toleranc
         0.0 if spec.softcap is not None else tolerance / (8 * slots), MEAN=mean is not None, ROWS=ROWS,
         SLOTS=max(2, triton.next_power_of_2(slots)), BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    _tally_kernel[(1,)](route, share, counts, shares, count, BLOCK=min(8192, triton.next_power_of_2(count)), num_warps=8)
-    return Routes(route, key, counts, shares)
+    _tally_kernel[(1,)](
+        route, share, counts, dense, shares, count, PADDED=PADDED, BLOCK=min(8192, triton.next_power_of_2(count)), num_warps=8
+    )
+    return Routes(route, key, counts, dense, shares)
 
 
 @triton.jit
@@ -90,15 +97,18 @@ def _route_kernel(
 
 @triton.jit
 @no_type_check
-def _tally_kernel(route, share, counts, shares, count, BLOCK: tl.constexpr):
+def _tally_kernel(route, share, counts, dense_rows, shares, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """One program for all rows."""
     with_gradient, dense, most = 0, 0, 0.0
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         way = tl.load(route + row, mask=row < count, other=0)
         with_gradient += tl.sum((way > 0).to(tl.int32), 0)
-        dense += tl.sum((way == 2).to(tl.int32), 0)
+        is_dense = (way == 2).to(tl.int32)
+        tl.store(dense_rows + dense + tl.cumsum(is_dense, 0) - 1, row.to(tl.int64), mask=way == 2)
+        dense += tl.sum(is_dense, 0)
         most = tl.maximum(most, tl.max(tl.load(share + row, mask=row < count, other=0.0), 0))
+    tl.store(dense_rows + dense + tl.arange(0, PADDED), tl.full((PADDED,), -1, tl.int64))
     tl.store(counts, with_gradient)
     tl.store(counts + 1, dense)
     tl.store(shares, dense.to(tl.float32) / tl.maximum(with_gradient, 1).to(tl.float32))

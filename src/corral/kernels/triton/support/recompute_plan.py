@@ -58,7 +58,8 @@ def plan_given(stats: TileStatistics, marks: Tensor, width: int, *, given: bool,
 
 
 def plan_own(stats: TileStatistics, marks: Tensor, width: int, *, top_k: int, room: int, out: HeadRows) -> RecomputePlan:
-    """Of the policy's own top k and the sampled token, `marks` [N, 1]; `room` for what may be a member, a power of 2."""
+    """Of the policy's own top k and the sampled token, `marks` [N, 1], −1 for none; `room` for what may be a member, a power
+    of 2."""
     count, tiles = stats.peak.shape
     plan = _blank(stats, room)
     _own_kernel[(count,)](
@@ -206,7 +207,7 @@ def _own_kernel(
 
     token = tl.load(marks + row)
     largest = tile * COLUMNS + tl.load(place + here, mask=valid, other=0).to(tl.int32)
-    sampled_here = valid & (tile == token // COLUMNS)
+    sampled_here = valid & (tile == token // COLUMNS) & (token >= 0)
     again = valid & ((next_bits >= floor) | (sampled_here & ((largest != token) | (bits == next_bits))))
     # Where fewer than k logits are finite, impossible tokens are members, and that takes more than tiles' statistics.
     hopeless = floor <= -0x7F800001  # as −inf ranks

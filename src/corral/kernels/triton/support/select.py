@@ -20,6 +20,7 @@ from corral.kernels.triton.gemm_stats import TileStatistics, gemm_stats, tile_of
 from corral.kernels.triton.support.finalize import best_of, finalize_given, finalize_own
 from corral.kernels.triton.support.recompute import recompute_tiles
 from corral.kernels.triton.support.recompute_plan import plan_given, plan_own
+from corral.kernels.triton.support.union import join_supports
 
 ROWS_AT_ONCE = 8192
 """Tokens whose tile statistics are held at once."""
@@ -39,23 +40,30 @@ def fits_at_once(count: int) -> bool:
 def stream_head(whole: HeadInput, stats: TileStatistics | None = None, queued: Callable[[], None] = lambda: None) -> HeadRows:
     """What the torch head knows of n tokens, from one GEMM and the recomputation of a few of its tiles.
 
-    Without `ids` and `top_k` the support is the sampled token. `stats` are those of all n, where they are there already.
-    `queued` is called when all is queued that there is to do, before the host waits for any of it.
+    Without `ids` and `top_k` the support is the sampled token, with both their union. `stats` are those of all n, where they
+    are there already. `queued` is called when all is queued that there is to do, before the host waits for any of it but the
+    ranking of a union.
     """
     assert stats is None or fits_at_once(len(whole.hidden))
-    if whole.request.top_k is not None:
+    top_k, given = whole.request.top_k, whole.ids
+    if top_k is not None and given is None:
         return _own_rows(whole, ROOM, stats, queued)
-    parts = [given_rows(part, stats or _statistics(part)) for part in _parts(whole)]
+    parts = [support_rows(part, stats or _statistics(part)) for part in _parts(whole)]
     queued()
-    return join(parts) if parts else _blank(whole, 1)
+    return join(parts) if parts else _blank(whole, 1 if given is None else given.shape[1] + (top_k or 0))
 
 
 def _statistics(part: HeadInput) -> TileStatistics:
     return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.request.entropy)
 
 
-def given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
-    """Rows on the support `ids`, or on the sampled token alone. The statistics are used up."""
+def support_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the support `ids`, its union with the policy's own, or the sampled token alone. The statistics are used up."""
+    return _given_rows(part, stats) if part.request.top_k is None else _union_rows(part, stats)
+
+
+def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the support `ids`, or on the sampled token alone."""
     given = part.ids is not None
     marks = _marks(part)
     out = _blank(part, marks.shape[1])
@@ -67,16 +75,28 @@ def given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
     return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
 
 
+def _union_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the union of `ids` and the policy's own support: that is found first, then both are given."""
+    top_k, given = part.request.top_k, part.ids
+    assert top_k is not None
+    assert given is not None
+    # Beside a given support, even an empty one, the sampled token is a token like any other.
+    own = _own_rows(dataclasses.replace(part, ids=given.new_full((len(given), 1), -1)), ROOM, stats.copy())
+    ids = join_supports(given.contiguous(), own.ids, top_k, part.joins)
+    request = dataclasses.replace(part.request, top_k=None)
+    return _given_rows(dataclasses.replace(part, ids=ids, request=request), stats)
+
+
 def _own_rows(
     whole: HeadInput, room: int, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None
 ) -> HeadRows:
-    """Rows on the policy's own support."""
+    """Rows on the policy's own support: with the sampled token in slot 0 or, where a support is given, with no token there."""
     top_k = whole.request.top_k
     assert top_k is not None
     parts, filled, overflows = [], [], []
     for part in _parts(whole):
         stats = early or _statistics(part)
-        marks = part.tokens[:, None].int()
+        marks = (part.tokens[:, None] if part.ids is None else part.ids[:, :1]).int()
         out = _blank(part, top_k + 1)
         width = tile_of(part.hidden).columns
         plan = plan_own(stats, marks, width, top_k=top_k, room=room * best_of(top_k), out=out)

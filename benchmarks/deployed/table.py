@@ -1,0 +1,58 @@
+"""What the runs of the study found, by setting."""
+
+from collections import defaultdict
+from statistics import fmean
+from typing import Any
+
+Row = dict[str, Any]
+"""One run: its settings, how it ended, and a line per step."""
+
+
+def steps_of(run: Row) -> list[Row]:
+    """Lines of steps with updates: a run of the trainer's has one more, from before the first."""
+    return [line for line in run["lines"] if line["step"] > 0]
+
+
+def area(run: Row) -> float:
+    """Mean training success over all steps; every problem is new, so this is held out too. A dead run goes on at 0."""
+    return sum(line["reward"] for line in steps_of(run)) / run["steps"]
+
+
+def final(run: Row, key: str = "success") -> float:
+    """Success on the held-out problems after the last step, or greedy; 0 of a dead run."""
+    return 0.0 if run["dead"] else run["lines"][-1][key]
+
+
+def certificate(line: Row, name: str) -> float:
+    """A statistic of the deployed network's KL after a step."""
+    value = line["after"][name] if "after" in line else line.get(f"tr/deployed_kl_{name}", 0.0)
+    return min(float(value), 99.0)  # a run that died may have had an infinite one
+
+
+def share(line: Row) -> float:
+    """How much of a step was kept."""
+    return line.get("share", line.get("tr/step_share", 1.0))
+
+
+def setting(run: Row) -> tuple[str, str, str, int, str]:
+    """What runs that differ in their seeds alone have in common."""
+    how = f"{run['rate']} {run['arm']}" + (f" reuse {run['reuse']}" if run.get("reuse") else "")
+    return (run["objective"], run["schedule"], f"{run['steps']} steps", run.get("passes", 1), how)
+
+
+def print_table(runs: dict[str, Row]) -> None:
+    """Means over seeds: area under the curve, final success, and what was kept."""
+    groups = defaultdict(list)
+    for run in runs.values():
+        groups[setting(run)].append(run)
+    columns = ("area", "final", "greedy", "mean KL", "p999", "max", "share", "cpu s")
+    names = f"{'objective':10} {'schedule':9} {'':8} passes {'rate, arm':18} n"
+    print(f"{names} {' '.join(f'{name:>7}' for name in columns)}  area of each")
+    for key, found in sorted(groups.items(), key=lambda item: (item[0][:4], -fmean(map(area, item[1])))):
+        lines = [line for run in found for line in steps_of(run)]
+        values = [fmean(map(area, found)), fmean(map(final, found)), fmean(final(run, "greedy") for run in found)]
+        values += [fmean(certificate(line, name) for line in lines) for name in ("mean", "p999", "max")]
+        values += [fmean(map(share, lines)), fmean(run["cpu"] for run in found)]
+        numbers = " ".join(f"{value:7.4g}" if value < 0.1 else f"{value:7.3f}" for value in values)
+        each = " ".join(f"{area(run):.3f}" for run in sorted(found, key=lambda run: run["seed"]))
+        print(f"{key[0]:10} {key[1]:9} {key[2]:8} {key[3]:6} {key[4]:18} {len(found)} {numbers}  {each}")
