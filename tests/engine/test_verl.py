@@ -25,6 +25,7 @@ from verl.utils.metric import AggregationType
 from verl.workers.engine.base import EngineRegistry
 
 import corral
+from corral.engine.adapter import sampled_token_names
 from corral.engine.verl import plugin
 from corral.engine.verl.checkup import LINES, checkup
 from corral.engine.verl.config import CorralPolicyLossConfig
@@ -119,7 +120,7 @@ def test_a_trainer_goes_by_the_name_of_verls_own(monkeypatch: pytest.MonkeyPatch
 def test_doctor_finds_corral_active() -> None:
     found = checkup()
     assert found.trouble == []
-    assert ("self-test", "two sequences, 12 objectives: gradients differ by 0.0e+00") in found.rows
+    assert ("self-test", f"two sequences, {len(sampled_token_names())} objectives: gradients differ by 0.0e+00") in found.rows
 
 
 def test_a_loss_that_another_plug_in_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

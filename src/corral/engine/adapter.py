@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corral.kernels.batch_loss import batch_loss
 from corral.objective import OBJECTIVES, Objective, make_objective
-from corral.objective.config import NEEDS_SUPPORT, Anchor
+from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Anchor
 from corral.types import SparseDist, TokenBatch
 
 
@@ -100,5 +100,5 @@ def _one_token(batch: TokenBatch) -> TokenBatch:
 
 
 def sampled_token_names() -> list[str]:
-    """Objectives that, with some settings, need the sampled tokens alone: what any engine can run."""
-    return [name for name, (_, config) in sorted(OBJECTIVES.items()) if not config().needs & NEEDS_SUPPORT]
+    """Objectives that, by default, need the sampled tokens' two log-probs alone: what any engine can run."""
+    return [name for name, (_, config) in sorted(OBJECTIVES.items()) if not config().needs - NEEDS_TOKENS]

@@ -51,12 +51,14 @@ def check_config(config: Any) -> Any:
             f"corral for verl: policy_loss.bypass_mode is {settings.bypass_mode} and algorithm.rollout_correction.bypass_mode "
             f"is {bypass}. Write policy_loss.bypass_mode='${{algorithm.rollout_correction.bypass_mode}}', and they are one."
         )
-    if settings.resolve().anchor == "rollout" and not config.actor_rollout_ref.rollout.calculate_log_probs:
+    wanted = settings.resolve()
+    reads_sampler = wanted.anchor == "rollout" or "logp_rollout" in wanted.objective.needs
+    if reads_sampler and not config.actor_rollout_ref.rollout.calculate_log_probs:
         raise ValueError(
-            f"corral for verl: {settings.loss_mode} is anchored on the sampler's log-probs. Set "
+            f"corral for verl: {settings.loss_mode} reads the sampler's log-probs. Set "
             f"actor_rollout_ref.rollout.calculate_log_probs=true."
         )
-    if settings.resolve().needs_support:
+    if wanted.needs_support:
         _check_support(config, settings.loss_mode)
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
