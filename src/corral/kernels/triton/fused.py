@@ -35,7 +35,7 @@ from corral.types import ObjectiveOutput
 def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool]) -> FusedLoss | None:
     """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse."""
     rule, old = rule_of(terms.objective), terms.batch.dist_old
-    if rule is None or (rule.needs_support and old is None):
+    if rule is None or (rule.needs_support and old is None) or (rule.needs_rollout and terms.batch.logp_rollout is None):
         return None
     # Without a given support, the policy's own carries a sparse gradient.
     own = own_top_k(source.hidden, len(source.weight)) if old is None and tolerance > 0 and any(needed) else None
