@@ -12,6 +12,7 @@ from torch import nn
 
 from corral import head_kl, retract, snapshot
 from corral.deployed import STATISTICS, BatchKL, restore
+from device import DEVICE
 
 F64 = torch.float64
 
@@ -33,7 +34,7 @@ class Language(nn.Module):
 
 def language(seed=0, **how) -> Language:
     torch.manual_seed(seed)
-    return Language(**how)
+    return Language(**how).to(DEVICE)
 
 
 def updated(model: Language, size: float, seed: int = 1) -> tuple[dict, object]:
@@ -91,6 +92,27 @@ def test_a_probe_may_know_its_sequences():
     assert metrics["tr/deployed_kl_mean"] == pytest.approx(0.97)
     assert metrics["tr/deployed_seq_kl_mean"] == metrics["tr/deployed_seq_kl_max"] == pytest.approx(3 * 0.97)
     assert metrics["tr/deployed_kl_se"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_autocast_keeps_no_copy_of_weights_that_were_retracted():
+    model = language(dtype=torch.float32)
+    inputs = torch.randn(50, 6, device=DEVICE)
+
+    def run():
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return model.layer(inputs).float(), model.head.weight.detach().clone()
+
+    old, was = snapshot(model), run()
+    with torch.no_grad():
+        model.layer.weight += 2.0
+    with torch.autocast(DEVICE, torch.bfloat16):  # which keeps half-precision copies of weights until its end
+        done = retract(model, old, lambda: head_kl(*run(), *was), bound=0.01)
+    assert 0 < done.share < 1
+    assert done.value_after == pytest.approx(float(head_kl(*run(), *was).double().mean()), rel=1e-6)
+    with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
+        run()
+        restore(model, old)
+        assert torch.equal(run()[0], was[0])
 
 
 def test_a_percentile_of_few_tokens_is_warned_of_once(monkeypatch, caplog):

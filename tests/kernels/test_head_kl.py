@@ -186,3 +186,17 @@ def test_a_bias_of_another_vocabulary_is_refused(unchecked_shapes):
     given = networks()
     with pytest.raises(ValueError, match=r"head_kl: bias_old is \[V\] with V = 53; got \[5\]"):
         head_kl(*given, bias_old=torch.zeros(5, dtype=F64, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_is_never_held(dtype):
+    new, weight, old, weight_old = networks(n=4096, v=128_256, h=64, dtype=dtype, spread=0.1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = head_kl(new, weight, old, weight_old)
+    # The logits of both would be 2 · 4096 · 128,256 · 4 bytes = 4.2 GB.
+    assert torch.cuda.max_memory_allocated() - before < 2.1e9
+    some = slice(0, 4096, 512)
+    assert_close(found[some], oracle(new[some], weight, old[some], weight_old).float(), torch.float32, rtol=1e-3, atol=1e-6)

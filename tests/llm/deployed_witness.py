@@ -1,6 +1,7 @@
 """What the tests of the deployed network share: an independent measurement of every step, and the certificates of a trainer."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ WILD = {"learning_rate": 0.3, "objective": "ppo_clip"}
 class Witness(TrainerCallback):
     """Measures for itself: the KL of every token of the step's rollouts, from all logits, at the end of each step."""
 
-    def __init__(self, trainer: CorralTrainer, updates: int) -> None:
-        self.trainer, self.updates = trainer, updates
+    def __init__(self, trainer: CorralTrainer, updates: int, logp: Callable[..., Tensor] = dense_logp) -> None:
+        self.trainer, self.updates, self.logp = trainer, updates, logp
         self.batches: list[dict[str, Any]] = []
         self.old: Any = None
         self.kl: list[Tensor] = []
@@ -51,7 +52,7 @@ class Witness(TrainerCallback):
         found, sums, now = [], [], copy.deepcopy(self.trainer.model).eval()
         with torch.no_grad():
             for batch in self.batches:
-                new, old = (dense_logp(base_model(model), batch, 0.9) for model in (now, self.old))
+                new, old = (self.logp(base_model(model), batch, 0.9) for model in (now, self.old))
                 mask = batch["completion_mask"].bool()
                 found.append(categorical_kl(new, old)[mask])
                 sums.append(torch.where(mask, categorical_kl(old, new), 0.0).sum(-1))
@@ -63,3 +64,14 @@ def certificates(trainer: CorralTrainer) -> list[dict[str, float]]:
     """What the trainer logged of every step."""
     names = [*NAMES, "tr/passes"]
     return [{name: line[name] for name in names if name in line} for line in trainer.state.log_history if NAMES[0] in line]
+
+
+def half_logp(model: Any, batch: dict[str, Any], temperature: float) -> Tensor:
+    """log π [B T V] as half precision has it: hidden states and head are rounded to bfloat16, logits are not."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        states = model.model(input_ids=ids, attention_mask=attention).last_hidden_state
+    states = states[:, :-1][:, -batch["completion_ids"].shape[1] :]
+    logits = states.bfloat16().float() @ model.lm_head.weight.bfloat16().float().T
+    return (logits / temperature).log_softmax(-1)

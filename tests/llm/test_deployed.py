@@ -1,5 +1,6 @@
 """The trainer's hold on the network it deploys: the certificate is true, the bound holds, and all processes decide alike."""
 
+import copy
 import json
 import math
 import shutil
@@ -14,8 +15,11 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import make_trainer, tiny_model
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from corral import objective_names
+from corral import categorical_kl, objective_names, retract, snapshot
 from corral.llm import CorralConfig, deployed, deployed_probe
 from corral.llm.scoring_pass import ScoringPass
 from corral.llm.settings import resolve
@@ -263,19 +267,66 @@ def test_a_schedule_that_is_no_multiple_of_its_peak_is_refused(tmp_path):
 
 def work(rank: int, folder: Path) -> None:
     """One of two processes."""
-    trainer = make_trainer(folder, deployed_bound=0.01, max_steps=4, use_cpu=True, **WILD)
-    trainer.train()
-    torch.save(
-        (certificates(trainer), trainer.model.state_dict(), trainer.optimizer.param_groups[0]["lr"]), folder / f"{rank}.pt"
-    )
+    found = {}
+    for reuse in ("fixed", "auto"):
+        trainer = make_trainer(
+            folder, deployed_bound=0.01, max_steps=4, use_cpu=True, num_iterations=2, reuse=reuse, steps_per_generation=1,
+            **WILD,
+        )  # fmt: skip
+        trainer.train()
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        found[reuse] = certificates(trainer), {**trainer.model.state_dict(), "rate": torch.tensor(rate)}
+    found["FSDP2"] = retract_sharded()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def retract_sharded() -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """A sharded network, moved and retracted, beside the same one on one process."""
+    torch.manual_seed(0)
+    alone, inputs = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 7)), torch.randn(20, 6)
+    sharded = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(sharded[0], mesh=mesh)
+    fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
+    lines, weights = [], {}
+    for name, network in (("alone", alone), ("sharded", sharded)):
+        with torch.no_grad():
+            was, old = network(inputs).log_softmax(-1), snapshot(network)
+            if name == "sharded":
+                network.reshard()  # as after a backward pass; a forward pass alone leaves its root gathered
+            for p in network.parameters():
+                p.mul_(3.0)
+        done = retract(network, old, lambda: categorical_kl(network(inputs).log_softmax(-1), was), bound=0.01)  # noqa: B023
+        lines.append(done.metrics())
+        final = snapshot(network).items()
+        weights |= {f"{name} {key}": x.full_tensor() if isinstance(x, DTensor) else x for key, x in final}
+    return lines, weights
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("two")
+    run_two(work, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.supports("other: deployed network, two processes", door="TRL")
-def test_two_processes_decide_alike(tmp_path):
-    run_two(work, tmp_path)
-    (found, weights, rate), (also, weights_also, rate_also) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+@pytest.mark.parametrize("reuse", ["fixed", "auto"])
+def test_two_processes_decide_alike(two, reuse):
+    (found, weights), (also, weights_also) = (one[reuse] for one in two)
     assert found == also
-    assert rate == rate_also
     assert all(torch.equal(x, weights_also[name]) for name, x in weights.items())
     assert all(line["tr/deployed_kl_mean"] <= 0.01 for line in found)
     assert found[0]["tr/step_share"] < 1
+    assert [line.get("tr/passes") for line in found] == ([None, None] if reuse == "fixed" else [1.0, 1.0])
+
+
+@pytest.mark.supports("other: retraction of a network sharded by FSDP2", door="import corral")
+def test_a_sharded_network_is_retracted_as_a_whole_one(two):
+    for lines, weights in (one["FSDP2"] for one in two):
+        alone, sharded = lines
+        assert 0 < alone["tr/step_share"] < 1
+        assert sharded == pytest.approx(alone, rel=1e-5)
+        for name, x in weights.items():
+            assert_close(x, weights[name.replace("sharded", "alone")])

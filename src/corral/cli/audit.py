@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from corral.cli import INTERRUPTED, check_installed, given_flags, refuse
-from corral.cli.audit_dump import asdict_row, audit_logged, check_outputs, judge_errors, write_numbers
+from corral.cli.audit_dump import (
+    TEXT_FLAGS,
+    asdict_row,
+    audit_logged,
+    check_outputs,
+    judge_errors,
+    rescore,
+    write_numbers,
+)  # fmt: skip
 from corral.cli.eval import FLAGS, eval_settings
 from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import UNSAFE, quiet_libraries
@@ -25,10 +33,11 @@ _MODEL_FLAGS = {
 }
 
 _EPILOG = """
-Four things can be audited:
+Five things can be audited:
   corral audit audit/                     what corral.llm.audit(trainer, out="audit/") wrote during training
   corral audit DUMP                       what any trainer logged of its tokens: JSON lines as in docs/audit.md, prime-rl's
                                           token_exports, slime's debug train data, open-instruct's trainer_logprobs
+  corral audit TEXTS --model A --model B  texts that verl or TRL logged, rescored by the old and the new model
   corral audit RUN                        a run of `corral train`: each checkpoint against the one before
   corral audit --old A --new B --task T   two models: A writes completions, B is measured on their tokens
 A task's own settings: --set task_config.path=problems.jsonl.
@@ -44,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--old", metavar="MODEL", help="tiny, smollm2, a folder, a run, a hub id")
     parser.add_argument("--new", metavar="MODEL", help="the same after training")
+    parser.add_argument(
+        "--model", metavar="MODEL", action="append", default=[], help="of logged texts: old, then new; given twice"
+    )
+    parser.add_argument("--tokenizer", metavar="MODEL", help="of dumps: whose tokenizer tells the text of tokens (else ids)")
     for name, what in _MODEL_FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
@@ -68,14 +81,21 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
     check_installed("audits need", _NEEDED, "report")
     check_outputs(arguments)
+    from corral.audit.dump.find import find_dump
+
     path: Path | None = arguments.path
     try:
         if path is not None and (path / "audit.json").is_file():
             return _show(_existing_audit(arguments), arguments)
         if path is None or (path / "config.json").is_file():
             return _show(_audit_models(arguments), arguments)
-        _refuse_flags(arguments, (*_MODEL_FLAGS, "old", "new", "out"), f"{path} is a dump of logged tokens")
-        return audit_logged(path, _rules(arguments), arguments)
+        dump = find_dump(path)
+        if dump.texts:
+            names = [name for name in _MODEL_FLAGS if name not in TEXT_FLAGS]
+            _refuse_flags(arguments, ("old", "new", "tokenizer", *names), f"{path} holds logged texts")
+            return _show(rescore(dump, _rules(arguments), arguments), arguments)
+        _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), f"{path} is a dump of logged tokens")
+        return audit_logged(dump, _rules(arguments), arguments)
     except KeyboardInterrupt:
         return refuse("interrupted.", INTERRUPTED)
 
@@ -84,14 +104,14 @@ def _existing_audit(arguments: argparse.Namespace) -> Path:
     """The folder of an audit that is measured; a RunError for flags that could not change it."""
     _refuse_flags(
         arguments,
-        ("old", "new", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"),
+        ("old", "new", "model", "tokenizer", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"),
         f"{arguments.path} is an audit that was measured already",
     )
     return arguments.path
 
 
 def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    given = [*given_flags(arguments, names)]
+    given = [name for name, value in given_flags(arguments, names).items() if value != []]
     given += [name for name in ("set", "unsafe_code_execution") if vars(arguments)[name]]
     if given:
         raise RunError(f"{why}, so --{given[0].replace('_', '-')} cannot be given with it.")
@@ -104,6 +124,8 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
         raise RunError("audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL --task TASK.")
     if path is not None and (old is not None or new is not None):
         raise RunError("audit takes a folder, or --old and --new; not both.")
+    if arguments.model or arguments.tokenizer:
+        raise RunError("--model and --tokenizer are for what other engines logged; models are compared by --old and --new.")
     if path is not None and kind_of_run(path) == "robot":
         raise RunError(f"{path} is a robot's run; audits are about the tokens of language models.")
     check_kind("llm", "auditing models")

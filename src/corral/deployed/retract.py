@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from corral.deployed.statistics import STATISTICS, BatchKL, TokenKL
 from corral.validate import number_in
@@ -66,7 +68,8 @@ class Certificate:
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters that are trained, by name; a tied weight once. What `retract` goes back to."""
+    """Copies of the parameters that are trained, by name; a tied weight once; of a sharded one this process's part."""
+    _forget_copies(module)
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -103,15 +106,17 @@ def retract(
         Schulman et al. 2015, arXiv:1502.05477, app. C (the line search). Invariant: value_after ≤ bound, whatever `probe` says.
     """
     _check(module, old, bound, statistic, max_probes)
+    _forget_copies(module)
     parameters = {name: p for name, p in module.named_parameters() if name in old}
     new = {name: p.detach().clone() for name, p in parameters.items()}
     measures = bound == math.inf  # then nothing is undone, whatever is found
-    usable = measures or all(bool(p.isfinite().all()) for p in new.values())
+    usable = measures or all(_is_finite(p) for p in new.values())
     tried: list[_Probe] = []
     share: float | None = 1.0 if usable else None
     while share is not None and len(tried) < max_probes:
         if tried:
             _place(parameters, old, new, share)
+            _forget_copies(module)
         tried.append(_Probe.of(share, probe(), statistic))
         share = None if measures else _next_share(tried, bound, last=len(tried) == max_probes - 1)
     first = tried[0] if tried else _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=0))
@@ -122,6 +127,7 @@ def retract(
     kept = max(fitting, key=lambda one: one.share, default=nothing)
     if not tried or tried[-1].share != kept.share:
         _place(parameters, old, new, kept.share)
+        _forget_copies(module)
     return Certificate(
         statistic=statistic, bound=bound, share=kept.share, probes=len(tried),
         value_before=first.value, value_after=kept.value, before=first.kl, after=kept.kl,
@@ -186,6 +192,21 @@ def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
+    _forget_copies(module)
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Of a sharded weight, on all processes alike."""
+    finite = weight.isfinite().all()
+    return bool(finite.full_tensor() if isinstance(finite, DTensor) else finite)
+
+
+def _forget_copies(module: nn.Module) -> None:
+    """Before weights are read or after they were written: drop half-precision copies of autocast, and FSDP2's gathered ones."""
+    torch.clear_autocast_cache()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _place(parameters: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:

@@ -134,7 +134,7 @@ class DeployedCallback(TrainerCallback):
             measured.append(self.probe.measure())
             return measured[-1]
 
-        with preserve_state(trainer.model), trainer.accelerator.autocast():
+        with preserve_state(trainer.model):
             if not self.probe.prepare(old):
                 return None
             certificate = retract(trainer.model, old, probe, bound=bound, max_probes=PROBES)

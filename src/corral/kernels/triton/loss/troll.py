@@ -25,6 +25,7 @@ class TrollLoss:
 
     projects: ClassVar[bool] = True
     needs_support: ClassVar[bool] = True
+    needs_rollout: ClassVar[bool] = False
 
     bound: float
     regression: float
