@@ -101,6 +101,12 @@ def test_a_given_support_of_any_tokens(slots):
     assert (out.dist.rest - exact.rest).abs().max() < 2e-4
 
 
+TOKEN_BY_TOKEN = [
+    name
+    for name in corral.objective_names()
+    if name in ("gspo", "gmpo", "m2po") or corral.make_objective(name).config.tokenwise
+]
+"""Objectives whose weights are no product over a sequence, nor chosen by rank, either of which rounding decides."""
 UNIONS = [(1, 768, 64, BF16), (1023, 768, 63, BF16), (300, 776, 1, BF16), (300, 64, 64, F32), (8200, 64, 190, torch.float16)]
 
 
@@ -189,7 +195,7 @@ def test_gathered_log_probs(dtype):
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("name", corral.objective_names())
+@pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
 def test_gradients_off_the_threshold(name, dtype, exact):
     rows, width = 515, 256
     hidden, weight, tokens, _ = problem(rows, width, dtype)
@@ -199,12 +205,14 @@ def test_gradients_off_the_threshold(name, dtype, exact):
     mask = (torch.arange(rows, device="cuda") % 5 > 0)[None]
     old = corral.SparseDist(old.ids[None], old.logp[None].float(), old.rest[None].float())
     advantages = torch.randn(1, rows, device="cuda")
-    batch = TokenBatch(old.logp[..., 0], old.logp[..., 0], advantages, mask, None, old)
+    logp_old = old.logp[..., 0]
+    batch = TokenBatch(logp_old, logp_old, advantages, mask, None, old, logp_old - 0.1)
     objective = corral.make_objective(name)
 
     leaves = [x.double().requires_grad_() for x in (moved, weight)]
     new = corral.gather_support((leaves[0] @ leaves[1].T).log_softmax(-1)[None], old.ids)
-    reference = objective(TokenBatch(new.logp[..., 0], old.logp[..., 0].double(), advantages.double(), mask, new, old))
+    exactly = (x.double() for x in (logp_old, advantages))
+    reference = objective(TokenBatch(new.logp[..., 0], *exactly, mask, new, old, (logp_old - 0.1).double()))
     # A token within rounding of its region's edge may fall on either side of it.
     clear = off_threshold(name, new, old) & mask
     wanted = torch.autograd.grad(torch.where(clear, reference.loss, 0.0).sum(), leaves)
@@ -226,8 +234,10 @@ def off_threshold(name: str, new: corral.SparseDist, old: corral.SparseDist) -> 
     ratio = (new.logp[..., 0] - old.logp[..., 0]).detach()
     kl = corral.categorical_kl(new.with_rest().detach(), old.with_rest().double())
     tv = corral.binary_tv(new.logp[..., 0].detach(), old.logp[..., 0].double())
+    chi = old.logp[..., 0].double().exp() * (ratio.exp() - 1) ** 2
     edges = [
         (kl, 0.05),
+        (chi, 0.05),
         (tv, 0.2),
         (ratio.exp(), 0.8),
         (ratio.exp(), 1.2),

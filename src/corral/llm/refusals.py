@@ -81,7 +81,7 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
     if of_others:
         yield (
             f"`{'`, `'.join(of_others)}` set losses of TRL's own. Use objective='sapo' with objective_config="
-            f"{{'tau_positive': …, 'tau_negative': …}}; there is no vespo."
+            f"{{'tau_positive': …, 'tau_negative': …}}, or objective='vespo' with {{'k_positive': …, 'lambda_positive': …}}."
         )
     if not config.temperature > 0:
         yield f"`temperature` divides the logits of the policy that is trained, and must be > 0; got {config.temperature}."
@@ -170,6 +170,11 @@ def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dic
         yield (
             f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, "
             f"or a rollout function."
+        )
+    if config.objective == "decoupled_ppo" and (corrects or config.correction is not None):
+        yield (
+            "objective='decoupled_ppo' weighs the old policy against the sampler itself, and a correction would do it twice. "
+            "Leave `correction` out, and set vllm_importance_sampling_correction=False."
         )
     if config.correction is None:
         return
