@@ -9,6 +9,7 @@ import pyarrow as pa
 from corral.audit.summary import Ball, Row, Summary, table_columns
 from corral.audit.words import RULES, number, percent, sentences
 from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
+from corral.report.audit.thresholds import audit_thresholds
 from corral.report.audit.tokens import completion_heat, render_token
 from corral.report.html import (
     Safe,
@@ -49,7 +50,7 @@ def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, 
 def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
     """The whole HTML."""
     title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
-    return document(title, _body(title, info, rows, summary), {}, ["audit.js"], ["page.css", "audit.css"])
+    return document(title, _body(title, info, rows, summary), {}, ["base.js", "audit.js"], ["page.css", "audit.css"])
 
 
 def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
@@ -63,6 +64,7 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
     parts = {
         "findings": ("Findings", join(missing, found, _verdict_tables(summary, rules))),
         "probability": ("By old probability", join(bucket_figure(probability), _bucket_table("Old probability", probability))),
+        "threshold": ("Which threshold?", audit_thresholds(columns, rules)),
         "ratio": ("Ratio against true distance", ratio_figure(columns, rules)),
         "tokens": ("Tokens that clipping blocks most", _blocked_table(summary.blocked_tokens)),
         "kinds": ("By entropy and by advantage", join(*(_bucket_table(title, rows) for title, rows in kinds))),
