@@ -19,6 +19,7 @@ from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
 
 from corral.kernels.triton import fused, plan_batch  # isort: skip  # after `interpreted`
+from corral.kernels.triton.support import select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
@@ -160,6 +161,17 @@ def test_planned_dense_rows_beside_streamed_ones(monkeypatch):
     monkeypatch.setattr(policy_loss, "TOLERANCE", 0.01)
     assert_same(Case.make(), corral.make_objective("troll"), torch.float32, near=0.02, impl="triton")
     assert 0 < seen[0] < 7
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_rows_with_more_candidates_than_there_is_room_for(exact, monkeypatch):
+    """The first attempt takes no token of these rows; the second waits, and finds room."""
+    seen, inner = [], fused.fused_loss
+    monkeypatch.setattr(fused, "fused_loss", lambda *args, **how: seen.append(how) or inner(*args, **how))
+    monkeypatch.setattr(select, "UNION_ROOM", 1)
+    near = 2e-5 if exact else 2e-3
+    assert_same(Case.make(), corral.make_objective("troll"), torch.float32, near=near, exact=exact, impl="triton")
+    assert seen == [{}, {"wait": True}]
 
 
 @given(seed=st.integers(0, 999), top_k=st.integers(1, 12))

@@ -32,8 +32,14 @@ from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput
 
 
-def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool]) -> FusedLoss | None:
-    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse."""
+def fused_loss(
+    source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool], *, wait: bool = False
+) -> FusedLoss | None:
+    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse.
+
+    `wait` until the ranking of a union is known to be right. Otherwise all is queued, and done again in the rare case that it
+    was not.
+    """
     rule, old = rule_of(terms.objective), terms.batch.dist_old
     if rule is None or (rule.needs_support and old is None) or (rule.needs_rollout and terms.batch.logp_rollout is None):
         return None
@@ -64,7 +70,9 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     hidden = source.hidden.flatten(0, 1).contiguous() if packing.rows is None else hidden[:count]
     packed = HeadInput(hidden, source.weight, bias, tokens, ids, source.spec, request, joins)
     first, second = slice(0, sparse), slice(sparse, count)
-    streamed = stream_head(packed.rows(first), None if stats is None else stats.first(sparse)) if sparse else None
+    overflows: list[AsyncCopy] | None = None if wait else []
+    stats = None if stats is None else stats.first(sparse)
+    streamed = stream_head(packed.rows(first), stats, overflows=overflows) if sparse else None
     del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
@@ -79,7 +87,8 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
         parts.append((streamed, loss_of(streamed, anchor.each(operator.itemgetter(first)))))
     stored = None
     if second.start < second.stop:
-        stored = dense_forward(packed.rows(second), anchor.each(operator.itemgetter(second)), weights[second], loss_of, needed)
+        behind = anchor.each(operator.itemgetter(second))
+        stored = dense_forward(packed.rows(second), behind, weights[second], loss_of, needed, overflows)
         parts.append((stored.rows, stored.loss))
     rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
     anchor = anchor if loss.rest_old is None else replace(anchor, rest=loss.rest_old)
@@ -87,14 +96,11 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     flaws = AsyncCopy(flawed)
     finish, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
 
+    if overflows and any(overflow.wait()[0] for overflow in overflows):
+        return fused_loss(source, terms, tolerance, needed, wait=True)
+
     def finish_finite() -> Gradients:
-        if number := int(flaws.wait()):
-            raise ValueError(
-                f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from "
-                f"a union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible "
-                f"token means that both policies were not given the same logit masks. The objective on the output of "
-                f"corral.lm_head says where."
-            )
+        _refuse_flaws(int(flaws.wait()))
         return finish()
 
     if not any(needed):
@@ -106,6 +112,17 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
         fields[REGRESSION] if rule.projects else None,
     )  # fmt: skip
     return FusedLoss(packing, total, rows, output, finish_finite if any(needed) else None, scale)
+
+
+def _refuse_flaws(number: int) -> None:
+    """Raise if the loss of so many tokens is not finite."""
+    if number:
+        raise ValueError(
+            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from a "
+            f"union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible token "
+            f"means that both policies were not given the same logit masks. The objective on the output of corral.lm_head "
+            f"says where."
+        )
 
 
 def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:

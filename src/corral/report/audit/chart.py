@@ -69,7 +69,7 @@ def line(points: Sequence[tuple[float, float]], dash: int = 0) -> Safe:
 
 
 def marker(shape: int, x: float, y: float, size: float, title: str, *, hollow: bool = False) -> Safe:
-    """A circle, square, triangle, diamond or cross around a point, with its numbers as a title."""
+    """A circle, square, triangle, diamond, cross, triangle upside down or bar around a point, with its numbers as a title."""
     corners = (
         None,
         [(-1, -1), (1, -1), (1, 1), (-1, 1)],
@@ -77,7 +77,9 @@ def marker(shape: int, x: float, y: float, size: float, title: str, *, hollow: b
         [(0, -1.35), (1.35, 0), (0, 1.35), (-1.35, 0)],
         [(-0.4, -1.2), (0.4, -1.2), (0.4, -0.4), (1.2, -0.4), (1.2, 0.4), (0.4, 0.4), (0.4, 1.2), (-0.4, 1.2), (-0.4, 0.4),
          (-1.2, 0.4), (-1.2, -0.4), (-0.4, -0.4)],
-    )[shape % 5]  # fmt: skip
+        [(0, 1.2), (1.15, -0.9), (-1.15, -0.9)],
+        [(-1.4, -0.6), (1.4, -0.6), (1.4, 0.6), (-1.4, 0.6)],
+    )[shape % 7]  # fmt: skip
     style = "dot ring" if hollow else "dot"
     if corners is None:
         return tag("circle", tag("title", title), cx=at(x), cy=at(y), r=at(size), class_=style)

@@ -17,8 +17,8 @@ _DRAWN = {
     "dppo_tv": (1, 1),
     "dppo_kl": (4, 3),
     "dppo_tv_symmetric": (5, 4),
-    "dppo_topk_tv": (2, 2),
-    "troll": (0, 0),
+    "dppo_topk_tv": (2, 5),
+    "troll": (0, 6),
 }
 """Rules on the chart, with colour and marker; the others are in the table alone."""
 
