@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in 
     "troll, sequence": ("troll", {"level": "sequence"}),
     "troll, constant dual": ("troll", {"gradient": "constant_dual"}),
     "troll, unprojected": ("troll", {"gradient": "unprojected"}),
+    "troll, outward": ("troll", {"project": "outward"}),
     "troll, capped": ("troll", {"ratio_cap": 1.5}),
     "troll, no regression": ("troll", {"regression": 0.0}),
 }
