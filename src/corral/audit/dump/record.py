@@ -18,7 +18,7 @@ _ROUNDING = 1e-3
 
 
 class DumpRecord:
-    """Fields of one completion. Numbers that are null, not finite or beyond 1e100 are NaN; whoever needs them leaves those tokens out."""
+    """Fields of one completion. Numbers that are null, not finite or beyond 1e100 are NaN; their tokens are left out later."""
 
     def __init__(self, content: Any, where: str) -> None:
         self.where = where
