@@ -16,12 +16,13 @@ from tiny_models import dense_logp, make_trainer, tiny_model
 from torch import Tensor
 from transformers import TrainerCallback
 
-from corral import categorical_kl, objective_names
+from corral import categorical_kl
 from corral.llm import CorralConfig, CorralTrainer, deployed
 from corral.llm.models import base_model
 from corral.llm.settings import resolve
 from corral.llm.train import resume, train
 from corral.llm.trl_api import FUSED
+from policy_objectives import POLICY_OBJECTIVES
 from small_runs import save_model, small
 from tolerance import assert_close
 from two_processes import run_two
@@ -218,7 +219,7 @@ def test_a_resumed_run_knows_its_scale(tmp_path):
     assert scales[0] < 0.5
 
 
-@pytest.mark.parametrize("objective", [name for name in objective_names() if name != "decoupled_ppo"])
+@pytest.mark.parametrize("objective", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])
 def test_a_rate_of_auto_works_for_every_objective(tmp_path, objective):
     trainer = make_trainer(tmp_path, objective, learning_rate="auto", loss_type="auto", max_steps=2)
     trainer.train()

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig
 from tiny_models import Spy, make_trainer, measured, nudge, rollouts, tiny_model
 
-from corral import objective_names
 from corral.llm.trl_api import FUSED
 from device import DEVICE
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    **{name: {"objective": name} for name in objective_names()},
+    **{name: {"objective": name} for name in POLICY_OBJECTIVES},
     "dppo on a support": {"objective": "dppo", "objective_config": {"estimator": "topk"}},
     "dppo, kl": {"objective": "dppo", "objective_config": {"divergence": "kl"}},
     "troll on a union": {"objective": "troll", "support": "union"},

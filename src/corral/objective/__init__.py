@@ -8,6 +8,7 @@ from corral.naming import build_config, nearest
 from corral.objective.check import check_batch
 from corral.objective.cispo import CISPOConfig, cispo
 from corral.objective.config import ObjectiveConfig
+from corral.objective.distill import DistillConfig, distill
 from corral.objective.dppo import DPPOConfig, dppo
 from corral.objective.drpo import DRPOConfig, drpo
 from corral.objective.gmpo import GMPOConfig, gmpo
@@ -25,6 +26,7 @@ ObjectiveFunction = Callable[[TokenBatch, Any], ObjectiveOutput]
 OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {
     "cispo": (cispo, CISPOConfig),
     "clip_higher": (ppo_clip, ClipHigherConfig),
+    "distill": (distill, DistillConfig),
     "dppo": (dppo, DPPOConfig),
     "drpo": (drpo, DRPOConfig),
     "dual_clip": (ppo_clip, DualClipConfig),
