@@ -354,8 +354,10 @@ def test_the_order_of_tokens_within_a_sequence_does_not_matter(case):
     batch, _ = batch_of(case, per_token=True)
     order = torch.tensor([3, 0, 4, 1, 2])
 
-    def pick(x: Tensor | SparseDist) -> Tensor | SparseDist:
-        return SparseDist(pick(x.ids), pick(x.logp), pick(x.rest)) if isinstance(x, SparseDist) else x[:, order]
+    def pick(x: Tensor | SparseDist | None) -> Tensor | SparseDist | None:
+        if isinstance(x, SparseDist):
+            return SparseDist(*(field[:, order] for field in (x.ids, x.logp, x.rest)))
+        return None if x is None else x[:, order]
 
     shuffled = TokenBatch(**{field.name: pick(getattr(batch, field.name)) for field in fields(TokenBatch)})
     assert_close(objective_of(case)(shuffled).loss, objective_of(case)(batch).loss[:, order])
