@@ -11,11 +11,12 @@ VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
 RAY := .venv-ray
+VERL := .venv-verl
 MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results clean
 
 setup: $(READY)
 
@@ -83,6 +84,17 @@ $(RAY)/.ready: pyproject.toml
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,robot,report,ray]'
 	@touch $@
 
+# The door to verl: its trainer, queue, workers and FSDP2 engine on gloo, in an environment of its own (2 GB), then three minutes.
+test-verl: $(VERL)/.ready
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -W ignore --timeout 600 tests/engine
+	$(VERL)/bin/python -W ignore -m corral.cli doctor --engine verl
+
+$(VERL)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 verl==0.9.1 'TransferQueue>=0.1.10' cachetools \
+		fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
+	@touch $@
+
 # The pages in a real headless Chromium: Debian's own, driven by playwright.
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
@@ -130,6 +142,12 @@ bench: setup
 bench-gpu: setup
 	$(RUN) benchmarks/head.py --out benchmarks/results/head.jsonl --resume --minutes $(MINUTES)
 	$(RUN) benchmarks/head_page.py
+
+# Pages and figures from the raw results in benchmarks: measures and trains nothing.
+results: setup
+	$(RUN) benchmarks/head_page.py
+	$(RUN) benchmarks/robot_page.py
+	$(RUN) benchmarks/deployed/study_page.py
 
 clean:
 	rm -rf $(VENV) dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -10,6 +10,7 @@ import torch
 import update_phase
 from head_contenders import GEMM, HEADS, OBJECTIVES, OLD, OURS, TROLL, UPCAST, Contender, overshoot
 from head_problem import Problem, Reference, make_problem
+from head_union import UNIONS, UnionReference, check_union
 from timing import Run
 from update_phase import CONTENDERS
 
@@ -87,6 +88,15 @@ def _on(p: Problem, contenders: dict[Key, Contender], policy: str) -> Prepared:
     return Prepared(runs={key: partial(run, p) for key, run in chosen.items()}, anchor=ANCHOR, check=check)
 
 
+def prepare_union(about: About, device: str) -> Prepared:
+    """TROLL on the old support, on the union, and that on the torch path."""
+    sizes = (about[name] for name in ("N", "V", "H", "K", "policy"))
+    p = make_problem(*sizes, device, getattr(torch, about["dtype"]))
+    assert p.batch.dist_old is not None  # the old pass is not to be timed
+    check = partial(check_union, p, UnionReference(p.first(CHECKED)))
+    return Prepared(runs={key: partial(run, p) for key, run in UNIONS.items()}, anchor=ANCHOR, check=check)
+
+
 def prepare_update(about: About, device: str) -> Prepared:
     """One update of a trainer: TRL's own, and corral's."""
     updates = update_phase.make_updates(about, device)
@@ -113,6 +123,14 @@ SECTIONS = {
             *(shape(sizes, 64, "peaked") for sizes in OTHERS if sizes not in USUAL),
         ],
     ),
+    "union": Section(
+        question="TROLL on the union of both supports: time, memory, errors, and what it sees", prepare=prepare_union, rounds=5,
+        pause=0.02, sustained=0.0,
+        cases=[
+            *(shape(sizes, 64, "peaked") for sizes in USUAL),
+            *(shape((8192, 151936, 896), 64, policy) for policy in ("gathered", "medium", "flat")),
+        ],
+    ),
     "cpu": Section(
         question="time, memory and errors on a CPU", cases=_on_cpu, device="cpu", pause=0.0, sustained=0.0,
         prepare=partial(prepare_head, contenders={**OURS, **UPCAST}),
@@ -120,6 +138,10 @@ SECTIONS = {
     "smoke": Section(
         question="the smallest case, to see that all of it runs", cases=[shape((12, 300, 16), 4, "medium", "float32")],
         prepare=_ours, rounds=2, pause=0.0, sustained=0.0, device="cpu",
+    ),
+    "smoke union": Section(
+        question="the same of a union", cases=[shape((12, 300, 16), 4, "gathered", "float32")], prepare=prepare_union, rounds=2,
+        pause=0.0, sustained=0.0, device="cpu",
     ),
     "smoke update": Section(
         question="the same of an update", cases=[update_phase.SMOKE], prepare=prepare_update, rounds=2, pause=0.0,

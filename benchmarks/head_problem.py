@@ -9,11 +9,13 @@ from torch import Tensor
 
 import corral
 
-POLICIES = {"peaked": (27.0, 16.0), "medium": (18.0, 8.0), "flat": (9.0, 6.0)}
+POLICIES = {"peaked": (27.0, 16.0), "medium": (18.0, 8.0), "flat": (9.0, 6.0), "gathered": (9.0, 6.0)}
 """Largest logit of the few tokens that stand out, and how far below it the others of them may lie; the bulk is around 0.
 
-With 150k tokens the bulk weighs about e^12.5: e^27 leaves it a mass of 1e-6, e^18 some thousandths, e^9 nearly all.
+With 150k tokens the bulk weighs about e^12.5: e^27 leaves it a mass of 1e-6, e^18 some thousandths, e^9 nearly all. The new
+policy of `gathered` has one more token that stands out, by GATHERED, which in the old one was like any other.
 """
+GATHERED = 13.0
 JITTER = 0.35
 """How far the new policy's logits lie from the old one's: a few percent of the rows leave a KL ball of 0.05."""
 
@@ -78,9 +80,12 @@ def make_problem(tokens: int, vocabulary: int, width: int, k: int, policy: str, 
         return sum(parts, bulk).to(dtype)
 
     moved = level + JITTER * torch.randn(level.shape, generator=draw, device=device)
+    another = (
+        GATHERED * weight[torch.randint(vocabulary, (tokens,), generator=draw, device=device)] if policy == "gathered" else 0
+    )
     place = torch.multinomial(level.softmax(-1), 1, generator=draw)
     return Problem(
-        hidden_old=hidden(level), hidden_new=hidden(moved), weight=weight, tokens=ids.gather(-1, place).squeeze(-1),
+        hidden_old=hidden(level), hidden_new=hidden(moved) + another, weight=weight, tokens=ids.gather(-1, place).squeeze(-1),
         advantages=torch.randn(tokens, generator=draw, device=device), k=k,
     )  # fmt: skip
 

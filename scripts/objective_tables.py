@@ -3,8 +3,8 @@
     python scripts/objective_tables.py            writes them
     python scripts/objective_tables.py --check    only says whether they are up to date
 
-Names, anchors and reductions come from the registry; words from the section "In the index" of docs/objectives/<name>.md. What
-stands between `<!-- objectives: TABLE -->` and `<!-- /objectives -->` is written anew, the rest of a file stays.
+Names, needs, anchors and reductions come from the registry; words from the section "In the index" of docs/objectives/<name>.md.
+What stands between `<!-- objectives: TABLE -->` and `<!-- /objectives -->` is written anew, the rest of a file stays.
 """
 
 import argparse
@@ -20,14 +20,14 @@ WRITTEN = ("README.md", "docs/objectives/index.md")
 """Files with such tables."""
 
 WORDS = (
-    "formula", "region", "divergence", "estimator", "mechanism", "ratio level", "reference",
+    "formula", "region", "divergence", "estimator", "mechanism", "ratio level", "reference", "also in",
     "formula checked against", "default checked against", "could not be verified",
 )  # fmt: skip
 """Rows of a page's section "In the index"."""
 
 TABLES = {
     "readme": ("[name]", "formula", "region"),
-    "index": ("name", "formula", "region", "reference", "page"),
+    "index": ("name", "formula", "region", "needs", "also in", "reference", "page"),
     "axes": ("name", "divergence", "estimator", "mechanism", "anchor", "ratio level", "reduction"),
     "verified": ("name", "formula checked against", "default checked against", "could not be verified"),
 }
@@ -56,7 +56,18 @@ def cells(name: str, root: Path = ROOT) -> dict[str, str]:
         )
     config = corral.make_objective(name).config
     links = {"name": f"`{name}`", "[name]": f"[`{name}`](docs/objectives/{name}.md)", "page": f"[{name}]({name}.md)"}
-    return words | links | {"anchor": config.anchor, "reduction": config.reductions[0]}
+    registered = {"anchor": config.anchor, "reduction": config.reductions[0], "needs": needs(config, words["estimator"])}
+    return words | links | registered
+
+
+def needs(config: corral.ObjectiveConfig, estimator: str) -> str:
+    """What an objective with its defaults reads of a batch."""
+    read = "both policies on a support" if "dist_old" in config.needs else "sampled tokens"
+    if "logp_rollout" in config.needs:
+        read += ", the sampler's log-probs"
+    if not config.tokenwise:
+        read += ", whole micro-batches" if "micro-batch" in estimator else ", whole sequences"
+    return read
 
 
 def table(columns: tuple[str, ...], rows: list[dict[str, str]]) -> str:

@@ -28,6 +28,13 @@ SHARDS: dict[str, tuple[str, ...]] = {
     "kernels": ("tests/kernels", "tests/test_cuda.py"),
     "head": ("tests/kernels/test_triton_gpu.py", "tests/kernels/test_triton_head.py", "tests/kernels/test_head_shapes.py"),
     "trainer": ("tests/llm/test_trainer.py", "tests/llm/test_trainer_head.py"),
+    "deployed": (
+        "tests/deployed",
+        "tests/kernels/test_head_kl.py",
+        "tests/llm/test_deployed.py",
+        "tests/llm/test_deployed_precision.py",
+        "tests/llm/test_reuse.py",
+    ),
     "door": ("tests/llm",),
     "interpreter": (
         "tests/kernels/test_parallel.py",

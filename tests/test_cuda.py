@@ -28,7 +28,8 @@ def loss_and_gradient(name: str, device: str) -> tuple[Tensor, Tensor]:
     new = corral.gather_support(logits_new.log_softmax(-1), old.ids)
     mask = torch.arange(9, device=device) < torch.tensor([9, 4, 1, 7], device=device)[:, None]
     advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], device=device)
-    out = corral.make_objective(name)(corral.TokenBatch(new.logp[..., 0], old.logp[..., 0], advantages, mask, new, old))
+    logp = old.logp[..., 0]
+    out = corral.make_objective(name)(corral.TokenBatch(new.logp[..., 0], logp, advantages, mask, new, old, logp - 0.1))
     out.loss.sum().backward()
     assert logits_new.grad is not None
     return out.loss.detach().cpu(), logits_new.grad.cpu()

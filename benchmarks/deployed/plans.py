@@ -42,6 +42,8 @@ RATES = (3e-4, 1e-3, 1e-4, 3e-3, 1e-2)
 """Half decades around the demo's own 2e-4 and upwards, the most telling first."""
 WIDE = 0.08
 """Four times the bound of `learning_rate="auto"`: where a batch is used several times, a step may go further."""
+_REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
+_REUSED = ("troll", "ppo_clip", "dppo")
 
 
 def arms(names: Sequence[str], schedule: str, seeds: Sequence[int], objective: str = "ppo_clip") -> list[Spec]:
@@ -75,21 +77,34 @@ def gate0_rest() -> list[Spec]:
 
 
 def reuse() -> list[Shipped]:
-    """Passes × objectives, at the demo's rate and at "auto"; then a wider bound, then other rates, as tuning would try them.
+    """Passes × objectives, at the demo's rate and at "auto"; then passes by the bound.
 
-    Long runs first in each block, so that a piece ends with short ones.
+    Long runs first for each seed, so that a piece ends with short ones.
     """
-    same: dict[str, Any] = {"steps": 10, "eval_size": 1024}
-    objectives, seeds = ("troll", "ppo_clip", "dppo"), (301, 302)
     arms: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": "auto", "bound": None}]
     plan = [
-        Shipped(objective=objective, seed=seed, passes=passes, **arm, **same)
-        for seed, passes, arm, objective in itertools.product(seeds, (8, 4, 2, 1), arms, objectives)
+        Shipped(objective=objective, seed=seed, passes=passes, **arm, **_REUSE)
+        for seed, passes, arm, objective in itertools.product((301, 302), (8, 4, 2, 1), arms, _REUSED)
     ]
-    more: list[dict[str, Any]] = [{"rate": "auto", "bound": WIDE}, {"rate": 1e-4}, {"rate": 4e-4}]
     return plan + [
-        Shipped(objective=objective, seed=seed, passes=passes, **arm, **same)
-        for arm, seed, passes, objective in itertools.product(more, seeds, (8, 4, 1), objectives[:2])
+        Shipped(objective=objective, seed=seed, passes=8, rate=2e-4, bound=0.02, reuse="auto", **_REUSE)
+        for seed, objective in itertools.product((301, 302), _REUSED)
+    ]
+
+
+def reuse_more() -> list[Shipped]:
+    """A wider bound, then a third seed, then other rates, as tuning would try them."""
+    wide: list[dict[str, Any]] = [{"rate": "auto", "bound": WIDE}]
+    other: list[dict[str, Any]] = [{"rate": 1e-4}, {"rate": 4e-4}]
+    arms: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": "auto", "bound": None}]
+    grids = [
+        itertools.product(wide, (301, 302), (8, 4, 1), _REUSED[:2]),
+        itertools.product(arms, (303,), (8, 4, 1), _REUSED),
+        itertools.product(other, (301, 302), (8, 4, 1), _REUSED[:2]),
+    ]
+    return [
+        Shipped(objective=objective, seed=seed, passes=passes, **arm, **_REUSE)
+        for arm, seed, passes, objective in itertools.chain(*grids)
     ]
 
 
@@ -98,7 +113,9 @@ def rates() -> list[Shipped]:
     grid = itertools.product(
         (301, 302), (3e-4, 1e-3, 1e-4, 3e-3, 1e-2), ("ppo_clip", "troll", "dppo", "reinforce"), (math.inf, 0.02)
     )
-    return [Shipped(objective=objective, rate=rate, seed=seed, bound=bound) for seed, rate, objective, bound in grid]
+    return [
+        Shipped(objective=objective, rate=rate, seed=seed, bound=bound, eval_every=3) for seed, rate, objective, bound in grid
+    ]
 
 
 def tiny() -> list[Spec | Shipped]:
@@ -114,6 +131,7 @@ def tiny() -> list[Spec | Shipped]:
 
 PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "reuse": reuse,
+    "reuse-more": reuse_more,
     "rates": rates,
     "gate0-rest": gate0_rest,
     "gate0": gate0,

@@ -84,6 +84,8 @@ class Shipped:
     """`deployed_bound`: inf measures alone, None leaves `rate="auto"` its own."""
     passes: int = 1
     """`num_iterations`: how often each batch is used, in 8 updates each time."""
+    reuse: str | None = None
+    """"auto" takes passes until half of the bound is used, `passes` at most."""
     steps: int = 15
     eval_every: int = 5
     eval_size: int = 512
@@ -99,7 +101,8 @@ class Shipped:
     def key(self) -> str:
         """A name that no other run has."""
         arm = self.arm.replace(" ", "")
-        return f"shipped-{self.objective}-{arm}-{self.rate}-{self.schedule}-x{self.passes}-{self.steps}-{self.seed}"
+        passes = f"x{self.passes}{self.reuse or ''}"
+        return f"shipped-{self.objective}-{arm}-{self.rate}-{self.schedule}-{passes}-{self.steps}-{self.seed}"
 
     @property
     def group(self) -> str:
@@ -116,4 +119,5 @@ class Shipped:
         given = {"objective": self.objective, "learning_rate": self.rate, "seed": self.seed, "steps": self.steps}
         given |= {"num_iterations": self.passes, "lr_scheduler_type": self.schedule, "device": "cpu"}
         given |= {"eval_every": self.eval_every, "eval_size": self.eval_size, "checkpoint_every": self.steps}
-        return given if self.bound is None else given | {"deployed_bound": self.bound}
+        given |= {} if self.bound is None else {"deployed_bound": self.bound}
+        return given if self.reuse is None else given | {"reuse": self.reuse}

@@ -16,7 +16,7 @@ from corral.divergence import (
     kl_k2,
     kl_k3,
 )
-from corral.kernels import HeadOutput, PolicyLoss, head_kl, lm_head, policy_loss_from_hidden
+from corral.kernels import HeadOutput, PolicyLoss, UnionSupport, head_kl, lm_head, policy_loss_from_hidden
 from corral.objective import make_objective, objective_names, register_objective
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import make_correction
@@ -53,6 +53,7 @@ __all__ = [
     "SparseDist",
     "TokenBatch",
     "TokenKL",
+    "UnionSupport",
     "binary_kl",
     "binary_tv",
     "categorical_kl",

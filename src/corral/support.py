@@ -16,7 +16,7 @@ _LOGP_MAX = 1e-3
 """The largest log-probability that rounding explains."""
 _MASS_TOLERANCE, _MASS_TOLERANCE_HALF = 1e-3, 5e-2
 """How far from 1 the mass of a distribution may be, and where half precision has rounded its log-probabilities."""
-_LEAST_LEFT = 1e-6
+LEAST_LEFT = 1e-6
 """Share of a tail's mass that is left at least once some of its tokens have been taken out of it."""
 
 
@@ -116,7 +116,7 @@ def extend_support(dist: SparseDist, ids: Int[Tensor, "*b K"], logp: Float[Tenso
     added = at_least_float32(logp).gather(-1, (slot - members).clamp(0, logp.shape[-1] - 1))
     added = torch.where(new, added, -torch.inf)
     share = (logsumexp(added) - dist.rest).exp()
-    left = torch.where(share > 0, dist.rest + (1 - share).clamp(min=_LEAST_LEFT).log(), dist.rest)
+    left = torch.where(share > 0, dist.rest + (1 - share).clamp(min=LEAST_LEFT).log(), dist.rest)
     return SparseDist(ids, torch.where(new, added, wide), left, dist.rest_max)
 
 

@@ -142,11 +142,11 @@ def test_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "audit takes an audit's folder, a run's folder, or --old MODEL --new MODEL"),
-        (["--old", "tiny"], "audit takes an audit's folder, a run's folder, or --old MODEL --new MODEL"),
-        (["nothing"], "nothing is no folder. audit takes the folder of an audit, or that of a run."),
-        (["empty"], "empty is neither an audit (it has no audit.json) nor a run"),
-        (["empty", "--old", "tiny", "--new", "tiny"], "not both"),
+        ([], "audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL"),
+        (["--old", "tiny"], "audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL"),
+        (["nothing"], "nothing does not exist."),
+        (["empty"], "empty holds nothing to audit: it is no audit (it has no audit.json), no run (it has no config.json)"),
+        (["empty", "--old", "tiny", "--new", "tiny"], "empty holds nothing to audit"),
         (["--old", "tiny", "--new", "tiny"], "has no task of its own: say which with --task"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdwn"], "Did you mean 'countdown'?"),
         (["--old", "tiny", "--new", "tiny", "--task", "countdown", "--clip", "wide"], "0.2,0.28; got 'wide'"),

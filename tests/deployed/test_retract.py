@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from corral import head_kl, retract, snapshot
-from corral.deployed import STATISTICS, restore
+from corral.deployed import STATISTICS, BatchKL, restore
+from device import DEVICE
 
 F64 = torch.float64
 
@@ -32,7 +34,7 @@ class Language(nn.Module):
 
 def language(seed=0, **how) -> Language:
     torch.manual_seed(seed)
-    return Language(**how)
+    return Language(**how).to(DEVICE)
 
 
 def updated(model: Language, size: float, seed: int = 1) -> tuple[dict, object]:
@@ -76,6 +78,50 @@ def test_golden_a_quadratic():
         "tr/step_share": done.share,
         "tr/deployed_probes": 2.0,
     }
+
+
+def test_a_probe_may_know_its_sequences():
+    # x² = 4 twice, in two sequences, and KL(old‖new) three times as much: retracted to .97, the sums are 2.91 each.
+    line = Line(2.0)
+
+    def probe():
+        kl = line.squared().expand(2)
+        return BatchKL(new_old=kl, old_new=3 * kl, sequence=torch.arange(2))
+
+    metrics = retract(line, ZERO, probe, bound=1.0).metrics()
+    assert metrics["tr/deployed_kl_mean"] == pytest.approx(0.97)
+    assert metrics["tr/deployed_seq_kl_mean"] == metrics["tr/deployed_seq_kl_max"] == pytest.approx(3 * 0.97)
+    assert metrics["tr/deployed_kl_se"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_autocast_keeps_no_copy_of_weights_that_were_retracted():
+    model = language(dtype=torch.float32)
+    inputs = torch.randn(50, 6, device=DEVICE)
+
+    def run():
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return model.layer(inputs).float(), model.head.weight.detach().clone()
+
+    old, was = snapshot(model), run()
+    with torch.no_grad():
+        model.layer.weight += 2.0
+    with torch.autocast(DEVICE, torch.bfloat16):  # which keeps half-precision copies of weights until its end
+        done = retract(model, old, lambda: head_kl(*run(), *was), bound=0.01)
+    assert 0 < done.share < 1
+    assert done.value_after == pytest.approx(float(head_kl(*run(), *was).double().mean()), rel=1e-6)
+    with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
+        run()
+        restore(model, old)
+        assert torch.equal(run()[0], was[0])
+
+
+def test_a_percentile_of_few_tokens_is_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules[retract.__module__], "_told", set())
+    for statistic, tokens in (("mean", 10), ("p999", 5000), ("p999", 4999), ("p999", 10)):
+        line = Line(0.5)
+        retract(line, ZERO, lambda line=line, tokens=tokens: line.squared().expand(tokens), bound=1.0, statistic=statistic)
+    (record,) = caplog.records
+    assert "of 4999 tokens is one of their five largest" in record.getMessage()
 
 
 def test_golden_a_steeper_law_is_corrected_once():

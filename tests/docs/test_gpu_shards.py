@@ -34,7 +34,7 @@ def files_of(arguments: list[str]) -> set[Path]:
 
 def test_every_file_is_in_one_shard(script: ModuleType, tmp_path: Path) -> None:
     found = Counter(file for shard in script.SHARDS for file in files_of(script.command(shard, 1, tmp_path)))
-    wanted = {file for folder in ("kernels", "llm") for file in (ROOT / "tests" / folder).glob("test_*.py")}
+    wanted = {file for folder in ("kernels", "llm", "deployed") for file in (ROOT / "tests" / folder).glob("test_*.py")}
     assert len(wanted) > 40
     assert found == dict.fromkeys(wanted | {ROOT / "tests" / "test_cuda.py"}, 1)
 
@@ -78,7 +78,7 @@ def test_a_shard_without_a_report_has_failed(
 @pytest.mark.parametrize(
     ("shard", "says"),
     [
-        ("heads", "there is no shard 'heads'; there are kernels, head, trainer, door, interpreter"),
+        ("heads", "there is no shard 'heads'; there are kernels, head, trainer, deployed, door, interpreter"),
         pytest.param(
             "head",
             "torch finds no CUDA device",

@@ -175,6 +175,12 @@ def test_a_worker_prepares_a_case_and_times_a_round_whenever_asked() -> None:
     assert list(times) == [f"{task}: {name}" for task, name in OURS if "corral" in name or name == "one GEMM"]
 
 
+def test_the_union_sees_what_the_old_support_does_not() -> None:
+    _, old, *unions = head.measure(SECTIONS["smoke union"], SECTIONS["smoke union"].cases[0], rounds=1)
+    assert all(row["gradient_error"] < 2e-5 for row in (old, *unions))
+    assert all(row["seen"] > 0.95 > old["seen"] for row in unions)
+
+
 def test_an_update_of_every_trainer_is_timed_on_its_own_rollouts() -> None:
     import update_phase
 

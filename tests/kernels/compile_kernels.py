@@ -24,11 +24,12 @@ TYPES = {
     "stride_kept stride_logp joined",
     "fp32": "mass bound regression cap before after slope curve tolerance small low high highest slack",
     "*i32": "counter marks queue key keys route counts starts out_ids filled floors overflow need out_need likely",
-    "*i64": "listed order picked tokens ranked out_joined", "*u8": "place mask state left_out", "*bf16": "dz d_weight stored",
+    "*i64": "listed order picked tokens ranked out_joined wide row_of", "*u8": "place mask state left_out joins",
+    "*bf16": "dz d_weight stored",
 }  # fmt: skip
 BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8, "PIECE": 64}
 ON = "COMPILED BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT POLICY WEIGHTS KEPT REST LOGP WEIGHT THRESHOLD CAPPED ANCHOR DENSE TAIL"
-SWITCHES = dict.fromkeys(ON.split(), True)
+SWITCHES = dict.fromkeys([*ON.split(), "JOINS", "SYMMETRIC", "DECOUPLED", "OUTWARD"], True)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
 STATS = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
@@ -52,6 +53,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (select._marks_kernel, {"ids": "*i64"}, {"BLOCK": 1024}, 4),
     (union._join_kernel, {"ids": "*i64"}, {"GIVEN": 128, "RANKED": 128, "SLOTS": 256, "SOME": 16}, 1),
     (gathered._gather_kernel, HEAD | {"ids": "*i64"}, {"BLOCK": 512}, 4),
+    (gathered._extend_kernel, HEAD | {"ids": "*i64"}, {"BLOCK": 512, "JOINED": 256}, 4),
     (validate._repeat_kernel, {"ids": "*i64", "found": "*i64"}, {"SOME": 16}, 4),
     *((plan_batch._inspect_kernel, {"ids": "*i64"}, {"ROWS": 8, "EVERY": every}, 4) for every in (True, False)),
     (plan_batch._order_kernel, ORDER, {}, 8),
@@ -66,7 +68,8 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
     (rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
     (troll._troll_kernel, {}, {"GRADIENT": 0}, 1),
-    *((token._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(5)),
+    *((token._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(6)),
+    (token._token_kernel, {}, {"RULE": 0, "MEASURE": 5, "ROWS": 2}, 1),
     (row_factor._sampled_kernel, HEAD, {"BLOCK": 1024}, 2),
     (row_factor._singles_kernel, {"ids": "*i32"}, {"LIKELY": 4}, 1),
     (row_factor._rows_kernel, {"out": "*bf16", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),

@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 """Little enough that nothing of a row that is sparse is missed in float32, and enough that rows of one token are."""
 OBJECTIVES = {
     "troll": {"bound": 1e-3}, "dppo": {"estimator": "topk"}, "ppo_clip": {}, "dual_clip": {}, "reinforce": {}, "cispo": {},
-    "sapo": {}, "spo": {}, "drpo": {},
+    "sapo": {}, "spo": {}, "drpo": {}, "aspo": {}, "ripo": {},
 }  # fmt: skip
 
 

@@ -38,6 +38,9 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "dual_clip": [{}],
     "cispo": [{"cap_low": low, "cap_high": high} for low, high in ((0.0, 0.0), (0.8, 1.2), (0.0, math.inf))],
     "sapo": [{}, {"tau_positive": 1e-3, "tau_negative": 50.0}],
+    "aspo": [{"clip_low": low, "clip_high": high, "cap": cap} for low, high, cap in ((0.0, 0.0, 1.5), (0.1, math.inf, 3.0))],
+    "ripo": [{"bound_low": low, "bound_high": high} for low, high in ((0.0, 0.0), (0.05, 0.01), (math.inf, math.inf))],
+    "decoupled_ppo": [{}],
     "drpo": [{"bound": bound} for bound in (1e-3, 0.2, math.inf)],
     "spo": [{"epsilon": epsilon} for epsilon in (1e-3, 0.2, math.inf)],
     "dppo": [
@@ -56,7 +59,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             (0.0, 1.0, "exact", None), (0.1, 1.0, "exact", None), (0.1, 0.0, "constant_dual", 1.5),
             (0.1, 1.0, "unprojected", 0.0), (math.inf, 1.0, "exact", None),
         )
-    ],
+    ] + [{"bound": 0.1, "regression": 1.0, "gradient": "exact", "project": "outward"}],
 }  # fmt: skip
 CASES = [(name, settings) for name, listed in SETTINGS.items() for settings in listed]
 
@@ -71,16 +74,17 @@ def policy(logp: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([logp[..., None], spread[..., :-1]], -1), spread[..., -1].contiguous()
 
 
-def every_pair(*, support: bool, few: bool = False) -> TokenBatch:
+def every_pair(*, support: bool, few: bool = False, sampler: bool = False) -> TokenBatch:
     """One completion with a token for each old and new log-prob and advantage, or with a seventh of them."""
     rows = list(itertools.product(LOGPS, LOGPS, ADVANTAGES))[:: 7 if few else 1]
     new, old, advantages = (torch.tensor(x, device=DEVICE)[None] for x in zip(*rows, strict=True))
-    dists = []
+    dists, rollout = [], (0.5 * (new + old) if sampler else None)
     if support:
         at = torch.arange(len(rows), device=DEVICE)
         others, ids = torch.tensor(OTHERS, device=DEVICE), torch.arange(4, device=DEVICE).expand(1, len(rows), 4)
         dists = [SparseDist(ids, *policy(new, others[at % 4][None])), SparseDist(ids, *policy(old, others[at // 4 % 4][None]))]
-    return TokenBatch(new, old, advantages, torch.ones_like(new, dtype=torch.bool), *dists)
+    dists = dists or [None, None]
+    return TokenBatch(new, old, advantages, torch.ones_like(new, dtype=torch.bool), *dists, rollout)
 
 
 def kernel(rule, batch: TokenBatch) -> tuple[LossRows, dict[str, Tensor]]:
@@ -89,7 +93,8 @@ def kernel(rule, batch: TokenBatch) -> tuple[LossRows, dict[str, Tensor]]:
     kept, rest = (logp[:, None], logp) if new is None else (new.logp[0], new.rest[0])
     rows = HeadRows(logp, logp, logp[:, None], kept, rest, logp, rest)
     before = (None, None) if old is None else (old.logp[0], old.rest[0])
-    given = OldRows(batch.logp_old[0], *before, batch.advantages[0], None)
+    rollout = None if batch.logp_rollout is None else batch.logp_rollout[0]
+    given = OldRows(batch.logp_old[0], *before, batch.advantages[0], rollout)
     found = rule(rows, given)
     return found, summarize(found, rows, given, projects=rule.projects)[0]
 
@@ -111,7 +116,7 @@ def without(batch: TokenBatch, tokens: Tensor) -> TokenBatch:
 def test_the_kernel_does_what_the_reference_does(name, settings):
     objective = corral.make_objective(name, **settings)
     rule = rule_of(objective)
-    batch = every_pair(support=rule.needs_support, few=rule.projects)
+    batch = every_pair(support=rule.needs_support, few=rule.projects, sampler=rule.needs_rollout)
     if rule.projects and settings["regression"] and settings["bound"] < math.inf:
         batch = without(batch, out_of_reach(batch))
     found, metrics = kernel(rule, batch)

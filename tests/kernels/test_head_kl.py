@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral import categorical_kl, head_kl
+from corral.kernels.torch.head_kl import head_kl_both_ways
 from device import DEVICE
 from tolerance import assert_close
 
@@ -47,6 +48,19 @@ def test_golden_two_tokens():
     expected = torch.tensor([0.75 * math.log(1.5) + 0.25 * math.log(0.5), 0.0], dtype=F64)
     assert_close(head_kl(new, weight, old, weight), expected)
     assert expected[0] == pytest.approx(0.130812, abs=1e-6)
+    # The other way: ½ log(2/3) + ½ log 2 = ½ log(4/3) = 0.143841.
+    there, back = head_kl_both_ways(new, weight, old, weight)
+    assert_close(there, expected)
+    assert_close(back, torch.tensor([0.5 * math.log(4 / 3), 0.0], dtype=F64))
+
+
+def test_both_ways_are_the_two_of_one_way():
+    new, weight_new, old, weight_old = given = networks(n=71, dtype=torch.float32)
+    bias = {"bias_new": weight_new[:, 0].clone(), "bias_old": weight_old[:, 1].clone()}
+    there, back = head_kl_both_ways(*given, **bias, softcap=3.0, temperature=0.7)
+    swapped = {"bias_new": bias["bias_old"], "bias_old": bias["bias_new"]}
+    assert torch.equal(there, head_kl(*given, **bias, softcap=3.0, temperature=0.7))
+    assert torch.equal(back, head_kl(old, weight_old, new, weight_new, **swapped, softcap=3.0, temperature=0.7))
 
 
 @pytest.mark.parametrize(
@@ -172,3 +186,17 @@ def test_a_bias_of_another_vocabulary_is_refused(unchecked_shapes):
     given = networks()
     with pytest.raises(ValueError, match=r"head_kl: bias_old is \[V\] with V = 53; got \[5\]"):
         head_kl(*given, bias_old=torch.zeros(5, dtype=F64, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_is_never_held(dtype):
+    new, weight, old, weight_old = networks(n=4096, v=128_256, h=64, dtype=dtype, spread=0.1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = head_kl(new, weight, old, weight_old)
+    # The logits of both would be 2 · 4096 · 128,256 · 4 bytes = 4.2 GB.
+    assert torch.cuda.max_memory_allocated() - before < 2.1e9
+    some = slice(0, 4096, 512)
+    assert_close(found[some], oracle(new[some], weight, old[some], weight_old).float(), torch.float32, rtol=1e-3, atol=1e-6)

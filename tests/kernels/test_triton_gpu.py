@@ -102,7 +102,11 @@ def test_a_given_support_of_any_tokens(slots):
     assert (out.dist.rest - exact.rest).abs().max() < 2e-4
 
 
-UNIONS = [(1, 768, 64, BF16), (1023, 768, 63, BF16), (300, 776, 1, BF16), (300, 64, 64, F32), (8200, 64, 256, torch.float16)]
+TOKEN_BY_TOKEN = [
+    name for name in POLICY_OBJECTIVES if name in ("gspo", "gmpo", "m2po") or corral.make_objective(name).config.tokenwise
+]
+"""Objectives whose weights are no product over a sequence, nor chosen by rank, either of which rounding decides."""
+UNIONS = [(1, 768, 64, BF16), (1023, 768, 63, BF16), (300, 776, 1, BF16), (300, 64, 64, F32), (8200, 64, 190, torch.float16)]
 
 
 @pytest.mark.parametrize(("rows", "width", "top_k", "dtype"), UNIONS)
@@ -137,6 +141,45 @@ def test_the_union_of_awkward_rows(kind):
     assert not (left > -math.inf).any() or (out.dist.rest - left)[left > -math.inf].abs().max() < 2e-4
 
 
+@pytest.mark.parametrize(("dtype", "exact"), [(BF16, True), (BF16, False), (F32, False)])
+def test_gradients_on_the_union(dtype, exact):
+    """Half of the rows move towards a token of the old policy's tail; of every fifth no old hidden state was kept."""
+    rows, width, k = 515, 256, 63
+    hidden, weight, tokens, _ = problem(rows, width, dtype)
+    hidden = 2 * hidden
+    logp_old = exact_logp(hidden, weight, None)
+    far = weight[logp_old.topk(500).indices[:, -1]].double()
+    step = torch.where(torch.arange(rows, device="cuda")[:, None] % 2 == 0, 0.3 * far, 0.05 * torch.randn_like(far))
+    moved = (hidden.double() + step).to(dtype)
+    old = corral.top_k_support(logp_old, tokens, k)
+    place = torch.where(torch.arange(rows, device="cuda") % 5 == 0, -1, torch.arange(rows, device="cuda"))[None]
+    mask, advantages = torch.ones(1, rows, dtype=torch.bool, device="cuda"), torch.randn(1, rows, device="cuda")
+    objective = corral.make_objective("troll")
+
+    leaves = [x.double().requires_grad_() for x in (moved, weight)]
+    logp = (leaves[0] @ leaves[1].T).log_softmax(-1)
+    ids = corral.top_k_support(logp, tokens, k, ids=old.ids).ids
+    ids[::5, k + 1 :] = -1
+    ids[::5, : k + 1] = old.ids[::5]
+    new, anchor = (corral.gather_support(x[None], ids[None]) for x in (logp, logp_old))
+    batch = TokenBatch(new.logp[..., 0], anchor.logp[..., 0], advantages.double(), mask, new, anchor)
+    reference, clear = objective(batch), off_threshold("troll", new, anchor)
+    wanted = torch.autograd.grad(torch.where(clear, reference.loss, 0.0).sum(), leaves)
+
+    dist = corral.SparseDist(old.ids[None], old.logp[None].float(), old.rest[None].float())
+    batch = TokenBatch(dist.logp[..., 0], dist.logp[..., 0], advantages, mask, None, dist)
+    union = corral.UnionSupport(top_k=k, hidden=hidden, weight=weight, place=place)
+    fast = [x.detach().clone().requires_grad_() for x in (moved, weight)]
+    out = policy_loss_from_hidden(
+        fast[0][None], fast[1], tokens[None], batch, objective, exact=exact, weights=clear.float(), union=union, impl="triton"
+    )  # fmt: skip
+    assert (out.dist.ids[0] != ids).float().mean() < 1e-3  # ties of float32
+    assert (out.per_token - reference.loss)[clear].abs().max() < 2e-3
+    for actual, expected in zip(torch.autograd.grad(out.loss, fast), wanted, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < (3e-3 if dtype == BF16 else 2e-3), error
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_gathered_log_probs(dtype):
     hidden, weight, tokens, _ = problem(1023, 776, dtype)
@@ -151,7 +194,7 @@ def test_gathered_log_probs(dtype):
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
+@pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
 def test_gradients_off_the_threshold(name, dtype, exact):
     rows, width = 515, 256
     hidden, weight, tokens, _ = problem(rows, width, dtype)
@@ -161,12 +204,14 @@ def test_gradients_off_the_threshold(name, dtype, exact):
     mask = (torch.arange(rows, device="cuda") % 5 > 0)[None]
     old = corral.SparseDist(old.ids[None], old.logp[None].float(), old.rest[None].float())
     advantages = torch.randn(1, rows, device="cuda")
-    batch = TokenBatch(old.logp[..., 0], old.logp[..., 0], advantages, mask, None, old)
+    logp_old = old.logp[..., 0]
+    batch = TokenBatch(logp_old, logp_old, advantages, mask, None, old, logp_old - 0.1)
     objective = corral.make_objective(name)
 
     leaves = [x.double().requires_grad_() for x in (moved, weight)]
     new = corral.gather_support((leaves[0] @ leaves[1].T).log_softmax(-1)[None], old.ids)
-    reference = objective(TokenBatch(new.logp[..., 0], old.logp[..., 0].double(), advantages.double(), mask, new, old))
+    exactly = (x.double() for x in (logp_old, advantages))
+    reference = objective(TokenBatch(new.logp[..., 0], *exactly, mask, new, old, (logp_old - 0.1).double()))
     # A token within rounding of its region's edge may fall on either side of it.
     clear = off_threshold(name, new, old) & mask
     wanted = torch.autograd.grad(torch.where(clear, reference.loss, 0.0).sum(), leaves)
@@ -188,8 +233,10 @@ def off_threshold(name: str, new: corral.SparseDist, old: corral.SparseDist) -> 
     ratio = (new.logp[..., 0] - old.logp[..., 0]).detach()
     kl = corral.categorical_kl(new.with_rest().detach(), old.with_rest().double())
     tv = corral.binary_tv(new.logp[..., 0].detach(), old.logp[..., 0].double())
+    chi = old.logp[..., 0].double().exp() * (ratio.exp() - 1) ** 2
     edges = [
         (kl, 0.05),
+        (chi, 0.05),
         (tv, 0.2),
         (ratio.exp(), 0.8),
         (ratio.exp(), 1.2),

@@ -32,6 +32,9 @@ OBJECTIVES = {
     "gate": ("sapo", {}),
     "penalty": ("spo", {}),
     "penalty on binary tv": ("drpo", {}),
+    "clip by χ²": ("ripo", {}),
+    "clip, weighed": ("decoupled_ppo", {}),
+    "flip": ("aspo", {}),
 }
 
 

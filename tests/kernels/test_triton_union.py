@@ -160,6 +160,24 @@ def test_gradients_are_the_dense_ones(case):
         assert error < (5e-6 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_rows_that_do_not_join_keep_the_support_they_were_given(impl):
+    hidden, weight, tokens = problem(6, VOCABULARY)
+    ids = some_ids(log_softmax(LogitSpec(), hidden, weight, None), tokens)
+    joins = torch.tensor([True, False, True, True, False, False], device=DEVICE)
+    union, given, both = (
+        corral.lm_head(hidden, weight, tokens, ids=ids, impl=impl, **how).dist
+        for how in ({"top_k": 4}, {}, {"top_k": 4, "joins": joins})
+    )
+    assert torch.equal(both.ids[joins], union.ids[joins])
+    assert_close(both.rest, torch.where(joins, union.rest, given.rest), torch.float32, atol=LOGITS)
+    assert (both.ids[~joins] >= 0).sum() == (ids[~joins] >= 0).sum()
+    for wrong in ({"top_k": 4, "joins": joins[:2]}, {"joins": joins}, {"top_k": 4, "joins": joins.int()}):
+        with pytest.raises(ValueError, match="lm_head: `joins` says where `top_k` adds to `ids`"):
+            corral.lm_head(hidden, weight, tokens, ids=ids, impl=impl, **wrong)
+
+
 def test_no_rows_and_no_slots():
     hidden, weight, tokens = problem(3, VOCABULARY)
     none = corral.lm_head(hidden[:0], weight, tokens[:0], ids=tokens.new_empty(0, 3), top_k=2, impl="triton")

@@ -333,12 +333,24 @@ class TestTroubles:
         assert callback.failed == "RunError: the disk is full"
         assert "training goes on" in caplog.text
 
-    def test_a_folder_that_holds_an_audit_is_refused_before_anything_is_sampled(self, tmp_path: Path) -> None:
+    def test_a_folder_that_holds_an_audit_is_refused_at_once(self, tmp_path: Path) -> None:
         trainer = stock(tmp_path)
         audit(trainer, tmp_path / "audit")
         trained(trainer)
         trainer = stock(tmp_path)
+        with pytest.raises(RunError, match="holds an audit already"):
+            audit(trainer, tmp_path / "audit")
+        with pytest.raises(RunError, match="by other rules"):
+            audit(trainer, tmp_path / "audit", kl_bound=0.01, resume=True)
+        with pytest.raises(RunError, match="holds no audit"):
+            audit(trainer, tmp_path)
+
+    def test_what_could_be_resumed_and_is_not_is_refused_before_anything_is_sampled(self, tmp_path: Path) -> None:
+        trainer = stock(tmp_path)
         audit(trainer, tmp_path / "audit")
+        trained(trainer)
+        trainer = stock(tmp_path)
+        audit(trainer, tmp_path / "audit", resume=True)
         with pytest.raises(RunError, match="holds an audit already"):
             trained(trainer)
         assert trainer._step == 0

@@ -15,6 +15,7 @@ from tiny_models import RIGHT_REDUCTIONS, FakeVLLM, Spy, fixed_rollout, make_tra
 from trl import GRPOConfig, TrlParser
 
 import corral.llm
+from corral import make_objective, objective_names
 from corral.llm import TRL_RANGE, CorralConfig
 from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE, check_trl
 from corral.objective import OBJECTIVES
@@ -106,7 +107,8 @@ class TestReduction:
     OWN: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("gspo", "gmpo", "sapo"), "grpo"),
         **dict.fromkeys(("reinforce", "ppo_clip", "clip_higher", "dual_clip", "cispo", "drpo", "m2po", "spo", "troll"), "dapo"),
-        "dppo": "dr_grpo",
+        **dict.fromkeys(("aspo", "bapo", "clip_cov", "cppo", "decoupled_ppo", "distill", "kl_cov", "ripo", "vespo"), "dapo"),
+        **dict.fromkeys(("dppo", "topr"), "dr_grpo"),
     }
 
     @pytest.mark.parametrize(("objective", "own"), OWN.items())
@@ -177,7 +179,7 @@ class TestRefusals:
             ({"support_mass": float("nan")}, "`support_mass` must lie in"),
             refused({"loss_type": "cispo"}, "Did you mean objective='cispo'", "other: TRL's `loss_type` cispo"),
             refused({"loss_type": "sapo"}, "Did you mean objective='sapo'", "other: TRL's `loss_type` sapo"),
-            refused({"loss_type": "vespo"}, "chooses the reduction here", "other: TRL's `loss_type` vespo"),
+            refused({"loss_type": "vespo"}, "Did you mean objective='vespo'", "other: TRL's `loss_type` vespo"),
             refused({"epsilon": 0.1}, "objective='ppo_clip'", "other: TRL's `epsilon`"),
             ({"epsilon_high": 0.28}, "objective='ppo_clip'"),
             refused({"delta": 2.0}, "objective='dual_clip'", "other: TRL's `delta`"),
@@ -329,6 +331,9 @@ class TestRefusals:
 
 
 SAMPLERS = ("transformers", "vLLM", "rollout_func")
+ANCHORED: list[tuple[str, dict[str, Any]]] = [
+    (name, {}) for name in objective_names() if make_objective(name).config.anchor == "rollout"
+]
 CELLS = [(row[0], row[1], sampler, cell) for row in table("anchor") for sampler, cell in zip(SAMPLERS, row[2:], strict=True)]
 
 
@@ -346,7 +351,7 @@ class TestAnchorTable:
         monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
         objectives = {
             "the sampled token": [("ppo_clip", {}), ("dppo", {})],
-            "the sampled token, by `dppo`, `drpo` or `m2po`": [("dppo", {}), ("drpo", {}), ("m2po", {})],
+            "the sampled token, by an objective whose own anchor is `rollout`": ANCHORED,
             "a support": [("troll", {}), ("dppo", {"estimator": "topk"})],
         }[reads]
         given: dict[str, Any] = {"anchor": anchor.split("`")[1]}

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from deployed_witness import NAMES, WILD, Witness, certificates
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny_models import dense_logp, make_trainer, tiny_model
+from tiny_models import make_trainer, tiny_model
 from torch import Tensor
-from transformers import TrainerCallback
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from corral import categorical_kl
-from corral.llm import CorralConfig, CorralTrainer, deployed
-from corral.llm.models import base_model
+from corral import categorical_kl, retract, snapshot
+from corral.llm import CorralConfig, deployed, deployed_probe
+from corral.llm.scoring_pass import ScoringPass
 from corral.llm.settings import resolve
 from corral.llm.train import resume, train
 from corral.llm.trl_api import FUSED
@@ -29,61 +32,54 @@ from two_processes import run_two
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="TRL hands over no hidden states")
 
-NAMES = ["tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/deployed_probes"]
-WILD = {"learning_rate": 0.3, "objective": "ppo_clip"}
-
-
-class Witness(TrainerCallback):
-    """Measures for itself: the KL of every token of the step's rollouts, from all logits, at the end of each step."""
-
-    def __init__(self, trainer: CorralTrainer, updates: int) -> None:
-        self.trainer, self.updates = trainer, updates
-        self.batches: list[dict[str, Any]] = []
-        self.old: Any = None
-        self.kl: list[Tensor] = []
-        self.rates: list[float] = []
-        generate = trainer._generate_and_score_completions
-
-        def remember(inputs: Any) -> dict[str, Any]:
-            self.batches.append(generate(inputs))
-            return self.batches[-1]
-
-        trainer._generate_and_score_completions = remember
-        trainer.add_callback(self)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.updates == 0:
-            self.old, self.batches = copy.deepcopy(self.trainer.model), []
-        self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.updates:
-            return
-        found = []
-        with torch.no_grad():
-            for batch in self.batches:
-                new, old = (dense_logp(base_model(model), batch, 0.9) for model in (self.trainer.model, self.old))
-                found.append(categorical_kl(new, old)[batch["completion_mask"].bool()])
-        self.kl.append(torch.cat(found))
-
-
-def certificates(trainer: CorralTrainer) -> list[dict[str, float]]:
-    return [{name: line[name] for name in NAMES} for line in trainer.state.log_history if NAMES[0] in line]
-
 
 @pytest.mark.supports("other: deployed network, distance measured after every step", door="TRL")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
-def test_the_certificate_is_the_kl_of_every_token(tmp_path, family):
-    trainer = make_trainer(tmp_path, model=tiny_model(family), deployed_bound=math.inf, max_steps=4)
-    witness = Witness(trainer, updates=2)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_certificate_is_the_kl_of_every_token(tmp_path, family, updates):
+    trainer = make_trainer(
+        tmp_path, model=tiny_model(family), deployed_bound=math.inf, max_steps=2 * updates, steps_per_generation=updates
+    )
+    witness, passes = Witness(trainer, updates), count_passes(trainer)
     trainer.train()
     found = certificates(trainer)
     assert len(found) == len(witness.kl) == 2
-    for line, kl in zip(found, witness.kl, strict=True):
+    # TRL's own old-policy pass is read where it makes one: where updates follow.
+    assert len(passes) == (4 if updates == 1 else 2)
+    for line, kl, sums in zip(found, witness.kl, witness.sums, strict=True):
         assert line["tr/deployed_kl_mean"] > 1e-4
         assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=1e-3)
         assert_close(torch.tensor(line["tr/deployed_kl_max"]), kl.max(), rtol=1e-3)
+        assert_close(torch.tensor(line["tr/deployed_seq_kl_mean"]), sums.mean(), rtol=1e-3)
+        assert_close(torch.tensor(line["tr/deployed_seq_kl_max"]), sums.max(), rtol=1e-3)
+        assert 0 < line["tr/deployed_kl_se"] < line["tr/deployed_kl_mean"]
         assert (line["tr/step_share"], line["tr/deployed_probes"]) == (1.0, 1.0)
+
+
+def count_passes(trainer: Any) -> list[int]:
+    """Grows by one for every scoring pass that the certificate asks for."""
+    passes: list[int] = []
+    score = trainer.deployed.probe._score
+    trainer.deployed.probe._score = lambda some: (passes.append(len(some.ids)), score(some))[1]
+    return passes
+
+
+@pytest.mark.supports("other: deployed network, dropout", door="TRL")
+@pytest.mark.parametrize("kind", ["attention", "adapter"])
+def test_dropout_is_no_distance(tmp_path, kind):
+    # TRL's old-policy pass drops out, a measurement does not: it takes an old pass of its own.
+    torch.manual_seed(0)
+    if kind == "attention":
+        how = {"model": tiny_model(attention_dropout=0.5)}
+    else:
+        how = {"trainer_kwargs": {"peft_config": LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)}}
+    trainer = make_trainer(tmp_path, deployed_bound=math.inf, max_steps=2, disable_dropout=False, **how)
+    witness, passes = Witness(trainer, updates=2), count_passes(trainer)
+    trainer.train()
+    ((line,), (kl,)) = certificates(trainer), witness.kl
+    assert len(passes) == 2
+    assert kl.mean() > 1e-6
+    assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=5e-3)
 
 
 def test_measuring_changes_no_weight(tmp_path):
@@ -166,19 +162,19 @@ def test_it_acts_before_every_other_callback(tmp_path):
 
 
 def test_many_tokens_are_thinned_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(deployed, "TOKENS", 12)
+    monkeypatch.setattr(deployed_probe, "TOKENS", 12)
     trainer = make_trainer(tmp_path, deployed_bound=math.inf)
-    callback = trainer.callback_handler.callbacks[0]
+    probe = trainer.deployed.probe
     batch = {name: torch.arange(8)[:, None].expand(8, 6) for name in ("prompt_ids", "completion_ids")}
     batch |= {name: torch.ones(8, 6, dtype=torch.long) for name in ("prompt_mask", "completion_mask")}
-    # 48 tokens, of which 12 are wanted: every fourth completion.
-    assert callback._choose(batch).ids[:, 0].tolist() == [0, 4]
     batch["tool_mask"] = torch.zeros(8, 6, dtype=torch.long)
     batch["tool_mask"][:, :3] = 1  # half of them are a tool's
-    chosen = callback._choose(batch)
-    assert (chosen.ids[:, 0].tolist(), chosen.live.sum().item()) == ([0, 2, 4, 6], 12)
+    # 48 tokens, of which 12 are wanted: every fourth completion.
+    probe.add(batch, ScoringPass())
+    (some,) = probe._rollouts
+    assert (some.ids[:, 0].tolist(), some.live.sum().item()) == ([0, 4], 6)
     with pytest.raises(ValueError, match="measures text alone"):
-        callback._choose(batch | {"pixel_values": torch.zeros(1)})
+        probe.add(batch | {"pixel_values": torch.zeros(1)}, ScoringPass())
 
 
 def run_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -272,19 +268,66 @@ def test_a_schedule_that_is_no_multiple_of_its_peak_is_refused(tmp_path):
 
 def work(rank: int, folder: Path) -> None:
     """One of two processes."""
-    trainer = make_trainer(folder, deployed_bound=0.01, max_steps=4, use_cpu=True, **WILD)
-    trainer.train()
-    torch.save(
-        (certificates(trainer), trainer.model.state_dict(), trainer.optimizer.param_groups[0]["lr"]), folder / f"{rank}.pt"
-    )
+    found = {}
+    for reuse in ("fixed", "auto"):
+        trainer = make_trainer(
+            folder, deployed_bound=0.01, max_steps=4, use_cpu=True, num_iterations=2, reuse=reuse, steps_per_generation=1,
+            **WILD,
+        )  # fmt: skip
+        trainer.train()
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        found[reuse] = certificates(trainer), {**trainer.model.state_dict(), "rate": torch.tensor(rate)}
+    found["FSDP2"] = retract_sharded()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def retract_sharded() -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """A sharded network, moved and retracted, beside the same one on one process."""
+    torch.manual_seed(0)
+    alone, inputs = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 7)), torch.randn(20, 6)
+    sharded = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(sharded[0], mesh=mesh)
+    fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
+    lines, weights = [], {}
+    for name, network in (("alone", alone), ("sharded", sharded)):
+        with torch.no_grad():
+            was, old = network(inputs).log_softmax(-1), snapshot(network)
+            if name == "sharded":
+                network.reshard()  # as after a backward pass; a forward pass alone leaves its root gathered
+            for p in network.parameters():
+                p.mul_(3.0)
+        done = retract(network, old, lambda: categorical_kl(network(inputs).log_softmax(-1), was), bound=0.01)  # noqa: B023
+        lines.append(done.metrics())
+        final = snapshot(network).items()
+        weights |= {f"{name} {key}": x.full_tensor() if isinstance(x, DTensor) else x for key, x in final}
+    return lines, weights
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("two")
+    run_two(work, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.supports("other: deployed network, two processes", door="TRL")
-def test_two_processes_decide_alike(tmp_path):
-    run_two(work, tmp_path)
-    (found, weights, rate), (also, weights_also, rate_also) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+@pytest.mark.parametrize("reuse", ["fixed", "auto"])
+def test_two_processes_decide_alike(two, reuse):
+    (found, weights), (also, weights_also) = (one[reuse] for one in two)
     assert found == also
-    assert rate == rate_also
     assert all(torch.equal(x, weights_also[name]) for name, x in weights.items())
     assert all(line["tr/deployed_kl_mean"] <= 0.01 for line in found)
     assert found[0]["tr/step_share"] < 1
+    assert [line.get("tr/passes") for line in found] == ([None, None] if reuse == "fixed" else [1.0, 1.0])
+
+
+@pytest.mark.supports("other: retraction of a network sharded by FSDP2", door="import corral")
+def test_a_sharded_network_is_retracted_as_a_whole_one(two):
+    for lines, weights in (one["FSDP2"] for one in two):
+        alone, sharded = lines
+        assert 0 < alone["tr/step_share"] < 1
+        assert sharded == pytest.approx(alone, rel=1e-5)
+        for name, x in weights.items():
+            assert_close(x, weights[name.replace("sharded", "alone")])

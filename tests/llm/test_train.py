@@ -134,9 +134,9 @@ def test_the_run_learned(reference: Path) -> None:
 
 
 @pytest.mark.supports("objective: {name}", door="command line")
-@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
+@pytest.mark.parametrize("name", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])  # needs another sampler
 def test_every_objective_learns(name: str, model: str, tmp_path: Path) -> None:
-    steps = 16 if name in ("gmpo", "spo") else 8  # these two are careful
+    steps = 16 if name in ("gmpo", "spo", "vespo") else 8  # these are careful
     settings = small(model, objective=name, steps=steps, checkpoint_every=steps, eval_every=steps, eval_size=64)
     ended = train(settings, out=tmp_path / "run", quiet=True).summary
     assert ended["success_final"] > ended["success_start"] + 0.1

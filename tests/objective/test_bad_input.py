@@ -194,7 +194,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ("reinforce", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
     *[
         (name, key, f"`{key}` is a distance from ratio 1 and must be ≥ 0", (-0.1, -INF, *NOT_GIVEN))
-        for name in ("ppo_clip", "clip_higher", "dual_clip", "gspo")
+        for name in ("ppo_clip", "clip_higher", "dual_clip", "gspo", "aspo", "decoupled_ppo", "clip_cov")
         for key in ("clip_low", "clip_high")
     ],
     *[
@@ -208,6 +208,35 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ("gmpo", "clip", "`clip` is a distance in log-ratio and must be ≥ 0", (-0.1, *NOT_GIVEN)),
     ("drpo", "bound", "`bound` is a divergence and must be > 0 (inf switches it off)", (0.0, -0.1, *NOT_GIVEN)),
     ("m2po", "bound", "`bound` is a mean of squared log-ratios and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN)),
+    ("aspo", "cap", "`cap` is a weight and must be > 1", (1.0, -3.0, *NOT_GIVEN)),
+    *[
+        ("ripo", key, f"`{key}` is a squared distance and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN))
+        for key in ("bound_low", "bound_high")
+    ],
+    ("topr", "cap", "`cap` is a weight and must be finite and ≥ 0", (-0.1, INF, *NOT_GIVEN)),
+    *[
+        ("vespo", f"{key}_{sign}", f"`{key}_{sign}` is an exponent and must be finite and ≥ 0", (-0.1, INF, *NOT_GIVEN))
+        for key in ("k", "lambda")
+        for sign in ("positive", "negative")
+    ],
+    ("bapo", "share", "`share` is a share and must lie in [0, 1)", (-0.1, 1.0, *NOT_GIVEN)),
+    *[("bapo", key, f"`{key}` is a ratio and must lie in [0, 1]", (-0.1, 1.1, *NOT_GIVEN)) for key in ("low", "low_end")],
+    *[("bapo", key, f"`{key}` is a ratio and must be finite and ≥ 1", (0.9, INF, *NOT_GIVEN)) for key in ("high", "high_end")],
+    ("bapo", "low_end", "`low_end` is where `low` may rise to and must be ≥ 0.6", (0.5,)),
+    ("bapo", "high_end", "`high_end` is where `high` may rise to and must be ≥ 1.2", (1.1,)),
+    ("bapo", "dual_clip", "`dual_clip` is a ratio and must be > 1, or None", (1.0, *NO_NUMBER)),
+    *[
+        (name, "share", "`share` is a share of the tokens and must lie in (0, 1]", (0.0, 1.1, *NOT_GIVEN))
+        for name in ("kl_cov", "clip_cov")
+    ],
+    ("kl_cov", "penalty", "`penalty` is a weight and must be finite and ≥ 0", (-0.1, INF, *NOT_GIVEN)),
+    ("clip_cov", "cov_low", "covariances lie in (`cov_low`, `cov_high`) with 0 ≤ cov_low ≤ cov_high", (-0.1, 5.1, *NOT_GIVEN)),
+    ("clip_cov", "cov_high", "covariances lie in (`cov_low`, `cov_high`) with 0 ≤ cov_low ≤ cov_high", (0.9, *NOT_GIVEN)),
+    *[
+        ("cppo", key, f"`{key}` is a divergence and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN))
+        for key in ("bound", "budget")
+    ],
+    ("cppo", "weight_last", "`weight_last` is a weight and must lie in (0, 1]", (0.0, 1.1, *NOT_GIVEN)),
     ("spo", "epsilon", "`epsilon` is a distance from ratio 1 and must be > 0", (0.0, -0.1, *NOT_GIVEN)),
     *[
         ("dppo", key, f"`{key}` is a divergence and must be ≥ 0, or None (inf switches it off)", (-0.1, *NO_NUMBER))
@@ -222,6 +251,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ("troll", "tail", "`tail` is one of bucket, fill", ("drop", None, 1)),
     ("troll", "level", "`level` is one of token, sequence", ("seq", None, 1)),
     ("troll", "gradient", "`gradient` is one of exact, constant_dual, unprojected", ("implicit", None, True)),
+    ("troll", "project", "`project` is one of all, outward", ("inward", None, True)),
     ("troll", "vocab_size", "`vocab_size` is a number of tokens", (0, -5, 1.5, INF, *NO_NUMBER)),
     ("troll", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
     ("tis", "cap", "`cap` is the largest weight and must be > 0", (0.0, -1.0, *NOT_GIVEN)),
@@ -243,7 +273,7 @@ def bad_settings() -> Iterator[Refused]:
     for name in (*OBJECTIVES, *CORRECTIONS):
         yield Refused(name, ("there is no setting `clip_ratio`.", "There are: "), partial(make, name, clip_ratio=0.2))
     for name in ("", "PPO", "dpo", None, 3):
-        yield call(make_objective, f"there is no objective {name!r}.", "There are: cispo, ", args=(name,))
+        yield call(make_objective, f"there is no objective {name!r}.", "There are: aspo, ", args=(name,))
         yield call(make_correction, f"there is no correction {name!r}.", "There are: icepop, ", args=(name,))
     for estimator in ("topk", "full"):
         says = f"divergence='ratio' goes with estimator='binary'; got '{estimator}'"
@@ -440,7 +470,7 @@ def test_check_false_takes_log_probs_as_they_are():
             make_objective("reinforce", check=False)(bad)
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("troll", "distill")])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("decoupled_ppo", "distill", "troll")])
 def test_what_is_not_needed_may_be_missing(name):
     assert make_objective(name)(inputs([0.6], [0.5], [1.0])).loss.isfinite().all()
 
@@ -456,6 +486,14 @@ def test_what_is_not_needed_may_be_missing(name):
         ("spo", {"epsilon": INF}),
         ("m2po", {"bound": 0}),
         ("drpo", {"bound": INF}),
+        ("aspo", {"clip_low": 0, "clip_high": INF, "cap": INF}),
+        ("ripo", {"bound_low": 0, "bound_high": INF}),
+        ("topr", {"cap": 0}),
+        ("vespo", {"k_positive": 0, "lambda_positive": 0, "k_negative": 9, "lambda_negative": 0}),
+        ("bapo", {"share": 0, "low": 1, "low_end": 1, "high": 1, "high_end": 1}),
+        ("kl_cov", {"share": 1, "penalty": 0}),
+        ("clip_cov", {"share": 1, "cov_low": 0, "cov_high": INF}),
+        ("cppo", {"bound": 0, "budget": INF, "weight_last": 1}),
         ("dppo", {"bound": INF, "bound_low": 0, "ratio_cap": 0}),
         ("troll", {"bound": INF, "regression": 0}),
         ("tis", {"cap": INF}),

@@ -47,6 +47,7 @@ DEFAULTS = {
         "vocab_size": None,
         "level": "token",
         "gradient": "exact",
+        "project": "all",
         "ratio_cap": None,
     },
 }
@@ -157,7 +158,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_and_with_all(typed, meant)
 
 
 def test_a_name_like_no_other_gets_the_list_alone():
-    with pytest.raises(ValueError, match=r"there is no objective 'xyz'\. There are: cispo, "):
+    with pytest.raises(ValueError, match=r"there is no objective 'xyz'\. There are: aspo, "):
         make_objective("xyz")
 
 

@@ -200,6 +200,25 @@ def write_comparison(folder: Path, *, reported: bool = True, **changes: Any) -> 
     return folder
 
 
+def write_comparison_of_two(folder: Path) -> Path:
+    """The smallest sweep: one contestant, two rates, one seed each, and one more run that is reported."""
+    runs = []
+    for rate, seed, stage in ((1e-4, 0, "sweep"), (1e-3, 0, "sweep"), (1e-3, 1, "report")):
+        name, setting = f"{rate:g}-{seed}", {"learning_rate": rate}
+        write_run(folder / name, "troll", seed, steps=2, every=1, **setting)
+        run = {"folder": name, "contestant": "troll", "setting": setting, "seed": seed, "stage": stage, "state": "finished"}
+        runs.append({**run, "error": None})
+    content = {"version": 1, "kind": "llm", "command": "corral compare", "sweep": {"learning_rate": [1e-4, 1e-3]}, "runs": runs}
+    content |= {
+        "choose_seeds": [0],
+        "report_seeds": [1],
+        "chosen": {"troll": {"learning_rate": 1e-3}},
+        "contestants": ["troll"],
+    }
+    (folder / "compare.json").write_text(json.dumps(content))
+    return folder
+
+
 def write_robot_run(
     folder: Path, algorithm: str = "tce", seed: int = 0, *, task: str = "corral/ViaPointReacher-v0", solved: bool = True
 ) -> Path:

@@ -35,7 +35,7 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
     rows = {update: [drawn(60, seed=update + index) for index in range(4)] for update in (2, 4, 6)}
     html = page_of(tmp_path / "audit", rows)
     page = open_audit(html)
-    assert page.locator("figure svg").count() == 3
+    assert page.locator("figure svg[role=img]").count() == 4
     assert page.locator("#ratio rect.cell").count() > 10
     assert page.locator("#probability rect.bar").count() > 3
     colour = "getComputedStyle(document.querySelector('#probability rect.bar')).fill"

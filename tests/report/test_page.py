@@ -216,6 +216,24 @@ def test_a_megabyte_of_completion_is_cut(tmp_path: Path) -> None:
     assert row["completion"].endswith("more characters)")
 
 
+def test_a_page_is_measured_in_bytes_and_one_huge_setting_does_not_block_it(tmp_path: Path) -> None:
+    """Emoji are four bytes, `<` is six in a page's JSON, a control character is written out as eight letters."""
+    text = ("😀" * 30 + "<" * 30 + "\x01" * 30) * 50
+    rows = [{"step": step, "prompt": text, "completion": text, "reward": 0.0, "advantage": 0.0} for step in range(64)]
+    tokens = {"token": [text[:60]] * 600, "action": [""] * 600, "kl_before": [0.1] * 600, "log_ratio": [0.1] * 600}
+    for seed in range(6):
+        path = write_run(tmp_path / str(seed), "troll", seed, completions=rows, instruction="é" * 8_000_000 + str(seed // 3))
+        pq.write_table(pa.Table.from_pylist([{"step": 1, **tokens}] * 8), path / "tokens.parquet")
+        warnings = [f"warning {index} " + "!" * 2000 for index in range(3000)]
+        (path / "metrics.jsonl").write_text(json.dumps({"step": 1, "success": 0.1, "warnings": warnings}) + "\n")
+    report = make_report(read_runs([tmp_path]))
+    assert len(report.groups) == 2
+    assert write_page(report, tmp_path / "page.html") < LARGEST
+    found = (tmp_path / "page.html").read_text()
+    assert "rows more" in found
+    assert {row["run"] for row in data_of(found)["completions"]} == set(range(6))
+
+
 def test_thousands_of_steps_stay_small(tmp_path: Path) -> None:
     for seed in range(4):
         write_run(tmp_path / str(seed), "troll", seed, steps=6000, every=100)

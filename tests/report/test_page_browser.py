@@ -204,7 +204,7 @@ def test_the_sweep_is_drawn(open_page: Any, compared: Path) -> None:
     curves, grid = page.locator(".sweep-figures figure").all()
     assert curves.locator("path.curve").count() == 4
     assert grid.locator("rect.heat-cell").count() == 16
-    assert grid.locator("rect.heat-ring").count() == 4  # 1 + 0 + 3 + 0 usable
+    assert grid.locator("rect.heat-ring").count() == 2  # 1 + 0 + 1 + 0 usable
     assert sum("★" in text for text in grid.locator("text").all_text_contents()) == 2
     assert curves.locator("h3").inner_text() == "Final success over learning_rate"
     for measure in ("area", "greedy", "collapsed", "kl"):
@@ -220,6 +220,20 @@ def test_the_sweep_is_drawn(open_page: Any, compared: Path) -> None:
     with page.expect_download() as download:
         page.locator(".sweep-figures figure").nth(1).get_by_role("button", name="SVG").click()
     assert "learning_rate" in Path(download.value.path()).read_text()
+
+
+def test_auto_stands_beside_the_axis(open_page: Any, tmp_path: Path) -> None:
+    for rate in (1e-4, 1e-3, "auto"):
+        for seed in range(2):
+            write_run(tmp_path / f"{rate}{seed}", "troll", seed, learning_rate=rate)
+    write_page(make_report(read_runs([tmp_path]), []), tmp_path / "page.html")
+    curves, grid = open_page(tmp_path / "page.html").locator(".sweep-figures figure").all()
+    places = [float(dot.get_attribute("cx")) for dot in curves.locator("circle.dot").all()]
+    assert places == sorted(places)
+    assert len(places) == 3
+    drawn = curves.locator("path.curve").all()
+    assert [path.get_attribute("d").count("L") for path in drawn] == [1, 0]  # from number to number; auto's range
+    assert grid.locator("rect.heat-cell").count() == 3
 
 
 def test_a_sweep_fits_a_phone(open_page: Any, compared: Path) -> None:

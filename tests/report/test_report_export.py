@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -11,7 +12,7 @@ import pytest
 
 from corral.cli import main
 from corral.report.content import make_report
-from corral.report.export import export, write_csv
+from corral.report.export import _file_names, export, write_csv
 from corral.report.read import read_runs
 from report.synthetic import write_robot_run, write_run
 
@@ -81,6 +82,22 @@ def test_csv_quotes_what_a_spreadsheet_would_run(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "x.csv") == [{"a": "'=1+1", "b": "-1.5", "c": 'x,"y"\n'}]
 
 
+def test_headers_do_not_compute_either_and_names_that_begin_alike_have_files_of_their_own(tmp_path: Path) -> None:
+    write_csv([{"=1+1": 1, "\t@x": "  =2+2", "b": "＝1"}], tmp_path / "x.csv")
+    assert (tmp_path / "x.csv").read_text().splitlines() == ["'=1+1,'\t@x,b", "1,'  =2+2,'＝1"]
+    assert _file_names(["a" * 70 + "1", "a" * 70 + "2", "b", "a" * 60]) == ["a" * 60, "a" * 60 + "~2", "b", "a" * 60 + "~3"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_only_files_are_replaced(tmp_path: Path, kind: str) -> None:
+    """A device node cannot be made without privileges; a pipe can, and a link may lead to a device."""
+    write_run(tmp_path / "run", steps=2)
+    out = tmp_path / "out.html"
+    os.mkfifo(out) if kind == "pipe" else out.symlink_to("/dev/null")
+    assert main(["report", str(tmp_path / "run"), "--out", str(out)]) == 1
+    assert out.is_fifo() if kind == "pipe" else out.is_symlink()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs/a", "troll")
     write_run(tmp_path / "more/b", "dppo")
@@ -96,7 +113,7 @@ def test_the_command_names_what_was_swept(tmp_path: Path, capsys: pytest.Capture
     for rate in (1e-4, 3e-4):
         write_run(tmp_path / f"runs/{rate}", "troll", learning_rate=rate)
     assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 0
-    assert "Usable learning_rate of troll: 1e-4 … 3e-4 (2 of 2 rates)\n" in capsys.readouterr().out
+    assert "Usable learning_rate of troll: cannot be told from one run each (2 rates)\n" in capsys.readouterr().out
 
 
 def test_the_extra_of_reports_is_enough(tmp_path: Path) -> None:

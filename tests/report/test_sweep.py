@@ -2,15 +2,18 @@
 
 import math
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy import stats
 
-from corral.report.sweep.ranges import SweepRow, cells, choose_setting, usable_range, value_text
+from corral.report.sweep.ranges import SweepRow, Value, cells, choose_setting, ordered, value_text
+from corral.report.sweep.usable import usable_range
 
 
-def rows(finals: dict[float, list[float]], contestant: str = "troll", **more: object) -> list[SweepRow]:
+def rows(finals: Mapping[Value, Sequence[float]], contestant: str = "troll", **more: object) -> list[SweepRow]:
     """Final values by learning rate, one per seed."""
     return [
         SweepRow(contestant, {"learning_rate": rate, **more}, seed, final, final / 2, False)
@@ -35,15 +38,52 @@ def test_of_equal_settings_the_one_with_more_area_then_the_smaller() -> None:
 
 
 def test_golden_usable_range() -> None:
-    # troll: best .60, so .57 is just inside and .56 is not. Best of all .64: .608 is wanted, which nothing of troll's has.
-    troll = rows({1e-5: [0.56], 3e-5: [0.57], 1e-4: [0.60], 3e-4: [0.58], 1e-3: [0.0]})
-    ppo = rows({1e-5: [0.62], 3e-5: [0.64], 1e-4: [0.1], 3e-4: [0.61], 1e-3: [0.0]}, "ppo_clip")
+    # Every setting's two seeds are .01 from their mean: squares 8 · 1e-4 over 4 degrees of freedom, s = .01·√2, of a mean of
+    # two .01; Student's one-sided 95 % at 4 is 2.1318, so bounds are ±.0213. The tuned setting has .610: .5795 is wanted.
+    # 1e-4 .610 − .0213 = .5887, 3e-4 .605 − .0213 = .5837: usable. 1e-3 .590: .5687 no, but .6113 may be. 3e-3 .550: .5713 no.
+    sweep = rows({1e-4: [0.60, 0.62], 3e-4: [0.595, 0.615], 1e-3: [0.58, 0.60], 3e-3: [0.54, 0.56]})
+    (found,) = usable_range(sweep)
+    assert found.tried == (1e-4, 3e-4, 1e-3, 3e-3)
+    assert (found.own, found.possible) == ((1e-4, 3e-4), (1e-4, 3e-4, 1e-3))
+    assert found.width == (pytest.approx(math.log10(3)), pytest.approx(1.0))
+    assert found.sentence == "troll: 1e-4 … 3e-4 (2 of 4 rates), 0.5 to 1.0 decades, open below"
+
+
+def test_golden_area_and_start_count_too() -> None:
+    # Without any spread bounds are the means. Tuned: final .6 and area .3, so .57 and .285 are wanted.
+    def one(rate: float, final: float, area: float, fell: bool = False) -> list[SweepRow]:
+        return [SweepRow("troll", {"learning_rate": rate}, seed, final, area, False, fell_below_start=fell) for seed in (0, 1)]
+
+    good, slow = one(1e-4, 0.6, 0.3) + one(3e-4, 0.58, 0.29), one(3e-5, 0.59, 0.28)  # slow: the final value alone would do
+    through_zero = [*one(1e-3, 0.6, 0.3)[:1], *one(1e-3, 0.6, 0.3, fell=True)[1:]]  # one run of two
+    (found,) = usable_range(good + slow + through_zero)
+    assert found.own == found.possible == (1e-4, 3e-4)
+    assert found.sentence == "troll: 1e-4 … 3e-4 (2 of 4 rates), 0.5 decades"
+
+
+def test_golden_by_the_best_of_all() -> None:
+    # troll: best .60, so .575 is inside and .56 is not. Best of all .64: .608 is wanted, which nothing of troll's has.
+    troll = rows({1e-5: [0.56] * 2, 3e-5: [0.575] * 2, 1e-4: [0.60] * 2, 3e-4: [0.58] * 2, 1e-3: [0.0] * 2})
+    ppo = rows({1e-5: [0.62] * 2, 3e-5: [0.64] * 2, 1e-4: [0.1] * 2, 3e-4: [0.61] * 2, 1e-3: [0.0] * 2}, "ppo_clip")
     first, second = usable_range(troll + ppo)
-    assert first.tried == (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
     assert (first.own, first.overall) == ((3e-5, 1e-4, 3e-4), ())
-    assert first.sentence == "troll: 3e-5 … 3e-4 (3 of 5 rates)"
     assert first.text(first.overall) == "none (0 of 5 rates)"
-    assert second.sentence == "ppo_clip: 1e-5, 3e-5, 3e-4 (3 of 5 rates)"  # with a gap: no range that hides it
+    # With a gap: no range that hides it, and the width is that of the wider side.
+    assert second.sentence == "ppo_clip: 1e-5, 3e-5, 3e-4 (3 of 5 rates), 0.5 decades, open below"
+
+
+def test_auto_is_beside_the_axis() -> None:
+    sweep = rows({1e-4: [0.6] * 2, 3e-4: [0.59] * 2, 1e-3: [0.1] * 2}) + rows({"auto": [0.6] * 2})
+    (found,) = usable_range(sweep)
+    assert (found.tried, found.own) == ((1e-4, 3e-4, 1e-3, "auto"), (1e-4, 3e-4, "auto"))
+    assert found.sentence == "troll: 1e-4 … 3e-4, auto (3 of 4 rates), 0.5 decades, open below"
+    assert ordered(["auto", 3e-4, 1e-4, 3e-4]) == (1e-4, 3e-4, "auto")
+
+
+def test_one_run_each_tells_nothing() -> None:
+    (found,) = usable_range(rows({1e-4: [0.6], 3e-4: [0.5]}))
+    assert (found.own, found.possible) == ((), ())
+    assert found.sentence == "troll: cannot be told from one run each (2 rates)"
 
 
 def test_the_other_swept_settings_have_a_range_each_against_one_best() -> None:
@@ -56,14 +96,14 @@ def test_the_other_swept_settings_have_a_range_each_against_one_best() -> None:
 
 
 def test_rewards_below_zero() -> None:
-    # Best −10: within 5 % is down to −10.5.
-    (found,) = usable_range(rows({1e-4: [-10.4], 3e-4: [-10.0], 1e-3: [-10.6]}))
+    # Best −10: within 5 % is down to −10.5, and of the mean over the run, −5, down to −5.25.
+    (found,) = usable_range(rows({1e-4: [-10.4] * 2, 3e-4: [-10.0] * 2, 1e-3: [-10.6] * 2}))
     assert found.own == (1e-4, 3e-4)
 
 
 def test_where_all_failed_nothing_is_usable_but_something_is_chosen() -> None:
     failed = rows({1e-4: [-math.inf], 3e-4: [-math.inf]})
-    assert usable_range(failed)[0].own == ()
+    assert usable_range(failed)[0].sentence == "troll: none (0 of 2 rates)"
     assert choose_setting(failed) == {"troll": {"learning_rate": 1e-4}}
 
 
@@ -94,7 +134,7 @@ def test_unfair_and_broken_rows_are_refused() -> None:
         choose_setting(rows({1e-4: [0.4]}) * 2)
     with pytest.raises(ValueError, match="no best could be told"):
         rows({1e-4: [math.nan]})
-    with pytest.raises(ValueError, match="must be a number in every row; troll has None"):
+    with pytest.raises(ValueError, match="must be a number or 'auto' in every row; got None"):
         usable_range(rows({1e-4: [0.4]}), key="bound")
 
 
@@ -121,25 +161,33 @@ GRIDS = st.dictionaries(
 
 
 @given(GRIDS, GRIDS, st.randoms())
-def test_the_chosen_setting_is_usable_and_order_does_not_matter(
+def test_what_is_usable_is_possible_and_order_does_not_matter(
     one: dict[float, tuple[float, float]], two: dict[float, tuple[float, float]], draw: random.Random
 ) -> None:
-    assume(all(sum(values) for values in [*one.values(), *two.values()]))  # where all have 0, nothing is usable
-    sweep = rows({rate: [*values] for rate, values in one.items()})
-    sweep += rows({rate: [*values] for rate, values in two.items()}, "dppo")
+    sweep = rows(one) + rows(two, "dppo")
     mixed = draw.sample(sweep, len(sweep))
-    chosen = choose_setting(sweep)
-    assert chosen == choose_setting(mixed)
+    assert choose_setting(sweep) == choose_setting(mixed)
     ranges = {found.contestant: found for found in usable_range(sweep)}
-    assert ranges == {found.contestant: found for found in usable_range(mixed)}
-    for contestant, setting in chosen.items():
-        assert setting["learning_rate"] in ranges[contestant].own
-        assert set(ranges[contestant].overall) <= set(ranges[contestant].own)
-    assert any(found.overall for found in ranges.values())
+    assert {name: found.tried for name, found in ranges.items()} == {"troll": ordered([*one]), "dppo": ordered([*two])}
+    for name, found in {one.contestant: one for one in usable_range(mixed)}.items():
+        assert set(found.own) <= set(found.possible) <= set(found.tried)
+        assert (found.own, found.overall, found.possible) == (ranges[name].own, ranges[name].overall, ranges[name].possible)
+        if found.width is not None:
+            assert 0 <= found.width[0] <= found.width[1] <= math.log10(100) + 1e-9
 
 
 @given(GRIDS, st.floats(0, 1), st.floats(0, 1))
 def test_a_laxer_share_never_narrows_the_range(grid: dict[float, tuple[float, float]], a: float, b: float) -> None:
-    sweep = rows({rate: [*values] for rate, values in grid.items()})
-    lax, strict = (set(usable_range(sweep, share=share)[0].own) for share in sorted((a, b)))
+    lax, strict = (set(usable_range(rows(grid), share=share)[0].own) for share in sorted((a, b)))
     assert strict <= lax
+
+
+@given(st.lists(st.floats(0.2, 0.8), min_size=2, max_size=6), st.floats(0.5, 1))
+def test_bounds_are_those_of_a_t_test(finals: list[float], share: float) -> None:
+    """One setting alone: its spread is that of its own seeds, and its lower bound that of SciPy's 90 % interval."""
+    assume(max(finals) - min(finals) > 1e-6)
+    low = stats.ttest_1samp(finals, 0.0).confidence_interval(0.90).low
+    wanted = share * sum(finals) / len(finals)
+    assume(abs(low - wanted) > 1e-9)
+    (found,) = usable_range(rows({1e-4: finals}), share=share)
+    assert found.own == ((1e-4,) if low > wanted else ())

@@ -268,6 +268,62 @@ def test_a_set_covariance_is_the_projected_one_and_moves() -> None:
     assert float(kl) == pytest.approx(0.002, rel=1e-6)
 
 
+def _perturb(agent: Learner, size: float) -> None:
+    with torch.no_grad():
+        for parameter in agent.policy.parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+
+
+def test_golden_certificate_of_the_deployed_network() -> None:
+    # 20 parameters, L_old = I. Means move by .1: ½ · 20 · .1² = .1. L_new = 1.1 I: ½ · 20 · (1.21 − 1 − ln 1.21) = .193796.
+    agent = learner("tce")
+    episodes, plans = agent.sample()
+    context = episodes.observations[:, 0]
+    assert agent.deployed_kl(context, plans).abs().max() < 1e-12
+    with torch.no_grad():
+        agent.policy.mean[-1].bias += 0.1
+    assert_close(agent.deployed_kl(context, plans), torch.full((32,), 0.1, dtype=torch.float64), rtol=1e-7)
+    agent.policy.set_cholesky(1.1 * torch.eye(20, dtype=torch.float64))
+    assert_close(agent.deployed_kl(context, plans), torch.full((32,), 0.293796, dtype=torch.float64), rtol=1e-5)
+
+
+@pytest.mark.parametrize("set_covariance", [False, True])
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_the_certificate_is_the_kl_of_what_is_deployed(algorithm: str, set_covariance: bool) -> None:
+    agent = learner(algorithm, episodes=8, policy_epochs=5, policy_rate=1e-2, cov_bound=0.002, set_covariance=set_covariance)
+    episodes, plans = agent.sample()
+    metrics = agent.improve(episodes, plans)
+    with torch.no_grad():
+        mean, chol = agent.policy(episodes.observations[:, 0])
+    apart = kl_divergence(MultivariateNormal(mean, scale_tril=chol), MultivariateNormal(plans.mean, scale_tril=plans.chol))
+    assert metrics["tr/deployed_kl_mean"] == pytest.approx(apart.mean().item(), rel=1e-9)
+    assert metrics["tr/deployed_kl_max"] == metrics["tr/deployed_kl_p999"] == pytest.approx(apart.max().item(), rel=1e-9)
+    assert (metrics["tr/step_share"], metrics["tr/deployed_probes"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_bound_holds_whatever_the_updates_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    agent = learner("bbrl", episodes=8, policy_epochs=1, critic_epochs=1, deployed_bound=0.01, dtype=dtype)
+    improve = agent.improve_policy
+    monkeypatch.setattr(agent, "improve_policy", lambda *given: (improve(*given), _perturb(agent, size))[0])
+    for size in (1e-4, 0.1, 10.0, 1e6):
+        episodes, plans = agent.sample()
+        metrics = agent.improve(episodes, plans)
+        assert agent.deployed_kl(episodes.observations[:, 0].to(dtype), plans).mean() <= 0.01
+        assert metrics["tr/deployed_kl_mean"] <= 0.01
+        assert metrics["tr/step_share"] == 1 if size == 1e-4 else metrics["tr/step_share"] < 1
+
+
+def test_to_measure_changes_nothing() -> None:
+    weights = []
+    for bound in (float("inf"), 1e9):
+        agent = learner("tce", episodes=8, policy_epochs=3, critic_epochs=1, deployed_bound=bound)
+        agent.step()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in agent.policy.parameters()]))
+    assert torch.equal(*weights)
+
+
 def test_learning_rates_fall_linearly_and_stay_where_they_end() -> None:
     agent = learner("bbrl", episodes=2, iterations=2, policy_epochs=1, critic_epochs=1, policy_rate=1.0, critic_rate=2.0)
     rates = []
@@ -363,6 +419,7 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
     [
         ({"episodes": 0}, "tce: `episodes` is a whole number ≥ 1; got 0"),
         ({"mean_bound": 0.0}, "`mean_bound` must be > 0"),
+        ({"deployed_bound": 0.0}, "`deployed_bound` is a divergence and must be > 0"),
         ({"gamma": 1.5}, r"`gamma` must lie in \[0, 1\]"),
         ({"projection": "tv"}, "one of kl, wasserstein, frobenius; got 'tv'"),
         ({"hidden": ()}, "`hidden` holds at least one entry, each of which is a whole number ≥ 1; got "),

@@ -35,6 +35,36 @@ def shown(view_cls: type[RunView], *, terminal: bool) -> str:
     return out.getvalue()
 
 
+EVIL = "\x1b]52;c;b3duZWQ=\x07\x1b]0;owned\x07\x1b[2J\x9b31m\ud800\r\nx"
+
+
+@pytest.mark.parametrize("view_cls", [PlainView, LiveView])
+def test_texts_cannot_steer_the_terminal(view_cls: type[RunView]) -> None:
+    out = io.StringIO()
+    console = PatientConsole(file=out, force_terminal=view_cls is LiveView, width=200)
+    view = view_cls(console, console)
+    view.begin([("task", EVIL)], steps=4, done=0)
+    view.line({**LINE, f"tr/{EVIL}": 1.0})
+    view.completions([{"prompt": EVIL, "completion": EVIL, "reward": 1.0}])
+    for tell in (view.say, view.warn, view.end):
+        tell(EVIL)
+    text = out.getvalue()
+    assert "⟨U+001B⟩]52;c;" in text
+    assert "\x1b]" not in text
+    assert "\x1b[2J" not in text
+    assert not any(mark in text for mark in "\x07\x9b\ud800")
+    assert text.encode()
+
+
+def test_only_a_verifiers_full_reward_is_marked_as_right() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out, width=100), Console(file=out))
+    rows = [{"prompt": "", "completion": "x", "reward": reward} for reward in (1.0, 0.4, 0.0, -2.0)]
+    view.completions(rows)
+    view.completions(rows, verified=False)
+    assert out.getvalue().split() == ["✓", "x", "0.4", "x", "✗", "x", "✗", "x", "1", "x", "0.4", "x", "0", "x", "-2", "x"]
+
+
 def test_plain_lines() -> None:
     rows = shown(PlainView, terminal=False).splitlines()
     assert rows[0] == "objective  troll [bound=0.05]"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
@@ -93,18 +94,35 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
         table = table.select(SCHEMA.names).cast(SCHEMA)
     except pa.ArrowException as error:
         raise RunError(f"{folder.table} is not what an audit writes: {str(error).splitlines()[0]}") from error
-    return info, table.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
+    whole = table.filter(_is_whole(table))
+    if not len(whole):
+        raise RunError(
+            f"{folder.table} has no token with a number in every column, as audits write them: there is nothing to show."
+        )
+    info["left_out"] = len(table) - len(whole)
+    return info, whole.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
+
+
+def _is_whole(table: pa.Table) -> pa.ChunkedArray:
+    """Which rows have a number in every column but for what the sampler may not have said; infinite ones are numbers."""
+    found = pc.is_valid(table["update"])
+    for field in SCHEMA:
+        if field.name != "logp_rollout":
+            found = pc.and_(found, pc.invert(pc.is_null(table[field.name], nan_is_null=pa.types.is_floating(field.type))))
+    return found
 
 
 def _read_info(path: Path) -> dict[str, Any]:
     """The content of audit.json."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     try:
-        return {**content, "rules": read_rules(content["rules"]).as_dict()}
-    except (KeyError, TypeError, ValueError) as error:
+        rules = read_rules(content["rules"]).as_dict()
+        bounds = {name: float(rules[name]) for name in ("kl_bound", "tv_bound")}  # an integer may be too large for one
+        return {**content, "rules": {**rules, **bounds}}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RunError(f"{path} is not what an audit writes: its rules cannot be read ({error}).") from error
 
 

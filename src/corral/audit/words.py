@@ -27,7 +27,7 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
         found.append("The sampler reported no log-probs of its own, so there is no mismatch to measure.")
     else:
         found.append(f"Sampler and trainer differ on the sampled tokens by a TV of {_spread(summary.mismatch)}.")
-    return found
+    return [*found, *map(str, info.get("remarks") or ())]
 
 
 def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import corral
 from corral.naming import nearest
 from corral.run.files import RunError
+from corral.run.text import visible
 
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
 """Exit statuses."""
@@ -69,8 +70,13 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
 
 def refuse(sentence: str, status: int = 2) -> int:
     """Say on stderr why something cannot be done."""
-    sys.stderr.write(f"corral: {sentence}\n")
+    sys.stderr.write(f"corral: {visible(sentence)}\n")
     return status
+
+
+def say(*lines: str) -> None:
+    """Lines on stdout, as text alone: names and paths are whatever somebody called them."""
+    sys.stdout.write("".join(f"{visible(line)}\n" for line in lines))
 
 
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -1,10 +1,20 @@
 """`corral audit`: what a run's updates did to its policy, as sentences, tables and a page."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from corral.cli import INTERRUPTED, check_installed, given_flags, refuse
+from corral.cli.audit_dump import (
+    TEXT_FLAGS,
+    asdict_row,
+    audit_logged,
+    check_outputs,
+    judge_errors,
+    rescore,
+    write_numbers,
+)  # fmt: skip
 from corral.cli.eval import FLAGS, eval_settings
 from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import UNSAFE, quiet_libraries
@@ -23,28 +33,44 @@ _MODEL_FLAGS = {
 }
 
 _EPILOG = """
-Three things can be audited:
+Five things can be audited:
   corral audit audit/                     what corral.llm.audit(trainer, out="audit/") wrote during training
+  corral audit DUMP                       what any trainer logged of its tokens: JSON lines as in docs/audit.md, prime-rl's
+                                          token_exports, slime's debug train data, open-instruct's trainer_logprobs
+  corral audit TEXTS --model A --model B  texts that verl or TRL logged, rescored by the old and the new model
   corral audit RUN                        a run of `corral train`: each checkpoint against the one before
   corral audit --old A --new B --task T   two models: A writes completions, B is measured on their tokens
 A task's own settings: --set task_config.path=problems.jsonl.
+Exit status: 0 fine, 1 failed, 2 not understood, 3 more than --fail-above, 130 interrupted.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.epilog = _EPILOG
-    parser.add_argument("path", metavar="AUDIT|RUN", nargs="?", type=Path, help="an audit's folder, or a run's")
+    parser.add_argument(
+        "path", metavar="AUDIT|DUMP|RUN", nargs="?", type=Path, help="an audit's folder, a dump, or a run's folder"
+    )
     parser.add_argument("--old", metavar="MODEL", help="tiny, smollm2, a folder, a run, a hub id")
     parser.add_argument("--new", metavar="MODEL", help="the same after training")
+    parser.add_argument(
+        "--model", metavar="MODEL", action="append", default=[], help="of logged texts: old, then new; given twice"
+    )
+    parser.add_argument("--tokenizer", metavar="MODEL", help="of dumps: whose tokenizer tells the text of tokens (else ids)")
     for name, what in _MODEL_FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
-    parser.add_argument("--clip", metavar="LOW,HIGH", help="of models: how far a ratio may be from 1 (0.2,0.2)")
-    parser.add_argument("--kl-bound", metavar="X", type=float, help="of models: radius of the KL ball, in nats (0.05)")
-    parser.add_argument("--tv-bound", metavar="X", type=float, help="of models: radius of the ball of total variation (0.2)")
+    parser.add_argument("--clip", metavar="LOW,HIGH", help="of models and dumps: how far a ratio may be from 1 (0.2,0.2)")
+    parser.add_argument(
+        "--kl-bound", metavar="X", type=float, help="of models and dumps: radius of the KL ball, in nats (0.05)"
+    )
+    parser.add_argument("--tv-bound", metavar="X", type=float, help="of models and dumps: radius of the TV ball (0.2)")
     parser.add_argument("--out", metavar="DIR", type=Path, help="of models: the audit's folder (RUN/audit, or audits/OLD-NEW)")
     parser.add_argument("--page", metavar="FILE", type=Path, help="the page (audit.html in the audit's folder)")
+    parser.add_argument("--json", metavar="FILE", help="every number as JSON; - is the standard output")
+    parser.add_argument(
+        "--fail-above", metavar="PERCENT", type=float, help="exit with 3 if more of all tokens are blocked inside the KL ball"
+    )
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and the sentences")
 
@@ -53,43 +79,55 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Measure models, unless there is an audit already, and show it."""
     if rest:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
-    check_installed("audits need", _NEEDED, "llm")
-    exists = arguments.path is not None and (arguments.path / "audit.json").is_file()
+    check_installed("audits need", _NEEDED, "report")
+    check_outputs(arguments)
+    from corral.audit.dump.find import find_dump
+
+    path: Path | None = arguments.path
     try:
-        folder = _existing_audit(arguments) if exists else _audit_models(arguments)
-        _show(folder, arguments.page or folder / "audit.html", quiet=arguments.quiet)
+        if path is not None and (path / "audit.json").is_file():
+            return _show(_existing_audit(arguments), arguments)
+        if path is None or (path / "config.json").is_file():
+            return _show(_audit_models(arguments), arguments)
+        dump = find_dump(path)
+        if dump.texts:
+            names = [name for name in _MODEL_FLAGS if name not in TEXT_FLAGS]
+            _refuse_flags(arguments, ("old", "new", "tokenizer", *names), f"{path} holds logged texts")
+            return _show(rescore(dump, _rules(arguments), arguments), arguments)
+        _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), f"{path} is a dump of logged tokens")
+        return audit_logged(dump, _rules(arguments), arguments)
     except KeyboardInterrupt:
         return refuse("interrupted.", INTERRUPTED)
-    return 0
 
 
 def _existing_audit(arguments: argparse.Namespace) -> Path:
     """The folder of an audit that is measured; a RunError for flags that could not change it."""
-    given = [*given_flags(arguments, ("old", "new", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"))]
+    _refuse_flags(
+        arguments,
+        ("old", "new", "model", "tokenizer", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"),
+        f"{arguments.path} is an audit that was measured already",
+    )
+    return arguments.path
+
+
+def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    given = [name for name, value in given_flags(arguments, names).items() if value != []]
     given += [name for name in ("set", "unsafe_code_execution") if vars(arguments)[name]]
     if given:
-        flag = given[0].replace("_", "-")
-        raise RunError(
-            f"{arguments.path} is an audit that was measured already, so --{flag} cannot be given with it; only --page and "
-            f"--quiet can."
-        )
-    return arguments.path
+        raise RunError(f"{why}, so --{given[0].replace('_', '-')} cannot be given with it.")
 
 
 def _audit_models(arguments: argparse.Namespace) -> Path:
     """Compare saved weights; the folder that it was written to."""
     path, old, new = arguments.path, arguments.old, arguments.new
     if path is None and (old is None or new is None):
-        raise RunError("audit takes an audit's folder, a run's folder, or --old MODEL --new MODEL --task TASK.")
+        raise RunError("audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL --task TASK.")
     if path is not None and (old is not None or new is not None):
         raise RunError("audit takes a folder, or --old and --new; not both.")
-    if path is not None:
-        if not path.is_dir():
-            raise RunError(f"{path} is no folder. audit takes the folder of an audit, or that of a run.")
-        if not (path / "config.json").is_file():
-            raise RunError(f"{path} is neither an audit (it has no audit.json) nor a run (it has no config.json).")
-        if kind_of_run(path) == "robot":
-            raise RunError(f"{path} is a robot's run; audits are about the tokens of language models.")
+    if arguments.model or arguments.tokenizer:
+        raise RunError("--model and --tokenizer are for what other engines logged; models are compared by --old and --new.")
+    if path is not None and kind_of_run(path) == "robot":
+        raise RunError(f"{path} is a robot's run; audits are about the tokens of language models.")
     check_kind("llm", "auditing models")
     quiet_libraries()
     from corral.llm.audit_models import audit_pair, audit_run
@@ -128,14 +166,25 @@ def _rules(arguments: argparse.Namespace) -> Any:
         raise RunError(str(error)) from error
 
 
-def _show(folder: Path, page: Path, *, quiet: bool) -> None:
-    """Sentences and tables in the terminal, everything on the page."""
+def _show(folder: Path, arguments: argparse.Namespace) -> int:
+    """Sentences and tables in the terminal, everything on the page and as JSON; the exit status."""
     from corral.audit.folder import read_audit
-    from corral.audit.summary import summarise
+    from corral.audit.summary import summarise, table_columns
+    from corral.audit.tally import Tally
+    from corral.audit.tokens import audit_tokens
     from corral.cli.audit_view import show
     from corral.report.audit.page import write_audit_page
 
     info, table = read_audit(folder)
     summary = summarise(table, info["rules"])
+    page = arguments.page or folder / "audit.html"
     size = write_audit_page(info, table, summary, page)
-    show(summary, info, f"The page is in {page} ({size / 1e6:.1f} MB).", quiet=quiet)
+    if arguments.json is not None:
+        tally = Tally(info["rules"]["kl_bound"], info["rules"]["tv_bound"])
+        tally.add(audit_tokens(table_columns(table)))
+        tally.sequences = summary.sequences
+        content = {**tally.summary().as_dict(), "verdicts": {name: asdict_row(row) for name, row in summary.verdicts.items()}}
+        write_numbers(arguments.json, {**content, "what": info.get("what"), "rules": info["rules"]})
+    if arguments.json != "-":
+        show(summary, info, f"The page is in {page} ({size / 1e6:.1f} MB).", quiet=arguments.quiet)
+    return judge_errors(summary.verdicts["clipped"]["kl"], arguments.fail_above)

@@ -7,10 +7,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from corral.audit.stream_words import stream_sentences
 from corral.audit.summary import Row, Summary
+from corral.audit.tally import StreamSummary
+from corral.audit.threshold import AUDITED, Threshold, fewest_errors
 from corral.audit.words import RULES, number, percent, sentences
 from corral.report.audit.tokens import render_token
-from corral.report.html import visible
+from corral.run.text import visible
 from corral.run.view import PatientConsole
 
 _SHORT = {"clipped": "clip", "dppo_binary": "DPPO", "dppo_topk": "DPPO-K", "troll": "TROLL"}
@@ -33,6 +36,30 @@ def show(summary: Summary, info: Mapping[str, Any], last: str, *, quiet: bool) -
         if summary.blocked_tokens:
             console.print(_token_table(summary.blocked_tokens[:_LISTED]))
     console.print(Text(visible(last)), soft_wrap=True)
+
+
+def show_stream(summary: StreamSummary, info: Mapping[str, Any], last: str, *, quiet: bool) -> None:
+    """Sentences of logged tokens, the thresholds unless quiet, and where the page is."""
+    console = PatientConsole()
+    for sentence in stream_sentences(summary, info):
+        console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
+    if not quiet:
+        console.print(_threshold_table(summary.thresholds))
+    console.print(Text(visible(last)), soft_wrap=True)
+
+
+def _threshold_table(rows: Sequence[Threshold]) -> Table:
+    """Each rule at its published bound and at the one with the fewest errors; the page has them all."""
+    best = fewest_errors(list(rows))
+    table = _table("Which threshold?", "bound", "blocks", "inside KL ball", "missed")
+    for row in rows:
+        if row.default or best.get(row.family) is row:
+            marks = f"{'●' if row.default else ''}{'*' if best.get(row.family) is row else ''}"
+            bound = "" if row.family == AUDITED else f"{row.symbol} {row.bound:g} {marks:<2}"
+            cells = [percent(value / row.kl.tokens) for value in (row.kl.blocked_inside, row.kl.passed_outward)]
+            table.add_row(row.title, bound, percent(row.share), *cells)
+    table.caption = "shares of all tokens; ● published, * fewest errors against the KL ball"
+    return table
 
 
 def _verdict_table(summary: Summary) -> Table:

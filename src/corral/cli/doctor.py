@@ -13,6 +13,7 @@ import torch
 
 import corral
 from corral.cli import refuse
+from corral.engine.checkup import ENGINES, run_checkup
 from corral.llm import TRL_RANGE
 from corral.run.cores import cores
 from corral.run.text import count
@@ -57,13 +58,16 @@ _OPTIONAL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Which engine, if any."""
+    parser.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print what was found; the status is 1 if `corral train` could not run, or not all of what is installed for it."""
     if rest:
-        return refuse(f"doctor takes no arguments; got {' '.join(rest)}.")
+        return refuse(f"doctor takes no arguments but --engine; got {' '.join(rest)}.")
+    if arguments.engine is not None:
+        return _run_engine(arguments.engine)
     trouble: list[str] = []
     rows = [("corral", corral.__version__, str(_PACKAGE)), ("python", platform.python_version(), "")]
     rows += [(name, *_check_package(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
@@ -85,6 +89,20 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     for kind in set(_KINDS) - set(meant or _KINDS):
         sys.stdout.write(f"{kind}: {_KINDS[kind][1]}\n")
     return 1 if trouble else 0
+
+
+def _run_engine(name: str) -> int:
+    """Print what an engine knows of corral; the status is 1 if it is not active there."""
+    try:
+        found = run_checkup(name)
+    except ValueError as error:
+        return refuse(str(error))
+    for row, what in found.rows:
+        sys.stdout.write(f"{row:<17} {what}\n")
+    for what, lines in found.lines.items():
+        sys.stdout.write(f"\n# {what}\n{lines}\n")
+    sys.stdout.write("\n" + "".join(f"wrong: {line}\n" for line in found.trouble) if found.trouble else "\ncorral is active.\n")
+    return 1 if found.trouble else 0
 
 
 def installed_version(name: str) -> str | None:

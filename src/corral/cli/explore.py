@@ -1,10 +1,9 @@
 """`corral explore`: a page on which one drags a policy and sees the trust regions around it."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from corral.cli import refuse
+from corral.cli import refuse, say
 from corral.report.explore import explore_page
 from corral.report.html import write_document
 
@@ -19,5 +18,5 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"explore takes --out and nothing else; got {' '.join(rest)}.")
     write_document(explore_page(), arguments.out)
-    sys.stdout.write(f"{arguments.out}: open it in a browser; it needs nothing else.\n")
+    say(f"{arguments.out}: open it in a browser; it needs nothing else.")
     return 0

@@ -1,10 +1,9 @@
 """`corral report DIR… --out page.html`: runs as a page."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from corral.cli import check_installed, refuse
+from corral.cli import check_installed, refuse, say
 
 NEEDED = ("rliable", "pandas", "pyarrow", "scipy")
 """Packages without which there are no statistics."""
@@ -52,5 +51,5 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         lines.append(f"{len(export(report, arguments.export))} figures and tables are in {arguments.export}")
     lines.append(f"The report of {count(len(report.runs), 'run')} is in {arguments.out} ({size / 1e6:.1f} MB).")
     if not arguments.quiet:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        say(*lines)
     return 0

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.compare.plan import State
-from corral.report.html import visible
 from corral.run.files import RunError, disk_sentence, lock
+from corral.run.text import visible
 from corral.run.view import Clock
 
 LOG = "log.txt"

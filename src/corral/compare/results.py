@@ -13,7 +13,8 @@ from corral.report.outcomes import RETURN, Measure, main_metric
 from corral.report.page import write_page
 from corral.report.read import read_run, read_runs
 from corral.report.sweep.find import Sweep, sweep_row
-from corral.report.sweep.ranges import SHARE, SweepRow, choose_setting, value_text
+from corral.report.sweep.ranges import SweepRow, choose_setting, value_text
+from corral.report.sweep.usable import RULE
 
 _PAGE = "report.html"
 
@@ -77,6 +78,6 @@ def _sweep_lines(sweep: Sweep, measure: Measure) -> list[str]:
         kl = "—" if cell.kl is None else f"{cell.kl:.3g}"
         rows.append([cell.contestant, *values, *(measure.estimate(number, None, None) for number in numbers)])
         rows[-1] += [f"{cell.collapsed:.0%}", kl]
-    lead = f"Usable range of {sweep.key}: within {100 * SHARE:g} % of the best final {measure.name}"
+    lead = f"Usable range of {sweep.key}, by final {measure.name} and its mean over the run ({sweep.seeds_text}): {RULE}"
     ranges = [f"{found.sentence}; by the best of all: {found.text(found.overall)}" for found in sweep.ranges]
-    return [*align_columns(rows), "", f"{lead} of each contestant, in the mean of {sweep.seeds_text}", *ranges]
+    return [*align_columns(rows), "", lead, *ranges]

@@ -7,6 +7,6 @@
 
 from corral.deployed.rate import RateController
 from corral.deployed.retract import Certificate, restore, retract, snapshot
-from corral.deployed.statistics import STATISTICS, TokenKL
+from corral.deployed.statistics import STATISTICS, BatchKL, TokenKL
 
-__all__ = ["STATISTICS", "Certificate", "RateController", "TokenKL", "restore", "retract", "snapshot"]
+__all__ = ["STATISTICS", "BatchKL", "Certificate", "RateController", "TokenKL", "restore", "retract", "snapshot"]

@@ -1,5 +1,6 @@
 """Retraction: after a batch's updates, back towards the old weights until the network that will be deployed is near enough."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from corral.deployed.statistics import STATISTICS, TokenKL
+from corral.deployed.statistics import STATISTICS, BatchKL, TokenKL
 from corral.validate import number_in
+
+logger = logging.getLogger(__name__)
 
 AIM = 0.97
 """The share of the bound that a guess aims at: one that lands just above it would be a probe for nothing."""
@@ -21,6 +26,10 @@ LOST = 0.1
 """The share to try next where the distance is no number."""
 LEAST = 1e-6
 """A smaller share is not worth a probe: nothing is kept."""
+FEW = 5000
+"""With fewer tokens the 99.9th percentile is one of the five largest."""
+_told: set[str] = set()
+"""Warnings that were given: each is given once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +51,25 @@ class Certificate:
 
     def metrics(self) -> dict[str, float]:
         """As a trainer logs it."""
-        return {
-            "tr/deployed_kl_mean": self.after.mean,
-            "tr/deployed_kl_p999": self.after.p999,
-            "tr/deployed_kl_max": self.after.max,
+        after = self.after
+        found = {
+            "tr/deployed_kl_mean": after.mean,
+            "tr/deployed_kl_p999": after.p999,
+            "tr/deployed_kl_max": after.max,
             "tr/step_share": self.share,
             "tr/deployed_probes": float(self.probes),
         }
+        others = {
+            "tr/deployed_kl_se": after.se,
+            "tr/deployed_seq_kl_mean": after.seq_mean,
+            "tr/deployed_seq_kl_max": after.seq_max,
+        }
+        return found | {name: value for name, value in others.items() if value is not None}
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters that are trained, by name; a tied weight once. What `retract` goes back to."""
+    """Copies of the parameters that are trained, by name; a tied weight once; of a sharded one this process's part."""
+    _forget_copies(module)
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -60,7 +77,7 @@ def snapshot(module: nn.Module) -> dict[str, Tensor]:
 def retract(
     module: nn.Module,
     old: Mapping[str, Tensor],
-    probe: Callable[[], Float[Tensor, " N"]],
+    probe: Callable[[], Float[Tensor, " N"] | BatchKL],
     *,
     bound: float,
     statistic: str = "mean",
@@ -78,9 +95,10 @@ def retract(
     Args:
         module: the network after the updates; changed in place.
         old: `snapshot(module)` from before them.
-        probe: measures the module as it is now: KL(new‖old) of the batch's tokens [N], from `head_kl` or otherwise.
+        probe: measures the module as it is now: KL(new‖old) of the batch's tokens [N], from `head_kl` or otherwise; or a
+            `BatchKL`, whose sequences the certificate then has too.
         bound: δ > 0, inf to measure alone.
-        statistic: "mean", "p999", "cvar" (mean of the worst 1 %) or "max".
+        statistic: "mean", "p999" (warns once below 5,000 tokens), "cvar" (mean of the worst 1 %) or "max".
         max_probes: measurements at most; with one, a step is kept whole or not at all. A step that fits takes one.
     Returns:
         Certificate.
@@ -88,23 +106,28 @@ def retract(
         Schulman et al. 2015, arXiv:1502.05477, app. C (the line search). Invariant: value_after ≤ bound, whatever `probe` says.
     """
     _check(module, old, bound, statistic, max_probes)
+    _forget_copies(module)
     parameters = {name: p for name, p in module.named_parameters() if name in old}
     new = {name: p.detach().clone() for name, p in parameters.items()}
     measures = bound == math.inf  # then nothing is undone, whatever is found
-    usable = measures or all(bool(p.isfinite().all()) for p in new.values())
+    usable = measures or all(_is_finite(p) for p in new.values())
     tried: list[_Probe] = []
     share: float | None = 1.0 if usable else None
     while share is not None and len(tried) < max_probes:
         if tried:
             _place(parameters, old, new, share)
+            _forget_copies(module)
         tried.append(_Probe.of(share, probe(), statistic))
         share = None if measures else _next_share(tried, bound, last=len(tried) == max_probes - 1)
     first = tried[0] if tried else _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=0))
-    nothing = _Probe(0.0, 0.0, TokenKL(mean=0.0, p999=0.0, max=0.0, tokens=first.kl.tokens))
+    nothing = _Probe(0.0, 0.0, TokenKL.none(first.kl.tokens))
+    if statistic == "p999" and not measures and tried:
+        _warn_of_few(first.kl.tokens)
     fitting = [one for one in tried if measures or one.value <= bound]
     kept = max(fitting, key=lambda one: one.share, default=nothing)
     if not tried or tried[-1].share != kept.share:
         _place(parameters, old, new, kept.share)
+        _forget_copies(module)
     return Certificate(
         statistic=statistic, bound=bound, share=kept.share, probes=len(tried),
         value_before=first.value, value_after=kept.value, before=first.kl, after=kept.kl,
@@ -120,9 +143,10 @@ class _Probe:
     kl: TokenKL
 
     @classmethod
-    def of(cls, share: float, kl: Tensor, statistic: str) -> "_Probe":
+    def of(cls, share: float, measured: Tensor | BatchKL, statistic: str) -> "_Probe":
         """A KL that is no number anywhere leaves no statistic one: a quantile would pass it by."""
-        found = TokenKL.of(kl)
+        found = TokenKL.of(measured)
+        kl = measured.new_old if isinstance(measured, BatchKL) else measured
         lost = math.isnan(found.mean)
         return cls(share, math.nan if lost else float(STATISTICS[statistic](kl.detach().double())), found)
 
@@ -153,12 +177,36 @@ def _next_share(tried: list[_Probe], bound: float, *, last: bool) -> float | Non
     return guess if guess > LEAST else None
 
 
+def _warn_of_few(tokens: int) -> None:
+    if tokens < FEW and "p999" not in _told:
+        _told.add("p999")
+        logger.warning(
+            "retract: the 99.9th percentile of %d tokens is one of their five largest KLs, and noisy. Measure %d or more, or "
+            "hold the mean.", tokens, FEW,
+        )  # fmt: skip
+
+
 def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Write the weights of a `snapshot` back into the module, bit for bit."""
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
+    _forget_copies(module)
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Of a sharded weight, on all processes alike."""
+    finite = weight.isfinite().all()
+    return bool(finite.full_tensor() if isinstance(finite, DTensor) else finite)
+
+
+def _forget_copies(module: nn.Module) -> None:
+    """Before weights are read or after they were written: drop half-precision copies of autocast, and FSDP2's gathered ones."""
+    torch.clear_autocast_cache()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _place(parameters: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:

@@ -1,11 +1,11 @@
-"""Numbers that summarise the per-token KLs of a batch: its mean, its tail, its worst token."""
+"""Numbers that summarise the per-token KLs of a batch: mean and standard error, tail, worst token, sums over sequences."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Statistic = Callable[[Float[Tensor, " N"]], Tensor]
@@ -31,22 +31,78 @@ STATISTICS: dict[str, Statistic] = {
 """What a bound can be put on, by name; `cvar` is the mean of the worst 1 %."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchKL:
+    """One measurement of a network on N tokens of some sequences that the old network wrote, in nats."""
+
+    new_old: Float[Tensor, " N"]
+    """KL(new‖old) at each token: what a bound is put on."""
+    old_new: Float[Tensor, " N"]
+    """KL(old‖new): tokens were drawn from the old network, so a sequence's sum estimates the KL of whole sequences."""
+    sequence: Int[Tensor, " N"]
+    """The sequence that each token belongs to; any whole numbers."""
+    log_ratio: Float[Tensor, " N"] | None = None
+    """log π_new − log π_old of the token that was drawn, where it is known."""
+
+    def effective_sample_size(self) -> float:
+        """(Σρ)² / (N Σρ²) in (0, 1]: the share of the tokens that importance ratios leave to count; 1 where none is known."""
+        if self.log_ratio is None:
+            return 1.0
+        ratio = (self.log_ratio.double() - self.log_ratio.max()).exp()  # a common factor changes nothing
+        return float(ratio.sum().square() / (len(ratio) * ratio.square().sum()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenKL:
-    """How far a network moved on the tokens of a batch, in nats per token."""
+    """How far a network moved on the tokens of a batch, in nats per token, and per sequence where these are known."""
 
     mean: float
     p999: float
     max: float
     tokens: int
+    se: float | None = None
+    """Standard error of the mean: sequences are taken as independent, or tokens where no sequences are known; None of one."""
+    seq_mean: float | None = None
+    """Σ_t KL(old‖new) of a sequence, the mean over sequences: an estimate of the KL of whole sequences."""
+    seq_max: float | None = None
+    """Of the sequence that moved furthest."""
 
     @classmethod
-    def of(cls, kl: Float[Tensor, " N"]) -> "TokenKL":
-        """The three numbers of per-token KLs; NaN anywhere makes all of them NaN."""
+    def of(cls, found: "Float[Tensor, ' N'] | BatchKL") -> "TokenKL":
+        """All numbers of per-token KLs; NaN anywhere makes all of them NaN. Those of sequences need a `BatchKL`."""
+        batch = found if isinstance(found, BatchKL) else None
+        kl = (found.new_old if isinstance(found, BatchKL) else found).detach().double()
         if not kl.numel():
             raise ValueError("TokenKL: there is no token to measure. Is every completion masked out?")
-        kl = kl.detach().double()
         if bool(kl.isnan().any()):
             return cls(mean=math.nan, p999=math.nan, max=math.nan, tokens=kl.numel())
-        values = torch.stack([STATISTICS[name](kl) for name in ("mean", "p999", "max")]).tolist()
-        return cls(mean=values[0], p999=values[1], max=values[2], tokens=kl.numel())
+        numbers = {name: STATISTICS[name](kl) for name in ("mean", "p999", "max")}
+        sequence = torch.arange(len(kl), device=kl.device)
+        if batch is not None:
+            _, sequence = batch.sequence.unique(return_inverse=True)
+            moved = _sums(batch.old_new.detach().double(), sequence)
+            numbers |= {"seq_mean": moved.mean(), "seq_max": moved.max()}
+        if (se := _standard_error(kl, sequence)) is not None:
+            numbers["se"] = se
+        return cls(tokens=kl.numel(), **dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True)))
+
+    @classmethod
+    def none(cls, tokens: int) -> "TokenKL":
+        """A network that did not move."""
+        return cls(mean=0.0, p999=0.0, max=0.0, tokens=tokens, se=0.0, seq_mean=0.0, seq_max=0.0)
+
+
+def _sums(values: Float[Tensor, " N"], sequence: Int[Tensor, " N"]) -> Float[Tensor, " S"]:
+    return values.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, values)
+
+
+def _standard_error(kl: Float[Tensor, " N"], sequence: Int[Tensor, " N"]) -> Tensor | None:
+    """Of the mean over tokens, as a ratio of two sums over S independent sequences: a long one weighs more.
+
+        m = Σ_s K_s / Σ_s n_s          se² = S/(S−1) · Σ_s (K_s − m n_s)² / N²
+
+    Where every sequence has one token, it is s/√N with the unbiased s. None of a single sequence.
+    """
+    excess = _sums(kl - kl.mean(), sequence)
+    count = len(excess)
+    return (excess.square().sum() * count / (count - 1)).sqrt() / len(kl) if count > 1 else None

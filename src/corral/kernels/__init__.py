@@ -18,7 +18,7 @@ triton/             on a GPU
                       `row_factor`); streamed ones sparse or recomputed (`route`, `sparse`, `dense`)
   fused.py            these in order
 precomputed.py      autograd: the gradients times the one number that arrives
-gathered.py         log-probs of a few more tokens of a policy, for unions of supports
+union.py            what the union of two supports takes: the old head, whose log-probs of new members are `gathered`
 
 `lm_head` passes torch/autograd.py or triton/autograd.py instead, and batch_loss.py takes an objective's loss of its rows.
 `head_kl` measures: the exact KL of two networks, without a gradient.
@@ -27,5 +27,6 @@ gathered.py         log-probs of a few more tokens of a policy, for unions of su
 from corral.kernels.head import HeadOutput, lm_head
 from corral.kernels.policy_loss import PolicyLoss, policy_loss_from_hidden
 from corral.kernels.torch.head_kl import head_kl
+from corral.kernels.union import UnionSupport
 
-__all__ = ["HeadOutput", "PolicyLoss", "head_kl", "lm_head", "policy_loss_from_hidden"]
+__all__ = ["HeadOutput", "PolicyLoss", "UnionSupport", "head_kl", "lm_head", "policy_loss_from_hidden"]

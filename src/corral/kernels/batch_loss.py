@@ -46,6 +46,8 @@ def _in_one_kernel(objective: Any, batch: TokenBatch) -> ObjectiveOutput | None:
     supported = old is not None and new is not None
     if rule is None or (rule.needs_support and not supported) or not has_token_shapes(batch):
         return None
+    if rule.needs_rollout and batch.logp_rollout is None:
+        return None
     if old is not None and old.ids.shape[-1] > MAX_GIVEN:
         return None
     packing = Packing(batch.mask)

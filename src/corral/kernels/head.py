@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.kernels.dispatch import choose, own_top_k
@@ -42,6 +42,7 @@ def lm_head(
     top_k: int | None = None,
     mass: float = 1.0,
     ids: Int[Tensor, "*b K"] | None = None,
+    joins: Bool[Tensor, "*b"] | None = None,
     entropy: bool = False,
     impl: str = "auto",
     group: torch.distributed.ProcessGroup | None = None,
@@ -64,6 +65,7 @@ def lm_head(
         scale, softcap, temperature: how the model and the sampler turn h Wᵀ + b into logits.
         top_k, mass: keep at most k of the most likely tokens, until they hold `mass`; slot 0 is the sampled token.
         ids: a support to evaluate on [*, K], −1 at padding, no token twice. With `top_k`, K + k slots: these, then the others.
+        joins: where the others of `top_k` are added to `ids` [*]; everywhere if None.
         entropy: compute it too.
         impl: "torch" (any device), "triton" (a GPU), or "auto" for the best there is.
         group: processes that each hold some rows of `weight` and `bias`, in the order of their ranks, and all the same of
@@ -78,13 +80,14 @@ def lm_head(
     """
     spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
     shard = Shard.of(weight, group)
-    _check(hidden, weight, tokens, bias, request, ids, shard.vocabulary)
+    _check(hidden, weight, tokens, bias, request, ids, joins, shard.vocabulary)
     shape, count = tokens.shape, tokens.numel()
     flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
+    flat_joins = None if joins is None else joins.reshape(count)
     inputs = (hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec)
     report = None
     if _choose(impl, hidden, weight, request, shard, 0 if ids is None else ids.shape[-1]) == "torch":
-        logp, entropies, kept, rest, support, rest_max = TorchHead.apply(*inputs, request, shard)
+        logp, entropies, kept, rest, support, rest_max = TorchHead.apply(*inputs, request, shard, flat_joins)
     else:
         from corral.kernels.triton.autograd import TritonHead  # Triton is there by now
 
@@ -93,7 +96,8 @@ def lm_head(
             if ids is None and top_k is None:  # the policy's own support carries the gradient
                 request = replace(request, top_k=own_top_k(hidden, len(weight)))
         with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
-            logp, entropies, kept, rest, support, rest_max = TritonHead.apply(*inputs, request, tolerance, report)
+            found = TritonHead.apply(*inputs, request, tolerance, report, flat_joins)
+            logp, entropies, kept, rest, support, rest_max = found
     dist = None
     if ids is not None or top_k is not None:
         support = ids if ids is not None and top_k is None else support.reshape(*shape, support.shape[-1])
@@ -117,6 +121,7 @@ def _check(
     bias: Tensor | None,
     request: HeadRequest,
     ids: Tensor | None,
+    joins: Tensor | None,
     vocabulary: int,
 ) -> None:
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
@@ -134,6 +139,11 @@ def _check(
         raise ValueError(f"lm_head: `mass` is where `top_k` stops; got {request.mass} without a `top_k`. Pass both.")
     if ids is not None and ids.shape[:-1] != tokens.shape:
         raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
+    if joins is not None and (joins.shape != tokens.shape or joins.dtype != torch.bool or ids is None or request.top_k is None):
+        raise ValueError(
+            f"lm_head: `joins` says where `top_k` adds to `ids`, bool {list(tokens.shape)}, and goes with both; got "
+            f"{joins.dtype} {list(joins.shape)}, top_k = {request.top_k}, ids {None if ids is None else list(ids.shape)}."
+        )
     check_id_dtype("lm_head", "tokens", tokens)
     if ids is not None:
         check_id_dtype("lm_head", "ids", ids)

@@ -1,12 +1,14 @@
 """Unmasked tokens packed into rows and unpacked again, and the loss that is taken of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from corral.kernels.logits import LogitSpec
+from corral.kernels.union import UnionSupport
 from corral.types import ObjectiveOutput, SparseDist, TokenBatch
 
 TokenObjective = Callable[[TokenBatch], ObjectiveOutput]
@@ -55,6 +57,9 @@ class LossTerms:
     """c: what the policy term alone is multiplied with; 1 where None."""
     on_policy: bool
     """The new policy is its own anchor: `logp_old` is whatever log-probs the head finds."""
+    union: UnionSupport | None = None
+    spec: LogitSpec = field(default_factory=LogitSpec)
+    """Where the new policy's support joins that of `dist_old`: the old head, and how both heads make logits."""
 
     def pack(self, packing: Packing) -> "LossTerms":
         """Those of the unmasked tokens, as one sequence [1 N]."""
@@ -68,7 +73,8 @@ class LossTerms:
         logp_old = row(b.logp_old)
         batch = TokenBatch(logp_old, logp_old, row(token_advantages(b)), row(b.mask), None, old, rollout, teacher)
         weights = None if self.policy_weights is None else row(self.policy_weights)
-        return LossTerms(self.objective, batch, row(self.weights), weights, self.on_policy)
+        union = None if self.union is None else replace(self.union, place=row(self.union.place))
+        return LossTerms(self.objective, batch, row(self.weights), weights, self.on_policy, union, self.spec)
 
     def __call__(
         self, logp: Float[Tensor, "B t"], new: SparseDist | None, part: slice = slice(None)
@@ -76,6 +82,8 @@ class LossTerms:
         """The sum over `part` of the tokens, and the objective's output, given the new policy of these tokens."""
         b = self.batch
         old, teacher = (None if x is None else x.map(lambda y: y[:, part]) for x in (b.dist_old, b.dist_teacher))
+        if self.union is not None and old is not None and new is not None:
+            old = self.union.extend(old, new.ids, self.union.place[:, part], self.spec)
         logp_old = logp.detach() if self.on_policy else b.logp_old[:, part]
         advantages = b.advantages if b.advantages.ndim == 1 else b.advantages[:, part]
         rollout = None if b.logp_rollout is None else b.logp_rollout[:, part]

@@ -16,6 +16,7 @@ from corral.kernels.precomputed import FusedLoss, with_gradients
 from corral.kernels.rows import Gradients, HeadInput, HeadRequest
 from corral.kernels.torch.fused import can_fuse
 from corral.kernels.torch.fused import fused_loss as fused_torch
+from corral.kernels.union import UnionSupport
 from corral.numerics import at_least_float32
 from corral.support import check_ids, check_unique
 from corral.types import SparseDist, TokenBatch
@@ -38,7 +39,7 @@ class PolicyLoss:
     """The objective's, with `head/dense_share` and `head/dropped_max`, unless `report` has these."""
     entropy: Float[Tensor, "B T"] | None = None
     dist: SparseDist | None = None
-    """The new policy on the support of `dist_old`."""
+    """The new policy on the support of `dist_old`, or on its union with the new one's."""
     acted: Bool[Tensor, "B T"] | None = None
     """Where the region acted."""
     kl_after: Float[Tensor, "B T"] | None = None
@@ -62,6 +63,7 @@ def policy_loss_from_hidden(
     exact: bool = False,
     on_policy: bool = False,
     entropy: bool = False,
+    union: UnionSupport | None = None,
     bias: Float[Tensor, " V"] | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
@@ -90,6 +92,8 @@ def policy_loss_from_hidden(
         exact: leave nothing out of the gradient. Right for flat policies.
         on_policy: the new policy is its own anchor; `logp_old` is not read, and there is no `dist_old`.
         entropy: compute it too; a constant here.
+        union: with the old head: the new policy's likeliest tokens join the support of `dist_old`. Both heads have the same
+            `scale`, `softcap` and `temperature`.
         scale, softcap, temperature: how the model and the sampler turn h Wᵀ into logits, as in `lm_head`.
         impl: "torch", "triton", or "auto" for the best there is.
     Returns:
@@ -98,11 +102,16 @@ def policy_loss_from_hidden(
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
     _check(hidden, weight, tokens, batch, weights, policy_weights, on_policy=on_policy)
+    _check_union(union, weight, batch)
     weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)
-    terms = LossTerms(objective, batch, weights, policy_weights, on_policy)
-    ids = None if batch.dist_old is None else batch.dist_old.ids
-    source = HeadInput(hidden, weight, bias, tokens, ids, LogitSpec(scale, softcap, temperature), HeadRequest(entropy=entropy))
-    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, given=0 if ids is None else ids.shape[-1])
+    spec, ids = LogitSpec(scale, softcap, temperature), None if batch.dist_old is None else batch.dist_old.ids
+    terms = LossTerms(objective, batch, weights, policy_weights, on_policy, union, spec)
+    request, joins = HeadRequest(entropy=entropy), None
+    if union is not None:
+        request, joins = HeadRequest(min(union.top_k, len(weight)), union.mass, entropy), union.place >= 0
+    source = HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins)
+    slots = 0 if ids is None else ids.shape[-1]
+    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, request.top_k, slots)
     tolerance = 0.0 if exact else TOLERANCE
     fused = _fused(source, terms, tolerance, chosen) if has_token_shapes(batch) and tokens.numel() else None
     if fused is None:
@@ -147,7 +156,8 @@ def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) ->
         _check_support(ids, tokens)
         check_ids("policy_loss_from_hidden", "ids", ids, lowest=-1, vocabulary=len(source.weight))
         check_unique("policy_loss_from_hidden", "ids", ids)
-    packed = dataclasses.replace(source, hidden=packing.pack(source.hidden), tokens=tokens, ids=ids)
+    joins = None if source.joins is None else packing.pack(source.joins)
+    packed = dataclasses.replace(source, hidden=packing.pack(source.hidden), tokens=tokens, ids=ids, joins=joins)
     try:
         total, rows, output, gradients = fused_torch(packed, terms.pack(packing), needed)
     except ValueError:
@@ -187,9 +197,11 @@ def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Ch
     packing = Packing(batch.mask)
     ids, tokens = None if source.ids is None else packing.pack(source.ids), packing.pack(source.tokens)
     _check_support(ids, tokens)
+    request, joins = source.request, None if source.joins is None else packing.pack(source.joins)
     head = lm_head(
         packing.pack(source.hidden), source.weight, tokens, bias=source.bias, scale=spec.scale, softcap=spec.softcap,
-        temperature=spec.temperature, ids=ids, entropy=source.request.entropy, impl=impl, tolerance=tolerance,
+        temperature=spec.temperature, top_k=request.top_k, mass=request.mass, ids=ids, joins=joins, entropy=request.entropy,
+        impl=impl, tolerance=tolerance,
     )  # fmt: skip
     logp, dist = packing.unpack(head.logp), None if head.dist is None else packing.unpack_dist(head.dist)
     loss, out = terms(logp, dist)
@@ -238,6 +250,19 @@ def _check(
     if on_policy and batch.dist_old is not None:
         raise ValueError(
             "policy_loss_from_hidden: on_policy=True takes the new policy for the anchor, and a dist_old was given. Pass one."
+        )
+
+
+def _check_union(union: UnionSupport | None, weight: Tensor, batch: TokenBatch) -> None:
+    """Refuse a union without an old support, or with another vocabulary or batch."""
+    if union is None:
+        return
+    if batch.dist_old is None:
+        raise ValueError("policy_loss_from_hidden: a `union` joins the support of `dist_old`, and there is none. Pass both.")
+    if union.weight.shape != weight.shape or union.place.shape != batch.mask.shape:
+        raise ValueError(
+            f"policy_loss_from_hidden: union.weight is [V H] like the weight, {list(weight.shape)}, and union.place [B T] like "
+            f"the mask, {list(batch.mask.shape)}; got {list(union.weight.shape)} and {list(union.place.shape)}."
         )
 
 

@@ -56,11 +56,13 @@ class HeadInput:
     """A support to evaluate on [n, K], −1 at padding."""
     spec: LogitSpec
     request: HeadRequest
+    joins: Tensor | None = None
+    """Where the policy's own support joins the one given [n] bool; everywhere if None."""
 
     def rows(self, which: slice | Tensor) -> "HeadInput":
         """Some of them."""
-        ids = None if self.ids is None else self.ids[which]
-        return dataclasses.replace(self, hidden=self.hidden[which], tokens=self.tokens[which], ids=ids)
+        ids, joins = (None if x is None else x[which] for x in (self.ids, self.joins))
+        return dataclasses.replace(self, hidden=self.hidden[which], tokens=self.tokens[which], ids=ids, joins=joins)
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

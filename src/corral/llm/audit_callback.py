@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
 from corral.audit.folder import AuditFolder
@@ -38,6 +39,7 @@ def audit(
     kl_bound: float = 0.05,
     tv_bound: float = 0.2,
     seed: int = 0,
+    resume: bool | None = None,
 ) -> "AuditCallback":
     """Have `trainer.train()` write down in the folder `out` how far its updates move the policy. `corral audit OUT` shows it.
 
@@ -49,6 +51,8 @@ def audit(
             costs 4 bytes per word of the vocabulary on the CPU until its batch is done, the batch two passes per completion.
         kl_bound, tv_bound: radii of the balls that tokens are held against.
         seed: random seed of the choice of completions and tokens.
+        resume: whether `out` may hold the audit of the run that training resumes; None: if there is a checkpoint to resume
+            from, in `output_dir` or as `resume_from_checkpoint`.
     """
     if not isinstance(trainer, GRPOTrainer):
         raise ValueError(f"audit: takes a GRPOTrainer; got {type(trainer).__name__}.")
@@ -64,10 +68,19 @@ def audit(
         trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
     )
     if trainer.accelerator.is_main_process:
+        may_resume = _has_checkpoint(cast(GRPOConfig, trainer.args)) if resume is None else resume
+        callback.folder.check(callback.rules.as_dict(), done=int(may_resume))
         wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
         trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
         trainer.add_callback(callback)
     return callback
+
+
+def _has_checkpoint(args: GRPOConfig) -> bool:
+    """Whether there is something that `train()` could resume."""
+    folder = args.output_dir
+    found = folder is not None and Path(folder).is_dir() and get_last_checkpoint(folder) is not None
+    return bool(args.resume_from_checkpoint) or found
 
 
 def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:

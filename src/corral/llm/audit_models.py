@@ -81,34 +81,59 @@ def _audit(pairs: Sequence[_Pair], job: EvalJob, rules: Rules, out: Path, what: 
     for pair in pairs:
         say(f"{pair.old.model} → {pair.new.model}: {len(job.held_out)} problems, {job.samples} completions each")
         found[pair.step] = _compare(pair, job, rules)
-    folder.begin({**info, "task": job.task.name, "command": sys.argv})
+    return write_audit(folder, {**info, "task": job.task.name, "command": sys.argv}, found)
+
+
+def write_audit(folder: AuditFolder, info: dict[str, Any], found: dict[int, list[dict[str, Any]]]) -> Path:
+    """A new audit with the rows of every step; its folder."""
+    folder.begin(info)
     try:
         for step, rows in found.items():
             folder.add(step, rows)
     finally:
         folder.close()
-    return out
+    return folder.path
 
 
 def _compare(pair: _Pair, job: EvalJob, rules: Rules) -> list[dict[str, Any]]:
     """Completions of the old model with their rewards, and both models on each of their tokens."""
-    (old, tokenizer), (new, other) = (_load(one, job.device) for one in (pair.old, pair.new))
-    if tokenizer.get_vocab() != other.get_vocab():
-        raise RunError(
-            f"{pair.old.name} and {pair.new.name} have different vocabularies, so no token of one is one of the other."
-        )
+    (old, new), tokenizer = load_pair(pair.old, pair.new, job.device)
     prompts, completions, advantages = _sample(old, tokenizer, job)
-    rows = []
+    return [
+        measure_completion(old, new, tokenizer, prompt, completion, credit, rules, job.sampling.temperature)
+        for prompt, completion, credit in zip(prompts, completions, advantages.tolist(), strict=True)
+    ]
+
+
+def load_pair(
+    old: Subject, new: Subject, device: str
+) -> tuple[tuple[PreTrainedModel, PreTrainedModel], PreTrainedTokenizerBase]:
+    """Two models with one vocabulary, and its tokenizer."""
+    (first, tokenizer), (second, other) = (_load(one, device) for one in (old, new))
+    if tokenizer.get_vocab() != other.get_vocab():
+        raise RunError(f"{old.name} and {new.name} have different vocabularies, so no token of one is one of the other.")
+    return (first, second), tokenizer
+
+
+def measure_completion(
+    old: PreTrainedModel,
+    new: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[int],
+    completion: list[int],
+    advantage: float,
+    rules: Rules,
+    temperature: float,
+) -> dict[str, Any]:
+    """Columns of an audit for every token of one completion."""
     with preserve_state(old), preserve_state(new):
-        for prompt, completion, credit in zip(prompts, completions, advantages.tolist(), strict=True):
-            ids = torch.tensor(prompt + completion, device=job.device)
-            positions = torch.arange(len(prompt), len(ids), device=job.device)
-            parts = positions.split(len(positions) if rules.whole_sequences else _CHUNK)
-            found = [_measure_tokens(old, new, ids, part, credit, rules, job.sampling.temperature) for part in parts]
-            columns = {name: torch.cat([piece[name] for piece in found]) for name in found[0]}
-            texts = [tokenizer.decode([token]) for token in completion]
-            rows.append({**columns, "position": torch.arange(len(completion)), "text": texts})
-    return rows
+        ids = torch.tensor(prompt + completion, device=old.device)
+        positions = torch.arange(len(prompt), len(ids), device=old.device)
+        parts = positions.split(len(positions) if rules.whole_sequences else _CHUNK)
+        found = [_measure_tokens(old, new, ids, part, advantage, rules, temperature) for part in parts]
+    columns = {name: torch.cat([piece[name] for piece in found]) for name in found[0]}
+    texts = [tokenizer.decode([token]) for token in completion]
+    return {**columns, "position": torch.arange(len(completion)), "text": texts}
 
 
 def _measure_tokens(

@@ -21,6 +21,8 @@ from corral.validate import require
 Sampler = Literal["transformers", "vllm", "rollout_func"]
 """Who draws the completions: the trainer's own model, vLLM, or a function of the user's."""
 
+AUTO_PASSES = 8
+"""Passes over a batch that `reuse="auto"` makes at most, where `num_iterations` is TRL's default of 1."""
 AUTO_RATE, AUTO_BOUND = 1e-3, 0.02
 """What `learning_rate="auto"` stands for: a rate to start from, and the `deployed_bound` that brings it where it belongs."""
 
@@ -89,6 +91,13 @@ class CorralConfig(GRPOConfig):
             "further is retracted, and the learning rate follows. inf measures alone, None does neither."
         },
     )
+    reuse: str = field(
+        default="fixed",
+        metadata={
+            "help": "Passes over a batch of rollouts: `fixed` makes `num_iterations`; `auto` at most so many (8 where that is "
+            "1), until half of `deployed_bound`, .02 unless given, is used or the effective sample size is below a half."
+        },
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},
@@ -114,6 +123,9 @@ class CorralConfig(GRPOConfig):
         if self.learning_rate == "auto":  # transformers wants a number
             self.learning_rate = AUTO_RATE
             self.deployed_bound = AUTO_BOUND if self.deployed_bound is None else self.deployed_bound
+        if self.reuse == "auto":
+            self.deployed_bound = AUTO_BOUND if self.deployed_bound is None else self.deployed_bound
+            self.num_iterations = AUTO_PASSES if self.num_iterations == 1 else self.num_iterations
         super().__post_init__()
         self.make_objective()
         self.make_correction()
@@ -127,6 +139,7 @@ class CorralConfig(GRPOConfig):
         require(self, "support_size", at_least=1, integer=True, name="CorralConfig")
         require(self, "support_mass", above=0, at_most=1, name="CorralConfig")
         require(self, "support", one_of=("old", "union"), name="CorralConfig")
+        require(self, "reuse", one_of=("fixed", "auto"), name="CorralConfig")
         note = "inf measures alone"
         require(self, "deployed_bound", above=0, optional=True, what="a divergence", note=note, name="CorralConfig")
         _raise_first(trl_refusals(self))

@@ -44,10 +44,10 @@ class OldPolicy:
         self.head = self.hidden = None
         if (kept := scoring.hidden()) is None:
             return
-        hidden, where, head = kept  # where: place of each row in the flattened [B T]
-        self.head = head.freeze()
+        where = kept.places
+        self.head = kept.head.freeze()
         cut_off = dist.rest.flatten()[where] > math.log1p(-self.support_mass) if self.support_mass < 1 else where >= 0
-        self.hidden = hidden[cut_off]
+        self.hidden = kept.states[cut_off]
         row = torch.full((dist.rest.numel(),), -1, device=where.device)
         row[where[cut_off]] = torch.arange(len(self.hidden), device=where.device)
         output[_ROW] = row.view(dist.rest.shape)

@@ -69,7 +69,10 @@ class PolicyHead:
                 for model in self.models:
                     hook = functools.partial(_read_logits, scoring, self.temperature)
                     stack.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
+            before = _random_state() if scoring.keep_hidden else []
             yield scoring
+            if before:
+                scoring.drew_random = any(not torch.equal(x, y) for x, y in zip(before, _random_state(), strict=True))
 
 
 class _FusedHead:
@@ -124,7 +127,7 @@ class _FusedHead:
             )  # fmt: skip
         head = _without_rows(head) if empty else head
         inputs = HeadInputs(weight, bias, LogitSpec(scale, softcap, temperature))
-        kept = (hidden[: len(head.logp)].detach(), inputs) if scoring.keep_hidden else None
+        kept = scoring.keep(hidden[: len(head.logp)], packing, inputs)
         scoring.results.append(HeadResult(packing=packing, rows=head, hidden=kept))
         return _outputs(head.logp, head.entropy, rows, scored.numel())
 
@@ -143,6 +146,11 @@ class _FusedHead:
         top_k = None if own is None else min(own, len(weight))
         chosen = choose("CorralTrainer", "auto", hidden, weight, top_k, given=top_k + 1 if self.policy.union and top_k else 0)
         return {"impl": "torch"} if chosen == "torch" else {}
+
+
+def _random_state() -> list[Tensor]:
+    """Of the CPU, and of this process's GPU where it has one."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _outputs(logp: Tensor, entropy: Tensor | None, rows: Tensor | None, count: int) -> tuple[Tensor | None, ...]:

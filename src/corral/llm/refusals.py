@@ -81,7 +81,7 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
     if of_others:
         yield (
             f"`{'`, `'.join(of_others)}` set losses of TRL's own. Use objective='sapo' with objective_config="
-            f"{{'tau_positive': …, 'tau_negative': …}}; there is no vespo."
+            f"{{'tau_positive': …, 'tau_negative': …}}, or objective='vespo' with {{'k_positive': …, 'lambda_positive': …}}."
         )
     if not config.temperature > 0:
         yield f"`temperature` divides the logits of the policy that is trained, and must be > 0; got {config.temperature}."
@@ -103,6 +103,15 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
             "`deployed_bound` scales the rates of a schedule, and reduce_lr_on_plateau has none that is known beforehand. Use "
             "another lr_scheduler_type."
         )
+    every, a_pass = config.gradient_accumulation_steps, config.steps_per_generation
+    assert a_pass is not None  # TRL has filled it in
+    if config.reuse == "auto" and a_pass % every:
+        yield (
+            f"reuse='auto' decides after every pass over a batch, which must end with an update: `steps_per_generation` is "
+            f"{a_pass}, no multiple of `gradient_accumulation_steps`, {every}. Make it one."
+        )
+    if config.reuse == "auto" and config.fp16:
+        yield "reuse='auto' skips updates, and the loss scaling of fp16 cannot. Use bf16 or float32."
     if config.use_liger_kernel:
         yield "`use_liger_kernel` replaces layers and the head that corral reads. Leave it off."
     if "unsloth" in sys.modules:
@@ -163,6 +172,11 @@ def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dic
         yield (
             f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, "
             f"or a rollout function."
+        )
+    if config.objective == "decoupled_ppo" and (corrects or config.correction is not None):
+        yield (
+            "objective='decoupled_ppo' weighs the old policy against the sampler itself, and a correction would do it twice. "
+            "Leave `correction` out, and set vllm_importance_sampling_correction=False."
         )
     if config.correction is None:
         return

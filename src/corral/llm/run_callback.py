@@ -69,7 +69,7 @@ class RunCallback(TrainerCallback):
             if session.settings.keep_completions:
                 session.folder.tokens_kept = thin_rows(session.folder.tokens_kept, self.trainer.newest_tokens())
         if line["success"] is not None:
-            session.view.completions(rows[:3])
+            session.view.completions(rows[:3], verified=not session.settings.reward)
 
     def _seconds(self) -> float:
         return time.monotonic() - self.session.started

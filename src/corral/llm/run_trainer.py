@@ -20,7 +20,7 @@ from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
 from corral.llm.tokens import CompletionSample, token_rows
 from corral.llm.trainer import CorralTrainer
-from corral.llm.trl_api import steps_per_batch
+from corral.llm.trl_api import updates_per_step
 from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
@@ -68,8 +68,7 @@ class RunTrainer(CorralTrainer):
     @property
     def updates_per_step(self) -> int:
         """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
-        per_update = self.args.gradient_accumulation_steps
-        return math.lcm(per_update, steps_per_batch(self.args)) // per_update
+        return updates_per_step(self.args)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -87,7 +86,8 @@ class RunTrainer(CorralTrainer):
 
     def sample_tokens(self, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
         """Token observer: keep a few completions of the last update of a step, when the policy has moved furthest."""
-        last = self.state.global_step % self.updates_per_step == self.updates_per_step - 1
+        left = self.updates_per_step - self.state.global_step % self.updates_per_step
+        last = left == 1 or self.args.reuse == "auto"  # any update may turn out to be the last
         if last and self.model.training and self.session.folder is not None:
             self._sample = CompletionSample.of(batch, inputs["completion_ids"], inputs["corral_reward"]), objective
 

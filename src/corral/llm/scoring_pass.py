@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.kernels.head import HeadOutput
@@ -43,6 +43,16 @@ class HeadInputs:
         return HeadInputs(weight, bias, self.spec)
 
 
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """Last hidden states of some tokens of a pass, and the head that they went through."""
+
+    states: Float[Tensor, "M H"]
+    places: Int[Tensor, " M"]
+    """Of each token, in the flattened [B T]; ascending."""
+    head: HeadInputs
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadResult:
     """What the head found for some of the completions: packed rows, a loss of them, or a support [B T K] from all logits."""
@@ -53,8 +63,8 @@ class HeadResult:
     loss: PolicyLoss | None = None
     """Loss and gradient of the rows [1 N], where the pass asked for them."""
     dist: SparseDist | None = None
-    hidden: tuple[Float[Tensor, "N H"], HeadInputs] | None = None
-    """Hidden states of the rows and the head that they went through, where the pass keeps them."""
+    hidden: HiddenStates | None = None
+    """Where the pass keeps them."""
 
     def support(self) -> SparseDist | None:
         """The support of every token [B T K], empty at masked tokens."""
@@ -85,6 +95,11 @@ class ScoringPass:
     """Share of a token's gradient that a sparse backward pass may leave out."""
     keep_hidden: bool = False
     """Whether results hold the hidden states and the head."""
+    choose: Callable[[Bool[Tensor, "B T"]], Bool[Tensor, " B"]] | None = None
+    """Of which sequences they are kept, given the mask of the completions; of all where None."""
+    chosen: Bool[Tensor, " B"] | None = None
+    drew_random: bool = False
+    """Whether the pass drew random numbers, as dropout does; known where hidden states are kept."""
     tokens: int = 0
     """Of each sequence, the last so many are scored."""
     results: list[HeadResult] = field(default_factory=list)
@@ -101,17 +116,36 @@ class ScoringPass:
         ids, logp, rest = (torch.cat(parts) for parts in zip(*((d.ids, d.logp, d.rest) for d in dists), strict=True))
         return SparseDist(ids, logp, rest, torch.cat(rest_max) if rest_max else None)
 
-    def hidden(self) -> tuple[Float[Tensor, "N H"], Int[Tensor, " N"], HeadInputs] | None:
-        """Hidden states, their places in the flattened [B T], and the head: where the pass keeps them."""
-        kept, places, start = [], [], 0
+    def begin(self, mask: Bool[Tensor, "B T"]) -> None:
+        """Before the model is called: choose the sequences whose hidden states are kept."""
+        if self.keep_hidden and self.choose is not None:
+            self.chosen = self.choose(mask)
+
+    def keep(self, states: Float[Tensor, "N H"], packing: Packing, head: HeadInputs) -> HiddenStates | None:
+        """What the next result holds of a slice's hidden states, given those of its packed rows."""
+        if not self.keep_hidden:
+            return None
+        places = packing.rows
+        if places is None:
+            places = torch.arange(packing.count, device=states.device)
+        if self.chosen is not None:
+            first = sum(result.packing.shape[0] for result in self.results if result.packing is not None)
+            wanted = self.chosen[first + places // packing.shape[1]]
+            states, places = states[wanted], places[wanted]
+        return HiddenStates(states.detach(), places, head)
+
+    def hidden(self) -> HiddenStates | None:
+        """The hidden states of all slices, where the pass keeps them."""
+        kept, start = [], 0
         for result in self.results:
             if result.hidden is None or result.packing is None:
                 return None
-            size, rows = result.packing.shape.numel(), result.packing.rows
-            kept.append(result.hidden)
-            places.append(start + (torch.arange(size, device=result.hidden[0].device) if rows is None else rows))
-            start += size
-        return (torch.cat([hidden for hidden, _ in kept]), torch.cat(places), kept[0][1]) if kept else None
+            kept.append((result.hidden.states, start + result.hidden.places, result.hidden.head))
+            start += result.packing.shape.numel()
+        if not kept:
+            return None
+        states, places, heads = zip(*kept, strict=True)
+        return HiddenStates(torch.cat(states), torch.cat(places), heads[0])
 
     def fused(self) -> tuple[PolicyLoss, Packing] | None:
         """The loss that the head computed, and the places of its tokens; None where it computed none."""

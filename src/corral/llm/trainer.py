@@ -111,8 +111,9 @@ class CorralTrainer(GRPOTrainer):
         self._ledger = Ledger()
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
-        if args.deployed_bound is not None:
-            self.callback_handler.callbacks.insert(0, DeployedCallback(self))  # before a reference is synchronised, or saved
+        self.deployed = None if args.deployed_bound is None else DeployedCallback(self)
+        if self.deployed is not None:
+            self.callback_handler.callbacks.insert(0, self.deployed)  # before a reference is synchronised, or saved
         if self.accelerator.is_main_process:
             self._announce()
 
@@ -208,8 +209,14 @@ class CorralTrainer(GRPOTrainer):
         keeps = self.needs_support and self.off_policy and self.rollout_support is None
         kept = self.teacher is not None or (self.union and not self.old_policy.fill)
         scoring = ScoringPass(support=self.own_support(), keep_hidden=kept) if self.needs_support else ScoringPass()
-        with self.policy_head.expect(scoring if keeps else ScoringPass()):
+        expected = scoring if keeps else ScoringPass()
+        deployed = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
+        if deployed is not None:
+            deployed.watch(expected)
+        with self.policy_head.expect(expected):
             output = super()._generate_and_score_completions(inputs)
+        if deployed is not None:
+            deployed.add(output, expected)
         if self.teacher is not None:
             self.teacher.store(inputs, output, scoring)
         elif keeps:
@@ -249,6 +256,7 @@ class CorralTrainer(GRPOTrainer):
         """TRL's scoring pass, of the old, the new or the reference policy, through corral's head."""
         given = (model, input_ids, attention_mask, logits_to_keep, *args)
         with self.policy_head.run(logits_to_keep) as scoring:
+            scoring.begin(attention_mask[:, -logits_to_keep:].bool())
             result = super()._get_per_token_logps_and_entropies(*given, **kwargs)
         scoring.logp, scoring.entropy = result[:2]
         return result
@@ -288,7 +296,10 @@ class CorralTrainer(GRPOTrainer):
         return zeroed
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's; then metrics are logged, whose copies to the host have arrived by now."""
+        """TRL's; then metrics are logged, whose copies to the host have arrived by now. Nothing once a batch is used up."""
+        if self.deployed is not None and self.deployed.spent:
+            self._step += 1  # as TRL counts micro-batches; without a gradient, the optimizer's step changes nothing
+            return torch.zeros((), device=self.args.device)
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:
             self.flush_metrics()

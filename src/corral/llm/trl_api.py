@@ -1,5 +1,7 @@
 """What corral knows of TRL: its releases, its loss types as reductions, and its settings with their types."""
 
+import math
+
 import trl
 from packaging.version import Version
 from trl import GRPOConfig
@@ -40,3 +42,9 @@ def steps_per_batch(config: GRPOConfig) -> int:
     """Micro-batches that are trained on between one batch of rollouts and the next."""
     assert config.steps_per_generation is not None  # TRL has filled it in
     return config.steps_per_generation * config.num_iterations
+
+
+def updates_per_step(config: GRPOConfig) -> int:
+    """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
+    every = config.gradient_accumulation_steps
+    return math.lcm(every, steps_per_batch(config)) // every

@@ -5,39 +5,57 @@ from collections.abc import Callable
 from typing import Any
 
 from corral.naming import build_config, nearest
+from corral.objective.aspo import ASPOConfig, aspo
+from corral.objective.bapo import BAPOConfig, bapo
 from corral.objective.check import check_batch
 from corral.objective.cispo import CISPOConfig, cispo
+from corral.objective.clip_cov import ClipCovConfig, clip_cov
 from corral.objective.config import ObjectiveConfig
+from corral.objective.cppo import CPPOConfig, cppo
+from corral.objective.decoupled_ppo import DecoupledPPOConfig, decoupled_ppo
 from corral.objective.distill import DistillConfig, distill
 from corral.objective.dppo import DPPOConfig, dppo
 from corral.objective.drpo import DRPOConfig, drpo
 from corral.objective.gmpo import GMPOConfig, gmpo
 from corral.objective.gspo import GSPOConfig, gspo
+from corral.objective.kl_cov import KLCovConfig, kl_cov
 from corral.objective.m2po import M2POConfig, m2po
 from corral.objective.ppo_clip import ClipHigherConfig, DualClipConfig, PPOClipConfig, ppo_clip
 from corral.objective.reinforce import ReinforceConfig, reinforce
+from corral.objective.ripo import RIPOConfig, ripo
 from corral.objective.sapo import SAPOConfig, sapo
 from corral.objective.spo import SPOConfig, spo
+from corral.objective.topr import TOPRConfig, topr
 from corral.objective.troll import TROLLConfig, troll
+from corral.objective.vespo import VESPOConfig, vespo
 from corral.types import ObjectiveOutput, TokenBatch
 
 ObjectiveFunction = Callable[[TokenBatch, Any], ObjectiveOutput]
 
 OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {
+    "aspo": (aspo, ASPOConfig),
+    "bapo": (bapo, BAPOConfig),
     "cispo": (cispo, CISPOConfig),
+    "clip_cov": (clip_cov, ClipCovConfig),
     "clip_higher": (ppo_clip, ClipHigherConfig),
+    "cppo": (cppo, CPPOConfig),
+    "decoupled_ppo": (decoupled_ppo, DecoupledPPOConfig),
     "distill": (distill, DistillConfig),
     "dppo": (dppo, DPPOConfig),
     "drpo": (drpo, DRPOConfig),
     "dual_clip": (ppo_clip, DualClipConfig),
     "gmpo": (gmpo, GMPOConfig),
     "gspo": (gspo, GSPOConfig),
+    "kl_cov": (kl_cov, KLCovConfig),
     "m2po": (m2po, M2POConfig),
     "ppo_clip": (ppo_clip, PPOClipConfig),
     "reinforce": (reinforce, ReinforceConfig),
+    "ripo": (ripo, RIPOConfig),
     "sapo": (sapo, SAPOConfig),
     "spo": (spo, SPOConfig),
+    "topr": (topr, TOPRConfig),
     "troll": (troll, TROLLConfig),
+    "vespo": (vespo, VESPOConfig),
 }
 
 

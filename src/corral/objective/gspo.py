@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import credit, log_ratio, sequence_log_ratio
+from corral.objective.ratio import clip_surrogate, credit, log_ratio, sequence_log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
@@ -48,6 +48,5 @@ def gspo(batch: TokenBatch, config: GSPOConfig) -> ObjectiveOutput:
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     ratio = sequence_log_ratio(log_rho, batch.mask).exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
-    acted = ((ratio > 1 + config.clip_high) & (advantages > 0)) | ((ratio < 1 - config.clip_low) & (advantages < 0))
+    surrogate, acted = clip_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
     return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)

@@ -6,7 +6,7 @@ import torch
 
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
+from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
@@ -60,8 +60,7 @@ def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     ratio = clamp_log_ratio(log_rho).exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
-    acted = ((ratio > 1 + config.clip_high) & (advantages > 0)) | ((ratio < 1 - config.clip_low) & (advantages < 0))
+    surrogate, acted = clip_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
     if config.dual_clip is not None:
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
         acted = acted | ((ratio > config.dual_clip) & (advantages < 0))

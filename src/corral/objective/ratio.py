@@ -44,12 +44,20 @@ def capped_ratio(log_rho: Float[Tensor, "B T"], cap: float | None) -> Float[Tens
     """
     if cap is None:
         return clamp_log_ratio(log_rho).exp()
-    return clamp_log_ratio(log_rho.detach()).exp().clamp(max=cap) * _own_gradient(log_rho)
+    return clamp_log_ratio(log_rho.detach()).exp().clamp(max=cap) * own_gradient(log_rho)
 
 
-def _own_gradient(log_rho: Tensor) -> Tensor:
+def own_gradient(log_rho: Tensor) -> Tensor:
     """ρ/sg[ρ]: the value 1 with the gradient of log ρ."""
     return (log_rho - log_rho.detach()).exp()
+
+
+def clip_surrogate(
+    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float | Tensor, high: float | Tensor
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """PPO's min(ρ Â, clip(ρ, low, high) Â), and where it clips: past the bound on the side the advantage pushes to."""
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)  # type: ignore[arg-type]
+    return surrogate, ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
 
 
 def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -1,13 +1,12 @@
 """compare.json, read here and nowhere else: which runs a comparison planned, what it chose, and on which seeds."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from corral.report.groups import Chosen
-from corral.report.read import Run
+from corral.report.read import Run, read_json
 from corral.report.sweep.ranges import setting_text
 from corral.run.settings import guess
 
@@ -58,7 +57,7 @@ def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list
     for path in places.values():
         try:
             found.append(read_comparison(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             notes.append(
                 f"{path / FILE} cannot be read ({type(error).__name__}: {error}); runs are shown as if it were not there."
             )
@@ -67,7 +66,7 @@ def read_comparisons(folders: Iterable[Path], runs: Sequence[Run]) -> tuple[list
 
 def read_comparison(path: Path) -> SavedComparison:
     """One file; raises whatever is wrong with it."""
-    content = json.loads((path / FILE).read_bytes())
+    content = read_json(path / FILE)
     if content["version"] != VERSION:
         raise ValueError(f"it is of version {content['version']}, and this corral reads version {VERSION}.")
     return SavedComparison(
@@ -79,7 +78,7 @@ def read_comparison(path: Path) -> SavedComparison:
         chosen={str(name): _setting(setting) for name, setting in content["chosen"].items()},
         runs=[
             SavedRun(
-                path=path / str(run["folder"]),
+                path=_inner(path, str(run["folder"])),
                 contestant=str(run["contestant"]),
                 setting=_setting(run["setting"]),
                 seed=int(run["seed"]),
@@ -115,6 +114,15 @@ def split_runs(runs: Sequence[Run], comparisons: Sequence[SavedComparison]) -> t
     return [run for run in runs if id(run) not in swept], [run for run in runs if id(run) in swept], chosen
 
 
-def _setting(content: Mapping[str, Any]) -> dict[str, Any]:
+def _inner(path: Path, name: str) -> Path:
+    """A folder of the comparison's."""
+    if "\0" in name:
+        raise ValueError(f"{name!r} is no folder's name.")
+    return path / name
+
+
+def _setting(content: Any) -> dict[str, Any]:
     """A setting from compare.json; JSON has no infinity."""
+    if not isinstance(content, Mapping):
+        raise ValueError(f"a setting is a table of names and values; got {content!r}.")
     return {str(key): guess(value) for key, value in content.items()}

@@ -6,10 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from corral.report import figures, outcomes, plots
 from corral.report.content import RunReport
 from corral.report.groups import Group
 from corral.run.files import RunError, disk_sentence, write_whole
+
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
+"""What a spreadsheet computes begins with one of these."""
 
 
 def export(report: RunReport, folder: Path) -> list[Path]:
@@ -20,8 +25,8 @@ def export(report: RunReport, folder: Path) -> list[Path]:
         raise RunError(disk_sentence(error, folder)) from error
     written = [write_csv(rows, folder / f"{name}.csv") for name, rows in report.tables.items() if rows]
     problems = list(dict.fromkeys(group.problem for group in report.groups))
-    for problem in problems:
-        ending = "" if len(problems) == 1 else f"-{_file_name(problem)}"
+    for problem, name in zip(problems, _file_names(problems), strict=True):
+        ending = "" if len(problems) == 1 else f"-{name}"
         written += _of_problem(report, [group for group in report.groups if group.problem == problem], folder, ending)
     for index, sweep in enumerate(report.sweeps):
         stem = folder / ("sweep" if len(report.sweeps) == 1 else f"sweep-{index + 1}")
@@ -45,10 +50,10 @@ def _of_problem(report: RunReport, groups: Sequence[Group], folder: Path, ending
     ends = [(group, rows[id(group)], seeds) for group in groups if (seeds := outcomes.finals(group, report.measure.key))]
     if ends:
         written += _draw(partial(plots.draw_finals, rows=ends, measure=report.measure), folder / f"final{ending}")
-    for group in groups:
-        moved = any(value for run in group.runs for row in run.tokens for value in row["kl_before"] if value)
+    for group, name in zip(groups, _file_names([group.label for group in groups]), strict=True):
+        moved = any(value and 0 < value < np.inf for run in group.runs for row in run.tokens for value in row["kl_before"])
         if moved:
-            stem = folder / f"kl-per-token-{_file_name(group.label)}{ending}"
+            stem = folder / f"kl-per-token-{name}{ending}"
             written += _draw(partial(plots.draw_histogram, group=group, colour=look[group.key]["color"]), stem)
     return written
 
@@ -84,18 +89,24 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 
     def write(beside: Path) -> None:
         with beside.open("w", newline="", encoding="utf-8", errors="replace") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows({key: _inert(value) for key, value in row.items()} for row in rows)
+            writer = csv.writer(file)
+            writer.writerow([_inert(key) for key in rows[0]])
+            writer.writerows([_inert(row[key]) for key in rows[0]] for row in rows)
 
     write_whole(path, write)
     return path
 
 
 def _inert(value: Any) -> Any:
-    """Spreadsheets run what begins with one of these."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    """Spreadsheets run what begins with one of these, also behind white space and in full width."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(_FORMULA) else value
 
 
-def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in text)[:60].strip("-") or "problem"
+def _file_names(texts: Sequence[str]) -> list[str]:
+    """Short names of files, each of its own: of two that are alike as far as a name goes, the later has a number."""
+    found: list[str] = []
+    for text in texts:
+        name = "".join(letter if letter.isalnum() else "-" for letter in text)[:60].strip("-") or "problem"
+        same = sum(other == name or other.startswith(f"{name}~") for other in found)
+        found.append(f"{name}~{same + 1}" if same else name)
+    return found

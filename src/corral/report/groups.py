@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from corral.report.html import shorten
 from corral.report.read import Run
 from corral.report.sweep.ranges import setting_text
 
@@ -44,7 +45,7 @@ class Group:
     @property
     def label(self) -> str:
         """Its name, short: where each contestant has one chosen setting, the contestant says it all."""
-        return self.objective if self.chosen else f"{self.objective} {self.setting}".strip()
+        return shorten(self.objective if self.chosen else f"{self.objective} {self.setting}".strip(), 300)
 
 
 def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]:

@@ -15,16 +15,18 @@ from typing import Any
 
 import corral
 from corral.run.files import RunError, write_whole
+from corral.run.text import visible
 
 LARGEST = 6_000_000
 """Bytes of a page."""
 
-_THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
+MOST_ROWS = 1000
+"""Of a table; `--export` writes all of them."""
 
-_HIDDEN = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
-"""Controls, invisible and bidirectional marks, lone surrogates: what makes a text look like another one. Joiners stay."""
+_LONGEST_CELL = 1000
+"""Characters of a cell of a table: one huge setting is no reason to show no page."""
+
+_THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
 
 _NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
 """A cell that is read by its digits; a column of such cells stands right."""
@@ -60,24 +62,23 @@ def note(*children: Any, good: bool = False) -> Safe:
     return tag("p", *children, class_="note good" if good else "note")
 
 
-def visible(text: str) -> str:
-    """The text with everything hidden in it written out, as ⟨U+202E⟩."""
-    return _HIDDEN.sub(_name, text.replace("\r\n", "\n"))
-
-
 def shorten(text: str, most: int) -> str:
     """The beginning of a long text, and how much more there is."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
-    """Rows under the headings of `columns`; `show` makes a cell of a key and a row."""
-    cells = [[show(key, row) for key in columns] for row in rows]
+    """Rows under the headings of `columns`; `show` makes a cell of a key and a row. Endless texts are cut."""
+    cells = [[_cell(show(key, row)) for key in columns] for row in rows[:MOST_ROWS]]
     numeric = [all(_NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
     wordy = [any(len(str(line[index])) > 12 for line in cells) for index in range(len(columns))]
     kinds = ["number" if digits else "words" if words else None for digits, words in zip(numeric, wordy, strict=True)]
     head = tag(
-        "tr", *(tag("th", heading, scope="col", class_=kind) for heading, kind in zip(columns.values(), kinds, strict=True))
+        "tr",
+        *(
+            tag("th", shorten(heading, 200), scope="col", class_=kind)
+            for heading, kind in zip(columns.values(), kinds, strict=True)
+        ),
     )
     body = [
         tag(
@@ -87,17 +88,26 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[s
         )
         for line in cells
     ]
-    return tag(
-        "div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll", tabindex="0", role="region", **attributes
-    )
+    more = tag("p", f"… and {len(rows) - MOST_ROWS:,} rows more.", class_="count") if len(rows) > MOST_ROWS else None
+    whole = tag("table", tag("thead", head), tag("tbody", *body))
+    return join(tag("div", whole, class_="scroll", tabindex="0", role="region", **attributes), more)
+
+
+def _cell(content: Any) -> Any:
+    return content if isinstance(content, Safe) else shorten(str(content), _LONGEST_CELL)
 
 
 def data_block(name: str, content: Any) -> Safe:
-    """JSON that a page's script reads; without < > & it cannot end the element that it is in."""
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    """JSON that a page's script reads."""
+    return Safe(f'<script type="application/json" id="{name}">{page_json(content)}</script>')
+
+
+def page_json(content: Any) -> str:
+    """JSON as a page holds it: without < > & it cannot end the element that it is in."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return Safe(f'<script type="application/json" id="{name}">{text}</script>')
+    return text
 
 
 def sections(parts: Mapping[str, tuple[str, Safe]]) -> dict[str, Safe]:
@@ -164,7 +174,7 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
     Args:
         too_large: what to do about it if it has more than six megabytes, as a sentence.
     """
-    content = text.encode()
+    content = text.encode(errors="replace")  # no lone surrogate is left in texts that were made visible
     if len(content) > LARGEST:
         raise RunError(f"the page would have {len(content) / 1e6:.1f} MB. {too_large}".strip())
     if out.is_dir():
@@ -178,7 +188,3 @@ def write_document(text: str, out: Path, too_large: str = "") -> int:
 def csp_hash(text: str) -> str:
     """What a Content-Security-Policy calls an inline script or style by."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _name(match: re.Match[str]) -> str:
-    return f"⟨U+{ord(match.group()):04X}⟩"

@@ -9,8 +9,9 @@ import numpy as np
 
 from corral.report import statistics
 from corral.report.groups import Group, flatten, pairs
-from corral.report.html import shorten, visible
+from corral.report.html import shorten
 from corral.report.read import Run
+from corral.run.text import visible
 
 _Row = dict[str, Any]
 
@@ -112,7 +113,7 @@ def results(groups: Sequence[Group], metric: str, threshold: float | None) -> li
             "steps_to_threshold": float(np.median(reached)) if reached and math.isfinite(np.median(reached)) else None,
             "reached": sum(map(math.isfinite, reached)),
             "collapsed": sum(statistics.has_collapsed(run.values(metric), run.stopped) for run in runs.values()),
-            "seconds": float(np.mean([run.lines[-1].get("seconds") or 0.0 for run in runs.values()])) if runs else None,
+            "seconds": float(np.mean([run.last("seconds") or 0.0 for run in runs.values()])) if runs else None,
         }
         rows.append(row)
     return rows

@@ -7,10 +7,10 @@ import numpy as np
 
 from corral.report import figures
 from corral.report.groups import Group
-from corral.report.html import visible
 from corral.report.outcomes import Measure
 from corral.report.sweep.find import Sweep
-from corral.report.sweep.ranges import value_text
+from corral.report.sweep.ranges import AUTO, Value, ordered, value_at, value_text
+from corral.run.text import visible
 
 _COLOURS = ("#1f5fa8", "#c2500a", "#1a7f5a", "#9c3d88", "#8a6d00", "#117a8b", "#b3263c", "#555d6b")
 """As on the page."""
@@ -74,22 +74,45 @@ def draw_finals(axes: Any, rows: Sequence[tuple[Group, dict[str, Any], dict[str,
 def draw_sweep(axes: Any, sweep: Sweep, measure: Measure) -> None:
     """Final values over the swept setting: means over seeds, and the range of the seeds."""
     contestants = list(dict.fromkeys(row.contestant for row in sweep.rows))
+    places = _places(ordered([value for line in sweep.ranges for value in line.tried]))
     for index, line in enumerate(sweep.ranges):
         mine = sweep.rows_of(line)
-        columns = [[row.final * measure.factor for row in mine if row.setting[sweep.key] == value] for value in line.tried]
+        columns = {
+            value: [row.final * measure.factor for row in mine if value_at(row.setting, sweep.key) == value]
+            for value in line.tried
+        }
         dash = _DASHES[sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4]
         colour = _COLOURS[contestants.index(line.contestant) % 8]
-        axes.plot(line.tried, [np.mean(column) for column in columns], color=colour, linestyle=dash, label=_label(line.label))
-        axes.fill_between(line.tried, [*map(min, columns)], [*map(max, columns)], color=colour, alpha=0.16, linewidth=0)
-        usable = [(value, np.mean(column)) for value, column in zip(line.tried, columns, strict=True) if value in line.own]
-        axes.scatter(*zip(*usable, strict=True), color=colour, s=26, zorder=3) if usable else None
-    tried = sorted({value for line in sweep.ranges for value in line.tried})
-    if tried[0] > 0 and tried[-1] / tried[0] >= 8:
+        along = {value: column for value, column in columns.items() if value != AUTO}
+        axes.plot([*along], [*map(np.mean, along.values())], color=colour, linestyle=dash, label=_label(line.label))
+        axes.fill_between(
+            [*along], [*map(min, along.values())], [*map(max, along.values())], color=colour, alpha=0.16, linewidth=0
+        )
+        for value, column in columns.items():
+            if value == AUTO:  # no line leads there
+                axes.plot([places[value]] * 2, [min(column), max(column)], color=colour, alpha=0.4)
+                axes.scatter([places[value]], [np.mean(column)], facecolor="white", edgecolor=colour, s=26, zorder=3)
+            if value in line.own:
+                axes.scatter([places[value]], [np.mean(column)], color=colour, s=26, zorder=4)
+    if _is_logarithmic([value for value in places if not isinstance(value, str)]):
         axes.set_xscale("log")
-    axes.set_xticks(tried, [value_text(value) for value in tried])
+    axes.set_xticks([*places.values()], [*map(value_text, places)])
     axes.minorticks_off()
     axes.set(xlabel=sweep.key, ylabel=f"Final {measure.name}{' (%)' if measure.factor == 100 else ''}")
     axes.legend(frameon=False, fontsize="small", title="dots: usable", title_fontsize="small")
+
+
+def _places(values: Sequence[Value]) -> dict[Value, float]:
+    """Where each value of an axis is drawn: numbers at themselves, `auto` a quarter of the axis to the right of them."""
+    numbers = [value for value in values if not isinstance(value, str)]
+    first, last = numbers[0], numbers[-1]
+    apart = (last - first) or abs(last) or 1.0
+    beside = last * (last / first) ** 0.25 if _is_logarithmic(numbers) else last + 0.25 * apart
+    return {value: beside if isinstance(value, str) else value for value in values}
+
+
+def _is_logarithmic(numbers: Sequence[float]) -> bool:
+    return numbers[0] > 0 and numbers[-1] / numbers[0] >= 8
 
 
 def draw_histogram(axes: Any, group: Group, colour: str) -> None:

@@ -24,8 +24,26 @@ _DEPTH = 4
 _KEPT_COMPLETIONS = 64
 """Of one run; the first of evenly spaced steps. A page is to be sent to people."""
 
-_TOKEN_COLUMNS = ("token", "kl_before", "kl_after", "log_ratio", "action")
-"""Lists of one length in every row of tokens.parquet; kl_after and log_ratio may be left out."""
+_DEEPEST, _LARGEST_NUMBER = 50, 1e300
+"""How settings may be nested, and how large a number of theirs may be."""
+
+_LAST_STEP = 2**53
+
+_TABLES = ("settings", "trainer", "versions", "reduction")
+_NAMES = ("seed", "objective", "task", "model", "stopped")
+"""What configurations and summaries hold, where they hold it."""
+
+_COMPLETIONS = {
+    "step": pa.int64(), "completion": pa.string(), "prompt": pa.string(), "reward": pa.float64(), "advantage": pa.float64(),
+}  # fmt: skip
+_TOKENS = {
+    "step": pa.int64(), "token": pa.list_(pa.string()), "action": pa.list_(pa.string()), "kl_before": pa.list_(pa.float32()),
+    "kl_after": pa.list_(pa.float32()), "log_ratio": pa.list_(pa.float32()), "reward": pa.float64(),
+    "advantage": pa.float64(), "bound": pa.float64(),
+}  # fmt: skip
+"""Columns that are read, and their types. The lists of a row of tokens have one length."""
+
+_Types = Mapping[str, pa.DataType]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +115,12 @@ class Run:
     def planned_steps(self) -> int:
         """Steps in its settings; those done where the settings have none."""
         planned = self.settings.get("steps", self.settings.get("iterations"))  # a robot's steps are iterations
-        return planned if type(planned) is int and planned > 0 else self.steps
+        return planned if type(planned) is int and 0 < planned < _LAST_STEP else self.steps
+
+    def last(self, key: str) -> float | None:
+        """A number of the last line, such as the seconds so far."""
+        value = self.lines[-1].get(key) if self.lines else None
+        return value if isinstance(value, float) and math.isfinite(value) else None
 
     def values(self, key: str) -> list[tuple[int, float]]:
         """Steps at which a metric was measured, and its finite values."""
@@ -150,10 +173,13 @@ def read_run(path: Path) -> Run:
         _object(path / "config.json", notes),
         _object(path / "summary.json", notes, "it has not ended, or was killed"),
     )
+    notes += [f"config.json: `{key}` is no table of settings." for key in _TABLES if not _is_table(config.get(key))]
+    for name, content in (("config.json", _mapping(config.get("settings"))), ("summary.json", summary)):
+        notes += [f"{name}: `{key}` is neither a name nor a number." for key in _NAMES if not _is_name(content.get(key))]
     lines = _lines(path / "metrics.jsonl", notes)
     robot = "environment" in _mapping(config.get("settings"))
-    completions = _rows(path / "completions.parquet", ("step", "completion"), notes, optional=robot)
-    tokens = _rows(path / "tokens.parquet", ("step", "token", "action", "kl_before"), notes, optional=True)
+    completions = _rows(path / "completions.parquet", ("step", "completion"), _COMPLETIONS, notes, optional=robot)
+    tokens = _rows(path / "tokens.parquet", ("step", "token", "action", "kl_before"), _TOKENS, notes, optional=True)
     whole = [row for row in tokens if _aligned(row)]
     if len(whole) < len(tokens):
         notes.append(
@@ -172,11 +198,10 @@ def read_run(path: Path) -> Run:
 
 def _object(path: Path, notes: list[str], missing: str = "its settings are unknown") -> Mapping[str, Any]:
     """A JSON file that holds an object."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing: {missing}.")
+    if not _is_readable(path, notes, missing):
         return {}
+    try:
+        content = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return {}
@@ -186,18 +211,56 @@ def _object(path: Path, notes: list[str], missing: str = "its settings are unkno
     return content
 
 
+def read_json(path: Path) -> Any:
+    """A JSON file whose values can be shown and computed with; a ValueError, OSError or RecursionError if they cannot."""
+    content = json.loads(path.read_bytes())
+    _check_values(content)
+    return content
+
+
+def _check_values(content: Any) -> None:
+    """A ValueError if values are nested too deep to be written out, or too large to be computed with."""
+    level = [content]
+    for _ in range(_DEEPEST):
+        if any(isinstance(value, int) and abs(value) > _LARGEST_NUMBER for value in level):
+            raise ValueError(f"it holds a number beyond {_LARGEST_NUMBER:g}.")
+        inner = [value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)]
+        level = [value for values in inner for value in values]
+        if not level:
+            return
+    raise ValueError(f"its values are nested more than {_DEEPEST} deep.")
+
+
+def _is_readable(path: Path, notes: list[str], missing: str) -> bool:
+    """Whether a file of a run can be opened; a note if not. One outside the run's folder is none of its files."""
+    if not path.exists():
+        notes.append(f"{path.name} is missing: {missing}.")
+    elif not path.resolve().is_relative_to(path.parent.resolve()):
+        notes.append(f"{path.name} is a link to a file outside the run's folder, which is not followed. Copy it there.")
+    elif not path.is_file():
+        notes.append(f"{path.name} cannot be read: it is no file.")
+    else:
+        return True
+    return False
+
+
 def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     """Lines of metrics by step; of two with the same step the later one counts."""
+    if not _is_readable(path, notes, "nothing was measured yet"):
+        return []
     try:
         texts = [text for text in path.read_bytes().split(b"\n") if text.strip()]
-    except OSError:
-        notes.append("metrics.jsonl is missing: nothing was measured yet.")
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error}")
         return []
     found: dict[int, Mapping[str, Any]] = {}
     torn = 0
     for text in texts:
         try:
             line = {key: number(value) for key, value in json.loads(text).items()}
+            _check_values([value for value in line.values() if isinstance(value, dict | list)])
+            if not 0 <= line["step"] <= _LAST_STEP:
+                raise ValueError(f"step {line['step']}")
             found[int(line["step"])] = line
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             torn += 1
@@ -208,41 +271,61 @@ def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     )
     if bad:
         notes.append(f"not finite at some steps: {', '.join(bad)}.")
+    numbers = {key for line in found.values() for key, value in line.items() if isinstance(value, float)}
+    odd = sorted({key for line in found.values() for key in numbers & line.keys() if not isinstance(line[key], float | None)})
+    if odd:
+        notes.append(f"no numbers at some steps: {', '.join(odd)}.")
     return [found[step] for step in sorted(found)]
 
 
 def number(value: Any) -> Any:
-    """A value from JSON: numbers as floats, and those that JSON does not have, "inf" and "nan", too; all else as it is."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    """A value from JSON: numbers as floats, and those that JSON does not have, "inf" and "nan", too; all else as it is.
+
+    Beyond 1e300 it counts as infinite: sums and percentages of it would be.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) if not abs(value) > _LARGEST_NUMBER else math.copysign(math.inf, value)
     if isinstance(value, str) and value.lower() in ("inf", "-inf", "infinity", "-infinity", "nan"):
         return float(value)
     return value
 
 
-def _rows(path: Path, needed: Sequence[str], notes: list[str], *, optional: bool = False) -> list[Mapping[str, Any]]:
-    """Rows of a parquet file."""
-    if not path.is_file():
-        if not optional:
-            notes.append(f"{path.name} is missing: there are no completions to show.")
+def _rows(
+    path: Path, needed: Sequence[str], types: _Types, notes: list[str], *, optional: bool = False
+) -> list[Mapping[str, Any]]:
+    """Rows of a parquet file: those of its columns that are known, each in its type. One that is of no use is left out."""
+    if (optional and not path.exists()) or not _is_readable(path, notes, "there are no completions to show"):
         return []
     try:
-        table = pq.read_table(path)
+        with path.open("rb") as file:  # a path may be no UTF-8
+            table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
-        notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+        notes.append(f"{path.name} cannot be read: {_first_line(error)}")
         return []
-    missing = [name for name in needed if name not in table.column_names]
+    columns = {}
+    for name in [name for name in types if name in table.column_names]:
+        try:
+            columns[name] = table[name].cast(types[name])
+        except (pa.ArrowException, KeyError) as error:  # two columns of one name are a KeyError
+            notes.append(f"{path.name}: the column {name} is left out, for it is not what a run writes: {_first_line(error)}")
+    missing = [name for name in needed if name not in columns]
     if missing:
         notes.append(f"{path.name} has no column {', '.join(missing)}.")
         return []
-    rows: list[Mapping[str, Any]] = table.to_pylist()
+    rows: list[Mapping[str, Any]] = pa.table(columns).to_pylist()
     return rows
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
 def _aligned(row: Mapping[str, Any]) -> bool:
-    """Whether all lists of a row of tokens have one entry per token."""
-    lists = [row[name] for name in _TOKEN_COLUMNS if row.get(name) is not None]
-    return all(isinstance(entry, list) and len(entry) == len(row["token"] or ()) for entry in lists)
+    """Whether all lists of a row of tokens have one entry per token; kl_after and log_ratio may be left out."""
+    if row["token"] is None or row["action"] is None or row["kl_before"] is None:
+        return False
+    lists = [row[name] for name in ("action", "kl_before", "kl_after", "log_ratio") if row.get(name) is not None]
+    return all(len(entry) == len(row["token"]) for entry in lists)
 
 
 def _evenly(rows: Sequence[Mapping[str, Any]], most: int = _KEPT_COMPLETIONS) -> list[Mapping[str, Any]]:
@@ -255,6 +338,14 @@ def _evenly(rows: Sequence[Mapping[str, Any]], most: int = _KEPT_COMPLETIONS) ->
     count = min(len(steps), max(most // each, 1))
     chosen = {steps[round(index * (len(steps) - 1) / max(count - 1, 1))] for index in range(count)} if steps else set()
     return [row for step in sorted(chosen) for row in by_step[step][:each]]
+
+
+def _is_table(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _is_name(value: Any) -> bool:
+    return value is None or isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
     for group in groups:
         for run in group.runs:
             values, greedy, returns = run.values(metric), run.values("greedy"), run.values("return")
-            last = run.lines[-1] if run.lines else {}
             rows.append(
                 {
                     "run": str(run.path), "objective": group.label, "problem": group.problem, "seed": run.seed,
@@ -28,8 +27,8 @@ def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
                     "start": values[0][1] if values else None, "best": max((value for _, value in values), default=None),
                     "final": values[-1][1] if values else None, "greedy": greedy[-1][1] if greedy else None,
                     "return": returns[-1][1] if returns else None,
-                    "seconds": last.get("seconds"), "tokens": last.get("num_tokens"),
-                    "env_steps": last.get("env_steps"), "skipped": last.get("skipped"),
+                    "seconds": run.last("seconds"), "tokens": run.last("num_tokens"),
+                    "env_steps": run.last("env_steps"), "skipped": run.last("skipped"),
                 }
             )  # fmt: skip
     return rows

@@ -51,6 +51,9 @@ class LearnerConfig:
     """With projection "kl", the floor never pushes the covariance past `cov_bound`; False as published, where it may."""
     set_covariance: bool = False
     """After a batch, write the projected covariance into the network instead of trusting the regression with it."""
+    deployed_bound: float = math.inf
+    """Mean KL per plan of the network after a batch's updates from the network before them that is allowed; what goes further
+    is retracted. inf measures alone."""
     hidden: tuple[int, ...] = (64, 64)
     """Widths of the policy's layers."""
     critic_hidden: tuple[int, ...] = (64, 64)
@@ -65,6 +68,7 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         require(self, "iterations", "episodes", "policy_epochs", "critic_epochs", at_least=1, integer=True)
         require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
+        require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
         require(self, "policy_rate", "critic_rate", above=0, finite=True)
         require(self, "regression", "weight_decay", at_least=0, finite=True)
         require(self, "entropy_floor", finite=True, optional=True)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from corral.deployed import retract, snapshot
 from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
 from corral.objective.ratio import clamp_log_ratio
 from corral.projection.entropy import project_entropy_floor
@@ -55,7 +56,8 @@ class Learner(ABC):
         L = − mean ρ Â + α KL(π_θ‖sg π̃)
 
     Subclasses say what a likelihood and an advantage belong to: the segments of an episode (TCE) or the whole of it (BBRL).
-    The old policy is the network that drew the plans, not a projection of it: the regression alone keeps the two close.
+    The old policy is the network that drew the plans, not a projection of it: the regression alone keeps the two close. How
+    close is measured after every batch, and held where `deployed_bound` is finite.
     Everything random is a function of (seed, iteration), so a resumed run needs only `state`.
     """
 
@@ -173,7 +175,7 @@ class Learner(ABC):
         with torch.no_grad():
             credit = self.credit(episodes)
             log_old = self.log_prob(*plans)
-        context = episodes.observations[:, 0].to(self.dtype)
+        context, old = episodes.observations[:, 0].to(self.dtype), snapshot(self.policy)
         metrics = {}
         for _ in range(self.config.critic_epochs):
             metrics["critic_loss"] = self.improve_critic(credit)
@@ -183,7 +185,14 @@ class Learner(ABC):
             with torch.no_grad():
                 mean, chol = self.policy(context)
                 self.policy.set_cholesky(self.project(mean, chol, plans)[1])
-        return {key: float(value) for key, value in metrics.items()}
+        certificate = retract(self.policy, old, lambda: self.deployed_kl(context, plans), bound=self.config.deployed_bound)
+        return {key: float(value) for key, value in metrics.items()} | certificate.metrics()
+
+    @torch.no_grad()
+    def deployed_kl(self, context: Float[Tensor, "E C"], old: Plans) -> Float[Tensor, " E"]:
+        """KL(π_θ‖π_old) at each context, in nats per plan, of the network that draws the next batch: no projection is in it."""
+        mean, chol = self.policy(context)
+        return gaussian_kl(mean, chol, old.mean, old.chol).total
 
     def improve_critic(self, credit: Credit) -> Tensor:
         """One full-batch step on V's squared error."""

@@ -20,7 +20,11 @@ class RunError(Exception):
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Atomic write: `write` fills a file beside `path`, which is synced and then renamed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if "\0" in str(path):
+        raise RunError(f"{str(path)!r} is no file's name.")
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path} is no file but {_kind(path)}, which is not replaced: choose another place.")
+    beside = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     try:
         write(beside)
         sync(beside)
@@ -30,6 +34,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         raise RunError(disk_sentence(error, path)) from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _kind(path: Path) -> str:
+    """What something that is no file is."""
+    kinds = {"a folder": path.is_dir(), "a pipe": path.is_fifo(), "a socket": path.is_socket()}
+    return next((name for name, found in kinds.items() if found), "a device")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

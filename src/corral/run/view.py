@@ -3,16 +3,19 @@
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from corral.run.text import visible
 
 _METRICS = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
 """What every line shows, in this order; then comes whatever starts with tr/."""
@@ -36,8 +39,8 @@ class RunView:
     def line(self, line: _Line) -> None:
         """A step is over."""
 
-    def completions(self, rows: Sequence[_Row]) -> None:
-        """A few of its completions."""
+    def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
+        """A few of its completions. Unless their rewards are a verifier's, from 0 to 1, none is marked as right or wrong."""
 
     def warn(self, sentence: str) -> None:
         """Something a person should know."""
@@ -73,9 +76,9 @@ class PlainView(RunView):
         values = [f"{name} {text}" for name, text in readable(shown)]
         self._print("  ".join([f"step {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
 
-    def completions(self, rows: Sequence[_Row]) -> None:
+    def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
         for row in rows:
-            self._print(f"  {_mark(row['reward'])} {shorten(row['prompt'])}{shorten(row['completion'])}")
+            self._print(f"  {_mark(row['reward'], verified)[0]} {shorten(row['prompt'])}{shorten(row['completion'])}")
 
     def say(self, sentence: str) -> None:
         self._print(sentence)
@@ -108,8 +111,8 @@ class LiveView(RunView):
         self.progress.update(self.task, completed=line["step"])
         self.clock.left(line["step"])
 
-    def completions(self, rows: Sequence[_Row]) -> None:
-        self.rows = rows
+    def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
+        self.rows = [{**row, "mark": _mark(row["reward"], verified)} for row in rows]
 
     def stopping(self, sentence: str) -> None:
         self.last = Text(sentence, style="yellow")  # what is written past the panel, the panel paints over
@@ -132,13 +135,7 @@ class LiveView(RunView):
         for start in range(0, len(pairs), across):
             table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + across]))
         shown = [
-            Text.assemble(
-                (_mark(row["reward"]), "green" if row["reward"] > 0 else "red"),
-                " ",
-                (shorten(row["prompt"]), "dim"),
-                shorten(row["completion"]),
-            )
-            for row in self.rows
+            Text.assemble(row["mark"], " ", (shorten(row["prompt"]), "dim"), shorten(row["completion"])) for row in self.rows
         ]
         return Panel(
             Group(self.progress, table, *shown, *([self.last] if self.last else [])), title="corral", title_align="left"
@@ -179,7 +176,14 @@ class Clock:
 
 
 class PatientConsole(Console):
-    """Survives a broken pipe: `corral train | head` keeps training, silently."""
+    """A console that survives a broken pipe (`corral train | head` keeps training, silently), and escape sequences in texts.
+
+    What models, users and files say reaches the terminal as text alone: no cursor move, no title, no clipboard of theirs.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -213,12 +217,14 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _mark(reward: float) -> str:
-    """Right or wrong, at a glance."""
-    return "✓" if reward > 0 else "✗"
+def _mark(reward: float, verified: bool) -> tuple[str, str]:
+    """Right or wrong at a glance, with its colour; any other reward is a number."""
+    if verified and reward >= 1:
+        return "✓", "green"
+    return ("✗", "red") if verified and reward <= 0 else (number(reward), "")
 
 
 def shorten(text: str, limit: int = 120) -> str:
     """One line of a text."""
-    text = text.replace("\n", "⏎")
+    text = visible(text).replace("\n", "⏎").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"

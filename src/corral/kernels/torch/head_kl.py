@@ -43,8 +43,43 @@ def head_kl(
         Schulman 2020, "Approximating KL divergence" (the term is its k3). Invariant: equal to categorical_kl of both
         log-softmaxes.
     """
-    _check(hidden_new, weight_new, bias_new, hidden_old, weight_old, bias_old)
     spec = LogitSpec(scale, softcap, temperature)
+    return _measure(hidden_new, weight_new, bias_new, hidden_old, weight_old, bias_old, spec, both=False)[0]
+
+
+@without_autocast
+@torch.no_grad()
+def head_kl_both_ways(
+    hidden_new: Float[Tensor, "*b H"],
+    weight_new: Float[Tensor, "V H"],
+    hidden_old: Float[Tensor, "*b G"],
+    weight_old: Float[Tensor, "V G"],
+    *,
+    bias_new: Float[Tensor, " V"] | None = None,
+    bias_old: Float[Tensor, " V"] | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
+    """KL(new‖old) and KL(old‖new), as `head_kl` has each of them, from the same two GEMMs."""
+    spec = LogitSpec(scale, softcap, temperature)
+    there, back = _measure(hidden_new, weight_new, bias_new, hidden_old, weight_old, bias_old, spec, both=True)
+    return there, back
+
+
+def _measure(
+    hidden_new: Tensor,
+    weight_new: Tensor,
+    bias_new: Tensor | None,
+    hidden_old: Tensor,
+    weight_old: Tensor,
+    bias_old: Tensor | None,
+    spec: LogitSpec,
+    *,
+    both: bool,
+) -> list[Tensor]:
+    """[KL(new‖old)], or with `both` [KL(new‖old), KL(old‖new)]."""
+    _check(hidden_new, weight_new, bias_new, hidden_old, weight_old, bias_old)
     new, old = (
         (hidden_new.reshape(-1, hidden_new.shape[-1]), weight_new),
         (hidden_old.reshape(-1, hidden_old.shape[-1]), weight_old),
@@ -52,15 +87,16 @@ def head_kl(
     scratch = {"new": Scratch(hidden_new.device), "old": Scratch(hidden_new.device)}
     dtype, count = working_dtype(*new, *old), len(new[0])
     at_once = HELD.get(hidden_new.device.type, HELD["cpu"]) // 2 // max(len(weight_new), 1) // ROWS * ROWS
-    found = torch.empty(count, dtype=dtype, device=hidden_new.device)
+    found = [torch.empty(count, dtype=dtype, device=hidden_new.device) for _ in range(1 + both)]
     for part in slices(count, max(ROWS, min(at_once, MOST_ROWS))):
         p = _log_softmax(new[0][part], weight_new, bias_new, spec, dtype, scratch["new"])
         q = _log_softmax(old[0][part], weight_old, bias_old, spec, dtype, scratch["old"])
-        total = torch.zeros(len(p), dtype=dtype, device=p.device)
-        for block in slices(len(weight_new), COLUMNS):
-            total += kl_elements(p[:, block], q[:, block], q[:, block] - p[:, block]).sum(-1)
-        found[part] = total[: part.stop - part.start]
-    return found.reshape(hidden_new.shape[:-1])
+        for kl, (one, other) in zip(found, ((p, q), (q, p)), strict=False):
+            total = torch.zeros(len(p), dtype=dtype, device=p.device)
+            for block in slices(len(weight_new), COLUMNS):
+                total += kl_elements(one[:, block], other[:, block], other[:, block] - one[:, block]).sum(-1)
+            kl[part] = total[: part.stop - part.start]
+    return [kl.reshape(hidden_new.shape[:-1]) for kl in found]
 
 
 def _log_softmax(

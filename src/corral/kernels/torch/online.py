@@ -41,7 +41,8 @@ class Outside:
 def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
     """Some rows at a time, with the logits outside their support if those are wanted.
 
-    The support is the policy's own with `request.top_k`, the one given with `ids`, and with both their union.
+    The support is the policy's own with `request.top_k`, the one given with `ids`, and with both their union, where that
+    `joins`.
     """
     hidden, weight, spec, request = source.hidden, source.weight, source.spec, source.request
     dtype, scratch, count = working_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
@@ -52,8 +53,9 @@ def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iter
         missing = max(real, 1) + -max(real, 1) % ROWS - real
         h, t = pad(operand(hidden[part], dtype), (0, 0, 0, missing)), pad(source.tokens[part], (0, missing))
         given = None if source.ids is None else pad(source.ids[part], (0, 0, 0, missing), value=-1)
+        joins = None if source.joins is None else pad(source.joins[part], (0, missing))
         z = make_logits(h, weight, source.bias, spec, dtype, scratch)
-        rows, rest = _read(z, t, given, request, shard, scratch, outside)
+        rows, rest = _read(z, t, given, joins, request, shard, scratch, outside)
         if missing:
             rows = HeadRows(*(x[:real] for x in vars(rows).values()))
             rest = None if rest is None else Outside(rest.mass[:real], rest.peak[:real])
@@ -78,7 +80,14 @@ def make_logits(
 
 
 def _read(
-    z: Tensor, tokens: Tensor, given: Tensor | None, request: HeadRequest, shard: Shard, scratch: Scratch, outside: bool
+    z: Tensor,
+    tokens: Tensor,
+    given: Tensor | None,
+    joins: Tensor | None,
+    request: HeadRequest,
+    shard: Shard,
+    scratch: Scratch,
+    outside: bool,
 ) -> tuple[HeadRows, Outside | None]:
     """What logits [n, V] say of n tokens; they are used up."""
     whole = _Normaliser(z, request.entropy, shard, scratch)
@@ -93,6 +102,7 @@ def _read(
     support = given
     if request.top_k is not None:
         ranked, values = shard.rank(z, request.top_k)
+        ranked = ranked if joins is None else torch.where(joins[:, None], ranked, -1)
         support = choose_support(tokens, ranked, whole.logp(values), request.mass, given)
     assert support is not None
     kept = whole.logp(shard.pick(z, support))

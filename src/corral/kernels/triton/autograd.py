@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corral.kernels.logits import LogitSpec
-from corral.kernels.rows import HeadInput, HeadRows
+from corral.kernels.rows import HeadInput, HeadRequest, HeadRows
 from corral.kernels.triton.backward.row_gradient import Upstream, row_gradient
 from corral.kernels.triton.gradients import head_gradients
 from corral.kernels.triton.support.select import stream_head
@@ -20,14 +20,14 @@ class TritonHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, spec: LogitSpec,
-        *how: Any,
+        request: HeadRequest, tolerance: float, report: Tensor | None, joins: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.spec, (ctx.request, ctx.tolerance, ctx.report) = spec, how
+        ctx.spec, ctx.request, ctx.tolerance, ctx.report = spec, request, tolerance, report
         # Kernels read what lies one behind the other.
         hidden, tokens = hidden.contiguous(), tokens.contiguous()
         bias, ids = (None if x is None else x.contiguous() for x in (bias, ids))
         check = IdCheck("lm_head", tokens, ids, len(weight))
-        rows = stream_head(HeadInput(hidden, weight, bias, tokens, ids, spec, ctx.request), queued=check.wait)
+        rows = stream_head(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), queued=check.wait)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.ids, rows.rest_max)
         ctx.save_for_backward(hidden, weight, bias, tokens, *vars(rows).values())
@@ -37,7 +37,7 @@ class TritonHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_logp: Any, g_entropy: Any, g_kept: Any, g_rest: Any, *_: Any) -> tuple[Any, ...]:
         hidden, weight, bias, tokens, *fields = ctx.saved_tensors
-        nothing, needed = (None,) * 5, ctx.needs_input_grad[:3]
+        nothing, needed = (None,) * 6, ctx.needs_input_grad[:3]
         if not len(hidden):
             none = (torch.zeros_like(x) if need else None for x, need in zip((hidden, weight, bias), needed, strict=True))
             return (*none, *nothing, None)

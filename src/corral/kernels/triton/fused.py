@@ -21,6 +21,7 @@ from corral.kernels.triton.backward.dense import dense_rows
 from corral.kernels.triton.backward.dense_forward import DenseRows, dense_forward, scale
 from corral.kernels.triton.backward.route import PADDED
 from corral.kernels.triton.backward.row_gradient import Upstream, row_gradient
+from corral.kernels.triton.gathered import extend_rows
 from corral.kernels.triton.gemm_stats import gemm_stats
 from corral.kernels.triton.gradients import head_gradients
 from corral.kernels.triton.loss.rows import ACTED, KL_AFTER, LOSS, REGRESSION, LossRows, OldRows, summarize
@@ -31,10 +32,16 @@ from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput
 
 
-def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool]) -> FusedLoss | None:
-    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse."""
+def fused_loss(
+    source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool], *, wait: bool = False
+) -> FusedLoss | None:
+    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse.
+
+    `wait` until the ranking of a union is known to be right. Otherwise all is queued, and done again in the rare case that it
+    was not.
+    """
     rule, old = rule_of(terms.objective), terms.batch.dist_old
-    if rule is None or (rule.needs_support and old is None):
+    if rule is None or (rule.needs_support and old is None) or (rule.needs_rollout and terms.batch.logp_rollout is None):
         return None
     # Without a given support, the policy's own carries a sparse gradient.
     own = own_top_k(source.hidden, len(source.weight)) if old is None and tolerance > 0 and any(needed) else None
@@ -43,26 +50,33 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     plan = plan_batch(
         terms, source.tokens, source.weight, own=own, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
     )
-    request, stats = HeadRequest(top_k=own, entropy=source.request.entropy), None
+    entropy, stats = source.request.entropy, None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
     if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
         stats = gemm_stats(
-            hidden, source.weight, bias, source.spec, entropy=request.entropy, counter=plan.counts
+            hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts
         )  # fmt: skip
     found = plan.wait()
     if found is None:
         return None
     sparse, count = found
-    request = request if sparse else replace(request, top_k=None)  # a dense gradient needs no support
+    # A dense gradient needs no support of its own.
+    request = source.request if terms.union is not None else HeadRequest(own if sparse else None, entropy=entropy)
     packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
     ids = None if source.ids is None else packing.pack(source.ids).contiguous()
     tokens = packing.pack(source.tokens).long().contiguous()
-    packed = HeadInput(hidden[:count], source.weight, bias, tokens, ids, source.spec, request)
+    joins = None if source.joins is None else packing.pack(source.joins)
+    packed = HeadInput(hidden[:count], source.weight, bias, tokens, ids, source.spec, request, joins)
     first, second = slice(0, sparse), slice(sparse, count)
-    streamed = stream_head(packed.rows(first), None if stats is None else stats.first(sparse)) if sparse else None
+    overflows: list[AsyncCopy] | None = None if wait else []
+    stats = None if stats is None else stats.first(sparse)
+    streamed = stream_head(packed.rows(first), stats, overflows=overflows) if sparse else None
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
     def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
+        if terms.union is not None:
+            old = extend_rows(old, rows.ids, terms.union, source.spec)
+            return replace(rule(rows, old), rest_old=old.rest)
         return rule(rows, replace(old, logp=rows.logp.contiguous()) if terms.on_policy else old)
 
     parts: list[tuple[HeadRows, LossRows]] = []
@@ -70,20 +84,20 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
         parts.append((streamed, loss_of(streamed, anchor.each(operator.itemgetter(first)))))
     stored = None
     if second.start < second.stop:
-        stored = dense_forward(packed.rows(second), anchor.each(operator.itemgetter(second)), weights[second], loss_of, needed)
+        behind = anchor.each(operator.itemgetter(second))
+        stored = dense_forward(packed.rows(second), behind, weights[second], loss_of, needed, overflows)
         parts.append((stored.rows, stored.loss))
     rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
+    anchor = anchor if loss.rest_old is None else replace(anchor, rest=loss.rest_old)
     metrics, total, flawed = summarize(loss, rows, anchor, weights, projects=rule.projects)
     flaws = AsyncCopy(flawed)
     finish, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
 
+    if overflows and any(overflow.wait()[0] for overflow in overflows):
+        return fused_loss(source, terms, tolerance, needed, wait=True)
+
     def finish_finite() -> Gradients:
-        if number := int(flaws.wait()):
-            raise ValueError(
-                f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, or "
-                f"from a support with a token twice; an impossible token means that both policies were not given the same "
-                f"logit masks. The objective on the output of corral.lm_head says where."
-            )
+        _refuse_flaws(int(flaws.wait()))
         return finish()
 
     if not any(needed):
@@ -97,11 +111,23 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     return FusedLoss(packing, total, rows, output, finish_finite if any(needed) else None, scale)
 
 
+def _refuse_flaws(number: int) -> None:
+    """Raise if the loss of so many tokens is not finite."""
+    if number:
+        raise ValueError(
+            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from a "
+            f"union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible token "
+            f"means that both policies were not given the same logit masks. The objective on the output of corral.lm_head "
+            f"says where."
+        )
+
+
 def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
     """The old policy's rows in the same order."""
     b, old = terms.batch, terms.batch.dist_old
     kept, rest, rest_max = (None, None, None) if old is None else (old.logp, old.rest, old.rest_max)
-    rows = OldRows(b.logp_old, kept, rest, token_advantages(b), b.logp_rollout, rest_max, terms.policy_weights)
+    ids, place = (None, None) if old is None or terms.union is None else (old.ids, terms.union.place)
+    rows = OldRows(b.logp_old, kept, rest, token_advantages(b), b.logp_rollout, rest_max, terms.policy_weights, ids, place)
     return rows.each(lambda x: packing.pack(x.detach()).contiguous())
 
 

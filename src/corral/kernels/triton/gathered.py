@@ -1,5 +1,9 @@
-"""Log-probs of a few more tokens of a policy on a GPU: a row's tokens one after the other, their weights read once."""
+"""Log-probs of a few more tokens of a policy on a GPU: a row's tokens one after the other, their weights read once.
 
+`extend_rows` puts an old policy on a union of supports with them, `gather_logp` is for loops that do so themselves.
+"""
+
+from dataclasses import replace
 from typing import no_type_check
 
 import torch
@@ -9,6 +13,11 @@ from torch import Tensor
 
 from corral.kernels.logits import LogitSpec
 from corral.kernels.triton.gemm_stats import finish_logits, spec_arguments
+from corral.kernels.triton.loss.rows import OldRows
+from corral.kernels.union import UnionSupport
+from corral.support import LEAST_LEFT
+
+LEAST: tl.constexpr = tl.constexpr(LEAST_LEFT)
 
 
 def gather_logp(
@@ -23,6 +32,27 @@ def gather_logp(
         SLOTS=max(2, triton.next_power_of_2(ids.shape[1])), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def extend_rows(old: OldRows, ids: Tensor, union: UnionSupport, spec: LogitSpec) -> OldRows:
+    """The old policy's rows on the union `ids` [N, S], which begins with its own support.
+
+    `UnionSupport.extend` is the reference. A place beyond the old hidden states makes its row NaN, which is refused.
+    """
+    assert old.ids is not None
+    assert old.kept is not None
+    assert old.rest is not None
+    assert old.place is not None
+    (count, slots), (kept_at, width) = old.ids.shape, union.hidden.shape
+    kept, rest = torch.empty(ids.shape, device=ids.device), torch.empty(count, device=ids.device)
+    hidden, bias = union.hidden.contiguous(), None if union.bias is None else union.bias.contiguous()
+    _extend_kernel[(count,)](
+        hidden, union.weight.contiguous(), bias, old.place, old.ids, old.kept, old.rest, ids, kept, rest, kept_at,
+        len(union.weight), width, slots, ids.shape[1], *spec_arguments(spec), BIAS=bias is not None,
+        CAP=spec.softcap is not None, BLOCK=min(512, triton.next_power_of_2(width)), SOME=8,
+        SLOTS=max(2, triton.next_power_of_2(slots)), JOINED=max(2, triton.next_power_of_2(ids.shape[1])), num_warps=4,
+    )  # fmt: skip
+    return replace(old, kept=kept, rest=rest)
 
 
 @triton.jit
@@ -64,3 +94,44 @@ def _gather_kernel(
             z = _logits(hidden, weight, bias, id, row, vocabulary, width, before, cap, after, BIAS, CAP, BLOCK)
             value = tl.where((id >= 0)[None, :], z + level, -float("inf"))
             tl.store((out + row * slots + some)[None, :], value, mask=(some < last)[None, :])
+
+
+@triton.jit
+@no_type_check
+def _extend_kernel(
+    hidden, weight, bias, row_of, ids, kept, rest, wide, out_kept, out_rest, count, vocabulary, width, slots, joined, before,
+    cap, after, BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr,
+    JOINED: tl.constexpr,
+):  # fmt: skip
+    """One row: its own members, then those of the union behind them, and what these leave of the tail."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    member = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1) >= 0
+    members = tl.sum(member.to(tl.int32), 0)
+    place = tl.arange(0, JOINED)
+    last = tl.sum((tl.load(wide + row * joined + place, mask=place < joined, other=-1) >= 0).to(tl.int32), 0)
+    at = tl.load(row_of + row).to(tl.int64)
+    known = (at >= 0) & (at < count)
+    value = tl.load(kept + row * slots + slot, mask=member, other=0.0).to(tl.float32)
+    value = tl.where(known | (last <= members), value, float("nan"))
+    tl.store(out_kept + row * joined + tl.cumsum(member.to(tl.int32), 0) - 1, value, mask=member)
+    padding = (place >= last) & (place < joined)
+    tl.store(out_kept + row * joined + place, tl.full((JOINED,), -float("inf"), tl.float32), mask=padding)
+    log_rest = tl.load(rest + row).to(tl.float32)
+    if last > members:
+        at = tl.where(known, at, 0)
+        sampled = tl.load(wide + row * joined) + tl.zeros((1,), tl.int64)
+        own = _logits(hidden, weight, bias, sampled, at, vocabulary, width, before, cap, after, BIAS, CAP, BLOCK)
+        level = tl.load(kept + row * slots).to(tl.float32) - tl.max(tl.max(own, 1), 0)
+        share = tl.zeros((1, SOME), tl.float32)
+        for begin in range(members, last, SOME):
+            some = begin + tl.arange(0, SOME)
+            id = tl.load(wide + row * joined + some, mask=some < last, other=-1)
+            z = _logits(hidden, weight, bias, id, at, vocabulary, width, before, cap, after, BIAS, CAP, BLOCK)
+            here = (some < last)[None, :]
+            logp = z + level
+            share += tl.where(here, tl.exp(logp - log_rest), 0.0)
+            tl.store((out_kept + row * joined + some)[None, :], logp, mask=here)
+        taken = tl.sum(tl.sum(share, 1), 0)
+        log_rest = tl.where(taken == 0.0, log_rest, log_rest + tl.log(tl.maximum(1.0 - taken, LEAST)))
+    tl.store(out_rest + row, log_rest)

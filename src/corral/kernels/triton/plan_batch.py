@@ -178,7 +178,7 @@ def _order_kernel(
     planned = tl.sum(dense, 0)
     planned = tl.where((planned < fewest) | (planned.to(tl.float32) < share * every.to(tl.float32)), 0, planned)
     planned = tl.where((planned > 0) & ((every - planned).to(tl.float32) <= rest * every.to(tl.float32)), every, planned)
-    planned = tl.where(mean >= flat, every, planned)
+    planned = tl.where(mean > flat, every, planned)
     first = every - planned
     tl.store(counts, first)
     tl.store(counts + 1, every)

@@ -70,7 +70,7 @@ def _distance(row: Row, x: float, tv: "LogAxis") -> Safe:
 
 def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Safe:
     """2-d histogram: ratio of the sampled token, across, against the true TV, up."""
-    log_ratio = columns["logp_new"].astype(float) - columns["logp_old"]
+    log_ratio = np.nan_to_num(columns["logp_new"].clip(-80, 0).astype(float) - columns["logp_old"].clip(-80, 0))
     low = min(float(np.quantile(log_ratio, 0.001)), -0.5)
     high = max(float(np.quantile(log_ratio, 0.999)), 0.5)
     tv = columns["tv"].astype(float)

@@ -9,6 +9,7 @@ import pyarrow as pa
 from corral.audit.summary import Ball, Row, Summary, table_columns
 from corral.audit.words import RULES, number, percent, sentences
 from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
+from corral.report.audit.thresholds import audit_thresholds
 from corral.report.audit.tokens import completion_heat, render_token
 from corral.report.html import (
     Safe,
@@ -20,9 +21,9 @@ from corral.report.html import (
     shorten,
     table,
     tag,
-    visible,
     write_document,
 )  # fmt: skip
+from corral.run.text import count, visible
 
 _VERDICTS = {"rule": "Rule", "share": "Acts on", "right": "…of which outside", "false": "…of which inside", "missed": "Missed"}
 
@@ -58,9 +59,12 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
     said = sentences(summary, info)
     probability, kinds = summary.by_probability, (("Entropy, nats", summary.by_entropy), ("Advantage", summary.by_sign))
     found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
+    out = info.get("left_out")
+    missing = note(f"{count(out, 'token')} without a number in every column are left out.") if out else None
     parts = {
-        "findings": ("Findings", join(found, _verdict_tables(summary, rules))),
+        "findings": ("Findings", join(missing, found, _verdict_tables(summary, rules))),
         "probability": ("By old probability", join(bucket_figure(probability), _bucket_table("Old probability", probability))),
+        "threshold": ("Which threshold?", audit_thresholds(columns, rules)),
         "ratio": ("Ratio against true distance", ratio_figure(columns, rules)),
         "tokens": ("Tokens that clipping blocks most", _blocked_table(summary.blocked_tokens)),
         "kinds": ("By entropy and by advantage", join(*(_bucket_table(title, rows) for title, rows in kinds))),
@@ -129,10 +133,11 @@ def _blocked_table(rows: Sequence[Row]) -> Safe:
 
 def _method(info: Mapping[str, Any]) -> Safe:
     """The method, the rules and the settings."""
+    parts = {part: info[part] for part in ("rules", "settings", "versions") if isinstance(info.get(part), Mapping)}
     rows = [
         {"setting": f"{part} {key}", "value": shorten(str(value), 300)}
-        for part in ("rules", "settings", "versions")
-        for key, value in (info.get(part) or {}).items()
+        for part, found in parts.items()
+        for key, value in found.items()
         if value is not None
     ]
     asked = table(rows, {"setting": "Setting", "value": "Value"}, lambda key, row: visible(row[key]), aria_label="Settings")

@@ -3,12 +3,15 @@
 from typing import Any
 
 from corral.report.content import RunReport
-from corral.report.html import Safe, join, note, table, tag
+from corral.report.html import Safe, join, note, shorten, table, tag
 from corral.report.page.findings import spread
 from corral.report.tables import compare_command
 from corral.run.text import count
 
 _EVENTS = {"objective": "Objective", "seed": "Seed", "step": "Step", "kind": "Kind", "what": "What happened"}
+
+_LONGEST = 20_000
+"""Characters of a command, or of a file of settings."""
 
 _RUNS = {
     "objective": "Objective", "seed": "Seed", "stopped": "Ended", "steps": "Steps", "start": "Start", "best": "Best",
@@ -75,8 +78,8 @@ def reproduce(report: RunReport) -> Safe:
     for row in report.tables["commands"]:
         command = tag("p", "It was started from Python, or its command is unknown.")
         if row["command"]:
-            command = tag("pre", row["command"], tabindex="0")
-        settings = tag("pre", row["settings"], tabindex="0")
+            command = tag("pre", shorten(row["command"], _LONGEST), tabindex="0")
+        settings = tag("pre", shorten(row["settings"], _LONGEST), tabindex="0")
         items.append(
             tag("details", tag("summary", f"{row['objective']}, seed {row['seed']}"), command, tag("p", how), settings)
         )

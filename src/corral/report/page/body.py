@@ -1,7 +1,7 @@
 """The body of a page: its parts in order, the filters, and the places where its script draws."""
 
 from corral.report.content import RunReport
-from corral.report.html import Safe, join, note, page_body, sections, tag
+from corral.report.html import Safe, join, note, page_body, sections, shorten, tag
 from corral.report.page.appendix import configuration, event_table, reproduce, run_table
 from corral.report.page.findings import findings
 from corral.report.page.sweep import sweep_headline, sweep_section
@@ -84,11 +84,16 @@ def _controls(report: RunReport) -> Safe:
     for group in report.groups:
         box = tag("input", type="checkbox", name="group", value=group.key, checked=True)
         swatch = tag("span", class_="swatch", data_group=group.key)
-        boxes.append(tag("label", box, swatch, group.label, data_problem=problems.index(group.problem)))
-    picks = [tag("label", tag("input", type="checkbox", name="seed", value=seed, checked=True), seed) for seed in seeds]
+        boxes.append(tag("label", box, swatch, shorten(group.label, 120), data_problem=problems.index(group.problem)))
+    picks = [
+        tag("label", tag("input", type="checkbox", name="seed", value=shorten(seed, 60), checked=True), shorten(seed, 60))
+        for seed in seeds
+    ]
     return tag(
         "form",
-        _select("problem", "Problem", dict(enumerate(problems))) if len(problems) > 1 else None,
+        _select("problem", "Problem", {place: shorten(name, 120) for place, name in enumerate(problems)})
+        if len(problems) > 1
+        else None,
         tag("fieldset", tag("legend", "Objective"), *boxes),
         tag("fieldset", tag("legend", "Seed"), *picks),
         _select("axis", "Over", _axes(report)),

@@ -5,19 +5,20 @@ from typing import Any
 
 from corral.report import figures, outcomes
 from corral.report.content import RunReport
-from corral.report.html import shorten, visible
+from corral.report.html import MOST_ROWS, page_json, shorten
 from corral.report.read import Run
 from corral.report.sweep.find import Sweep
-from corral.report.sweep.ranges import number_at, value_text
+from corral.report.sweep.ranges import ordered, value_at, value_text
+from corral.run.text import visible
 
 _MOST_TEXT = 4000
 """Characters of a completion that a page shows."""
 
 _ALL_TEXT = 1_500_000
-"""Characters of all completions together: the page stays below six megabytes whatever was sampled."""
+"""Bytes of all completions, as the page holds them: it stays below six megabytes whatever was sampled."""
 
-_ALL_TOKENS = 25_000
-"""Tokens that are shown one by one, of all runs together: a megabyte."""
+_ALL_TOKENS, _ALL_TOKEN_TEXT = 25_000, 2_000_000
+"""Tokens that are shown one by one, of all runs together, and their bytes as the page holds them."""
 
 _LONGEST = 600
 """Tokens of one completion that are."""
@@ -39,7 +40,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
         ],
         "groups": [
             {
-                "key": group.key, "label": visible(group.label), "problem": visible(group.problem),
+                "key": group.key, "label": visible(group.label), "problem": visible(shorten(group.problem, 200)),
                 "colour": objectives.index(group.objective) % 8,
                 "dash": 0 if group.chosen else settings.index(group.setting) % 4,
             }
@@ -47,7 +48,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
         ],
         "runs": [
             {
-                "group": group.key, "seed": visible(run.seed), "stopped": visible(run.stopped),
+                "group": group.key, "seed": visible(shorten(run.seed, 60)), "stopped": visible(shorten(run.stopped, 60)),
                 "columns": _rounded(figures.points(run, report.metrics, report.every)),
             }
             for group in report.groups
@@ -60,7 +61,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
         "sweeps": [_sweep(sweep, objectives) for sweep in report.sweeps],
         "completions": _completions(report.runs, place),
         "tokens": _tokens(report.runs, place),
-        "tables": {name: [_plain(row) for row in report.tables[name]] for name in _TABLES},
+        "tables": {name: [_plain(row) for row in report.tables[name][:MOST_ROWS]] for name in _TABLES},
     }  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def _finals(report: RunReport) -> list[dict[str, Any]]:
             found.append(
                 {
                     "group": group.key,
-                    "seeds": {visible(seed): value for seed, value in seeds.items()},
+                    "seeds": {visible(shorten(seed, 60)): value for seed, value in seeds.items()},
                     "value": row["final"],
                     "low": row["final_low"],
                     "high": row["final_high"],
@@ -94,7 +95,7 @@ def _finals(report: RunReport) -> list[dict[str, Any]]:
 def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
     """Lines of a sweep: one per contestant and other settings, with a cell per value of the axis and its seeds' numbers."""
     names = list(dict.fromkeys([*objectives, *(row.contestant for row in sweep.rows)]))
-    found, values = [], sorted({number_at(row.setting, sweep.key) for row in sweep.rows})
+    found, values = [], [*ordered([value_at(row.setting, sweep.key) for row in sweep.rows])]
     for index, line in enumerate(sweep.ranges):
         mine = sweep.rows_of(line)
         chosen = sweep.chosen.get(line.contestant, {})
@@ -106,7 +107,7 @@ def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
                 "dash": sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4,
                 "usable": [values.index(value) for value in line.own],
                 "overall": [values.index(value) for value in line.overall],
-                "chosen": values.index(number_at(chosen, sweep.key)) if here else None,
+                "chosen": values.index(value_at(chosen, sweep.key)) if here else None,
                 "cells": [
                     {
                         name: [_number(vars(row)[field]) for row in mine if row.setting[sweep.key] == value]
@@ -123,8 +124,21 @@ def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
 
 def _completions(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str, Any]]:
     """Sampled completions, cut to what a page can hold."""
-    count = sum(len(run.completions) for run in runs)
-    most = min(_MOST_TEXT, max(_ALL_TEXT // max(count, 1), 200))
+    most = 2 * _MOST_TEXT
+    found: list[dict[str, Any]] = []
+    while most == 2 * _MOST_TEXT or (most > 20 and _size(found) > _ALL_TEXT):
+        most //= 2
+        found = _cut_completions(runs, place, most)
+    return found
+
+
+def _size(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of rows, as a page holds them."""
+    return len(page_json(rows).encode())
+
+
+def _cut_completions(runs: Sequence[Run], place: Mapping[int, int], most: int) -> list[dict[str, Any]]:
+    """Each with so many characters at most."""
     return [
         {
             "run": place[id(run)],
@@ -141,14 +155,19 @@ def _completions(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str
 
 def _tokens(runs: Sequence[Run], place: Mapping[int, int]) -> list[dict[str, Any]]:
     """Token by token: text, what was done to it, and how far it wanted to go. Every run has an equal share of the page."""
-    kept = [run for run in runs if run.tokens]
-    return [_token_row(row, place[id(run)]) for run in kept for row in _fitting(run.tokens, _ALL_TOKENS // max(len(kept), 1))]
+    kept, most = [run for run in runs if run.tokens], 2 * _ALL_TOKENS
+    found: list[dict[str, Any]] = []
+    while most == 2 * _ALL_TOKENS or (most > 100 and _size(found) > _ALL_TOKEN_TEXT):
+        most //= 2
+        each = most // max(len(kept), 1)
+        found = [_token_row(row, place[id(run)]) for run in kept for row in _fitting(run.tokens, each)]
+    return found
 
 
 def _token_row(row: Mapping[str, Any], run: int) -> dict[str, Any]:
     entry: dict[str, Any] = {"run": run, "step": int(row["step"] or 0)}
     entry["token"] = [visible(shorten(str(text), 80)) for text in row["token"][:_LONGEST]]
-    entry["action"] = [str(action or "") for action in row["action"][:_LONGEST]]
+    entry["action"] = [visible(shorten(action or "", 20)) for action in row["action"][:_LONGEST]]
     for name in ("kl_before", "kl_after", "log_ratio"):
         entry[name] = [_number(value) for value in row[name][:_LONGEST]] if row.get(name) is not None else None
     return entry | {name: _number(row.get(name)) for name in ("reward", "advantage", "bound")}
@@ -182,7 +201,9 @@ def _rounded(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a table as JSON can hold it."""
-    return {visible(key): visible(str(value)) if isinstance(value, str) else _as_is(value) for key, value in row.items()}
+    return {
+        visible(key): visible(shorten(value, 1000)) if isinstance(value, str) else _as_is(value) for key, value in row.items()
+    }
 
 
 def _as_is(value: Any) -> Any:

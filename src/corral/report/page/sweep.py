@@ -7,7 +7,8 @@ from corral.report.content import RunReport
 from corral.report.html import Safe, join, note, table, tag
 from corral.report.page.findings import sentence_list
 from corral.report.sweep.find import Sweep
-from corral.report.sweep.ranges import SHARE, setting_text, value_text
+from corral.report.sweep.ranges import setting_text, value_text
+from corral.report.sweep.usable import RULE
 
 _MEASURES = {
     "final": "Final", "area": "Mean over the run", "greedy": "Greedy", "collapsed": "Collapsed", "kl": "KL before projection",
@@ -20,8 +21,8 @@ def sweep_headline(report: RunReport) -> Safe | None:
     parts = []
     for sweep in report.sweeps:
         of = f" on {sweep.problem}" if len(report.sweeps) > 1 else ""
-        near = f"final {report.measure.name} within {100 * SHARE:g} % of the contestant's own best"
-        lead = f"Usable range of {sweep.key}{of}: {near}, in the mean of {sweep.seeds_text}."
+        by = f"by final {report.measure.name} and its mean over the run ({sweep.seeds_text})"
+        lead = f"Usable range of {sweep.key}{of}, {by}: {RULE}."
         parts.append(join(tag("p", tag("b", lead)), _range_list(sweep)))
     return join(*parts) if parts else None
 

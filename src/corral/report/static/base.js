@@ -98,7 +98,7 @@ function download(name, blob) {
 // A text that a spreadsheet would compute is quoted with '.
 function save(name, rows) {
   const plain = value => value === null || value === undefined ? "" : String(value);
-  const cell = value => finite(value) ? String(value) : /[",\n\r]|^[=+@\t-]/.test(plain(value)) ? `"${plain(value).replace(/^([=+@\t-])/, "'$1").replaceAll('"', '""')}"` : plain(value);
+  const cell = value => finite(value) ? String(value) : /[",\n\r]|^\s*[=+@＝＋－＠-]/.test(plain(value)) ? `"${plain(value).replace(/^(?=\s*[=+@＝＋－＠-])/, "'").replaceAll('"', '""')}"` : plain(value);
   download(name, new Blob([rows.map(row => row.map(cell).join(",")).join("\n") + "\n"], { type: "text/csv" }));
 }
 

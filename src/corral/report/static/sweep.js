@@ -18,25 +18,30 @@ function sweepTable(sweep, measure) {
 function drawSweepCurves(figure, sweep, measure) {
   const body = figure.querySelector(".body"), percent = sweepPercent(measure), width = Math.max(body.clientWidth, 240), height = Math.min(360, Math.max(240, width * 0.5));
   const series = sweep.lines.map(line => ({ ...line, points: sweep.values.map((value, index) => ({ index, found: sweepValues(line, index, measure) })).filter(point => point.found.length) })).filter(line => line.points.length);
-  figure.querySelector("figcaption").textContent = "mean over seeds, band: their range · large dots: usable, within 95 % of the own best final value · ★ chosen";
+  figure.querySelector("figcaption").textContent = "mean over seeds, band: their range · large dots: usable, for certain within 95 % of the contestant's own tuned setting · ★ chosen";
   figure.table = () => sweepTable(sweep, measure);
   figure.legend = sweep.lines;
   body.replaceChildren();
   if (!series.length) { body.append(make("p", { class: "empty" }, "Nothing was measured.")); return; }
   const numbers = series.flatMap(line => line.points.flatMap(point => point.found)), log = measure === "kl" && numbers.every(value => value > 0);
   const left = 52, right = 14, top = 12, bottom = 38, y = scaleOf(numbers, log, percent, height - top - bottom);
-  const spread = sweep.values.every(value => value > 0) && sweep.values.at(-1) / sweep.values[0] >= 8 ? Math.log10 : value => value;
-  const from = spread(sweep.values[0]), reach = spread(sweep.values.at(-1)) - from || 1;
-  const px = index => left + 18 + (spread(sweep.values[index]) - from) / reach * (width - left - right - 36), py = value => top + (1 - y.at(value)) * (height - top - bottom);
+  // Numbers along the axis; "auto" has a place of its own to the right of them, and no line leads there.
+  const axis = sweep.values.filter(finite), beside = sweep.values.length > axis.length ? 56 : 0;
+  const spread = axis.every(value => value > 0) && axis.at(-1) / axis[0] >= 8 ? Math.log10 : value => value;
+  const from = spread(axis[0]), reach = spread(axis.at(-1)) - from || 1;
+  const px = index => index < axis.length ? left + 18 + (spread(axis[index]) - from) / reach * (width - left - right - 36 - beside) : width - right - 18, py = value => top + (1 - y.at(value)) * (height - top - bottom);
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${sweepTitle(measure)} over ${sweep.key}: ${series.map(line => line.label).join(", ")}. The table below has the values.` });
   for (const tick of y.ticks) svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }), make("text", { x: left - 7, y: py(tick) + 4, "text-anchor": "end" }, percent ? `${+(100 * tick).toFixed(4)} %` : readable(tick)));
   sweep.names.forEach((name, index) => svg.append(make("text", { x: px(index), y: height - bottom + 17, "text-anchor": "middle" }, name)));
   svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, sweep.key));
+  if (beside) svg.append(make("line", { class: "grid", x1: width - right - 46, x2: width - right - 46, y1: top, y2: height - bottom }));
   for (const line of series) {
     const group = make("g", { class: `c${line.colour}` }), path = (points, value) => points.map((point, index) => `${index ? "L" : "M"}${px(point.index).toFixed(1)} ${py(value(point.found)).toFixed(1)}`).join("");
-    if (line.points.length > 1 && line.points.some(point => point.found.length > 1)) group.append(make("path", { class: "area", d: `${path(line.points, found => Math.max(...found))}${path([...line.points].reverse(), found => Math.min(...found)).replace("M", "L")}Z` }));
-    group.append(make("path", { class: `curve dash${line.dash}`, d: path(line.points, middle) }));
+    const along = line.points.filter(point => point.index < axis.length);
+    if (along.length > 1 && along.some(point => point.found.length > 1)) group.append(make("path", { class: "area", d: `${path(along, found => Math.max(...found))}${path([...along].reverse(), found => Math.min(...found)).replace("M", "L")}Z` }));
+    if (along.length) group.append(make("path", { class: `curve dash${line.dash}`, d: path(along, middle) }));
     for (const { index, found } of line.points) {
+      if (index >= axis.length && found.length > 1) group.append(make("path", { class: "curve", d: `M${px(index)} ${py(Math.min(...found)).toFixed(1)}V${py(Math.max(...found)).toFixed(1)}` }));
       const x = px(index), at = py(middle(found)), said = `${line.label}, ${sweep.key} ${sweep.names[index]}: ${readable(middle(found), percent)}${line.usable.includes(index) ? ", usable" : ""}${line.chosen === index ? ", chosen" : ""}`;
       group.append(make("circle", { class: "dot", cx: x.toFixed(1), cy: at.toFixed(1), r: line.usable.includes(index) ? 5 : 2.6 }, make("title", {}, said)));
       if (line.chosen === index) group.append(make("text", { class: "mark", x, y: at - 9, "text-anchor": "middle" }, "★"));
@@ -50,7 +55,7 @@ function drawSweepCurves(figure, sweep, measure) {
 function drawSweepHeat(figure, sweep, measure) {
   const body = figure.querySelector(".body"), percent = sweepPercent(measure), width = Math.max(body.clientWidth, 240);
   const means = sweep.lines.map(line => sweep.values.map((_, index) => middle(sweepValues(line, index, measure)))), known = means.flat().filter(finite);
-  figure.querySelector("figcaption").textContent = "mean over seeds · outlined: usable, within 95 % of the own best final value · ★ chosen";
+  figure.querySelector("figcaption").textContent = "mean over seeds · outlined: usable, for certain within 95 % of the contestant's own tuned setting · ★ chosen";
   figure.table = () => sweepTable(sweep, measure);
   body.replaceChildren();
   if (!known.length) { body.append(make("p", { class: "empty" }, "Nothing was measured.")); return; }

@@ -12,7 +12,8 @@ from corral.report.groups import own_settings, problems_of, read_once, shared_se
 from corral.report.outcomes import COUNTED, Measure
 from corral.report.read import Run
 from corral.report.statistics import area_under_curve, has_collapsed
-from corral.report.sweep.ranges import Cell, SweepRow, UsableRange, cells, number_at, setting_text, usable_range
+from corral.report.sweep.ranges import AUTO, Cell, SweepRow, cells, setting_text, value_at
+from corral.report.sweep.usable import UsableRange, usable_range
 from corral.run.text import count
 
 _KL = "tr/kl_before"
@@ -79,7 +80,7 @@ def find_sweeps(runs: Sequence[Run], comparisons: Sequence[SavedComparison], mea
         for entry in entries:
             run = places.get(entry.path.resolve())
             ended = (run is not None and run.stopped in COUNTED) or entry.state == "failed"
-            if ended and key is not None and _is_number(entry.setting.get(key)):
+            if ended and key is not None and _on_axis(entry.setting.get(key)):
                 name = entry.contestant, json.dumps(dict(entry.setting), sort_keys=True), entry.seed
                 rows[name] = sweep_row(entry.contestant, entry.setting, entry.seed, run, measure)
         if rows and key is not None:
@@ -111,7 +112,7 @@ def _infer_sweeps(runs: Sequence[Run], measure: Measure) -> list[Sweep]:
         grids = [dict(row.setting) for row in rows.values()]
         key = axis({name: [grid.get(name) for grid in grids] for grid in grids for name in grid})
         # Contestants that were not swept have no place on the axis.
-        swept = [row for row in rows.values() if key is not None and _is_number(row.setting.get(key))]
+        swept = [row for row in rows.values() if key is not None and _on_axis(row.setting.get(key))]
         if key is not None and len({row.setting[key] for row in swept}) > 1:
             found.append(Sweep(problem=where, key=key, rows=swept, chosen={}, choose_seeds=[], report_seeds=[], planned=False))
     return found
@@ -122,7 +123,7 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Ru
     points = run.values(measure.key) if run is not None and run.stopped in COUNTED else []
     if run is None or not points:
         worst = 0.0 if measure.key == "success" else -math.inf
-        return SweepRow(contestant, setting, seed, worst, worst, False)
+        return SweepRow(contestant, setting, seed, worst, worst, False, fell_below_start=True)
     area = area_under_curve(points, run.planned_steps)
     greedy, kl = run.values("greedy"), run.values(_KL)
     return SweepRow(
@@ -134,17 +135,19 @@ def sweep_row(contestant: str, setting: Mapping[str, object], seed: int, run: Ru
         collapsed=has_collapsed(points, run.stopped),
         greedy=greedy[-1][1] if greedy else None,
         kl=fmean(value for _, value in kl) if kl else None,
+        fell_below_start=any(value < points[0][1] for _, value in points),
     )
 
 
 def axis(grid: Mapping[str, Sequence[Any]]) -> str | None:
-    """The setting to draw along: a learning rate if one was swept, else the first whose values are numbers."""
+    """The setting to draw along: a learning rate if one was swept, else the first of numbers, or of numbers and `auto`."""
     numeric = [
         key
         for key, values in grid.items()
-        if key not in _BUDGETS and values and all(_is_number(value) for value in values if value is not None)
+        if key not in _BUDGETS
+        and all(_on_axis(value) for value in values if value is not None)
+        and any(_is_number(value) for value in values)
     ]
-    numeric = [key for key in numeric if any(value is not None for value in grid[key])]
     return next((key for key in numeric if key.endswith("rate")), numeric[0] if numeric else None)
 
 
@@ -154,7 +157,7 @@ def sweep_table(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
     for sweep in sweeps:
         ranges = {(found.contestant, *found.setting.items()): found for found in sweep.ranges}
         for cell in sweep.cells:
-            value = number_at(cell.setting, sweep.key)
+            value = value_at(cell.setting, sweep.key)
             others = tuple(sweep.others(cell.setting).items())
             found = ranges[cell.contestant, *others]
             rows.append(
@@ -176,6 +179,10 @@ def _finite(value: float) -> float | None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _on_axis(value: Any) -> bool:
+    return value == AUTO or _is_number(value)
 
 
 def _number(text: str) -> object:

@@ -1,16 +1,19 @@
-"""A sweep's results: the best setting of each contestant, and the usable range of a setting.
+"""A sweep's results by setting: means over seeds, and the best setting of each contestant.
 
-A comparison at one learning rate mostly tells whose rate it was. So every contestant is run over the same grid, its setting is
-chosen on some seeds and reported on others, and the headline is the usable range: how far the rate can be off.
+A comparison at one learning rate mostly tells whose rate it was. So every contestant is run over the same grid, and its setting
+is chosen on some seeds and reported on others.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-SHARE = 0.95
-"""Of the best final value, that a usable setting has to reach."""
+AUTO = "auto"
+"""The one word among the numbers of an axis: `learning_rate="auto"`."""
+
+Value = float | str
+"""A place on an axis: a number, or `auto` beside it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class SweepRow:
     collapsed: bool
     greedy: float | None = None
     kl: float | None = None
+    fell_below_start: bool = False
+    """Whether any measurement was below the one before training."""
 
     def __post_init__(self) -> None:
         for name, value in (("final", self.final), ("auc", self.auc)):
@@ -52,48 +57,18 @@ class Cell:
     """The share of runs that did."""
     greedy: float | None
     kl: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class UsableRange:
-    """At which values of one setting a contestant comes close to the best, all its other settings being as said."""
-
-    contestant: str
-    key: str
-    setting: Mapping[str, object]
-    """The other swept settings."""
-    tried: tuple[float, ...]
-    """Values of `key`, ascending."""
-    own: tuple[float, ...]
-    """Those within reach of the contestant's own best, over all its settings."""
-    overall: tuple[float, ...]
-    """Those within reach of the best of all contestants."""
-
-    @property
-    def label(self) -> str:
-        """`troll`, or `troll, num_iterations=4`."""
-        return ", ".join([self.contestant, *setting_pairs(self.setting)])
-
-    @property
-    def sentence(self) -> str:
-        """`troll: 3e-5 … 3e-4 (3 of 4 rates)`."""
-        return f"{self.label}: {self.text(self.own)}"
-
-    def text(self, usable: Sequence[float]) -> str:
-        """`3e-5 … 3e-4 (3 of 4 rates)`. Values with a gap between them are named one by one."""
-        what = "rates" if self.key.endswith("rate") else "values"
-        places = [self.tried.index(value) for value in usable]
-        together = len(places) > 1 and places[-1] - places[0] == len(places) - 1
-        names = [value_text(value) for value in usable]
-        shown = f"{names[0]} … {names[-1]}" if together else ", ".join(names) or "none"
-        return f"{shown} ({len(usable)} of {len(self.tried)} {what})"
+    fell_below_start: bool
+    """Whether any run did."""
+    finals: tuple[float, ...]
+    """Of each seed."""
+    aucs: tuple[float, ...]
 
 
 def cells(rows: Sequence[SweepRow]) -> list[Cell]:
     """Means over seeds, contestants in their order, settings ascending. A mean of greedy success or KL is of those measured."""
     found: dict[str, dict[tuple[object, ...], list[SweepRow]]] = {}
     for row in rows:
-        members = found.setdefault(row.contestant, {}).setdefault(_key(row.setting), [])
+        members = found.setdefault(row.contestant, {}).setdefault(setting_key(row.setting), [])
         if any(row.seed == other.seed for other in members):
             raise ValueError(
                 f"sweep: {row.contestant} with {dict(row.setting)} has seed {row.seed} twice: count each run once."
@@ -109,6 +84,9 @@ def cells(rows: Sequence[SweepRow]) -> list[Cell]:
             collapsed=fmean(row.collapsed for row in members),
             greedy=_mean([row.greedy for row in members]),
             kl=_mean([row.kl for row in members]),
+            fell_below_start=any(row.fell_below_start for row in members),
+            finals=tuple(row.final for row in members),
+            aucs=tuple(row.auc for row in members),
         )
         for contestant, settings in found.items()
         for _, members in sorted(settings.items())
@@ -136,49 +114,20 @@ def choose_setting(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, object]]:
     return chosen
 
 
-def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: float = SHARE) -> list[UsableRange]:
-    """The values of `key` whose mean final value is within `share` of the best, by contestant and other swept settings.
-
-        usable  iff  final ≥ best − (1 − share) · |best|          for success: final ≥ share · best
-
-    Args:
-        key: a swept setting whose values are numbers.
-        share: of the best; the best is the contestant's own over all its settings, or that of all contestants.
-    """
-    found = cells(rows)
-    lowest = min((cell.final for cell in found), default=0.0)
-    groups: dict[tuple[object, ...], list[Cell]] = {}
-    for cell in found:
-        value = cell.setting.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"usable_range: {key!r} must be a number in every row; {cell.contestant} has {value!r}.")
-        others = {name: other for name, other in cell.setting.items() if name != key}
-        groups.setdefault((cell.contestant, _key(others)), []).append(cell)
-
-    def within(members: list[Cell], rivals: list[Cell]) -> tuple[float, ...]:
-        best = max(cell.final for cell in rivals)
-        # Where all failed, or the best is a zero that is the minimum too, nothing is usable.
-        least = best - (1 - share) * abs(best) if math.isfinite(best) and not best == 0 <= lowest else math.inf
-        return tuple(number_at(cell.setting, key) for cell in members if cell.final >= least)
-
-    return [
-        UsableRange(
-            contestant=members[0].contestant,
-            key=key,
-            setting={name: value for name, value in members[0].setting.items() if name != key},
-            tried=tuple(number_at(cell.setting, key) for cell in members),
-            own=within(members, [cell for cell in found if cell.contestant == members[0].contestant]),
-            overall=within(members, found),
-        )
-        for members in groups.values()
-    ]
-
-
-def number_at(setting: Mapping[str, object], key: str) -> float:
-    """The value of a swept setting that has numbers alone for values, as `usable_range` makes sure."""
-    value = setting[key]
-    assert isinstance(value, int | float), f"{key} is {value!r}"
+def value_at(setting: Mapping[str, object], key: str) -> Value:
+    """The value of a swept setting along an axis: a number, or the word `auto`."""
+    value = setting.get(key)
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"sweep: {key!r} must be a number or {AUTO!r} in every row; got {value!r}.")
     return float(value)
+
+
+def ordered(values: Collection[Value]) -> tuple[Value, ...]:
+    """Each value once: numbers ascending, then `auto`."""
+    numbers = sorted(value for value in {*values} if not isinstance(value, str))
+    return (*numbers, AUTO) if AUTO in values else (*numbers,)
 
 
 def value_text(value: object) -> str:
@@ -206,7 +155,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _key(setting: Mapping[str, object]) -> tuple[object, ...]:
+def setting_key(setting: Mapping[str, object]) -> tuple[object, ...]:
     """A setting as something to sort and look up by: numbers before texts, ascending."""
     return tuple(
         (name, 0, float(value), "")

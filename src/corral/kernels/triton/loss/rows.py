@@ -37,10 +37,13 @@ class OldRows:
     """Largest log-probability outside the support [N], where it is known."""
     policy_weights: Tensor | None = None
     """c: what the policy term is multiplied with [N]; 1 where None."""
+    ids: Tensor | None = None
+    place: Tensor | None = None
+    """With a union of supports: its support [N, K], and which of the old hidden states is each token's [N]; −1 for none."""
 
     def each(self, pick: Callable[[Tensor], Tensor]) -> "OldRows":
         """Something done to every field."""
-        optional = (self.kept, self.rest, self.rollout, self.rest_max, self.policy_weights)
+        optional = (self.kept, self.rest, self.rollout, self.rest_max, self.policy_weights, self.ids, self.place)
         kept, rest, *others = (None if x is None else pick(x) for x in optional)
         return OldRows(pick(self.logp), kept, rest, pick(self.advantages), *others)
 
@@ -56,13 +59,15 @@ class LossRows:
     kept: Tensor | None
     rest: Tensor | None
     """d / d log π on the support [N, K], and of the tail mass [N]."""
+    rest_old: Tensor | None = None
+    """Log mass of the old policy's tail, where a union of supports has taken from it [N]."""
 
     @classmethod
     def join(cls, parts: list["LossRows"]) -> "LossRows":
         """Tokens one behind the other."""
         if len(parts) == 1:
             return parts[0]
-        gradients = ([getattr(x, name) for x in parts] for name in ("own", "kept", "rest"))
+        gradients = ([getattr(x, name) for x in parts] for name in ("own", "kept", "rest", "rest_old"))
         return cls(torch.cat([x.fields for x in parts], 1), *(None if x[0] is None else torch.cat(x) for x in gradients))
 
 

@@ -1,4 +1,4 @@
-"""Objectives that act on the sampled token's ratio, in one kernel: clip, mask, weight, gate or penalty.
+"""Objectives that act on the sampled token's ratio, in one kernel: clip, mask, weight, gate, penalty or flip.
 
 The files of the same names in `objective` are the reference; this is the same, fast.
 """
@@ -15,9 +15,9 @@ from corral.kernels.triton.loss.project import CERTAIN, LOG_RATIO_MAX, abs_diffe
 from corral.kernels.triton.loss.rows import UNCHECKED, LossRows, OldRows, blank_fields, disagree, no_distribution
 from corral.support import LogpTolerance
 
-CLIP, MASK, WEIGHT, GATE, PENALTY = range(5)
-RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL = range(5)
-"""What a mask or a penalty measures."""
+CLIP, MASK, WEIGHT, GATE, PENALTY, FLIP = range(6)
+RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL, CHI_SQUARE = range(6)
+"""What a clip, a mask or a penalty measures."""
 INFINITY = float("inf")
 LANES = 256
 """Rows times slots of one program."""
@@ -37,6 +37,12 @@ class TokenLoss:
     measure: int = RATIO
     symmetric: bool = False
     """A mask that looks at how far alone, not at which way."""
+    decoupled: bool = False
+    """Weigh the loss by old policy over sampler."""
+
+    @property
+    def needs_rollout(self) -> bool:
+        return self.decoupled
 
     @property
     def needs_support(self) -> bool:
@@ -61,8 +67,8 @@ class TokenLoss:
             fields, own,
             len(own), slots, rows.logp.stride(0), rows.kept.stride(0), *limits, self.low, self.high,
             self.cap if self.cap is not None else 0.0, CAPPED=self.cap is not None, RULE=self.rule, MEASURE=self.measure,
-            SYMMETRIC=self.symmetric, SUPPORT=support, ROLLOUT=old.rollout is not None, POLICY=old.policy_weights is not None,
-             SLOTS=lanes, ROWS=block, num_warps=1,
+            SYMMETRIC=self.symmetric, DECOUPLED=self.decoupled, SUPPORT=support, ROLLOUT=old.rollout is not None,
+            POLICY=old.policy_weights is not None, SLOTS=lanes, ROWS=block, num_warps=1,
         )  # fmt: skip
         return LossRows(fields, own, None, None)
 
@@ -84,8 +90,18 @@ def _clipped(config: Any) -> TokenLoss:
     return TokenLoss(rule=CLIP, low=1 - config.clip_low, high=1 + config.clip_high, cap=config.dual_clip)
 
 
+def _decoupled(config: Any) -> TokenLoss:
+    return TokenLoss(rule=CLIP, low=1 - config.clip_low, high=1 + config.clip_high, decoupled=True)
+
+
+def _isometric(config: Any) -> TokenLoss:
+    return TokenLoss(rule=CLIP, low=config.bound_low**0.5, high=config.bound_high**0.5, measure=CHI_SQUARE)
+
+
 _RULES = {
     "ppo_clip": _clipped, "clip_higher": _clipped, "dual_clip": _clipped, "dppo": _masked,
+    "decoupled_ppo": _decoupled, "ripo": _isometric,
+    "aspo": lambda config: TokenLoss(rule=FLIP, low=1 - config.clip_low, high=1 + config.clip_high, cap=config.cap),
     "reinforce": lambda config: TokenLoss(rule=MASK, low=INFINITY, high=INFINITY, cap=config.ratio_cap),
     "cispo": lambda config: TokenLoss(rule=WEIGHT, low=config.cap_low, high=config.cap_high),
     "sapo": lambda config: TokenLoss(rule=GATE, low=config.tau_negative, high=config.tau_positive),
@@ -99,8 +115,8 @@ _RULES = {
 def _token_kernel(
     logp, kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, out_own, count, slots,
     stride, stride_kept, highest, slack, low, high, cap, CAPPED: tl.constexpr, RULE: tl.constexpr, MEASURE: tl.constexpr,
-    SYMMETRIC: tl.constexpr, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr, DECOUPLED: tl.constexpr, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
@@ -140,11 +156,16 @@ def _token_kernel(
 
     # The loss, its derivative with respect to log π, and whether the region acted.
     plain = ratio * advantage
+    least, most = low, high
+    if MEASURE == 5:
+        spread = tl.exp(-0.5 * old)  # 1/√π_old
+        least, most = 1.0 - low * spread, 1.0 + high * spread
+    beyond = ((ratio > most) & (advantage > 0.0)) | ((ratio < least) & (advantage < 0.0))
     if RULE == 0:
-        clipped = tl.minimum(tl.maximum(ratio, low), high) * advantage
+        clipped = tl.minimum(tl.maximum(ratio, least), most) * advantage
         surrogate = tl.minimum(plain, clipped)
         flows = (plain <= clipped) & inside
-        acted = ((ratio > high) & (advantage > 0.0)) | ((ratio < low) & (advantage < 0.0))
+        acted = beyond
         if CAPPED:
             cut = (advantage < 0.0) & (surrogate < cap * advantage)
             surrogate = tl.where(cut, cap * advantage, surrogate)
@@ -183,6 +204,11 @@ def _token_kernel(
         loss = -4.0 / tau * gate * advantage
         own = tl.where(inside, -slope * plain, 0.0)
         acted = (slope < 0.5) & (advantage != 0.0)
+    elif RULE == 5:
+        weight = tl.exp(tl.minimum(tl.where(advantage > 0.0, -log_rho, log_rho), LOG_RATIO_MAX))
+        loss = tl.where(beyond, 0.0, -tl.minimum(weight, cap) * advantage)
+        own = loss
+        acted = beyond | ((weight > cap) & (advantage != 0.0))
     else:
         moved = excess
         if MEASURE == 1:
@@ -192,12 +218,15 @@ def _token_kernel(
         sign = tl.where(advantage > 0.0, 1.0, tl.where(advantage < 0.0, -1.0, 0.0))
         acted = moved * sign > low
 
-    flawed = flawed | ~(tl.abs(loss) < float("inf"))
     gap = 0.0 * ratio
     if ROLLOUT:
         sampled = tl.load(rollout + row, mask=there, other=0.0).to(tl.float32)
         gap = abs_difference(sampled, old)
         flawed = flawed | ~(tl.abs(sampled) < float("inf")) | (sampled > 1.001 * highest)
+        if DECOUPLED:
+            weight = tl.exp(tl.minimum(old - sampled, LOG_RATIO_MAX))
+            loss, own = loss * weight, own * weight
+    flawed = flawed | ~(tl.abs(loss) < float("inf"))
     if POLICY:
         c = tl.load(policy_weights + row, mask=there, other=0.0).to(tl.float32)
         own = tl.where(c == 0.0, 0.0, own * c)

@@ -8,16 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 
-def join_supports(given: Tensor, ranked: Tensor, most: int) -> Tensor:
-    """Ids [N, K + most]: the members of `given` [N, K], the others of `ranked` [N, M], at most so many, then −1.
+def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None = None) -> Tensor:
+    """Ids [N, K + most]: the members of `given` [N, K], then the others of `ranked` [N, M], at most so many, then −1.
 
-    Both hold −1 for no token, anywhere. `support.choose_support` is the reference.
+    Both hold −1 for no token, anywhere. Where a row does not join [N], it gets no others. `support.choose_support` is the
+    reference.
     """
     (count, slots), joined = given.shape, given.shape[1] + most
     out = torch.empty(count, joined, dtype=torch.int64, device=given.device)
     _join_kernel[(count,)](
-        given, ranked, out, slots, ranked.shape[1], joined, GIVEN=_power(slots), RANKED=_power(ranked.shape[1]),
-        SLOTS=_power(joined), SOME=16, num_warps=1,
+        given, ranked, None if joins is None else joins.contiguous().view(torch.uint8), out, slots, ranked.shape[1], joined,
+        JOINS=joins is not None, GIVEN=_power(slots), RANKED=_power(ranked.shape[1]), SLOTS=_power(joined), SOME=16,
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -29,14 +31,16 @@ def _power(slots: int) -> int:
 @triton.jit
 @no_type_check
 def _join_kernel(
-    ids, ranked, out_joined, slots, slots_in, joined, GIVEN: tl.constexpr, RANKED: tl.constexpr, SLOTS: tl.constexpr,
-    SOME: tl.constexpr,
+    ids, ranked, joins, out_joined, slots, slots_in, joined, JOINS: tl.constexpr, GIVEN: tl.constexpr, RANKED: tl.constexpr,
+    SLOTS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GIVEN)
     first = tl.load(ids + row * slots + place, mask=place < slots, other=-1)
     rank = tl.arange(0, RANKED)
     id = tl.load(ranked + row * slots_in + rank, mask=rank < slots_in, other=-1)
+    if JOINS:
+        id = tl.where(tl.load(joins + row) != 0, id, -1)
     known = tl.zeros((RANKED,), tl.int32)
     for begin in range(0, slots, SOME):
         some = begin + tl.arange(0, SOME)

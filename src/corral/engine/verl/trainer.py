@@ -1,0 +1,93 @@
+"""verl's three trainers with a trust region: settings are checked before anything starts, the support is asked for."""
+
+import functools
+from typing import Any
+
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.utils.config import omega_conf_to_dataclass
+
+from corral.engine.verl.config import CorralPolicyLossConfig
+from corral.engine.verl.loss import corral_ppo_loss
+from corral.engine.verl.settings import CONFIG, MODEL_TYPE, PREFIX
+
+
+class _WithRegion:
+    """What corral adds to a trainer; verl's own methods do the work."""
+
+    config: Any
+    actor_rollout_wg: Any
+
+    def __init__(self, config: Any) -> None:
+        # verl's trainers tell themselves apart by this name, and each looks its settings up under it.
+        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+        super().__init__(config)  # type: ignore[call-arg]
+
+    def _setup(self) -> None:
+        """verl's, after everything that can be refused was; then the workers get corral's loss."""
+        actor = check_config(self.config)
+        super()._setup()  # type: ignore[misc]
+        self.actor_rollout_wg.set_loss_fn(functools.partial(corral_ppo_loss, config=actor))
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """verl's; where the objective needs a support, the pass keeps one, and it goes into the queue beside the log-probs."""
+        request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral.support_request()
+        batch.extra_info |= request
+        result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        for name in request:  # a reference's pass through the same engine must not take its place
+            batch.extra_info.pop(name, None)
+            result.extra_info.pop(name, None)
+        return result
+
+
+def check_config(config: Any) -> Any:
+    """verl's ActorConfig, if corral's trainers can run this configuration; a ValueError that says what to set if not."""
+    policy_loss = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+    if not isinstance(policy_loss, CorralPolicyLossConfig):
+        raise ValueError(f"corral for verl: set actor_rollout_ref.actor.policy_loss._target_={CONFIG}.")
+    settings = policy_loss.corral
+    bypass = bool(config.algorithm.rollout_correction.bypass_mode)
+    if bypass != settings.bypass_mode:
+        raise ValueError(
+            f"corral for verl: policy_loss.bypass_mode is {settings.bypass_mode} and algorithm.rollout_correction.bypass_mode "
+            f"is {bypass}. Write policy_loss.bypass_mode='${{algorithm.rollout_correction.bypass_mode}}', and they are one."
+        )
+    wanted = settings.resolve()
+    reads_sampler = wanted.anchor == "rollout" or "logp_rollout" in wanted.objective.needs
+    if reads_sampler and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ValueError(
+            f"corral for verl: {settings.loss_mode} reads the sampler's log-probs. Set "
+            f"actor_rollout_ref.rollout.calculate_log_probs=true."
+        )
+    if wanted.needs_support:
+        _check_support(config, settings.loss_mode)
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def _check_support(config: Any, loss_mode: str) -> None:
+    """Refuse what keeps a support from being made."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        raise ValueError(
+            f"corral for verl: {loss_mode} needs a support, which is made by the FSDP engines alone; got actor.strategy="
+            f"{actor.strategy}. Megatron's engine hands over logits of a part of the vocabulary, and no hidden states. Use "
+            f"fsdp2."
+        )
+    if model.get("model_type", "language_model") != MODEL_TYPE:
+        raise ValueError(f"corral for verl: {loss_mode} needs a support. Set +actor_rollout_ref.model.model_type={MODEL_TYPE}.")
+    if model.use_fused_kernels:
+        raise ValueError("corral for verl: set actor_rollout_ref.model.use_fused_kernels=false; corral's head is in its place.")
+
+
+@register_trainer(PREFIX + "sync")
+class RegionTrainerSync(_WithRegion, PPOTrainerSync):
+    """trainer.v1.trainer_mode=corral_sync."""
+
+
+@register_trainer(PREFIX + "colocate_async")
+class RegionTrainerColocateAsync(_WithRegion, PPOTrainerColocateAsync):
+    """trainer.v1.trainer_mode=corral_colocate_async."""
+
+
+@register_trainer(PREFIX + "separate_async")
+class RegionTrainerSeparateAsync(_WithRegion, PPOTrainerSeparateAsync):
+    """trainer.v1.trainer_mode=corral_separate_async."""

@@ -1,0 +1,141 @@
+"""How far the network is from the one that a step began with, on completions of the step's own rollouts."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from corral.deployed import BatchKL, restore, snapshot
+from corral.kernels.torch.head_kl import head_kl_both_ways
+from corral.llm.scoring_pass import HeadInputs, ScoringPass
+from corral.llm.trl_api import steps_per_batch, updates_per_step
+
+if TYPE_CHECKING:
+    from corral.llm.trainer import CorralTrainer
+
+TOKENS = 3072
+"""Tokens of a step that are measured at most, over all processes: whole completions, evenly spread over the rollouts."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """A network on the live tokens of some completions."""
+
+    hidden: Float[Tensor, "N H"]
+    logp: Float[Tensor, " N"]
+
+
+@dataclass(eq=False)
+class _Rollouts:
+    """Some completions of a batch, as TRL scores them."""
+
+    ids: Int[Tensor, "b L"]
+    """Prompt and completion."""
+    seen: Int[Tensor, "b L"]
+    """Attention mask."""
+    live: Bool[Tensor, "b T"]
+    """Tokens of the completion that the network wrote."""
+    old: _Scored | None
+    """Under the weights that the step began with, where TRL's old-policy pass was made with them."""
+
+
+class DeployedProbe:
+    """Measures KL(now‖old) and KL(old‖now) per token on some of a step's completions, on all processes.
+
+    The old network's hidden states come from the pass in which TRL scores fresh rollouts, where that was made with the step's
+    first weights and without dropout. Elsewhere it takes a pass of its own.
+    """
+
+    def __init__(self, trainer: "CorralTrainer") -> None:
+        self.trainer = trainer
+        self._rollouts: list[_Rollouts] = []
+        self._head: HeadInputs | None = None
+        """The old network's, of this step."""
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._rollouts, self._head = [], None
+
+    def watch(self, scoring: ScoringPass) -> None:
+        """Before rollouts are scored: have the old-policy pass keep what a measurement needs."""
+        trainer = self.trainer
+        first = trainer.state.global_step % updates_per_step(trainer.args) == 0
+        if first and trainer.off_policy and not scoring.keep_hidden:  # on-policy, TRL's first pass may be the reference's
+            scoring.keep_hidden, scoring.choose = True, self.choose
+
+    def choose(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
+        """Every n-th completion, so that about `TOKENS` tokens of all are measured in a step."""
+        args, processes = self.trainer.args, self.trainer.accelerator.num_processes
+        batches = updates_per_step(args) * args.gradient_accumulation_steps // steps_per_batch(args)
+        every = math.ceil(int(mask.sum()) * batches * processes / TOKENS)
+        return torch.arange(len(mask), device=mask.device) % max(every, 1) == 0
+
+    def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
+        """Fresh rollouts of TRL's, of which some are remembered, and the pass that scored them."""
+        if "pixel_values" in batch:
+            raise ValueError(
+                "CorralTrainer: `deployed_bound` measures text alone, and these prompts have images. Leave it out."
+            )
+        mask = batch["completion_mask"].bool()
+        chosen = self.choose(mask) if scoring.chosen is None else scoring.chosen
+        live = mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        old, kept = None, None if scoring.drew_random else scoring.hidden()
+        if kept is not None:
+            wanted = (live & chosen[:, None]).flatten()
+            self._head = self._head or kept.head.freeze()
+            old = _Scored(kept.states[wanted[kept.places]], batch["old_per_token_logps"].flatten()[wanted])
+        self._rollouts.append(_Rollouts(ids[chosen], seen[chosen], live[chosen], old))
+
+    def prepare(self, old: dict[str, Tensor]) -> bool:
+        """Once the step's updates are done: the old network where it is not known yet. False where there is no token at all."""
+        model, missing = self.trainer.model, [some for some in self._rollouts if some.old is None]
+        if missing:
+            new = snapshot(model)
+            restore(model, old)
+            for some in missing:
+                some.old, head = self._score(some)
+                self._head = self._head or head.freeze()
+            restore(model, new)
+        count = torch.tensor(float(sum(int(some.live.sum()) for some in self._rollouts)))
+        return bool(self.trainer.accelerator.reduce(count.to(self.trainer.accelerator.device)) > 0)
+
+    def measure(self) -> BatchKL:
+        """The network as it is now."""
+        found, sequences = [], 0
+        for some in self._rollouts:
+            assert some.old is not None
+            assert self._head is not None
+            new, head = self._score(some)
+            kl = head_kl_both_ways(
+                new.hidden, head.weight, some.old.hidden, self._head.weight,
+                bias_new=head.bias, bias_old=self._head.bias, **vars(head.spec),
+            )  # fmt: skip
+            sequence = some.live.nonzero()[:, 0] + sequences
+            sequences += len(some.live)
+            found.append(torch.stack([x.double() for x in (*kl, sequence, new.logp - some.old.logp)], -1))
+        new_old, old_new, sequence, log_ratio = self._of_all_processes(torch.cat(found)).unbind(-1)
+        return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
+
+    def _score(self, some: _Rollouts) -> tuple[_Scored, HeadInputs]:
+        """The network as it is now on the live tokens, from a scoring pass as every other one."""
+        trainer, scoring = self.trainer, ScoringPass(keep_hidden=True)
+        width, size = some.live.shape[1], trainer.args.per_device_train_batch_size
+        with trainer.policy_head.expect(scoring):
+            logp = trainer._get_per_token_logps_and_entropies(trainer.model, some.ids, some.seen, width, size)[0]
+        if (kept := scoring.hidden()) is None:
+            raise RuntimeError("CorralTrainer: TRL's scoring pass showed no hidden states. Has it changed? Please report it.")
+        return _Scored(kept.states[some.live.flatten()[kept.places]], logp[some.live]), kept.head
+
+    def _of_all_processes(self, rows: Float[Tensor, "n C"]) -> Float[Tensor, "N C"]:
+        """The same tokens in the same order everywhere, so that all processes decide alike."""
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return rows
+        rows[:, 2] += accelerator.process_index * 2**32  # sequences of this process alone; exact in float64
+        everyone = accelerator.gather(accelerator.pad_across_processes(rows, pad_index=-1))
+        return everyone[~(everyone[:, 0] < 0)]  # a KL is ≥ 0, or no number

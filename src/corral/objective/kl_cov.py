@@ -1,0 +1,74 @@
+"""KL-Cov: hold the few tokens that narrow the policy most where they were, and leave all others free."""
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from corral.objective.config import ObjectiveConfig
+from corral.objective.metrics import masked_mean, region_metrics
+from corral.objective.ratio import capped_ratio, credit, log_ratio, zero_padding
+from corral.objective.reduction import Reduction
+from corral.types import ObjectiveOutput, TokenBatch
+from corral.validate import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCovConfig(ObjectiveConfig):
+    share: float = 2e-4
+    """Share of the call's tokens that are held, at least one."""
+    penalty: float = 1.0
+    """β: how strongly."""
+
+    def __post_init__(self) -> None:
+        require(self, "share", above=0, at_most=1, what="a share of the tokens")
+        require(self, "penalty", at_least=0, finite=True, what="a weight")
+
+    @property
+    def tokenwise(self) -> bool:
+        return False  # which tokens are held depends on all others of the call
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        return get_args(Reduction)
+
+
+def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:
+    """Importance-weighted policy gradient, with a penalty on the tokens whose covariance is largest.
+
+        L_t = − ρ_t Â_t + β |log ρ_t| 1[t ∈ S]          ρ_t = π(a_t) / π_old(a_t)
+        S: the largest  c_t = (Â_t − mean Â)(log π(a_t) − mean log π)  that are above 0, a given share of all tokens
+
+    Selects among the tokens it is given, which in training are those of a micro-batch: their number matters. The selection is a
+    constant for autograd; of tokens with equal covariances all are held or none.
+
+    Args:
+        batch: log-probs, advantages and mask, all [B T].
+        config: how many tokens are held, and how strongly.
+    Returns:
+        Unreduced loss [B T] and metrics; `tr/active_frac` counts held tokens that have moved.
+    Ref:
+        Cui et al. 2025, arXiv:2505.22617. Invariant: reinforce where β = 0.
+    """
+    advantages, log_rho = credit(batch), log_ratio(batch)
+    with torch.no_grad():
+        covariance = token_covariance(batch)
+        least = torch.take(covariance.flatten().sort(descending=True).values, share_count(batch, config.share) - 1)
+        held = batch.mask & (covariance >= least) & (covariance > 0)
+    loss = -capped_ratio(log_rho, None) * advantages + torch.where(held, config.penalty * log_rho.abs(), 0.0)
+    acted = held & (log_rho != 0)
+    return ObjectiveOutput(torch.where(batch.mask, loss, 0.0), region_metrics(batch, log_rho, acted), acted)
+
+
+def token_covariance(batch: TokenBatch) -> Float[Tensor, "B T"]:
+    """(Â_t − mean Â)(log π_t − mean log π), means over the call's unmasked tokens; −inf at padding. Constant for autograd."""
+    each = (credit(batch).detach(), zero_padding(batch.logp_new.detach(), batch.mask))
+    advantages, logp = (x - masked_mean(x, batch.mask) for x in each)
+    return torch.where(batch.mask, advantages * logp, -torch.inf)
+
+
+def share_count(batch: TokenBatch, share: float) -> Tensor:
+    """How many of the unmasked tokens a share is, rounded down, and at least 1; 0-dimensional, on the device."""
+    return (batch.mask.sum().double() * share).long().clamp(min=1)

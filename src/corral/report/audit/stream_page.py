@@ -1,0 +1,172 @@
+"""The page of an audit of logged tokens: one file that asks the network for nothing."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from corral.audit.histogram import ACCURACY
+from corral.audit.stream_words import MEASURES, stream_sentences
+from corral.audit.summary import Column, Row
+from corral.audit.tally import StreamSummary
+from corral.audit.words import number, percent
+from corral.report.audit.chart import LEFT, RIGHT, WIDTH, Axis, at, figure, legend, line, marker, sides
+from corral.report.audit.thresholds import threshold_section
+from corral.report.audit.tokens import completion_heat
+from corral.report.html import (
+    Safe,
+    document,
+    join,
+    note,
+    page_body,
+    sections,
+    shorten,
+    table,
+    tag,
+    write_document,
+)  # fmt: skip
+from corral.run.text import visible
+
+_DISTANCES = {
+    "kl": "KL(new‖old), nats",
+    "tv": "total variation",
+    "k1": "|k1|: |log old − log new|",
+    "k2": "k2: ½ (log ratio)²",
+    "k3": "k3: ratio − 1 − log ratio",
+    "mismatch": "TV of sampler and trainer",
+}
+_QUANTILES = {"mean": "Mean", "p50": "Median", "p99": "99th percentile", "p999": "99.9th percentile", "max": "Largest"}
+
+_STEPS = {"k3": (0, "mean KL by k3, nats"), "tv": (1, "mean TV"), "mismatch": (4, "mean TV of sampler and trainer")}
+_POINTS = 600
+"""Steps that a curve shows."""
+
+_METHOD = f"""
+Log-probs are those that the engine logged, of the sampled tokens that were trained on. k1, k2 and k3 estimate KL(old‖new) from
+them; the effective sample size is (Σ w)² / (n Σ w²) with w the ratio of the new policy to the one that sampled.
+
+Everything was computed in one pass. Counts, means and largest values are exact; medians and percentiles come from logarithmic
+histograms and are within {100 * ACCURACY:g} % of a value that occurs.
+
+Rules look at the very same tokens at the same moment; a run that had been trained with another rule would have come to others.
+Signs of a collapse are those that the guard of `corral train` warns of: KL beyond 1 nat, effective samples below 70 %, entropy
+or reward that fell for good.
+"""
+
+
+def write_stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any], out: Path) -> int:
+    """The page, whole or not at all. Returns its size in bytes."""
+    return write_document(stream_page(summary, sample, info), out, "This should not happen: please report it.")
+
+
+def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any]) -> str:
+    """The whole HTML; `sample` holds columns of a few completions, with `text`."""
+    title = f"Audit of {shorten(str(info['name']), 80)}"
+    said = stream_sentences(summary, info)
+    found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
+    parts = {
+        "findings": ("Findings", found),
+        "threshold": (
+            "Which threshold?",
+            threshold_section(summary.thresholds, summary.measure, summary.kl_bound, summary.tv_bound),
+        ),
+        "distances": ("How far", _distances(summary)),
+        "steps": ("Over training", _step_charts(summary.by_step, summary.alarms)),
+        "probability": ("By old probability", _buckets(summary)),
+        "age": ("By staleness", _ages(summary.by_age)),
+        "completions": ("Completions", completion_heat(sample, info["rules"], "KL")),
+        "measured": ("How this was measured", _method(info)),
+    }
+    body = page_body(title, said[0], parts, tag("main", *sections(parts).values()), f"{summary.tokens:,} logged tokens")
+    return document(title, body, {}, ["audit.js"], ["page.css", "audit.css"])
+
+
+def _distances(summary: StreamSummary) -> Safe:
+    rows: list[Row] = [{"what": _DISTANCES[name], **row} for name, row in summary.distances.items()]
+    shown = table(rows, {"what": "Distance", **_QUANTILES}, lambda key, row: row[key] if key == "what" else number(row[key]))
+    return join(tag("p", f"Divergences are those of {MEASURES[summary.measure]}.", class_="count"), shown)
+
+
+def _step_charts(by_step: Sequence[Row], alarms: Sequence[Row]) -> Safe:
+    """Distances on a logarithmic axis, and effective samples on a plain one, over the steps; dashed: the first alarm."""
+    if len(by_step) < 2:
+        return note("There is one step, so nothing to draw over time.")
+    rows = by_step[:: math.ceil(len(by_step) / _POINTS)]
+    first, last = rows[0]["step"], rows[-1]["step"]
+    height, x = 300, Axis(first, last, LEFT, WIDTH - RIGHT)
+    marked = [_upright(x(alarm["step"]), 14, height - 50, alarm["sentence"]) for alarm in alarms[:1]]
+    drawn = {name: [(row["step"], row[name]) for row in rows if row[name] is not None and row[name] > 0] for name in _STEPS}
+    values = [value for points in drawn.values() for _, value in points]
+    low, high = (min(values), max(values)) if values else (1e-3, 1.0)
+    y = Axis(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9), height - 50, 14, math.log10)
+    parts = sides(x, y, ("step", "distance"), (_whole, number))
+    for index, (name, points) in enumerate(drawn.items()):
+        if points:
+            marks = [line([(x(step), y(value)) for step, value in points], dash=index)]
+            marks += [marker(index, x(s), y(v), 3.5, f"step {s:,}: {_STEPS[name][1]} {number(v)}") for s, v in _thin(points)]
+            parts.append(tag("g", *marks, class_=f"c{_STEPS[name][0]}"))
+    keys = legend({_STEPS[n][1]: (_STEPS[n][0], index) for index, n in enumerate(drawn) if drawn[n]})
+    told = f" Dashed: step {alarms[0]['step']:,}, where a collapse announces itself." if alarms else ""
+    distances = figure("Distance by step", f"Of the tokens that were logged at each step.{told}", keys, parts + marked, height)
+    share = Axis(0.0, 1.0, height - 50, 14)
+    points = [(row["step"], row["ess"]) for row in rows]
+    parts = sides(x, share, ("step", "effective samples"), (_whole, lambda value: f"{100 * value:g} %"))
+    marks = [line([(x(step), share(value)) for step, value in points])]
+    marks += [marker(0, x(s), share(v), 3.5, f"step {s:,}: {percent(v)}") for s, v in _thin(points)]
+    parts.append(tag("g", *marks, class_="c2"))
+    keys = legend({"effective sample size, as a share of the tokens": (2, 0)})
+    caption = "100 % means on-policy; below 70 % a few tokens with large ratios decide the updates."
+    return join(distances, figure("Effective samples by step", caption + told, keys, parts + marked, height))
+
+
+def _upright(x: float, top: float, bottom: float, title: str) -> Safe:
+    return tag("line", tag("title", title), x1=at(x), x2=at(x), y1=at(top), y2=at(bottom), class_="bound")
+
+
+def _thin(points: Sequence[tuple[int, float]], most: int = 80) -> Sequence[tuple[int, float]]:
+    """Few enough markers to be told apart."""
+    return points[:: math.ceil(len(points) / most)] if points else points
+
+
+def _buckets(summary: StreamSummary) -> Safe:
+    bound = number(summary.kl_bound)
+    columns = {"name": "Old probability", "tokens": "Tokens", "tv": "Mean TV", "outside": f"outside KL ≤ {bound}"}
+    columns |= {"clip": "clip 1 ± 0.2 blocks", "dppo_tv": "DPPO TV 0.2 blocks", "dppo_kl": "DPPO KL 0.05 blocks"}
+
+    def show(key: str, row: Row) -> str:
+        if key in ("name", "tokens"):
+            return row[key] if key == "name" else f"{row[key]:,}"
+        return number(row[key]) if key == "tv" else percent(row[key])
+
+    return table(summary.by_probability, columns, show, aria_label="By old probability")
+
+
+def _ages(by_age: Sequence[Row]) -> Safe:
+    if not by_age:
+        return note("Nothing was logged about when tokens were sampled.")
+    columns = {"age": "Steps since it was sampled", "tokens": "Tokens", "k3": "Mean KL by k3", "tv": "Mean TV"}
+    columns |= {"mismatch": "Mean TV of sampler and trainer", "ess": "Effective samples"}
+
+    def show(key: str, row: Row) -> str:
+        if row[key] is None:
+            return "—"
+        if key == "age":
+            return f"{row[key]}{' or more' if row['older'] else ''}"
+        return f"{row[key]:,}" if key == "tokens" else percent(row[key]) if key == "ess" else number(row[key])
+
+    return table(list(by_age), columns, show, aria_label="By staleness")
+
+
+def _method(info: Mapping[str, Any]) -> Safe:
+    """The method, and what was asked for."""
+    asked = {**{f"rules {key}": value for key, value in info["rules"].items()}, **info.get("settings", {})}
+    rows: list[Row] = [{"setting": key, "value": shorten(str(value), 300)} for key, value in asked.items()]
+    shown = table(rows, {"setting": "Setting", "value": "Value"}, lambda key, row: visible(row[key]), aria_label="Settings")
+    return join(
+        *(tag("p", part) for part in _METHOD.strip().split("\n\n")),
+        tag("details", tag("summary", f"{len(rows)} rules and settings"), shown),
+    )
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else ""

@@ -1,0 +1,47 @@
+"""`corral doctor --engine`: what it says of an engine that is there, missing, or of another release."""
+
+import pytest
+
+from corral.cli import main
+from corral.engine import checkup
+from corral.engine.verl.checkup import LINES, self_test
+from corral.engine.verl.policy_loss import make_policy_loss
+from corral.objective.reduction import reduce_loss
+
+
+def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--engine", "ver"]) == 2
+    assert "there is no engine 'ver'. Did you mean 'verl'?" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_there_is_told_with_the_lines_for_when_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "version", _absent)
+    assert main(["doctor", "--engine", "verl"]) == 1
+    printed = capsys.readouterr().out
+    assert "wrong: verl >=0.9,<0.10 is not installed" in printed
+    assert LINES["TROLL"] in printed
+    assert "corral is active" not in printed
+
+
+@pytest.mark.parametrize(("found", "fine"), [("0.8.9", False), ("0.9.0", True), ("0.9.12", True), ("0.10.0", False)])
+def test_releases_are_compared_as_numbers(found: str, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "version", lambda package: found)
+    report = checkup.Checkup()
+    assert report.check_release("verl", "0.9", "0.10") == fine
+    assert bool(report.trouble) != fine
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_the_self_test_finds_a_loss_that_is_off(factor: float) -> None:
+    def aggregate(loss_mat, loss_mask, loss_agg_mode, **info):  # type: ignore[no-untyped-def]
+        return factor * reduce_loss(loss_mat, loss_mask.bool(), loss_agg_mode)
+
+    gap = self_test(lambda mode: make_policy_loss(mode, aggregate))
+    assert (gap == 0) == (factor == 1.0)
+    assert gap < 0.01
+
+
+def _absent(package: str) -> str:
+    raise checkup.PackageNotFoundError(package)

@@ -1,0 +1,104 @@
+"""verl's FSDP2 engine with corral's head: two processes on gloo against corral alone. `make test-verl` brings verl."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="needs verl (make test-verl)")
+
+import torch
+import verl_fixture as fixture
+
+from corral import make_objective
+from two_processes import run_two
+
+pytestmark = pytest.mark.verl
+
+TROLL = {"bound": 0.01, "regression": 0.5}
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{f"troll {agg}": ("troll", TROLL, agg) for agg in fixture.RATES},
+    "dppo": ("dppo", {"estimator": "topk", "bound": 0.01}, "token-mean"),
+    "full": ("dppo", {"estimator": "full", "divergence": "kl", "bound": 0.001}, "token-mean"),
+}
+
+
+def train(rank: int, folder: Path) -> None:
+    """Each case from the same weights: the old pass, then two updates; what comes out is saved."""
+    torch.set_num_threads(1)
+    mine = slice(rank, None, 2)
+    stock = fixture.make_worker("language_model").infer_batch(fixture.batch_of(mine, calculate_entropy=True))
+    found: dict[str, Any] = {"stock": (stock["log_probs"].values(), stock["entropy"].values())}
+    worker = fixture.make_worker("corral_language_model")
+    for name, (objective, settings, agg) in CASES.items():
+        found[name] = run_case(worker, mine, fixture.actor_config(f"corral_{objective}", agg, objective=settings), agg)
+    padded = fixture.make_worker("corral_language_model", remove_padding=False)
+    found["padded"] = run_case(padded, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    lora = fixture.make_worker("corral_language_model", lora_rank=4, target_modules=["q_proj", "v_proj"])
+    found["lora"] = run_case(lora, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    half = fixture.make_worker("corral_language_model", dtype="bf16")
+    found["half"] = run_case(half, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def run_case(worker: Any, mine: slice, config: Any, agg: str) -> dict[str, Any]:
+    worker.reset()
+    for group in worker.engine.optimizer.param_groups:
+        group["lr"] = fixture.RATES[agg]
+    old = worker.infer_batch(fixture.batch_of(mine, calculate_entropy=True, **config.policy_loss.corral.support_request()))
+    worker.set_loss_fn(fixture.loss_of(config))
+    out = worker.train_mini_batch(fixture.with_old(fixture.batch_of(mine), old))
+    metrics = fixture.tensordict_utils.get(out, "metrics")
+    return {
+        "weights": fixture.weights_of(worker), "metrics": metrics, "logp": old["log_probs"].values(),
+        "entropy": old["entropy"].values(), "ids": old["corral_old_ids"].values(),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("verl")
+    run_two(train, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_log_probs_and_entropy_are_those_of_verls_own_engine(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        logp, entropy = found["stock"]
+        torch.testing.assert_close(found["dppo"]["logp"], logp, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found["dppo"]["entropy"], entropy, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_and_micro_batches_have_the_updates_of_the_whole_batch(results: list[dict[str, Any]], name: str) -> None:
+    objective, settings, agg = CASES[name]
+    top_k = fixture.VOCABULARY if name == "full" else fixture.TOP_K
+    expected, moved = fixture.two_updates_by_corral(make_objective(objective, **settings), agg, top_k)
+    for found in results:
+        fixture.assert_moved_alike(found[name]["weights"], expected)
+    before = results[0][name]["metrics"]["tr/kl_before"]
+    assert before[0] == 0  # one head, unchanged weights: every ratio is exactly 1
+    assert moved[1] > 1e-3  # and in the second update the region has something to do
+    assert results[0][name]["metrics"]["tr/active_frac"][1] > 0.1
+
+
+def test_maxima_are_maxima_over_micro_batches_and_ranks(results: list[dict[str, Any]]) -> None:
+    metrics = results[0]["troll token-mean"]["metrics"]
+    assert metrics["tr/kl_max"][1] > metrics["tr/kl_before"][1]
+    assert metrics["tr/unconverged"] == [0.0, 0.0]
+    assert metrics["actor/pg_loss"][0] != 0
+
+
+def test_padding_changes_nothing(results: list[dict[str, Any]]) -> None:
+    fixture.assert_moved_alike(results[0]["padded"]["weights"], results[0]["troll token-mean"]["weights"])
+
+
+def test_lora_and_bfloat16(results: list[dict[str, Any]]) -> None:
+    for name in ("lora", "half"):
+        metrics = results[0][name]["metrics"]
+        assert metrics["tr/kl_before"][0] == 0
+        assert metrics["tr/kl_before"][1] > 0
+        assert all(torch.isfinite(weight).all() for weight in results[0][name]["weights"].values())
+    adapters = [weight for key, weight in results[0]["lora"]["weights"].items() if "lora_B" in key]
+    assert adapters
+    assert all(weight.abs().sum() > 0 for weight in adapters)
