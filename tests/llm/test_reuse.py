@@ -81,6 +81,16 @@ def test_once_the_bound_is_used_nothing_runs_and_nothing_moves(tmp_path):
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.3 / 16)
 
 
+def test_a_pass_may_be_one_update(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.001, max_steps=6, gradient_accumulation_steps=2, **WILD, **PASSES)
+    trace = Trace(trainer)
+    trainer.train()
+    assert trace.losses == [2, 2, 2, 4, 4, 4]
+    assert trace.generated == 2
+    assert equal(trace.weights[0], trace.weights[2])
+    assert equal(trace.weights[3], trace.weights[5])
+
+
 def test_where_nothing_is_used_up_it_is_as_many_passes_as_asked_for(tmp_path):
     found = []
     for reuse in ("fixed", "auto"):
