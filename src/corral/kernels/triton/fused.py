@@ -66,12 +66,15 @@ def fused_loss(
     ids = None if source.ids is None else packing.pack(source.ids).contiguous()
     tokens = packing.pack(source.tokens).long().contiguous()
     joins = None if source.joins is None else packing.pack(source.joins)
-    packed = HeadInput(hidden[:count], source.weight, bias, tokens, ids, source.spec, request, joins)
+    # Where it is all of them, no copy is kept.
+    hidden = source.hidden.flatten(0, 1).contiguous() if packing.rows is None else hidden[:count]
+    packed = HeadInput(hidden, source.weight, bias, tokens, ids, source.spec, request, joins)
     first, second = slice(0, sparse), slice(sparse, count)
     overflows: list[AsyncCopy] | None = None if wait else []
     stats = None if stats is None else stats.first(sparse)
     ahead = packed if sparse == count else packed.rows(first)
     streamed = stream_head(ahead, stats, overflows=overflows) if sparse else None
+    del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
     def loss_of(rows: HeadRows, old: OldRows) -> LossRows:

@@ -13,7 +13,7 @@ from corral.report.html import Safe, note, tag
 _COLOURS = {"clipped": "c3", "dppo_binary": "c1", "dppo_topk": "c4", "troll": "c0"}
 _WIDTH, _LEFT, _RIGHT = 860, 70, 16
 
-_REGIONS = {
+REGIONS = {
     "passed": ("c7", "passed, inside"),
     "false": ("c3", "blocked though inside: false alarm"),
     "right": ("c2", "blocked, outside"),
@@ -86,11 +86,11 @@ def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Saf
     for cell, counts in cells.items():
         column, row = divmod(cell, _CELLS[1])
         shade = 0.3 + 0.7 * math.log1p(sum(counts.values())) / math.log1p(most)
-        said = tag("title", "; ".join(f"{count:,} {_REGIONS[name][1]}" for name, count in counts.items() if count))
+        said = tag("title", "; ".join(f"{count:,} {REGIONS[name][1]}" for name, count in counts.items() if count))
         place = {"x": _at(_LEFT + column * inner / _CELLS[0]), "y": _at(height - bottom - (row + 1) * tall / _CELLS[1])}
         size = {"width": _at(inner / _CELLS[0] - 0.5), "height": _at(tall / _CELLS[1] - 0.5)}
         box = tag("rect", said, **place, **size, fill_opacity=f"{shade:.2f}", class_="cell")
-        parts.append(tag("g", box, class_=_REGIONS[max(counts, key=lambda name: counts[name])][0]))
+        parts.append(tag("g", box, class_=REGIONS[max(counts, key=lambda name: counts[name])][0]))
 
     def at_ratio(ratio: float) -> float | None:
         inside = ratio > 0 and low <= math.log(ratio) <= high
@@ -112,7 +112,7 @@ def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Saf
         f"Dashed: the clip range, and the ball TV ≤ {number(rules['tv_bound'])}. The stronger a cell, the more tokens; its "
         "colour is that of most of them. Tokens beyond the edges are drawn at the edge."
     )
-    legend = _keys({text: colour for colour, text in _REGIONS.values()})
+    legend = _keys({text: colour for colour, text in REGIONS.values()})
     return _figure("What clipping sees, and what happened", caption, legend, parts, height)
 
 
@@ -183,10 +183,10 @@ class LogAxis:
 def _cells(index: Column, found: Column) -> tuple[dict[int, dict[str, int]], int]:
     """Tokens of each kind in each cell that has any, and the most in one."""
     cells: dict[int, dict[str, int]] = {}
-    for kind in _REGIONS:
+    for kind in REGIONS:
         places, counts = np.unique(index[found == kind], return_counts=True)
         for cell, count in zip(places.tolist(), counts.tolist(), strict=True):
-            cells.setdefault(cell, dict.fromkeys(_REGIONS, 0))[kind] = count
+            cells.setdefault(cell, dict.fromkeys(REGIONS, 0))[kind] = count
     return cells, max((sum(counts.values()) for counts in cells.values()), default=1)
 
 

@@ -50,7 +50,7 @@ def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, 
 def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
     """The whole HTML."""
     title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
-    return document(title, _body(title, info, rows, summary), {}, ["audit.js"], ["page.css", "audit.css"])
+    return document(title, _body(title, info, rows, summary), {}, ["base.js", "audit.js"], ["page.css", "audit.css"])
 
 
 def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
