@@ -105,7 +105,7 @@ def _error_chart(rows: Sequence[Threshold], kl_bound: float, *, sure: bool) -> S
     keys = legend({drawn[name][0].title: _DRAWN[name] for name in drawn})
     caption = (
         f"Against the ball KL ≤ {number(kl_bound)}{'' if sure else ', as far as was logged'}. Nearer to the lower left is "
-        "better; filled: the published bound. Axes grow like a square root. GSPO, GMPO and dual clip are in the table."
+        "better; filled: the published bound. Axes grow like a square root. The other rules are in the table."
     )
     return figure("Two ways to be wrong", caption, keys, parts, height)
 
