@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from corral import categorical_kl, objective_names, retract, snapshot
+from corral import categorical_kl, retract, snapshot
 from corral.llm import CorralConfig, deployed, deployed_probe
 from corral.llm.scoring_pass import ScoringPass
 from corral.llm.settings import resolve
 from corral.llm.train import resume, train
 from corral.llm.trl_api import FUSED
+from policy_objectives import POLICY_OBJECTIVES
 from small_runs import save_model, small
 from tolerance import assert_close
 from two_processes import run_two
@@ -223,7 +224,7 @@ def test_a_resumed_run_knows_its_scale(tmp_path):
     assert scales[0] < 0.5
 
 
-@pytest.mark.parametrize("objective", [name for name in objective_names() if name != "decoupled_ppo"])
+@pytest.mark.parametrize("objective", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])
 def test_a_rate_of_auto_works_for_every_objective(tmp_path, objective):
     trainer = make_trainer(tmp_path, objective, learning_rate="auto", loss_type="auto", max_steps=2)
     trainer.train()

@@ -9,9 +9,9 @@ from deployed_witness import WILD, Witness, certificates
 from tiny_models import make_trainer
 from transformers import TrainerCallback
 
-from corral import objective_names
 from corral.llm import CorralConfig
 from corral.llm.trl_api import FUSED
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="TRL hands over no hidden states")
@@ -51,7 +51,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.supports("other: deployed network, as many passes as its bound allows", door="TRL")
-@pytest.mark.parametrize("objective", [name for name in objective_names() if name != "decoupled_ppo"])
+@pytest.mark.parametrize("objective", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])
 def test_every_objective_reuses_its_batch_until_the_bound_is_used(tmp_path, objective):
     given = {"loss_type": "auto", "max_steps": 6, "deployed_bound": 0.02, "learning_rate": 0.001}
     trainer = make_trainer(tmp_path, objective, **given, **PASSES)

@@ -47,7 +47,7 @@ draw();
 drawSweeps();
 browseCompletions();
 browseTokens();
-clearance();
 let wide = document.documentElement.clientWidth;
 new ResizeObserver(() => { const now = document.documentElement.clientWidth; if (now !== wide) { wide = now; draw(); drawSweeps(); clearance(); } }).observe(document.documentElement);
-document.documentElement.dataset.ready = "yes";
+document.documentElement.dataset.ready = "yes"; // shows what needs a script
+clearance();
