@@ -12,13 +12,13 @@ from corral.report.audit.chart import LEFT, RIGHT, WIDTH, Axis, figure, legend, 
 from corral.report.html import Safe, join, table, tag
 
 _DRAWN = {
-    "clip": (3, 0),
-    "clip_higher": (6, 2),
+    "clip": (2, 2),
+    "clip_higher": (3, 3),
     "dppo_tv": (1, 1),
-    "dppo_kl": (4, 3),
-    "dppo_tv_symmetric": (5, 4),
-    "dppo_topk_tv": (2, 5),
-    "troll": (0, 6),
+    "dppo_kl": (4, 4),
+    "dppo_tv_symmetric": (5, 5),
+    "dppo_topk_tv": (6, 6),
+    "troll": (0, 0),
 }
 """Rules on the chart, with colour and marker; the others are in the table alone."""
 
