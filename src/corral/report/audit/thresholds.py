@@ -54,12 +54,13 @@ def _explanation(*, sure: bool) -> str:
         "token is missed if it is outside the ball and pushed further out, yet left alone. Bold: "
         "the bound with the fewest errors of both kinds against the KL ball; ●: the published one. "
     )
+    same = "A rule that reads the same number as the ball is right by construction."
     if sure:
-        return first + "Divergences are those over the whole vocabulary."
+        return f"{first}Divergences are those over the whole vocabulary. {same}"
     return first + (
         "Divergences here are lower bounds of the true ones: what is missed is missed for certain, and may be more; what is "
-        "blocked inside is inside as far as was logged, and may be less; so the bound in bold errs on the loose side. A rule "
-        "that reads the same number as the ball is right by construction."
+        "blocked inside is inside as far as was logged, and may be less; so the bound in bold errs on the loose side. "
+        f"{same}"
     )
 
 
