@@ -1,5 +1,6 @@
 """Completions that are kept to be looked at: those with the most errors, whole and in order."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,15 @@ def test_golden(tmp_path: Path) -> None:
     assert kinds.tolist() == ["right", "passed", "back"]
     assert with_texts(columns, None)["text"].tolist() == ["5 ", "6 ", "7 "]
     assert with_texts(columns, {5: "a", 6: "b", 7: "c"})["text"].tolist() == ["a", "b", "c"]
+
+
+def test_a_block_that_is_right_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Step 1: .4 → .8 three times, blocked and outside. Step 2: .005 → .01 once, blocked though hardly moved.
+    monkeypatch.setattr("corral.audit.sample._MOST", 1)
+    right = {"step": 1, "tokens": [1] * 3, "advantages": 1, "logp_old": [math.log(0.4)] * 3, "logp_new": [math.log(0.8)] * 3}
+    false = {"step": 2, "tokens": [2], "advantages": 1, "logp_old": [math.log(0.005)], "logp_new": [math.log(0.01)]}
+    for lines in ([right, false], [false, right]):
+        assert sample(write_lines(tmp_path / "run.jsonl", lines))["update"].tolist() == [2]
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 16])

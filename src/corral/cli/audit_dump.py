@@ -75,8 +75,14 @@ def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) ->
     return judge_errors(audited.kl, arguments.fail_above)
 
 
-def check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be written, or cannot be meant, before anything is computed."""
+def check_files(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be read or written, or cannot be meant, before anything is computed."""
+    if arguments.path is not None:
+        try:
+            arguments.path.stat()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
     limit = arguments.fail_above
     if limit is not None and not (math.isfinite(limit) and 0 <= limit <= 100):
         raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")

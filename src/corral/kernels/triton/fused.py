@@ -53,9 +53,7 @@ def fused_loss(
     entropy, stats = source.request.entropy, None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
     if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
-        stats = gemm_stats(
-            hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts
-        )  # fmt: skip
+        stats = gemm_stats(hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts)
     found = plan.wait()
     if found is None:
         return None
@@ -66,11 +64,15 @@ def fused_loss(
     ids = None if source.ids is None else packing.pack(source.ids).contiguous()
     tokens = packing.pack(source.tokens).long().contiguous()
     joins = None if source.joins is None else packing.pack(source.joins)
-    packed = HeadInput(hidden[:count], source.weight, bias, tokens, ids, source.spec, request, joins)
+    # Where it is all of them, no copy is kept.
+    hidden = source.hidden.flatten(0, 1).contiguous() if packing.rows is None else hidden[:count]
+    packed = HeadInput(hidden, source.weight, bias, tokens, ids, source.spec, request, joins)
     first, second = slice(0, sparse), slice(sparse, count)
     overflows: list[AsyncCopy] | None = None if wait else []
     stats = None if stats is None else stats.first(sparse)
-    streamed = stream_head(packed.rows(first), stats, overflows=overflows) if sparse else None
+    ahead = packed if sparse == count else packed.rows(first)
+    streamed = stream_head(ahead, stats, overflows=overflows) if sparse else None
+    del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
     def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
@@ -81,7 +83,7 @@ def fused_loss(
 
     parts: list[tuple[HeadRows, LossRows]] = []
     if streamed is not None:
-        parts.append((streamed, loss_of(streamed, anchor.each(operator.itemgetter(first)))))
+        parts.append((streamed, loss_of(streamed, anchor if sparse == count else anchor.each(operator.itemgetter(first)))))
     stored = None
     if second.start < second.stop:
         behind = anchor.each(operator.itemgetter(second))
@@ -103,7 +105,7 @@ def fused_loss(
     if not any(needed):
         finish_finite()
     metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
-    fields = loss.fields[:, None]
+    fields = loss.fields[:, None].unbind()
     output = ObjectiveOutput(
         fields[LOSS], metrics, fields[ACTED] > 0, fields[KL_AFTER] if rule.projects else None,
         fields[REGRESSION] if rule.projects else None,
@@ -143,9 +145,8 @@ def _gradients(
 
     All is queued that needs no host; the rest follows where they are handed over.
     """
-    shares = weights.new_zeros(2)
     if not any(needed):
-        return (lambda: (None, None, None)), shares
+        return (lambda: (None, None, None)), weights.new_zeros(2)
     count = 0 if streamed is None else len(streamed[0].lse)
     first, second = slice(0, count), slice(count, len(weights))
     if stored is None:
@@ -161,6 +162,7 @@ def _gradients(
         return finished
 
     if streamed is None:
+        shares = weights.new_zeros(2)
         shares[0].fill_(1.0)
         return finish_stored, shares
     rows, loss = streamed
@@ -176,8 +178,8 @@ def _gradients(
 
     with_gradient = (stored.sizes > 0).sum()
     alive, dense = pending.routes.counts
-    shares[0], shares[1] = (dense + with_gradient) / (alive + with_gradient).clamp(min=1), pending.routes.shares[1]
-    return finish_both, shares
+    share = (dense + with_gradient) / (alive + with_gradient).clamp(min=1)
+    return finish_both, torch.stack([share, pending.routes.shares[1]])
 
 
 def _upstream(loss: LossRows, weights: Tensor) -> Upstream:

@@ -78,7 +78,7 @@ def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapp
         "measured": ("How this was measured", _method(info)),
     }
     body = page_body(title, said[0], parts, tag("main", *sections(parts).values()), f"{summary.tokens:,} logged tokens")
-    return document(title, body, {}, ["audit.js"], ["page.css", "audit.css"])
+    return document(title, body, {}, ["base.js", "audit.js"], ["page.css", "audit.css"])
 
 
 def _distances(summary: StreamSummary) -> Safe:
