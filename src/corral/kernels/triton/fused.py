@@ -53,9 +53,7 @@ def fused_loss(
     entropy, stats = source.request.entropy, None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
     if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
-        stats = gemm_stats(
-            hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts
-        )  # fmt: skip
+        stats = gemm_stats(hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts)
     found = plan.wait()
     if found is None:
         return None
