@@ -6,8 +6,8 @@
 The embedded model has never seen anything before a problem, and is no teacher as it is: shown a solution, it is right at none.
 So it is first taught to read one, supervised: three quarters of the examples are a solution, a line end and its problem, with
 a clean answer; one quarter are problems alone, answered with mistakes, so that it goes on making them there. Then it learns
-from a frozen copy of itself, by `corral train --objective distill`, and is measured on held-out problems alone. A model that reads
-instructions needs no such lesson: any other `--model` is trained as it is.
+from a frozen copy of itself, by `corral train --objective distill`, and is measured on held-out problems alone. A model that
+reads instructions needs no such lesson: any other `--model` is trained as it is.
 """
 
 import argparse
