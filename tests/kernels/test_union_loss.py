@@ -323,6 +323,8 @@ def test_what_is_refused():
         call(case.batch, replace(union, place=case.place[:1]))
     with pytest.raises(ValueError, match="`place` counts through 5 hidden states; got 7"):
         call(case.batch, replace(union, place=torch.full((2, 4), 7)))
+    with pytest.raises(ValueError, match="the tensors of a union lie where the weight does, on 'cpu'; got one on 'meta'"):
+        call(case.batch, replace(union, hidden=hidden.to("meta")))
     with pytest.raises(ValueError, match="`top_k` is a number of tokens"):
         replace(union, top_k=0)
     with pytest.raises(ValueError, match="`mass` is a probability"):

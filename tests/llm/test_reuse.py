@@ -105,12 +105,13 @@ def test_where_nothing_is_used_up_it_is_as_many_passes_as_asked_for(tmp_path):
 
 
 def test_a_batch_whose_ratios_are_spread_is_used_up(tmp_path):
-    # No bound, so that the effective sample size alone decides.
-    trainer = make_trainer(tmp_path, deployed_bound=math.inf, max_steps=6, **WILD, **PASSES)
-    trainer.train()
-    (line,) = certificates(trainer)
-    assert line["tr/passes"] < 3
-    assert line["tr/step_share"] == 1.0
+    # No bound, so that the effective sample size alone decides; or one that is never reached, and no reason for a larger rate.
+    for bound in (math.inf, 100.0):
+        trainer = make_trainer(tmp_path, deployed_bound=bound, max_steps=6, **WILD, **PASSES)
+        trainer.train()
+        (line,) = certificates(trainer)
+        assert line["tr/passes"] < 3
+        assert line["tr/step_share"] == trainer.deployed.controller.scale == 1.0
 
 
 @pytest.mark.parametrize(("rate", "factor"), [(0.3, 0.25), (1e-6, 1.5)])
@@ -120,13 +121,18 @@ def test_the_rate_moves_where_no_number_of_passes_helps(tmp_path, rate, factor):
     assert trainer.deployed.controller.scale == pytest.approx(factor)  # the most that a step changes it by
 
 
-def test_between_the_ends_the_rate_stays(tmp_path):
-    # Two passes use the bound up, where one does not: found by the passes it makes.
+def test_the_rate_aims_at_half_of_the_bound_after_all_passes(tmp_path):
+    # Two of three passes used the bound up, with D: three would have moved the network by 3/2 D. Aim: half of .02.
     trainer = make_trainer(tmp_path, "ppo_clip", deployed_bound=0.02, max_steps=6, learning_rate=0.001, **PASSES)
+    distances = []
+    update = trainer.deployed.controller.update
+    trainer.deployed.controller.update = lambda moved, aim: (distances.append((moved, aim)), update(moved, aim))[1]
     trainer.train()
-    (line,) = certificates(trainer)
-    assert line["tr/passes"] == 2.0
-    assert trainer.deployed.controller.scale == 1.0
+    ((line,), ((moved, aim),)) = certificates(trainer), distances
+    assert (line["tr/passes"], aim) == (2.0, 0.01)
+    assert line["tr/step_share"] < 1
+    assert moved > 1.5 * 0.02
+    assert trainer.deployed.controller.scale == pytest.approx((0.01 / moved) ** 0.35)
 
 
 def test_defaults(tmp_path):

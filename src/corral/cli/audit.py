@@ -10,7 +10,7 @@ from corral.cli.audit_dump import (
     TEXT_FLAGS,
     asdict_row,
     audit_logged,
-    check_outputs,
+    check_files,
     judge_errors,
     rescore,
     write_numbers,
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
     check_installed("audits need", _NEEDED, "report")
-    check_outputs(arguments)
+    check_files(arguments)
     from corral.audit.dump.find import find_dump
 
     path: Path | None = arguments.path

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEXT_FLAGS = ("temperature", "device", "problems")
 """Flags of models that matter where logged texts are rescored."""
 
-ABOVE = 3
+_ABOVE = 3
 """Exit status: more tokens are wrongly blocked than --fail-above allows."""
 
 
@@ -75,8 +75,14 @@ def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) ->
     return judge_errors(audited.kl, arguments.fail_above)
 
 
-def check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be written, or cannot be meant, before anything is computed."""
+def check_files(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be read or written, or cannot be meant, before anything is computed."""
+    if arguments.path is not None:
+        try:
+            arguments.path.stat()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
     limit = arguments.fail_above
     if limit is not None and not (math.isfinite(limit) and 0 <= limit <= 100):
         raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
@@ -93,7 +99,7 @@ def judge_errors(ball: "Ball", limit: float | None) -> int:
         f"corral: {share:.3g} % of all tokens are blocked by clipping though inside the KL ball, more than the {limit:g} % of "
         f"--fail-above.\n"
     )
-    return ABOVE
+    return _ABOVE
 
 
 def write_numbers(target: str, content: Mapping[str, Any]) -> None:

@@ -267,6 +267,12 @@ def _check_union(union: UnionSupport | None, weight: Tensor, batch: TokenBatch) 
             f"policy_loss_from_hidden: union.weight is [V H] like the weight, {list(weight.shape)}, and union.place [B T] like "
             f"the mask, {list(batch.mask.shape)}; got {list(union.weight.shape)} and {list(union.place.shape)}."
         )
+    where = {str(x.device) for x in (union.hidden, union.weight, union.place)} - {str(weight.device)}
+    if where:
+        raise ValueError(
+            f"policy_loss_from_hidden: the tensors of a union lie where the weight does, on {str(weight.device)!r}; got one on "
+            f"{where.pop()!r}. Move it with .to()."
+        )
 
 
 def _check_support(ids: Tensor | None, tokens: Tensor) -> None:

@@ -26,7 +26,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     if is_peft_model(trainer.model):
         trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         parameters += f", {trained} of them trained (LoRA)"
-    updates = count(trainer.updates_per_step, "update")
+    updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
     chosen = ", ".join(f"{name}={value}" for name, value in vars(config).items())
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
@@ -55,7 +55,7 @@ def _anchor(trainer: RunTrainer) -> str:
 
 def _teacher(settings: Settings) -> str:
     """Whom the model learns from."""
-    own = "the model itself, before the updates, shown more than the problem"
+    own = "the model itself, as it was before training, shown more than the problem"
     return settings.teacher or own
 
 
