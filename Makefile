@@ -16,7 +16,7 @@ MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results clean
 
 setup: $(READY)
 
@@ -142,6 +142,12 @@ bench: setup
 bench-gpu: setup
 	$(RUN) benchmarks/head.py --out benchmarks/results/head.jsonl --resume --minutes $(MINUTES)
 	$(RUN) benchmarks/head_page.py
+
+# Pages and figures from the raw results in benchmarks: measures and trains nothing.
+results: setup
+	$(RUN) benchmarks/head_page.py
+	$(RUN) benchmarks/robot_page.py
+	$(RUN) benchmarks/deployed/study_page.py
 
 clean:
 	rm -rf $(VENV) dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

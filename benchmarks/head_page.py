@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from head_contenders import CLIP, GEMM, HEADS, OLD, TROLL
+from head_union import UNIONS
 from results import FOLDER, Row, markdown, read_rows
 from update_phase import CONTENDERS
 
@@ -208,6 +209,25 @@ def shapes(rows: Rows) -> str:
     return f"{markdown([*head, 'full logits: old pass', 'TROLL', 'clip'], lines)}\n{source(rows, 'usual', 'shapes')}"
 
 
+def unions(rows: Rows) -> str:
+    """A line per policy: TROLL on the old support and on the union, × one GEMM and memory, errors, and what is seen."""
+    measured, lines = [row for row in rows if row["section"] == "union"], []
+    names = [name for task, name in UNIONS if task != GEMM]
+    for width, policy in dict.fromkeys((row["H"], row["policy"]) for row in measured):
+        found = [find(measured, H=width, policy=policy, task=TROLL, name=name) for name in names]
+        if all(found):
+            old, union, *_, on_torch = found
+            errors = ", ".join(f"{100 * row['gradient_error']:.2g} %" for row in (old, union, on_torch))
+            seen = ", ".join(f"{100 * row['seen']:.3g} %" for row in (old, union))
+            missed = f"{old['missed']}, {union['missed']} of {old['beyond']}"
+            times = [f"{row['x']:.2f}, {mebibytes(row['mib'])}" for row in found]
+            lines.append([f"H = {width}, {policy}", *times, errors, seen, missed])
+    called = [name.removeprefix("corral, ") for name in names]
+    said = ["dH off by: old, union, torch", "KL seen: old, union", "missed: old, union"]
+    head = ["TROLL, × one GEMM and memory", *called, *said]
+    return f"{markdown(head, lines)}\n{source(rows, 'union')}"
+
+
 IN_SHORT = [
     ("one GEMM, a lower bound", *ONE),
     ("TROLL update, peaked policy", *PEAKED),
@@ -231,6 +251,7 @@ def in_short(rows: Rows, width: int = 4096) -> str:
 
 BLOCKS: dict[str, Callable[[Rows], str]] = {
     "gains": gains, "cpu": on_cpu, "goals": goals, "heads": heads, "updates": updates, "shapes": shapes, "head": in_short,
+    "unions": unions,
 }  # fmt: skip
 
 

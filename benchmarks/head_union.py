@@ -17,7 +17,7 @@ from corral.kernels.logits import LogitSpec
 from corral.kernels.policy_loss import TOLERANCE
 
 
-def union_of(p: Problem) -> corral.UnionSupport:
+def union_of(p: Problem) -> "corral.UnionSupport":
     """As many of the new policy's tokens as the old one's support has, and the old head."""
     return corral.UnionSupport.of_batch(p.hidden_old[None], p.weight, top_k=p.k)
 

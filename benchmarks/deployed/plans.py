@@ -93,16 +93,18 @@ def reuse() -> list[Shipped]:
 
 
 def reuse_more() -> list[Shipped]:
-    """A third seed, then a wider bound, then other rates, as tuning would try them."""
+    """A wider bound, then a third seed, then other rates, as tuning would try them."""
+    wide: list[dict[str, Any]] = [{"rate": "auto", "bound": WIDE}]
+    other: list[dict[str, Any]] = [{"rate": 1e-4}, {"rate": 4e-4}]
     arms: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": "auto", "bound": None}]
-    third = [
-        Shipped(objective=objective, seed=303, passes=passes, **arm, **_REUSE)
-        for passes, arm, objective in itertools.product((8, 4, 1), arms, _REUSED)
+    grids = [
+        itertools.product(wide, (301, 302), (8, 4, 1), _REUSED[:2]),
+        itertools.product(arms, (303,), (8, 4, 1), _REUSED),
+        itertools.product(other, (301, 302), (8, 4, 1), _REUSED[:2]),
     ]
-    more: list[dict[str, Any]] = [{"rate": "auto", "bound": WIDE}, {"rate": 1e-4}, {"rate": 4e-4}]
-    return third + [
+    return [
         Shipped(objective=objective, seed=seed, passes=passes, **arm, **_REUSE)
-        for arm, seed, passes, objective in itertools.product(more, (301, 302), (8, 4, 1), _REUSED[:2])
+        for arm, seed, passes, objective in itertools.chain(*grids)
     ]
 
 

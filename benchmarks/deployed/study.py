@@ -7,7 +7,6 @@ in time are left to the next piece. `--list` says what would run, `--table` what
 """
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import sys
@@ -26,7 +25,7 @@ import held_run  # after the environment: torch reads it once
 import shipped_run
 from plans import PLANS
 from spec import Shipped, Spec
-from table import print_table
+from study_table import finished, print_table
 
 from corral.run.files import append_line
 
@@ -62,13 +61,6 @@ def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
         group = f"x{line['passes']}" if "passes" in line else line["arm"]
         longest[group] = max(longest[group], line["seconds"] / line["steps"])
     return dict(longest)
-
-
-def finished(places: list[Path]) -> dict[str, dict[str, Any]]:
-    """Finished runs of every results file there is, by key."""
-    files = [file for place in places for file in (sorted(place.rglob("*.jsonl")) if place.is_dir() else [place])]
-    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
-    return {line["key"]: line for line in lines if line.get("finished")}
 
 
 def study(plan: Sequence[Spec | Shipped], workers: int, minutes: float, file: Path, expected: dict[str, float]) -> None:

@@ -121,6 +121,8 @@ class TokenBatch:
     """Both policies on ONE shared support, [B T K]."""
     logp_rollout: Float[Tensor, "B T"] | None = None
     """What the sampler reported: sampler corrections and `tr/mismatch` read it."""
+    dist_teacher: SparseDist | None = None
+    """The policy to learn from, a constant, on the same support [B T K]; `distill` reads it."""
 
 
 @dataclass(frozen=True, eq=False)

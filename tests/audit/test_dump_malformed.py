@@ -14,7 +14,25 @@ from corral.cli import main
 HUGE = 10**400
 ESCAPE = "\x1b]52;c;aGk=\x07"
 
-WRONG: list[Any] = [None, True, 7, "far", ESCAPE, {}, [], ["far"], [[1.0]], [{}], [True], [HUGE], HUGE, 1e308, [1e308], [None]]
+WRONG: list[Any] = [
+    None,
+    True,
+    7,
+    "far",
+    ESCAPE,
+    {},
+    [],
+    ["far"],
+    [[1.0]],
+    [{}],
+    [True],
+    [HUGE],
+    HUGE,
+    1e308,
+    [1e308],
+    [-1e308] * 4,
+    [None],
+]
 
 
 def line_cases() -> list[dict[str, Any]]:
@@ -83,7 +101,18 @@ def test_odd_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     torch.save({"rollout_data": {"tokens": 3}}, tmp_path / "fields.pt")
     torch.save({"samples": [{"tokens": [1], "response_lengths": 9}]}, tmp_path / "length.pt")
     (tmp_path / "table.parquet").write_bytes(b"PAR1")
-    for name in ("nothing", "none", "pipe.jsonl", "torn.pt", "list.pt", "fields.pt", "length.pt", "table.parquet"):
+    for name in (
+        "x" * 5000,
+        "a\0b",
+        "nothing",
+        "none",
+        "pipe.jsonl",
+        "torn.pt",
+        "list.pt",
+        "fields.pt",
+        "length.pt",
+        "table.parquet",
+    ):
         assert outcome(tmp_path / name, capsys) == 1, name
 
 

@@ -19,7 +19,7 @@ INFO = {"what": "compared", "rules": {**Rules().as_dict()}}
 
 
 def audit(path: Path) -> StreamSummary:
-    return audit_dump(find_dump(path), Rules(), lambda _: None)
+    return audit_dump(find_dump(path), Rules(), lambda _: None)[0]
 
 
 class TestGolden:

@@ -93,6 +93,7 @@ def objective_of(family: str, bound: float) -> tuple[str, dict[str, Any]]:
         "clip_higher": ("clip_higher", {"clip_high": bound}),
         "dual_clip": ("dual_clip", {"dual_clip": bound}),
         "gspo": ("gspo", {"clip_low": bound, "clip_high": bound}),
+        "ripo": ("ripo", {"bound_low": bound, "bound_high": bound}),
         "gmpo": ("gmpo", {"clip": bound}),
     }[family]
 

@@ -144,7 +144,7 @@ def test_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ([], "audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL"),
         (["--old", "tiny"], "audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL"),
-        (["nothing"], "nothing does not exist."),
+        (["nothing"], "nothing cannot be read: No such file or directory."),
         (["empty"], "empty holds nothing to audit: it is no audit (it has no audit.json), no run (it has no config.json)"),
         (["empty", "--old", "tiny", "--new", "tiny"], "empty holds nothing to audit"),
         (["--old", "tiny", "--new", "tiny"], "has no task of its own: say which with --task"),

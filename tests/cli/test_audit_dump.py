@@ -44,6 +44,18 @@ def test_a_dump_is_shown_and_gets_a_page(dump: Path, capsys: pytest.CaptureFixtu
     assert sorted(dump.parent.iterdir()) == sorted([*before, dump.parent / "audits"]), "nothing is written beside the dump"
 
 
+def test_completions_are_shown_token_by_token(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(dump), "--quiet"]) == 0
+    page = (dump.parent / "audits" / "run.jsonl.html").read_text()
+    assert page.count('class="audited"') == 16
+    first = json.loads(dump.read_text().splitlines()[0])["tokens"][0]
+    assert f">{first} </span>" in page, "an id, as nobody said whose tokens these are"
+    assert main(["audit", str(dump), "--quiet", "--tokenizer", "tiny"]) == 0
+    assert f">{first} </span>" not in (dump.parent / "audits" / "run.jsonl.html").read_text()
+    assert main(["audit", str(dump), "--tokenizer", "./none"]) == 1
+    assert "the tokenizer of './none' could not be loaded" in capsys.readouterr().err
+
+
 def test_prime_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_exports(tmp_path / "outputs", [1, 2, 3])
     assert main(["audit", str(tmp_path / "outputs"), "--page", str(tmp_path / "page.html"), "--quiet"]) == 0

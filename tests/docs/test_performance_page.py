@@ -5,6 +5,7 @@ from pathlib import Path
 import head_page
 import pytest
 from head_contenders import CLIP, GEMM, TROLL
+from head_union import UNIONS
 from results import FOLDER, Row, read_rows
 
 HEAD = FOLDER / "head.jsonl"
@@ -102,6 +103,19 @@ def test_a_line_of_the_updates() -> None:
     table = head_page.updates([*timed, row("TRL, GRPO", 90.0, "peaked")])
     assert table.splitlines()[2:3] == ["| one, flat | 2 × 4 | 100 ms | 80 ms | 50 ms | 2.00 | 3, 3, 3 |"]
     assert "peaked" not in table
+
+
+def test_a_line_of_the_unions() -> None:
+    # Of 64 rows 9 are beyond the bound; the old support misses 4 of them, and sees half of the KL.
+    def row(x: int, name: str) -> Row:
+        seen = {"seen": 0.5 if x == 1 else 1.0, "beyond": 9, "missed": 4 // x}
+        return usual(896, "flat", TROLL, name, x, "union", gradient_error=0.001 * x, **seen)
+
+    rows = [row(x, name) for x, name in enumerate((name for task, name in UNIONS if task == TROLL), 1)]
+    (found,) = head_page.unions(rows).splitlines()[2:3]
+    times = " | ".join(f"{x:.2f}, 1 MiB" for x in range(1, 6))
+    assert found == f"| H = 896, flat | {times} | 0.1 %, 0.2 %, 0.5 % | 50 %, 100 % | 4, 2 of 9 |"
+    assert "flat" not in head_page.unions(rows[1:])
 
 
 def test_rows_of_two_cards_are_not_mixed() -> None:

@@ -7,6 +7,7 @@ import torch
 
 import corral
 from corral.engine.adapter import EngineObjective, sampled_token_names
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 
@@ -64,7 +65,7 @@ def test_weights_leave_the_regression_alone() -> None:
     assert out.regression.item() > 0
 
 
-@pytest.mark.parametrize("name", corral.objective_names())
+@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
 def test_a_micro_batch_without_a_token_is_connected_and_has_the_same_metrics(name: str) -> None:
     made = EngineObjective.of("engine", name, {}, support=True)
     batch = batch_of([0.5, 0.5], [0.5, 0.5], [1.0, torch.nan], [True, False])
@@ -90,4 +91,9 @@ def test_reductions_that_are_not_the_objectives_own_are_named() -> None:
 
 
 def test_most_objectives_need_sampled_tokens_alone() -> None:
-    assert set(corral.objective_names()) - set(sampled_token_names()) == {"decoupled_ppo", "troll"}
+    assert set(corral.objective_names()) - set(sampled_token_names()) == {"decoupled_ppo", "distill", "troll"}
+
+
+def test_a_teacher_is_for_another_door() -> None:
+    with pytest.raises(ValueError, match="engine: distill learns from a teacher, and engines hand a loss none"):
+        EngineObjective.of("engine", "distill", {}, support=True)

@@ -29,7 +29,7 @@ TYPES = {
 }  # fmt: skip
 BLOCKS = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "TILES": 1024, "SLOTS": 128, "BLOCK": 4096, "SOME": 8, "PIECE": 64}
 ON = "COMPILED BIAS CAP ENTROPY GIVEN SUPPORT ROLLOUT POLICY WEIGHTS KEPT REST LOGP WEIGHT THRESHOLD CAPPED ANCHOR DENSE TAIL"
-SWITCHES = dict.fromkeys([*ON.split(), "JOINS"], True)
+SWITCHES = dict.fromkeys([*ON.split(), "JOINS", "SYMMETRIC", "DECOUPLED", "OUTWARD"], True)
 TILE = {"hidden": "*bf16", "weight": "tensordesc<bf16[256, 64]>", "length": "*i32"}
 STATS = {"hidden": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[256, 64]>", "store": "tensordesc<bf16[128, 256]>"}
 HEAD = {"hidden": "*bf16", "weight": "*bf16"}
@@ -68,7 +68,8 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (dense_forward._scale_kernel, {"x": "*bf16"}, {"BLOCK": 8192}, 8),
     (rows._metrics_kernel, {}, {"BLOCK": 2048}, 8),
     (troll._troll_kernel, {}, {"GRADIENT": 0}, 1),
-    *((token._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(5)),
+    *((token._token_kernel, {}, {"RULE": rule, "MEASURE": 4, "ROWS": 2}, 1) for rule in range(6)),
+    (token._token_kernel, {}, {"RULE": 0, "MEASURE": 5, "ROWS": 2}, 1),
     (row_factor._sampled_kernel, HEAD, {"BLOCK": 1024}, 2),
     (row_factor._singles_kernel, {"ids": "*i32"}, {"LIKELY": 4}, 1),
     (row_factor._rows_kernel, {"out": "*bf16", "weight": "*bf16"}, {"BLOCK": 1024, "LIKELY": 4}, 2),

@@ -10,6 +10,7 @@ from torch import Tensor
 import corral
 from corral import SparseDist, TokenBatch
 from interpreted import DEVICE
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 from corral.kernels.batch_loss import batch_loss  # isort: skip  # after `interpreted`
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 VOCABULARY = 12
 CASES = {
-    **{name: (name, {}) for name in corral.objective_names()},
+    **{name: (name, {}) for name in POLICY_OBJECTIVES},
     "troll, tight": ("troll", {"bound": 0.005}),
     "dppo on a support": ("dppo", {"estimator": "topk", "bound": 0.02}),
     "troll by sequence": ("troll", {"level": "sequence"}),

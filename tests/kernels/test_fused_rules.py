@@ -59,7 +59,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             (0.0, 1.0, "exact", None), (0.1, 1.0, "exact", None), (0.1, 0.0, "constant_dual", 1.5),
             (0.1, 1.0, "unprojected", 0.0), (math.inf, 1.0, "exact", None),
         )
-    ],
+    ] + [{"bound": 0.1, "regression": 1.0, "gradient": "exact", "project": "outward"}],
 }  # fmt: skip
 CASES = [(name, settings) for name, listed in SETTINGS.items() for settings in listed]
 

@@ -12,6 +12,7 @@ import corral
 from corral import TokenBatch, lm_head, policy_loss_from_hidden
 from corral.kernels import logits
 from corral.kernels.torch import online
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 F64 = torch.float64
@@ -71,7 +72,7 @@ class Problem:
         return out, total, list(torch.autograd.grad(total, leaves))
 
 
-BOTH = [(name, support) for name in corral.objective_names() for support in (True, False) if support or name not in SETTINGS]
+BOTH = [(name, support) for name in POLICY_OBJECTIVES for support in (True, False) if support or name not in SETTINGS]
 
 
 @pytest.mark.parametrize(("name", "support"), BOTH)
@@ -101,7 +102,7 @@ def test_the_duals_of_three_parts_count_by_projected_tokens():
     assert Problem().run(objective).metrics["tr/unconverged"] > 0  # the other tests' policy
 
 
-@pytest.mark.parametrize("name", corral.objective_names())
+@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
 def test_each_token_passes_the_objective_once(name):
     problem, objective, seen = Problem(), make(name), []
 

@@ -12,6 +12,7 @@ import corral
 from corral import TokenBatch, policy_loss_from_hidden
 from corral.kernels.policy_loss import PolicyLoss
 from interpreted import DEVICE, HALF, small_tiles
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 from corral.kernels.triton import fused, plan_batch  # isort: skip  # after `interpreted`
@@ -69,7 +70,7 @@ def one_by_one(problem: Problem, objective: object, **options: object) -> tuple[
     return out, torch.autograd.grad((out.loss * problem.weights).sum(), problem.leaves)
 
 
-@pytest.mark.parametrize("name", corral.objective_names())
+@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
 def test_with_a_soft_cap_the_torch_path_is_the_head_and_the_objective_one_by_one(name):
     problem, objective = Problem("cpu", dtype=torch.float64), corral.make_objective(name)
     got, gradients = problem.run(objective, impl="torch", temperature=0.9, softcap=20.0)

@@ -10,6 +10,7 @@ import corral
 from corral import TokenBatch, policy_loss_from_hidden
 from corral.kernels.gathered import gather_logp
 from corral.kernels.logits import LogitSpec
+from policy_objectives import POLICY_OBJECTIVES
 
 pytestmark = pytest.mark.gpu
 
@@ -102,9 +103,7 @@ def test_a_given_support_of_any_tokens(slots):
 
 
 TOKEN_BY_TOKEN = [
-    name
-    for name in corral.objective_names()
-    if name in ("gspo", "gmpo", "m2po") or corral.make_objective(name).config.tokenwise
+    name for name in POLICY_OBJECTIVES if name in ("gspo", "gmpo", "m2po") or corral.make_objective(name).config.tokenwise
 ]
 """Objectives whose weights are no product over a sequence, nor chosen by rank, either of which rounding decides."""
 UNIONS = [(1, 768, 64, BF16), (1023, 768, 63, BF16), (300, 776, 1, BF16), (300, 64, 64, F32), (8200, 64, 190, torch.float16)]

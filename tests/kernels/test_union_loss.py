@@ -19,6 +19,7 @@ from interpreted import DEVICE, HALF, small_tiles
 from tolerance import assert_close
 
 from corral.kernels.triton import fused, plan_batch  # isort: skip  # after `interpreted`
+from corral.kernels.triton.support import select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NumPy's, where the kernels compute with inf
 
@@ -138,6 +139,7 @@ CASES = {
     "bias, cap, scale and temperature": {"biased": True, **CAPPED},
     "temperature": {"temperature": 0.7, "biased": True},
 }
+INTERPRETED = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name == "temperature")) for name, case in CASES.items()]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -146,7 +148,7 @@ def test_the_torch_path_in_float64(case):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_the_kernels(case, exact):
     near = 2e-5 if exact else 2e-3
     assert_same(Case.make(**case), corral.make_objective("troll"), torch.float32, near=near, exact=exact, impl="triton")
@@ -160,6 +162,17 @@ def test_planned_dense_rows_beside_streamed_ones(monkeypatch):
     monkeypatch.setattr(policy_loss, "TOLERANCE", 0.01)
     assert_same(Case.make(), corral.make_objective("troll"), torch.float32, near=0.02, impl="triton")
     assert 0 < seen[0] < 7
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_rows_with_more_candidates_than_there_is_room_for(exact, monkeypatch):
+    """The first attempt takes no token of these rows; the second waits, and finds room."""
+    seen, inner = [], fused.fused_loss
+    monkeypatch.setattr(fused, "fused_loss", lambda *args, **how: seen.append(how) or inner(*args, **how))
+    monkeypatch.setattr(select, "UNION_ROOM", 1)
+    near = 2e-5 if exact else 2e-3
+    assert_same(Case.make(), corral.make_objective("troll"), torch.float32, near=near, exact=exact, impl="triton")
+    assert seen == [{}, {"wait": True}]
 
 
 @given(seed=st.integers(0, 999), top_k=st.integers(1, 12))
@@ -246,6 +259,36 @@ def test_golden_a_tail_that_gathers_on_one_token(impl):
     assert out.dist.ids.flatten().tolist() == [0, 7, -1, -1]
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_tail_by_zipfs_law_that_gathers_on_one_token(impl):
+    """The row of docs/data-flow.md: the old support sees none of its KL, the union all of it, and the region acts."""
+    vocabulary, k, far = (50_000, 64, 9_000) if DEVICE == "cuda" else (400, 8, 300)
+    old = 1 / torch.arange(1, vocabulary + 1, dtype=F64)
+    old = old / old.sum()
+    new = old.clone()
+    new[k:] = 1e-12
+    new[far] = 1 - new.sum() + 1e-12
+    weight = torch.zeros(vocabulary, WIDTH, dtype=F64)
+    weight[:, 0] = (new / new.sum()).log() - old.log()
+    bias, weight = old.log().float().to(DEVICE), weight.float().to(DEVICE)
+    before, after = torch.zeros(1, 1, WIDTH, device=DEVICE), torch.zeros(1, 1, WIDTH, device=DEVICE)
+    after[..., 0] = 1.0
+    tokens, one = torch.zeros(1, 1, dtype=torch.long, device=DEVICE), torch.ones(1, 1, device=DEVICE)
+    dist = corral.lm_head(before, weight, tokens, bias=bias, top_k=k, impl=impl).dist
+    batch = TokenBatch(dist.logp[..., 0], dist.logp[..., 0], one, tokens == 0, None, dist)
+    missed, seen = (
+        policy_loss_from_hidden(
+            after, weight, tokens, batch, corral.make_objective("troll"), weights=one, bias=bias, union=union, impl=impl
+        ).metrics
+        for union in (None, UnionSupport.of_batch(before, weight, bias=bias, top_k=k))
+    )  # fmt: skip
+    assert missed["tr/kl_max"].item() < 1e-5
+    assert missed["tr/active_frac"].item() == 0
+    true = corral.categorical_kl((new / new.sum()).log(), old.log()).item()
+    assert seen["tr/kl_max"].item() == pytest.approx(true, rel=1e-3)
+    assert seen["tr/active_frac"].item() == 1
+
+
 def test_on_policy_every_ratio_is_1():
     """New = old: the union is the old support and its own ranking, KL is 0, and the ratio 1 to the last bit."""
     case = Case.make()
@@ -280,6 +323,8 @@ def test_what_is_refused():
         call(case.batch, replace(union, place=case.place[:1]))
     with pytest.raises(ValueError, match="`place` counts through 5 hidden states; got 7"):
         call(case.batch, replace(union, place=torch.full((2, 4), 7)))
+    with pytest.raises(ValueError, match="the tensors of a union lie where the weight does, on 'cpu'; got one on 'meta'"):
+        call(case.batch, replace(union, hidden=hidden.to("meta")))
     with pytest.raises(ValueError, match="`top_k` is a number of tokens"):
         replace(union, top_k=0)
     with pytest.raises(ValueError, match="`mass` is a probability"):

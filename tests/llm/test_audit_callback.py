@@ -3,7 +3,9 @@
 import inspect
 import json
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,9 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from corral.audit.folder import read_audit
-from corral.audit.summary import table_columns
+from corral.audit.summary import outside_ball, table_columns, token_kinds
 from corral.llm import audit
-from corral.llm.audit_callback import rules_of
+from corral.llm.audit_callback import _send_alert, rules_of
 from corral.llm.audit_scoring import choose, logp_at, preserve_state
 from corral.run.files import RunError
 from device import drawing_on_the_cpu
@@ -211,6 +213,34 @@ class TestWhatIsAudited:
         _, table = read_audit(tmp_path / "audit")
         assert len(table) == 5
         assert len(set(table["sequence"].to_pylist())) <= 3
+
+    def test_trackio_is_alerted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        sent: list[dict[str, str]] = []
+        fake = SimpleNamespace(alert=lambda **given: sent.append(given), AlertLevel=SimpleNamespace(WARN="warn"))
+        monkeypatch.setitem(sys.modules, "trackio", fake)
+        trainer = stock(tmp_path, learning_rate=0.05)
+        with pytest.raises(ValueError, match="of a run with report_to='trackio'"):
+            audit(trainer, tmp_path / "audit", alert_above=1.0)
+        trainer.args.report_to = ["trackio"]  # a trainer that begins with it asks for the package itself
+        with pytest.raises(ValueError, match="from 0 to 100"):
+            audit(trainer, tmp_path / "audit", alert_above=101.0)
+        audit(trainer, tmp_path / "audit", alert_above=0.0, kl_bound=100.0)  # every block is inside it
+        trainer.args.report_to = []
+        trained(trainer)
+        info, table = read_audit(tmp_path / "audit")
+        columns = table_columns(table)
+        kinds = token_kinds(columns, columns["clipped"], outside_ball(columns, info["rules"], "kl"))
+        updates = {int(update) for update in columns["update"][np.isin(kinds, ("false", "missed"))]}
+        assert updates, "a learning rate that clips"
+        assert len(sent) == len(updates)
+        assert sent[0]["title"].startswith("clipping is wrong about ")
+        assert f"corral audit {tmp_path / 'audit'}" in sent[0]["text"]
+        monkeypatch.setitem(sys.modules, "trackio", None)
+        with caplog.at_level(logging.WARNING):
+            _send_alert("x", "y")
+        assert "trackio could not be alerted that x" in caplog.text
 
     def test_what_the_sampler_reported_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)

@@ -107,7 +107,7 @@ class TestReduction:
     OWN: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("gspo", "gmpo", "sapo"), "grpo"),
         **dict.fromkeys(("reinforce", "ppo_clip", "clip_higher", "dual_clip", "cispo", "drpo", "m2po", "spo", "troll"), "dapo"),
-        **dict.fromkeys(("aspo", "bapo", "clip_cov", "cppo", "decoupled_ppo", "kl_cov", "ripo", "vespo"), "dapo"),
+        **dict.fromkeys(("aspo", "bapo", "clip_cov", "cppo", "decoupled_ppo", "distill", "kl_cov", "ripo", "vespo"), "dapo"),
         **dict.fromkeys(("dppo", "topr"), "dr_grpo"),
     }
 

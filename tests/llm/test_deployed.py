@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate.utils import DistributedType
@@ -19,12 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from corral import categorical_kl, objective_names, retract, snapshot
+from corral import categorical_kl, retract, snapshot
 from corral.llm import CorralConfig, deployed, deployed_probe
 from corral.llm.scoring_pass import ScoringPass
 from corral.llm.settings import resolve
 from corral.llm.train import resume, train
 from corral.llm.trl_api import FUSED
+from policy_objectives import POLICY_OBJECTIVES
 from small_runs import save_model, small
 from tolerance import assert_close
 from two_processes import run_two
@@ -110,7 +112,7 @@ def test_the_bound_holds_after_every_step(tmp_path, shape):
     trainer.train()
     found = certificates(trainer)
     assert len(found) == len(witness.kl) == 3
-    assert found[0]["tr/step_share"] < 1
+    assert 0 < found[0]["tr/step_share"] < 1
     for line, kl in zip(found, witness.kl, strict=True):
         assert line["tr/deployed_kl_mean"] <= 0.02
         assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=5e-3, atol=1e-6)
@@ -187,12 +189,16 @@ def run_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 
 
 @pytest.mark.supports("other: deployed network, resumed bit for bit", door="command line")
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
-    settings = small(save_model(tmp_path / "model"), objective="ppo_clip", deployed_bound=0.01, steps=4, keep_checkpoints=9)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, passes):
+    reuse = {"reuse": "auto", "num_iterations": passes} if passes > 1 else {}
+    settings = small(
+        save_model(tmp_path / "model"), objective="ppo_clip", deployed_bound=0.01, steps=4, keep_checkpoints=9, **reuse
+    )
     train(settings, out=tmp_path / "whole", quiet=True)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for late in ("checkpoint-6", "checkpoint-8"):
-        shutil.rmtree(tmp_path / "cut" / "checkpoints" / late)
+    for late in (6, 8):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"checkpoint-{late * passes}")
     (tmp_path / "cut" / "summary.json").unlink()
     resume(tmp_path / "cut", quiet=True)
     (whole, weights), (again, weights_again) = run_of(tmp_path / "whole"), run_of(tmp_path / "cut")
@@ -202,6 +208,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     assert min(line["tr/step_share"] for line in whole[1:]) < 1
     rates = [line["learning_rate"] for line in whole[1:]]
     assert rates[1] < 0.5 * rates[0]  # the controller was at work before the cut
+    if passes > 1:
+        assert min(line["tr/passes"] for line in whole[1:]) < 3
+        tokens = pq.read_table(tmp_path / "whole" / "tokens.parquet")["step"].to_pylist()
+        assert {*tokens} == {1, 2, 3, 4}  # of the last update that was made
 
 
 def test_a_resumed_run_knows_its_scale(tmp_path):
@@ -214,7 +224,7 @@ def test_a_resumed_run_knows_its_scale(tmp_path):
     assert scales[0] < 0.5
 
 
-@pytest.mark.parametrize("objective", [name for name in objective_names() if name != "decoupled_ppo"])
+@pytest.mark.parametrize("objective", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])
 def test_a_rate_of_auto_works_for_every_objective(tmp_path, objective):
     trainer = make_trainer(tmp_path, objective, learning_rate="auto", loss_type="auto", max_steps=2)
     trainer.train()

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig
 from tiny_models import Spy, make_trainer, measured, nudge, rollouts, tiny_model
 
-from corral import objective_names
 from corral.llm.trl_api import FUSED
 from device import DEVICE
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     # decoupled_ppo wants another sampler, and clip_cov acts on-policy too.
-    **{name: {"objective": name} for name in objective_names() if name not in ("clip_cov", "decoupled_ppo")},
+    **{name: {"objective": name} for name in POLICY_OBJECTIVES if name not in ("clip_cov", "decoupled_ppo")},
     "dppo on a support": {"objective": "dppo", "objective_config": {"estimator": "topk"}},
     "dppo, kl": {"objective": "dppo", "objective_config": {"divergence": "kl"}},
     "troll on a union": {"objective": "troll", "support": "union"},

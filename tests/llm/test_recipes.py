@@ -22,7 +22,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def test_the_recipes_that_there_are() -> None:
-    assert NAMES == ["code", "countdown", "dapo-like", "demo", "gsm8k"]
+    assert NAMES == ["code", "countdown", "dapo-like", "demo", "dppo_published", "gsm8k"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -37,6 +37,7 @@ def test_a_recipe_runs_in_smoke_form(name: str, tmp_path: Path, capsys: pytest.C
     assert config["model"]["name"] == "smoke"
     assert (config["settings"]["task"], config["settings"]["objective"]) == (given_.task, given_.objective)
     own = {"code": "dr_grpo", "countdown": "dapo", "dapo-like": "dapo", "demo": "dr_grpo", "gsm8k": "dapo"}
+    own["dppo_published"] = "luspo"
     assert config["trainer"]["loss_type"] == own[name], "what is not about size stays"
     assert config["reduction"] == {"name": REDUCTIONS[own[name]], "own": True}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

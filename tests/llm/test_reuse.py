@@ -9,9 +9,9 @@ from deployed_witness import WILD, Witness, certificates
 from tiny_models import make_trainer
 from transformers import TrainerCallback
 
-from corral import objective_names
 from corral.llm import CorralConfig
 from corral.llm.trl_api import FUSED
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="TRL hands over no hidden states")
@@ -51,7 +51,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.supports("other: deployed network, as many passes as its bound allows", door="TRL")
-@pytest.mark.parametrize("objective", [name for name in objective_names() if name != "decoupled_ppo"])
+@pytest.mark.parametrize("objective", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])
 def test_every_objective_reuses_its_batch_until_the_bound_is_used(tmp_path, objective):
     given = {"loss_type": "auto", "max_steps": 6, "deployed_bound": 0.02, "learning_rate": 0.001}
     trainer = make_trainer(tmp_path, objective, **given, **PASSES)
@@ -81,6 +81,16 @@ def test_once_the_bound_is_used_nothing_runs_and_nothing_moves(tmp_path):
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.3 / 16)
 
 
+def test_a_pass_may_be_one_update(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.001, max_steps=6, gradient_accumulation_steps=2, **WILD, **PASSES)
+    trace = Trace(trainer)
+    trainer.train()
+    assert trace.losses == [2, 2, 2, 4, 4, 4]
+    assert trace.generated == 2
+    assert equal(trace.weights[0], trace.weights[2])
+    assert equal(trace.weights[3], trace.weights[5])
+
+
 def test_where_nothing_is_used_up_it_is_as_many_passes_as_asked_for(tmp_path):
     found = []
     for reuse in ("fixed", "auto"):
@@ -95,12 +105,13 @@ def test_where_nothing_is_used_up_it_is_as_many_passes_as_asked_for(tmp_path):
 
 
 def test_a_batch_whose_ratios_are_spread_is_used_up(tmp_path):
-    # No bound, so that the effective sample size alone decides.
-    trainer = make_trainer(tmp_path, deployed_bound=math.inf, max_steps=6, **WILD, **PASSES)
-    trainer.train()
-    (line,) = certificates(trainer)
-    assert line["tr/passes"] < 3
-    assert line["tr/step_share"] == 1.0
+    # No bound, so that the effective sample size alone decides; or one that is never reached, and no reason for a larger rate.
+    for bound in (math.inf, 100.0):
+        trainer = make_trainer(tmp_path, deployed_bound=bound, max_steps=6, **WILD, **PASSES)
+        trainer.train()
+        (line,) = certificates(trainer)
+        assert line["tr/passes"] < 3
+        assert line["tr/step_share"] == trainer.deployed.controller.scale == 1.0
 
 
 @pytest.mark.parametrize(("rate", "factor"), [(0.3, 0.25), (1e-6, 1.5)])
@@ -110,13 +121,18 @@ def test_the_rate_moves_where_no_number_of_passes_helps(tmp_path, rate, factor):
     assert trainer.deployed.controller.scale == pytest.approx(factor)  # the most that a step changes it by
 
 
-def test_between_the_ends_the_rate_stays(tmp_path):
-    # Two passes use the bound up, where one does not: found by the passes it makes.
+def test_the_rate_aims_at_half_of_the_bound_after_all_passes(tmp_path):
+    # Two of three passes used the bound up, with D: three would have moved the network by 3/2 D. Aim: half of .02.
     trainer = make_trainer(tmp_path, "ppo_clip", deployed_bound=0.02, max_steps=6, learning_rate=0.001, **PASSES)
+    distances = []
+    update = trainer.deployed.controller.update
+    trainer.deployed.controller.update = lambda moved, aim: (distances.append((moved, aim)), update(moved, aim))[1]
     trainer.train()
-    (line,) = certificates(trainer)
-    assert line["tr/passes"] == 2.0
-    assert trainer.deployed.controller.scale == 1.0
+    ((line,), ((moved, aim),)) = certificates(trainer), distances
+    assert (line["tr/passes"], aim) == (2.0, 0.01)
+    assert line["tr/step_share"] < 1
+    assert moved > 1.5 * 0.02
+    assert trainer.deployed.controller.scale == pytest.approx((0.01 / moved) ** 0.35)
 
 
 def test_defaults(tmp_path):

@@ -13,12 +13,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from corral import TokenBatch, gather_support, make_objective, objective_names, top_k_support
+from corral import TokenBatch, gather_support, make_objective, top_k_support
 from corral.llm.tiny import build_tokenizer
 from corral.llm.tokens import CompletionSample, thin_rows, token_rows, token_texts
 from corral.llm.train import resume, train
 from corral.report.read import read_run
 from corral.run.folder import TOKENS, RunFolder
+from policy_objectives import POLICY_OBJECTIVES
 from small_runs import save_model, small
 
 ACTIONS = {"troll": "projected", "dppo": "masked", "m2po": "masked", "cppo": "masked"}
@@ -44,7 +45,7 @@ def batch(moved: float = 1.0, count: int = 3, length: int = 4, vocabulary: int =
     return TokenBatch(logp[0].requires_grad_(), logp[1], advantages, mask, dist_new, dist_old), tokens
 
 
-@pytest.mark.parametrize("name", objective_names())
+@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
 def test_every_objective_says_where_it_acted(name: str) -> None:
     """The tokens that `tr/active_frac` counts, and no padding among them."""
     given_batch, tokens = batch(0.5 if name == "vespo" else 3.0)  # whose weights vanish on whole sequences

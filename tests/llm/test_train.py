@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corral import objective_names
 from corral.llm import CorralConfig
 from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
@@ -34,6 +33,7 @@ from corral.llm.trl_api import FUSED
 from corral.objective import make_objective
 from corral.run.files import RunError
 from corral.task import TASKS
+from policy_objectives import POLICY_OBJECTIVES
 from small_runs import Digits, save_model, small
 
 TIMES = ("seconds", "tokens_per_second", "step_time")
@@ -134,12 +134,57 @@ def test_the_run_learned(reference: Path) -> None:
 
 
 @pytest.mark.supports("objective: {name}", door="command line")
-@pytest.mark.parametrize("name", [name for name in objective_names() if name != "decoupled_ppo"])  # needs another sampler
+@pytest.mark.parametrize("name", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])  # needs another sampler
 def test_every_objective_learns(name: str, model: str, tmp_path: Path) -> None:
     steps = 16 if name in ("gmpo", "spo", "vespo") else 8  # these are careful
     settings = small(model, objective=name, steps=steps, checkpoint_every=steps, eval_every=steps, eval_size=64)
     ended = train(settings, out=tmp_path / "run", quiet=True).summary
     assert ended["success_final"] > ended["success_start"] + 0.1
+
+
+@pytest.mark.supports("objective: distill", door="command line")
+def test_a_run_learns_from_another_ones_checkpoint(reference: Path, model: str, tmp_path: Path) -> None:
+    last = str(reference / "checkpoints" / "checkpoint-12")
+    how = {"objective": "distill", "objective_config": {"bound": 0.2}, "teacher": last}
+    settings = small(model, **how, steps=8, checkpoint_every=8, eval_every=8, eval_size=64)
+    ended = train(settings, out=tmp_path / "run", quiet=True).summary
+    assert ended["success_final"] > ended["success_start"] + 0.1
+    row = pq.read_table(tmp_path / "run" / "tokens.parquet").to_pylist()[0]
+    assert row["bound"] == 0.2
+    assert "projected" in row["action"]
+
+
+class TestTeacher:
+    """What `corral train` shows a teacher, and what it refuses."""
+
+    def test_a_model_reads_the_solution_before_the_problem(self) -> None:
+        parts = prepare(small("tiny", task="countdown", objective="distill", instruction="{problem}"))
+        for row in parts.dataset:
+            solution, problem = row["teacher_prompt"].split("\n")
+            assert problem == row["prompt"] == row["problem"]
+            assert parts.problems.task.verify(problem, solution) == 1.0
+
+    def test_another_model_reads_what_the_student_does_unless_told_otherwise(self, model: str) -> None:
+        parts = prepare(small(model, objective="distill", teacher=model))
+        assert parts.teacher is not None
+        assert "teacher_prompt" not in parts.dataset.column_names
+        parts = prepare(small(model, objective="distill", teacher=model, teacher_instruction="{problem} {other}!"))
+        assert parts.dataset["teacher_prompt"][0] == parts.dataset["problem"][0] + " {other}!"
+
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [
+            ({"objective": "distill"}, r"should read {solution}, and the task digits has no such column. Set .*\(none\)"),
+            ({"teacher": "tiny"}, "`teacher` is for distillation, and objective='troll' reads no teacher"),
+            ({"teacher_instruction": "{problem}"}, "`teacher_instruction` is for distillation"),
+            ({"objective": "distill", "teacher": "no/such/model"}, "'no/such/model' could not be loaded"),
+            ({"objective": "distill", "teacher_instruction": "x" * 40 + "{problem}"}, "a teacher's prompt has 44 tokens"),
+        ],
+        ids=str,
+    )
+    def test_refusals(self, model: str, given: dict[str, Any], why: str) -> None:
+        with pytest.raises(RunError, match=why):
+            prepare(small(model, **given))
 
 
 @pytest.mark.supports("model: saved with the original's keys and configuration", door="command line")

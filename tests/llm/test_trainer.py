@@ -46,7 +46,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import corral
 import corral.llm.policy_head
-from corral import TokenBatch, gather_support, group_advantages, objective_names, reduce_loss, top_k_support
+from corral import TokenBatch, gather_support, group_advantages, reduce_loss, top_k_support
 from corral.llm import CorralConfig, CorralTrainer
 from corral.llm.policy_head import PolicyHead, _FusedHead
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
@@ -58,6 +58,7 @@ from corral.objective.ratio import credit, log_ratio, zero_padding
 from corral.objective.troll import TROLLConfig, troll
 from corral.types import ObjectiveOutput
 from device import DEVICE, drawing_on_the_cpu
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import ROUNDING, TWENTY_UPDATES, assert_close
 
 UNCLIPPED = {"epsilon": 1e9}
@@ -314,7 +315,7 @@ class TestParity:
     """Every objective, the same loss and gradient as corral's maths on all logits of the buffered batch."""
 
     VARIANTS: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {
-        **{name: (name, {}) for name in objective_names() if name != "decoupled_ppo"},  # needs another sampler
+        **{name: (name, {}) for name in POLICY_OBJECTIVES if name != "decoupled_ppo"},  # needs another sampler
         "one that `register_objective` added": ("outside", {}),
         "dppo, topk kl, capped": ("dppo", {"estimator": "topk", "divergence": "kl", "ratio_cap": 1.1}),
         "dppo, full": ("dppo", {"estimator": "full", "bound": 0.02}),

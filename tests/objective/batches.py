@@ -133,6 +133,7 @@ def poison_padding(batch: TokenBatch, garbage: float = torch.nan) -> TokenBatch:
             dist_new=poison_dist(batch.dist_new, 2**31 - 1),
             dist_old=poison_dist(batch.dist_old, -7),
             logp_rollout=None if batch.logp_rollout is None else poison(batch.logp_rollout, garbage),
+            dist_teacher=poison_dist(batch.dist_teacher, 5),
         )
     )
 

@@ -251,6 +251,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ("troll", "tail", "`tail` is one of bucket, fill", ("drop", None, 1)),
     ("troll", "level", "`level` is one of token, sequence", ("seq", None, 1)),
     ("troll", "gradient", "`gradient` is one of exact, constant_dual, unprojected", ("implicit", None, True)),
+    ("troll", "project", "`project` is one of all, outward", ("inward", None, True)),
     ("troll", "vocab_size", "`vocab_size` is a number of tokens", (0, -5, 1.5, INF, *NO_NUMBER)),
     ("troll", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
     ("tis", "cap", "`cap` is the largest weight and must be > 0", (0.0, -1.0, *NOT_GIVEN)),
@@ -469,7 +470,7 @@ def test_check_false_takes_log_probs_as_they_are():
             make_objective("reinforce", check=False)(bad)
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("decoupled_ppo", "troll")])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("decoupled_ppo", "distill", "troll")])
 def test_what_is_not_needed_may_be_missing(name):
     assert make_objective(name)(inputs([0.6], [0.5], [1.0])).loss.isfinite().all()
 

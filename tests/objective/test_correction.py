@@ -9,7 +9,8 @@ from batches import inputs, poison_padding, random_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral import TokenBatch, make_correction, make_objective, objective_names
+from corral import TokenBatch, make_correction, make_objective
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
 SEEDS = st.integers(0, 2**20)
@@ -175,7 +176,7 @@ def test_ratios_beyond_all_bounds_cancel_in_a_sequence():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("objective", objective_names())
+@pytest.mark.parametrize("objective", POLICY_OBJECTIVES)
 def test_weights_scale_the_gradient_of_every_objective(objective, name):
     # Every objective's loss at a token has a gradient at that token alone, so each token's gradient is scaled by its weight.
     batch, logits = random_batch(4, 5, 6, 3, seed=2)

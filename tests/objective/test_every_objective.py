@@ -17,14 +17,15 @@ from batches import (
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from corral import SparseDist, TokenBatch, make_objective, objective_names, reduce_loss
+from corral import SparseDist, TokenBatch, make_objective, reduce_loss
 from corral.numerics import log1mexp
+from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 from typecheck import passed_unchecked
 
 V = 5
 
-CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in objective_names()} | {
+CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in POLICY_OBJECTIVES} | {
     "reinforce, capped": ("reinforce", {"ratio_cap": 1.5}),
     "dppo, kl": ("dppo", {"divergence": "kl"}),
     "dppo, ratio": ("dppo", {"divergence": "ratio"}),
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {name: (name, {}) for name in 
     "troll, sequence": ("troll", {"level": "sequence"}),
     "troll, constant dual": ("troll", {"gradient": "constant_dual"}),
     "troll, unprojected": ("troll", {"gradient": "unprojected"}),
+    "troll, outward": ("troll", {"project": "outward"}),
     "troll, capped": ("troll", {"ratio_cap": 1.5}),
     "troll, no regression": ("troll", {"regression": 0.0}),
 }
@@ -355,8 +357,10 @@ def test_the_order_of_tokens_within_a_sequence_does_not_matter(case):
     batch, _ = batch_of(case, per_token=True)
     order = torch.tensor([3, 0, 4, 1, 2])
 
-    def pick(x: Tensor | SparseDist) -> Tensor | SparseDist:
-        return SparseDist(pick(x.ids), pick(x.logp), pick(x.rest)) if isinstance(x, SparseDist) else x[:, order]
+    def pick(x: Tensor | SparseDist | None) -> Tensor | SparseDist | None:
+        if isinstance(x, SparseDist):
+            return SparseDist(*(field[:, order] for field in (x.ids, x.logp, x.rest)))
+        return None if x is None else x[:, order]
 
     shuffled = TokenBatch(**{field.name: pick(getattr(batch, field.name)) for field in fields(TokenBatch)})
     assert_close(objective_of(case)(shuffled).loss, objective_of(case)(batch).loss[:, order])
@@ -380,7 +384,7 @@ def test_calling_twice_gives_the_same_and_changes_no_input(case):
 # ------------------------------------------------------------------------------------------------------------ metrics
 
 
-@pytest.mark.parametrize("name", [name for name in objective_names() if name != "troll"])
+@pytest.mark.parametrize("name", [name for name in POLICY_OBJECTIVES if name != "troll"])
 def test_golden_metrics_from_sampled_tokens_alone(name):
     # Unmasked tokens: π_old = ½, ½ and π = ¾, ¼, so ρ = 3/2, ½; the third would have had the largest of everything.
     # k3 = ρ − 1 − ln ρ = ½ − ln 1.5 and ln 2 − ½, mean ½(ln 2 − ln 1.5) = ½ ln(4/3).

@@ -47,6 +47,7 @@ DEFAULTS = {
         "vocab_size": None,
         "level": "token",
         "gradient": "exact",
+        "project": "all",
         "ratio_cap": None,
     },
 }

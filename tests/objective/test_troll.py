@@ -565,6 +565,57 @@ def test_golden_an_infeasible_token_is_counted_and_goes_back_to_the_old_policy()
     assert metrics["tr/kl_after"].item() == pytest.approx(-math.log(0.7) / 2)
 
 
+# ---------------------------------------------------------------------------------------------- tokens that lead back
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_golden_a_token_whose_step_leads_back_is_left_alone(k):
+    # d = ln 2.56, ln .64, ln .16 and KL = .3855: π (d − KL) = .3549, −.2662, −.0887, so along e_a − π the KL rises by
+    # .3549 − (.64 · .3549 − .32 · .2662 − .04 · .0887) = .2165.  With Â = 1 it is projected as ever; with Â = −1 its step
+    # lowers the KL, and it has the loss of reinforce: −ρÂ = 2.56, in logits 2.56 (.36, −.32, −.04), and no regression.
+    config = {"bound": BOUND, "project": "outward"}
+    (out, leaf), (back, other) = (policies([NEW], [OLD], [a], k) for a in (1.0, -1.0))
+    for ours, theirs in zip(loss_and_logit_grad(out, leaf, **config), loss_and_logit_grad(out, leaf, bound=BOUND), strict=True):
+        assert torch.equal(ours, theirs)
+    loss, grad = loss_and_logit_grad(back, other, **config)
+    assert_close(loss, row([2.56]))
+    assert_close(grad, 2.56 * per_logit(0.36, -0.32, -0.04))
+    result = make_objective("troll", **config)(back)
+    assert not result.acted.any()
+    assert_close(result.kl_after, row([KL_BEFORE]))
+    assert (result.regression == 0).all()
+    assert make_objective("troll", **config)(policies([NEW], [OLD], [0.0], k)[0]).acted.all()  # no step: projected
+
+
+@given(SEEDS, st.sampled_from([1, 3, 6]), st.sampled_from(["exact", "constant_dual", "unprojected"]))
+def test_what_leads_back_is_what_lowers_the_kl(seed, k, gradient):
+    """By a small step of the token's own gradient, on the support and its tail; then reinforce there, and troll elsewhere."""
+    batch, logits = random_batch(3, 4, 6, k, step=1.5, per_token=True, seed=seed)
+    ours = make_objective("troll", project="outward", gradient=gradient)(batch)
+    theirs, plain = make_objective("troll", gradient=gradient)(batch), make_objective("reinforce")(batch)
+    new, old = batch.dist_new.with_rest().detach(), batch.dist_old.with_rest()
+    step = torch.zeros_like(new)
+    step[..., 0] = 1
+    step = 1e-6 * batch.advantages[..., None] * (step - new.exp())
+    change = categorical_kl((new + step).log_softmax(-1), old) - categorical_kl((new - step).log_softmax(-1), old)
+    left = theirs.acted & ~ours.acted
+    assert not (ours.acted & ~theirs.acted).any()
+    clear = change.abs() > 1e-10
+    assert torch.equal((left & clear), theirs.acted & (change < 0) & clear)
+    assert_close(torch.where(left, ours.loss, 0.0), torch.where(left, plain.loss, 0.0))
+    assert_close(torch.where(left, 0.0, ours.loss), torch.where(left, 0.0, theirs.loss))
+    mixed = torch.where(left, plain.loss, theirs.loss)
+    assert_close(*(torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0] for loss in (ours.loss, mixed)))
+
+
+def test_with_tokens_left_alone_the_gradient_is_the_derivative():
+    batch, logits = random_batch(3, 4, 6, 3, step=1.5, per_token=True, seed=4)
+    objective = make_objective("troll", project="outward", regression=0.0)
+    every = make_objective("troll")(batch).acted.sum()
+    assert 0 < objective(batch).acted.sum() < every
+    assert gradcheck(lambda x: objective(as_batch(x, batch)).loss, logits)
+
+
 @pytest.mark.parametrize("size", [1e5, 1e9, 1e300])
 @pytest.mark.parametrize("regression", [0.0, 1.0])
 def test_a_mask_of_large_finite_numbers_is_a_mask(regression, size):

@@ -1,5 +1,6 @@
 """The page of an audit in a real browser: nothing is fetched, nothing hostile runs, it fits a phone, light and dark."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,25 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
     rows = {update: [drawn(60, seed=update + index) for index in range(4)] for update in (2, 4, 6)}
     html = page_of(tmp_path / "audit", rows)
     page = open_audit(html)
-    assert page.locator("figure svg[role=img]").count() == 4
+    assert page.locator("figure svg[role=img]:visible").count() == 4
     assert page.locator("#ratio rect.cell").count() > 10
-    assert page.locator("#probability rect.bar").count() > 3
-    colour = "getComputedStyle(document.querySelector('#probability rect.bar')).fill"
+    assert page.locator("#probability path.dot:visible").count() > 3
+    colour = "getComputedStyle(document.querySelector('#probability path.dot')).fill"
     paper = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(colour) != "rgb(0, 0, 0)", "the style is let in"
     before = page.evaluate(paper)
     page.check("input[name=theme][value=dark]")
     assert page.evaluate(paper) != before
-    phone = open_audit(html, viewport={"width": 360, "height": 740}, is_mobile=True)
+    page.locator("#ratio .wide").focus()
+    page.keyboard.press("End")
+    assert re.search(r"\d (passed|blocked)", page.locator("#ratio .tip").inner_text())
+    with page.expect_download() as download:
+        page.get_by_role("button", name="SVG of What clipping sees").click()
+    saved = Path(download.value.path()).read_text()
+    assert "m · 720 tokens, compared" in saved, "a saved figure says what was audited"
+    assert "Tokens beyond the edges" in saved
+    phone = open_audit(html, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     assert phone.evaluate("document.documentElement.scrollWidth") <= 360
+    letters = "[...document.querySelectorAll('#ratio .narrow text')].map(node => node.getBoundingClientRect().height)"
+    assert min(phone.evaluate(letters)) > 10, "and can be read there"
     assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000

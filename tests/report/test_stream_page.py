@@ -10,6 +10,7 @@ import pytest
 from audit.dumps import LINE, drawn_line, write_lines
 from corral.audit.dump.find import find_dump
 from corral.audit.rules import Rules
+from corral.audit.sample import with_texts
 from corral.audit.stream import audit_dump
 from corral.report.audit.chart import Axis
 from corral.report.audit.stream_page import stream_page
@@ -17,8 +18,9 @@ from corral.report.audit.stream_page import stream_page
 INFO = {"name": "a dump", "what": "compared", "rules": Rules().as_dict(), "settings": {"format": "corral"}}
 
 
-def page_of(path: Path, lines: list[dict[str, Any]], **info: Any) -> str:
-    return stream_page(audit_dump(find_dump(write_lines(path / "run.jsonl", lines)), Rules(), lambda _: None), {**INFO, **info})
+def page_of(path: Path, lines: list[dict[str, Any]], texts: dict[int, str] | None = None, **info: Any) -> str:
+    summary, sample = audit_dump(find_dump(write_lines(path / "run.jsonl", lines)), Rules(), lambda _: None)
+    return stream_page(summary, with_texts(sample, texts), {**INFO, **info})
 
 
 def run(steps: int = 6) -> list[dict[str, Any]]:
@@ -28,14 +30,14 @@ def run(steps: int = 6) -> list[dict[str, Any]]:
 def test_it_says_what_was_found(tmp_path: Path) -> None:
     page = page_of(tmp_path, run())
     assert "<h1>Audit of a dump</h1>" in page
-    assert page.count("<section") == 7
+    assert page.count("<section") == 8
     assert page.count('role="img"') == 3
     assert "within 1 % of a value that occurs" in page
     assert "lower bounds of the true ones" in page
     rows = re.findall(r"<tr><th[^>]*>(?:<span[^>]*>)?DPPO, TV of the sampled token.*?</tr>", page)
     assert len(rows) == 7
     assert "δ = 0.2 ●" in rows[4]
-    assert page.count("<strong>") == 9, "one bound of each rule has the fewest errors"
+    assert page.count("<strong>") == 10, "one bound of each rule has the fewest errors"
 
 
 @pytest.mark.parametrize("day", ["nothing moved", "one token", "no advantage", "far", "one step", "a support"])
@@ -57,8 +59,16 @@ def test_odd_days(tmp_path: Path, day: str) -> None:
     page = page_of(tmp_path, lines)
     words = re.sub(r"<(style|script)[ >].*?</\1>", "", page, flags=re.DOTALL)
     assert not re.search(r"\bnan\b|NaN", words)
-    assert page.count("<section") == 7
+    assert page.count("<section") == 8
     assert ("TROLL, projects" in page) == (day == "a support")
+
+
+def test_the_first_alarm_is_marked(tmp_path: Path) -> None:
+    lines = [drawn_line(step, length=200, step=step, size=0.05 if step < 4 else 4.0, logp_rollout=None) for step in range(1, 7)]
+    page = page_of(tmp_path, lines)
+    assert page.count("Dashed: step 4, where a collapse announces itself.") == 4, "in two captions, and read out in two labels"
+    assert page.count('class="bound"') == 2
+    assert 'class="bound"' not in page_of(tmp_path, run())
 
 
 def test_axes() -> None:
@@ -72,7 +82,8 @@ def test_axes() -> None:
 def test_in_a_browser(open_page: Callable[..., Any], tmp_path: Path) -> None:
     hostile = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>"
     html = tmp_path / "page.html"
-    html.write_text(page_of(tmp_path, run(), name=hostile, what=hostile, remarks=[hostile]))
+    texts = dict.fromkeys(range(99), hostile)
+    html.write_text(page_of(tmp_path, run(), texts, name=hostile, what=hostile, remarks=[hostile]))
     page = open_page(html)
     assert page.evaluate("window.owned") is None
     assert page.locator("img").count() == 0

@@ -1,20 +1,26 @@
 """The audit of a dump: one pass over its completions, in constant memory."""
 
 from collections.abc import Callable
+from typing import Any
+
+from numpy.typing import NDArray
 
 from corral.audit.dump.completion import LoggedCompletion
 from corral.audit.dump.find import Dump, read_completions
 from corral.audit.rules import Rules
+from corral.audit.sample import Sample
 from corral.audit.tally import StreamSummary, Tally
 from corral.audit.threshold import clip_family
 from corral.audit.tokens import join_completions
+
+Columns = dict[str, NDArray[Any]]
 
 _AT_ONCE = 1 << 16
 """Tokens whose statistics are computed together."""
 
 
-def audit_dump(dump: Dump, rules: Rules, progress: Callable[[int], object]) -> StreamSummary:
-    """Statistics of everything that was logged.
+def audit_dump(dump: Dump, rules: Rules, progress: Callable[[int], object]) -> tuple[StreamSummary, Columns]:
+    """Statistics of everything that was logged, and a few completions as columns of their tokens.
 
     Args:
         rules: the clip range that is audited, and the radii of the balls that tokens are held against.
@@ -22,12 +28,18 @@ def audit_dump(dump: Dump, rules: Rules, progress: Callable[[int], object]) -> S
     """
     bounds = rules.clip.config.bounds
     assert bounds is not None, "whatever clips has a range"
-    tally = Tally(rules.kl_bound, rules.tv_bound, clip_family(*bounds))
+    audited = clip_family(*bounds)
+    tally, sample = Tally(rules.kl_bound, rules.tv_bound, audited), Sample(rules.kl_bound, audited)
     waiting: list[LoggedCompletion] = []
     size = 0
 
     def note(what: str) -> None:
         tally.left_out[what] += 1
+
+    def count_waiting() -> None:
+        tokens = join_completions(waiting)
+        tally.add(tokens)
+        sample.add(waiting, tokens)
 
     for completion in read_completions(dump, progress, note):
         tally.left_out.update(completion.left_out)
@@ -40,8 +52,8 @@ def audit_dump(dump: Dump, rules: Rules, progress: Callable[[int], object]) -> S
         waiting.append(completion)
         size += len(completion.tokens)
         if size >= _AT_ONCE:
-            tally.add(join_completions(waiting))
+            count_waiting()
             waiting, size = [], 0
     if waiting:
-        tally.add(join_completions(waiting))
-    return tally.summary()
+        count_waiting()
+    return tally.summary(), sample.columns()

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from corral.audit.dump.completion import Floats
 from corral.audit.summary import Ball
-from corral.audit.tokens import Floats, Tokens, sampled_kl, sampled_tv
+from corral.audit.tokens import Tokens, sampled_kl, sampled_tv
 
-Score = Callable[[Tokens], Floats | None]
+_Score = Callable[[Tokens], Floats | None]
 """Tokens → how far each has gone by the rule's own measure: it is blocked at bound b iff its score is above b. None: the
 tokens do not say what the rule would need."""
 
@@ -31,7 +32,7 @@ class RuleFamily:
     """What the bound is called: ε, δ, c."""
     bounds: tuple[float, ...]
     default: float
-    score: Score
+    score: _Score
 
 
 def _directed(advantage: Floats, rise: Floats, fall: Floats) -> Floats:
@@ -71,7 +72,13 @@ def _gmpo(tokens: Tokens) -> Floats:
     return _directed(tokens.advantage, log_ratio, -log_ratio)
 
 
-def _dppo(divergence: Callable[[Tokens], Floats | None], *, symmetric: bool = False) -> Score:
+def _ripo(tokens: Tokens) -> Floats:
+    ratio = _ratio(tokens.logp_new - tokens.logp_old)
+    moved = np.exp(tokens.logp_old) * (ratio - 1) ** 2
+    return _directed(tokens.advantage, np.where(ratio > 1, moved, -np.inf), np.where(ratio < 1, moved, -np.inf))
+
+
+def _dppo(divergence: Callable[[Tokens], Floats | None], *, symmetric: bool = False) -> _Score:
     """DPPO's mask on a divergence from the anchor: where tokens moved along their advantage, or wherever they have one."""
 
     def score(tokens: Tokens) -> Floats | None:
@@ -100,6 +107,7 @@ FAMILIES = (
     RuleFamily("dual_clip", "Dual clip, 1 ± 0.2 and c", "c", (2.0, 3.0, 5.0, 10.0), 3.0, _dual_clip),
     RuleFamily("gspo", "GSPO, completion's ratio 1 ± ε", "ε", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 3e-4, _gspo),
     RuleFamily("gmpo", "GMPO, log-ratio ± ε", "ε", (0.1, 0.2, 0.4, 0.8), 0.4, _gmpo),
+    RuleFamily("ripo", "RIPO, π_old (ρ − 1)²", "δ", _KL_BOUNDS, 0.05, _ripo),
     RuleFamily("dppo_tv", "DPPO, TV of the sampled token", "δ", _TV_BOUNDS, 0.2, _dppo(_anchor_tv)),
     RuleFamily("dppo_kl", "DPPO, KL of the sampled token", "δ", _KL_BOUNDS, 0.05, _dppo(_anchor_kl)),
     RuleFamily("dppo_tv_symmetric", "DPPO symmetric, TV", "δ", _TV_BOUNDS, 0.2, _dppo(_anchor_tv, symmetric=True)),
@@ -112,8 +120,9 @@ FAMILIES = (
         "troll", "TROLL, projects", "ε", _KL_BOUNDS, 0.05, lambda tokens: None if tokens.measure == "sampled" else tokens.kl
     ),
 )
-"""Rules that leave a token without a gradient, or project it. `spo` and `drpo` act on the tokens of `clip` and `dppo_tv`;
-`m2po` chooses among the tokens of a micro-batch, which a log does not show."""
+"""Rules that leave a token without a gradient, or project it, each on its own. Left out are those that act on the tokens of
+another one here (`spo` and `decoupled_ppo` of `clip`, `drpo` of `dppo_tv`), that weigh tokens, or whose choice depends on the
+tokens before or beside (`cppo`, `bapo`, `m2po`, `clip_cov`, `kl_cov`), which a log may not show."""
 
 
 def clip_family(low: float, high: float) -> RuleFamily:

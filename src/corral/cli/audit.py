@@ -10,7 +10,7 @@ from corral.cli.audit_dump import (
     TEXT_FLAGS,
     asdict_row,
     audit_logged,
-    check_outputs,
+    check_files,
     judge_errors,
     rescore,
     write_numbers,
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", action="append", default=[], help="of logged texts: old, then new; given twice"
     )
+    parser.add_argument("--tokenizer", metavar="MODEL", help="of dumps: whose tokenizer tells the text of tokens (else ids)")
     for name, what in _MODEL_FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         return refuse(f"audit has no {rest[0]!r}. `corral audit --help` lists what it has.")
     check_installed("audits need", _NEEDED, "report")
-    check_outputs(arguments)
+    check_files(arguments)
     from corral.audit.dump.find import find_dump
 
     path: Path | None = arguments.path
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         dump = find_dump(path)
         if dump.texts:
             names = [name for name in _MODEL_FLAGS if name not in TEXT_FLAGS]
-            _refuse_flags(arguments, ("old", "new", *names), f"{path} holds logged texts")
+            _refuse_flags(arguments, ("old", "new", "tokenizer", *names), f"{path} holds logged texts")
             return _show(rescore(dump, _rules(arguments), arguments), arguments)
         _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), f"{path} is a dump of logged tokens")
         return audit_logged(dump, _rules(arguments), arguments)
@@ -103,7 +104,7 @@ def _existing_audit(arguments: argparse.Namespace) -> Path:
     """The folder of an audit that is measured; a RunError for flags that could not change it."""
     _refuse_flags(
         arguments,
-        ("old", "new", "model", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"),
+        ("old", "new", "model", "tokenizer", *_MODEL_FLAGS, "clip", "kl-bound", "tv-bound", "out"),
         f"{arguments.path} is an audit that was measured already",
     )
     return arguments.path
@@ -123,8 +124,8 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
         raise RunError("audit takes an audit's folder, a dump, a run's folder, or --old MODEL --new MODEL --task TASK.")
     if path is not None and (old is not None or new is not None):
         raise RunError("audit takes a folder, or --old and --new; not both.")
-    if arguments.model:
-        raise RunError("--model is for texts that verl or TRL logged; two models are compared by --old and --new.")
+    if arguments.model or arguments.tokenizer:
+        raise RunError("--model and --tokenizer are for what other engines logged; models are compared by --old and --new.")
     if path is not None and kind_of_run(path) == "robot":
         raise RunError(f"{path} is a robot's run; audits are about the tokens of language models.")
     check_kind("llm", "auditing models")

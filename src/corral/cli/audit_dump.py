@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEXT_FLAGS = ("temperature", "device", "problems")
 """Flags of models that matter where logged texts are rescored."""
 
-ABOVE = 3
+_ABOVE = 3
 """Exit status: more tokens are wrongly blocked than --fail-above allows."""
 
 
@@ -48,13 +48,15 @@ def rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path
 
 def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> int:
     """One pass over a dump; sentences and a table in the terminal, everything on a page and as JSON. The exit status."""
+    from corral.audit.sample import with_texts
     from corral.audit.stream import audit_dump
     from corral.audit.threshold import AUDITED
     from corral.cli.audit_view import show_stream
     from corral.report.audit.stream_page import write_stream_page
 
     with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
-        summary = audit_dump(dump, rules, progress)
+        summary, sample = audit_dump(dump, rules, progress)
+    texts = None if arguments.tokenizer is None else _token_texts(sample["token"].tolist(), arguments.tokenizer)
     name = dump.path.resolve().name or "dump"
     info = {
         "name": name,
@@ -64,7 +66,7 @@ def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) ->
         "settings": {"format": dump.format, "files": len(dump.files), "bytes": dump.bytes},
     }
     page = arguments.page or _default_page(dump.path)
-    size = write_stream_page(summary, info, page)
+    size = write_stream_page(summary, with_texts(sample, texts), info, page)
     if arguments.json is not None:
         write_numbers(arguments.json, {**summary.as_dict(), **info})
     if arguments.json != "-":
@@ -73,8 +75,14 @@ def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) ->
     return judge_errors(audited.kl, arguments.fail_above)
 
 
-def check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be written, or cannot be meant, before anything is computed."""
+def check_files(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be read or written, or cannot be meant, before anything is computed."""
+    if arguments.path is not None:
+        try:
+            arguments.path.stat()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
     limit = arguments.fail_above
     if limit is not None and not (math.isfinite(limit) and 0 <= limit <= 100):
         raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
@@ -91,7 +99,7 @@ def judge_errors(ball: "Ball", limit: float | None) -> int:
         f"corral: {share:.3g} % of all tokens are blocked by clipping though inside the KL ball, more than the {limit:g} % of "
         f"--fail-above.\n"
     )
-    return ABOVE
+    return _ABOVE
 
 
 def write_numbers(target: str, content: Mapping[str, Any]) -> None:
@@ -105,6 +113,17 @@ def write_numbers(target: str, content: Mapping[str, Any]) -> None:
 def asdict_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row whose values may be dataclasses, for JSON."""
     return {key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for key, value in row.items()}
+
+
+def _token_texts(ids: Iterable[int], name: str) -> dict[int, str]:
+    """What tokens say, by the tokenizer of a model."""
+    check_kind("llm", "a tokenizer")
+    quiet_libraries()
+    from corral.llm.audit_texts import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(name)
+    known = len(tokenizer)
+    return {token: tokenizer.decode([token]) if 0 <= token < known else f"⟨{token}⟩" for token in set(ids)}
 
 
 def _default_page(path: Path) -> Path:

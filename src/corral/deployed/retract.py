@@ -2,14 +2,13 @@
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from corral.deployed.statistics import STATISTICS, BatchKL, TokenKL
 from corral.validate import number_in
@@ -198,14 +197,15 @@ def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def _is_finite(weight: Tensor) -> bool:
     """Of a sharded weight, on all processes alike."""
     finite = weight.isfinite().all()
-    return bool(finite.full_tensor() if isinstance(finite, DTensor) else finite)
+    return bool(finite.full_tensor() if hasattr(finite, "full_tensor") else finite)  # a DTensor, whose import takes a second
 
 
 def _forget_copies(module: nn.Module) -> None:
     """Before weights are read or after they were written: drop half-precision copies of autocast, and FSDP2's gathered ones."""
     torch.clear_autocast_cache()
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
             part.reshard()
 
 

@@ -44,6 +44,8 @@ class EngineObjective:
             support: whether the engine supplies both policies on a support.
         """
         objective = make_objective(name, **settings)
+        if "dist_teacher" in objective.needs:
+            raise ValueError(f"{engine}: {name} learns from a teacher, and engines hand a loss none. Use the TRL door.")
         needs = bool(objective.needs & NEEDS_SUPPORT)
         if needs and not support:
             raise ValueError(

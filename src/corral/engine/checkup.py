@@ -16,7 +16,7 @@ ENGINES = {
     "slime": "corral.engine.slime",
     "tinker": "corral.engine.tinker",
 }
-"""Engines with an adapter, and its module: one with `checkup()`, or with `PACKAGE`, `LOOKED_UP` and a docstring that says how."""
+"""Engines and the modules of their adapters: with `checkup()`, or with `PACKAGE`, `LOOKED_UP` and a docstring that says how."""
 
 
 @dataclass

@@ -68,10 +68,10 @@ class LossTerms:
             return packing.pack(x)[None]
 
         b = self.batch
-        old = None if b.dist_old is None else b.dist_old.map(row)
+        old, teacher = (None if dist is None else dist.map(row) for dist in (b.dist_old, b.dist_teacher))
         rollout = None if b.logp_rollout is None else row(b.logp_rollout)
         logp_old = row(b.logp_old)
-        batch = TokenBatch(logp_old, logp_old, row(token_advantages(b)), row(b.mask), None, old, rollout)
+        batch = TokenBatch(logp_old, logp_old, row(token_advantages(b)), row(b.mask), None, old, rollout, teacher)
         weights = None if self.policy_weights is None else row(self.policy_weights)
         union = None if self.union is None else replace(self.union, place=row(self.union.place))
         return LossTerms(self.objective, batch, row(self.weights), weights, self.on_policy, union, self.spec)
@@ -81,13 +81,13 @@ class LossTerms:
     ) -> tuple[Float[Tensor, ""], ObjectiveOutput]:
         """The sum over `part` of the tokens, and the objective's output, given the new policy of these tokens."""
         b = self.batch
-        old = None if b.dist_old is None else b.dist_old.map(lambda x: x[:, part])
+        old, teacher = (None if x is None else x.map(lambda y: y[:, part]) for x in (b.dist_old, b.dist_teacher))
         if self.union is not None and old is not None and new is not None:
             old = self.union.extend(old, new.ids, self.union.place[:, part], self.spec)
         logp_old = logp.detach() if self.on_policy else b.logp_old[:, part]
         advantages = b.advantages if b.advantages.ndim == 1 else b.advantages[:, part]
         rollout = None if b.logp_rollout is None else b.logp_rollout[:, part]
-        out = self.objective(TokenBatch(logp, logp_old, advantages, b.mask[:, part], new, old, rollout))
+        out = self.objective(TokenBatch(logp, logp_old, advantages, b.mask[:, part], new, old, rollout, teacher))
         policy_weights = None if self.policy_weights is None else self.policy_weights[:, part]
         return out.total(torch.where(b.mask, self.weights, 0.0)[:, part], policy_weights), out
 

@@ -115,18 +115,19 @@ def policy_loss_from_hidden(
     tolerance = 0.0 if exact else TOLERANCE
     fused = _fused(source, terms, tolerance, chosen) if has_token_shapes(batch) and tokens.numel() else None
     if fused is None:
-        return _from_blocks(source, dataclasses.replace(terms, weights=weights * unit), tolerance, chosen)
+        scaled = terms if unit is None else dataclasses.replace(terms, weights=weights * unit)
+        return _from_blocks(source, scaled, tolerance, chosen)
     return _attach(fused, (hidden, weight, bias), unit, entropy=entropy, supported=ids is not None)
 
 
-def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Weights and one factor for all of them: in float16 small weights would take the gradients below its range."""
     weights = at_least_float32(weights.detach())
-    unit = torch.ones((), device=weights.device)
-    if dtype == torch.float16 and weights.numel():
-        largest = torch.where(mask, weights.abs(), 0.0).amax()
-        unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    return (weights / unit if dtype == torch.float16 else weights), unit
+    if dtype != torch.float16 or not weights.numel():
+        return weights, None
+    largest = torch.where(mask, weights.abs(), 0.0).amax()
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return weights / unit, unit
 
 
 def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> FusedLoss | None:
@@ -168,10 +169,12 @@ def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) ->
     return FusedLoss(packing, total, rows, dataclasses.replace(output, metrics=metrics), finish)
 
 
-def _attach(fused: FusedLoss, inputs: tuple[Tensor | None, ...], unit: Tensor, *, entropy: bool, supported: bool) -> PolicyLoss:
+def _attach(
+    fused: FusedLoss, inputs: tuple[Tensor | None, ...], unit: Tensor | None, *, entropy: bool, supported: bool
+) -> PolicyLoss:
     """A fused path's findings with autograd attached, unpacked."""
     packing, rows, out = fused.packing, fused.rows, fused.output
-    loss = fused.total * unit
+    loss = fused.total if unit is None else fused.total * unit
     if (finish := fused.finish) is not None:
 
         def unpack() -> Gradients:
@@ -263,6 +266,12 @@ def _check_union(union: UnionSupport | None, weight: Tensor, batch: TokenBatch) 
         raise ValueError(
             f"policy_loss_from_hidden: union.weight is [V H] like the weight, {list(weight.shape)}, and union.place [B T] like "
             f"the mask, {list(batch.mask.shape)}; got {list(union.weight.shape)} and {list(union.place.shape)}."
+        )
+    where = {str(x.device) for x in (union.hidden, union.weight, union.place)} - {str(weight.device)}
+    if where:
+        raise ValueError(
+            f"policy_loss_from_hidden: the tensors of a union lie where the weight does, on {str(weight.device)!r}; got one on "
+            f"{where.pop()!r}. Move it with .to()."
         )
 
 

@@ -18,9 +18,9 @@ Scale = Callable[[Tensor, Tensor], None]
 
 
 def with_gradients(
-    value: Tensor, inputs: tuple[Tensor | None, ...], finish: Callable[[], Gradients], unit: Tensor, scale: Scale
+    value: Tensor, inputs: tuple[Tensor | None, ...], finish: Callable[[], Gradients], unit: Tensor | None, scale: Scale
 ) -> Tensor:
-    """`value`, differentiable in `inputs`: `unit` times what `finish` hands over, once, are its gradients."""
+    """`value`, differentiable in `inputs`: `unit`, or 1, times what `finish` hands over, once, are its gradients."""
     return _WithGradients.apply(value, finish, unit, scale, *inputs)
 
 
@@ -47,7 +47,7 @@ class FusedLoss:
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor, scale: Scale, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, value: Tensor, finish: Any, unit: Tensor | None, scale: Scale, *inputs: Tensor | None) -> Tensor:
         ctx.finish, ctx.unit, ctx.scale = finish, unit, scale
         ctx.save_for_backward(*inputs)
         return value.clone()
@@ -62,7 +62,8 @@ class _WithGradients(torch.autograd.Function):
                 "policy_loss_from_hidden: its gradients were handed over by the first backward pass. Call it again, or build "
                 "the loss from corral.lm_head, which can be differentiated any number of times."
             )
-        factor, gradients = at_least_float32(upstream) * ctx.unit, finish()
+        factor, gradients = at_least_float32(upstream), finish()
+        factor = factor if ctx.unit is None else factor * ctx.unit
         for x in gradients:
             if x is not None:
                 ctx.scale(x, factor)

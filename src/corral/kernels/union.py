@@ -18,7 +18,8 @@ from corral.validate import number_in
 class UnionSupport:
     """A region on what either policy thinks likely: so many of the new policy's tokens join the old policy's support.
 
-    Old log-probs of those are exact: dot products of old hidden states with rows of the old head.
+    Old log-probs of those are exact: dot products of old hidden states with rows of the old head. Where the head is trained,
+    that is a copy, made before the first update.
     """
 
     top_k: int

@@ -13,6 +13,9 @@ __all__ = ["TRL_RANGE", "CorralConfig", "CorralTrainer", "audit"]
 TRL_RANGE = ("1.7", "1.17")
 """First release of TRL that works, and the first that is unknown. Reading it imports nothing."""
 
+TEACHER_PROMPT = "teacher_prompt"
+"""A dataset's column that the teacher of a distillation reads in the place of `prompt`."""
+
 _MODULES = {"CorralConfig": "config", "CorralTrainer": "trainer", "audit": "audit_callback"}
 
 

@@ -1,5 +1,6 @@
 """Audit of a running GRPOTrainer: the KL of its updates, token by token. Training is unchanged, bit for bit."""
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -16,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules
+from corral.audit.summary import outside_ball, token_kinds
 from corral.llm.audit_scoring import choose, logp_at, preserve_state
 from corral.llm.models import base_model
 from corral.llm.trainer import CorralTrainer
@@ -40,6 +43,7 @@ def audit(
     tv_bound: float = 0.2,
     seed: int = 0,
     resume: bool | None = None,
+    alert_above: float | None = None,
 ) -> "AuditCallback":
     """Have `trainer.train()` write down in the folder `out` how far its updates move the policy. `corral audit OUT` shows it.
 
@@ -53,12 +57,19 @@ def audit(
         seed: random seed of the choice of completions and tokens.
         resume: whether `out` may hold the audit of the run that training resumes; None: if there is a checkpoint to resume
             from, in `output_dir` or as `resume_from_checkpoint`.
+        alert_above: per cent of a batch's audited tokens that clipping is wrong about (blocked inside the KL ball, or missed
+            outside it) above which trackio is alerted; it wants `report_to="trackio"`.
     """
     if not isinstance(trainer, GRPOTrainer):
         raise ValueError(f"audit: takes a GRPOTrainer; got {type(trainer).__name__}.")
     for name, value in (("every", 1 if every is None else every), ("sequences", sequences), ("tokens", tokens)):
         if type(value) is not int or value < 1:
             raise ValueError(f"audit: `{name}` is a number, 1 or more; got {value!r}.")
+    if alert_above is not None and (not 0 <= alert_above <= 100 or "trackio" not in (trainer.args.report_to or ())):
+        raise ValueError(
+            f"audit: `alert_above` is a percentage from 0 to 100, of a run with report_to='trackio'; got {alert_above!r} and "
+            f"report_to={trainer.args.report_to!r}."
+        )
     plugin = trainer.accelerator.state.deepspeed_plugin
     if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
         raise ValueError(
@@ -67,6 +78,7 @@ def audit(
     callback = AuditCallback(
         trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
     )
+    callback.alert_above = alert_above
     if trainer.accelerator.is_main_process:
         may_resume = _has_checkpoint(cast(GRPOConfig, trainer.args)) if resume is None else resume
         callback.folder.check(callback.rules.as_dict(), done=int(may_resume))
@@ -81,6 +93,15 @@ def _has_checkpoint(args: GRPOConfig) -> bool:
     folder = args.output_dir
     found = folder is not None and Path(folder).is_dir() and get_last_checkpoint(folder) is not None
     return bool(args.resume_from_checkpoint) or found
+
+
+def _send_alert(title: str, text: str) -> None:
+    """An alert in trackio's run of this process; a failure is a warning, for neither audit nor training depends on it."""
+    try:
+        trackio = importlib.import_module("trackio")  # optional, and untyped
+        trackio.alert(title=title, text=text, level=trackio.AlertLevel.WARN)
+    except Exception as error:  # a server, a webhook, a file: whatever it is, the audit goes on
+        logger.warning("trackio could not be alerted that %s: %s", title, error)
 
 
 def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
@@ -151,6 +172,7 @@ class AuditCallback(TrainerCallback):
         self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
         self.pending: list[_AuditedCompletion] = []
         self.due = 0
+        self.alert_above: float | None = None
         self.failed: str | None = None
         """Why the audit stopped before training did."""
 
@@ -182,7 +204,25 @@ class AuditCallback(TrainerCallback):
         done = [kept for kept in self.pending if self.trainer._step >= kept.end]
         self.pending = [kept for kept in self.pending if self.trainer._step < kept.end]
         if done and self.failed is None:
-            self._run_safely(lambda: self.folder.add(state.global_step, self._compare(done)))
+            self._run_safely(lambda: self._record(state.global_step, self._compare(done)))
+
+    def _record(self, update: int, completions: list[dict[str, Any]]) -> None:
+        """Write down what was measured, and alert trackio if clipping is wrong about more of it than was allowed."""
+        self.folder.add(update, completions)
+        if self.alert_above is None:
+            return
+        columns = {
+            name: np.concatenate([one[name].numpy() for one in completions])
+            for name in ("clipped", "kl", "logp_new", "logp_old", "advantage")
+        }
+        kinds = token_kinds(columns, columns["clipped"], outside_ball(columns, self.rules.as_dict(), "kl"))
+        share = 100 * float(np.isin(kinds, ("false", "missed")).mean())
+        if share > self.alert_above:
+            _send_alert(
+                f"clipping is wrong about {share:.2g} % of the audited tokens",
+                f"After update {update}, {(kinds == 'false').sum()} of {len(kinds)} were blocked inside the KL ball of "
+                f"{self.rules.kl_bound:g}, and {(kinds == 'missed').sum()} missed outside it. corral audit {self.folder.path}",
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What is still pending never had its last update."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.advantage import group_advantages
 from corral.audit.dump.find import Dump
@@ -17,10 +17,21 @@ from corral.audit.rules import Rules
 from corral.audit.words import percent
 from corral.llm.audit_models import load_pair, measure_completion, write_audit
 from corral.llm.evaluate import EvalSettings
-from corral.llm.models import choose_device
-from corral.llm.subject import find_subject
+from corral.llm.models import choose_device, load_model
+from corral.llm.subject import BUILT_IN, find_subject
 from corral.run.files import RunError
 from corral.run.text import count
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Of a built-in model, a folder, or a name on the hub; without its weights where they are not needed."""
+    if name in BUILT_IN:
+        return load_model(name)[1]
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers, tokenizers and the hub have one each
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"the tokenizer of {name!r} could not be loaded. transformers says: {reason}") from error
 
 
 class _Retokenised:

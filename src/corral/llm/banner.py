@@ -26,7 +26,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
     if is_peft_model(trainer.model):
         trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         parameters += f", {trained} of them trained (LoRA)"
-    updates = count(trainer.updates_per_step, "update")
+    updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
     chosen = ", ".join(f"{name}={value}" for name, value in vars(config).items())
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
@@ -34,6 +34,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
         ("anchor", _anchor(trainer)),
         ("support", _support(trainer)),
+        *([("teacher", _teacher(settings))] if trainer.teacher is not None else []),
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", _device(trainer)),
         ("run", str(where)),
@@ -52,6 +53,12 @@ def _anchor(trainer: RunTrainer) -> str:
     return "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
 
 
+def _teacher(settings: Settings) -> str:
+    """Whom the model learns from."""
+    own = "the model itself, before the updates, shown more than the problem"
+    return settings.teacher or own
+
+
 def _support(trainer: RunTrainer) -> str:
     """Which tokens of a distribution the objective reads."""
     if not trainer.needs_support:
@@ -59,6 +66,10 @@ def _support(trainer: RunTrainer) -> str:
     if trainer.own_support().top_k == sys.maxsize:
         return "every token"
     args = trainer.args
+    if trainer.rollout_support is not None:
+        return f"the sampler's {args.support_size} likeliest tokens, and the mass of all others"
+    if trainer.teacher is not None:
+        return f"the {args.support_size} likeliest tokens of student and teacher, and the mass of all others"
     return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
 
 

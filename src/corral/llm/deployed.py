@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AIM = 0.5
-"""The share of the bound that the learning rate aims at, and at which `reuse="auto"` makes no further pass: the other half is
-for steps that go further than most."""
+"""The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
+SPENT = 0.8
+"""The share of the bound from which on `reuse="auto"` makes no further pass: most of it would be undone."""
 LEAST_ESS = 0.5
 """The effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
 PROBES = 4
@@ -41,9 +42,9 @@ class DeployedCallback(TrainerCallback):
     The bound follows the schedule as the KL of a small step does. What goes further is retracted; the learning rate is scaled
     so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already.
 
-    With `reuse="auto"` this is done after every pass over the batch, and another pass is made only where less than half of the
-    bound is used and the effective sample size is at least ½. The rate then changes only where no number of passes helps: down
-    after a first pass that goes too far, up or down after the last one.
+    With `reuse="auto"` this is done after every pass over the batch, and another pass is made only while the bound is not used
+    up and the effective sample size is at least ½. The rate still aims at half of the bound after all passes: where k of K were
+    made, D is taken to be K / k times as large.
     """
 
     def __init__(self, trainer: "CorralTrainer") -> None:
@@ -112,12 +113,15 @@ class DeployedCallback(TrainerCallback):
             logger.warning("Update %d: no completion has a token to measure; the step is not certified.", update)
             return
         certificate, ess = found
-        far = not certificate.before.mean < AIM * bound  # or no number
+        moved, aim = certificate.before.mean, AIM * bound
+        far = not moved < SPENT * bound  # or no number
         if not (last or far or ess < LEAST_ESS):
             return
         self.spent, self._old = not last, None
-        if bound < math.inf and (last or (far and self._passes == 1)):
-            self._scale(self.controller.update(certificate.before.mean, AIM * bound))
+        if not last:  # nor does a batch whose ratios are spread ask for a larger rate
+            moved = max(moved * self.per_step / (self._passes * self.per_pass), aim)
+        if bound < math.inf:
+            self._scale(self.controller.update(moved, aim))
         metrics = certificate.metrics()
         if self.per_pass < self.per_step:
             metrics["tr/passes"] = float(self._passes)

@@ -101,7 +101,8 @@ class SelfCheck(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before the first update on new rollouts, when the new policy is still the old one."""
-        fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0
+        # A teacher is outside the region before any update, and may be.
+        fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0 and self.trainer.teacher is None
         self._before = len(self._active_fractions()) if fresh and not self.drift_reported else None
 
     def on_pre_optimizer_step(

@@ -52,6 +52,11 @@ class OldPolicy:
         row[where[cut_off]] = torch.arange(len(self.hidden), device=where.device)
         output[_ROW] = row.view(dist.rest.shape)
 
+    def forget(self, output: dict[str, Any]) -> None:
+        """Drop what a union needs, from TRL's buffer `output` too: no other follows."""
+        self.head = self.hidden = None
+        output.pop(_ROW, None)
+
     @staticmethod
     def support(inputs: dict[str, Any]) -> SparseDist | None:
         """The old policy on its own support, if it was stored."""

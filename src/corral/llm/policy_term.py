@@ -14,6 +14,7 @@ from corral.kernels.policy_loss import TOLERANCE, PolicyLoss
 from corral.llm.ledger import ratio_sums
 from corral.llm.rollout_support import fill_unscored
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
+from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED
 from corral.objective import Objective, make_objective
 from corral.objective.dppo import dppo
@@ -171,7 +172,8 @@ class PolicyTerm:
                     "function return `logprobs`, or use anchor='old'."
                 )
             logp_old = rollout
-        return TokenBatch(logp_new, logp_old, inputs["advantages"], self.mask, new, old, rollout)
+        teacher = Teacher.support(inputs, old)
+        return TokenBatch(logp_new, logp_old, inputs["advantages"], self.mask, new, old, rollout, teacher)
 
 
 def _reduction_weights(trainer: "CorralTrainer", inputs: dict[str, Any], mask: Tensor) -> float | Tensor:

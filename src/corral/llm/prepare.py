@@ -6,13 +6,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from corral.llm.config import CorralConfig
-from corral.llm.models import choose_device, load_trainable
+from corral.llm.models import choose_device, load_model, load_trainable
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
@@ -33,6 +34,8 @@ class Parts:
     config: CorralConfig
     adapter: LoraConfig | None
     rewards: list[Reward]
+    teacher: PreTrainedModel | None = None
+    """Whom the model learns from, if not from itself."""
 
 
 def prepare(settings: Settings) -> Parts:
@@ -42,7 +45,10 @@ def prepare(settings: Settings) -> Parts:
         config = trainer_config(settings, task.max_completion_length + 1)
         config.check_sampler("vllm" if config.use_vllm else "transformers")
         rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
+        taught = _check_teacher(settings, config)
         model, tokenizer = load_trainable(settings.model)
+        dtype = torch.bfloat16 if config.bf16 else torch.float32
+        teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
     except ValueError as error:
         raise RunError(str(error)) from error
     if config.max_completion_length is None:
@@ -55,14 +61,27 @@ def prepare(settings: Settings) -> Parts:
             f"give that folder as the model."
         )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
-    dataset = problems.dataset(_problems_needed(settings, config), settings.seed)
+    shown = settings.teacher_instruction or ("" if settings.teacher else f"{{solution}}\n{settings.instruction}")
+    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught else "")
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
     if settings.reward:
         check_columns(task, held_out[0])
     problems.check_length([*dataset["problem"], *held_out], model.config, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config, adapter, rewards)
+    problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
+    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher)
+
+
+def _check_teacher(settings: Settings, config: CorralConfig) -> bool:
+    """Whether the objective learns from a teacher; ValueError where it does not, and one was named."""
+    taught = "dist_teacher" in config.make_objective().needs
+    given = [name for name in ("teacher", "teacher_instruction") if getattr(settings, name)]  # two of its fields
+    if given and not taught:
+        raise ValueError(
+            f"`{given[0]}` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill."
+        )
+    return taught
 
 
 def _lora_config(given: dict[str, Any]) -> LoraConfig | None:

@@ -1,6 +1,7 @@
 """A task's problems in a model's chat template: the training set, prompts as tokens, and completions of them."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from corral.llm import TEACHER_PROMPT
 from corral.run.files import RunError
-from corral.task import Task, messages_of
+from corral.task import Task, columns_of, messages_of
+from corral.task.draws import ProceduralTask
 
 _Prompt = str | list[dict[str, str]]
 
@@ -27,23 +30,35 @@ class Problems:
 
     def prompt(self, problem: str) -> _Prompt:
         """What the trainer passes to the model; in a chat, the instruction is around the last message."""
+        return self._worded(problem, self.instruction, {})
+
+    def _worded(self, problem: str, instruction: str, values: Mapping[str, Any]) -> _Prompt:
+        """The problem in this instruction; {problem} and the names of `values` stand for what they are."""
+
+        def fill(text: str) -> str:
+            known = {**values, "problem": text}
+            return re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), instruction)
+
         if not self.tokenizer.chat_template:
-            return self.instruction.replace("{problem}", problem)
+            return fill(problem)
         *before, last = messages_of(self.task, problem)
-        return [*before, {**last, "content": self.instruction.replace("{problem}", last["content"])}]
+        return [*before, {**last, "content": fill(last["content"])}]
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
         """The same as token ids, as the trainer makes them."""
+        return self._tokenise(map(self.prompt, problems))
+
+    def _tokenise(self, prompts: Iterable[_Prompt]) -> list[list[int]]:
         texts = [
             p if isinstance(p, str) else self.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True)
-            for p in map(self.prompt, problems)
+            for p in prompts
         ]
         # A chat template writes special tokens itself.
         ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
         return ids
 
-    def dataset(self, count: int, seed: int) -> Dataset:
-        """`count` problems to train on, in the order in which they will be seen."""
+    def dataset(self, count: int, seed: int, teacher_instruction: str = "") -> Dataset:
+        """`count` problems to train on, in the order in which they will be seen; with what a teacher reads of each, if any."""
         try:
             problems = self.task.train_prompts(count, seed)
         except ValueError as error:
@@ -53,18 +68,49 @@ class Problems:
                 f"the task {self.task.name} has {len(problems)} problems to train on, and this run needs {count}. Use fewer "
                 f"steps or a smaller batch, or mend `train_prompts`."
             )
-        return Dataset.from_dict({"prompt": [self.prompt(problem) for problem in problems], "problem": problems})
+        columns: dict[str, Any] = {"prompt": [self.prompt(problem) for problem in problems], "problem": problems}
+        if teacher_instruction:
+            columns[TEACHER_PROMPT] = self._teacher_prompts(problems, seed, teacher_instruction)
+        return Dataset.from_dict(columns)
+
+    def _teacher_prompts(self, problems: list[str], seed: int, instruction: str) -> list[_Prompt]:
+        """What a teacher reads: {solution} is a procedural task's own answer, any other name a column of the task's rows."""
+        values = columns_of(self.task, problems)
+        if isinstance(self.task, ProceduralTask):
+            values["solution"] = [answer for _, answer in self.task.demonstrations(len(problems), seed)]
+        if "{solution}" in instruction and "solution" not in values:
+            known = ", ".join(f"{{{name}}}" for name in values) or "none"
+            raise RunError(
+                f"the teacher should read {{solution}}, and the task {self.task.name} has no such column. Set "
+                f"`teacher_instruction` with one that it has ({known}), or name another model as the `teacher`."
+            )
+        return [
+            self._worded(problem, instruction, {name: column[i] for name, column in values.items()})
+            for i, problem in enumerate(problems)
+        ]
 
     def check_length(self, problems: Sequence[str], config: PreTrainedConfig, max_completion_length: int) -> None:
         """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
+        longest = sorted(set(problems), key=len)[-_LONGEST:]
+        self._check_room("a prompt", longest, map(self.prompt, longest), config, max_completion_length)
+
+    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, max_completion_length: int) -> None:
+        """The same for what a teacher reads."""
+        rows = dataset[TEACHER_PROMPT][:] if TEACHER_PROMPT in dataset.column_names else []
+        longest = sorted(range(len(rows)), key=lambda i: len(str(rows[i])))[-_LONGEST:]
+        shown, problems = [rows[i] for i in longest], [dataset["problem"][i] for i in longest]
+        self._check_room("a teacher's prompt", problems, shown, config, max_completion_length)
+
+    def _check_room(
+        self, what: str, problems: list[str], prompts: Iterable[_Prompt], config: PreTrainedConfig, max_completion_length: int
+    ) -> None:
         room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
         if room is None or not problems:
             return
-        longest = sorted(set(problems), key=len)[-_LONGEST:]
-        tokens, problem = max(zip(map(len, self.tokens(longest)), longest, strict=True))
+        tokens, problem = max(zip(map(len, self._tokenise(prompts)), problems, strict=True))
         if tokens + max_completion_length > room:
             raise RunError(
-                f"a prompt has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "
+                f"{what} has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "
                 f"{room} positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or "
                 f"another model."
             )

@@ -89,6 +89,11 @@ class Settings:
     """`auto` is the GPU if there is one."""
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
+    teacher: str = ""
+    """Whom `distill` learns from: a name as for `model`, with the same vocabulary. Empty: the model itself, shown solutions."""
+    teacher_instruction: str = ""
+    """What the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads, after a
+    line with the {solution} where the model is its own teacher."""
     reward: tuple[str | Reward, ...] = ()
     """What is paid for instead of the task's own verdict: functions with TRL's signature, as `module:function`,
     `file.py:function=0.5` with a weight, or themselves. `verifier` is the task's own among them."""

@@ -128,6 +128,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
             parts.dataset,
             processing_class=parts.problems.tokenizer,
             peft_config=parts.adapter,
+            teacher=parts.teacher,
         )
     except ValueError as error:  # what only TRL, peft and the model together can tell
         raise RunError(str(error)) from error

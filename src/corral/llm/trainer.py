@@ -10,6 +10,7 @@ import torch
 import trl
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from corral.advantage import Advantage, group_advantages
@@ -17,12 +18,13 @@ from corral.llm.config import CorralConfig, Sampler
 from corral.llm.deployed import DeployedCallback
 from corral.llm.guard import SelfCheck
 from corral.llm.ledger import Ledger
-from corral.llm.models import base_model
+from corral.llm.models import base_model, load_model
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
 from corral.llm.rollout_support import RolloutSupport
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
+from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED, steps_per_batch
 from corral.objective import Objective
 from corral.objective.dppo import DPPOConfig
@@ -59,8 +61,16 @@ class CorralTrainer(GRPOTrainer):
     _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: CorralConfig | None = None, *more: Any, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: CorralConfig | None = None,
+        *more: Any,
+        teacher: PreTrainedModel | str | None = None,
+        **kwargs: Any,
     ) -> None:
+        """GRPOTrainer's own arguments, and for `objective="distill"` a `teacher`: a model, its name, or None for the model
+        itself, shown the dataset's `teacher_prompt`."""
         args = CorralConfig() if args is None else args
         if not isinstance(args, CorralConfig):
             raise ValueError(
@@ -77,7 +87,11 @@ class CorralTrainer(GRPOTrainer):
         self.needs_support = args.needs_support
         own = self.own_support() if self.needs_support else SupportRequest()
         models = [base] if self.ref_model is None else [base, self.ref_model]
-        self.policy_head = PolicyHead(models, self.temperature, own, union=self.union)
+        taught = "dist_teacher" in self.objective.needs
+        self.policy_head = PolicyHead(models, self.temperature, own, union=self.union or taught)
+        self.teacher = self._make_teacher(teacher) if taught else None
+        if teacher is not None and not taught:
+            raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
         config = self.objective.config
         fill = isinstance(config, TROLLConfig) and config.tail == "fill"
         if self.union and not fill and not FUSED:
@@ -90,7 +104,9 @@ class CorralTrainer(GRPOTrainer):
         sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
         self.rollout_support = RolloutSupport(self) if sampled else None
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
-        self._old_policies = {mode: OldPolicy(args.support_mass, fill) for mode in ("train", "eval")}
+        # With a teacher every token has a union: what it knows may be all of the student's tail.
+        mass = 1.0 if taught else args.support_mass
+        self._old_policies = {mode: OldPolicy(mass, fill) for mode in ("train", "eval")}
         self._rewards: Tensor | None = None
         self._ledger = Ledger()
         self.self_check = SelfCheck(self)
@@ -118,8 +134,8 @@ class CorralTrainer(GRPOTrainer):
 
     @property
     def on_policy(self) -> bool:
-        """Whether the new policy always is its anchor: one update per batch, and no other sampler for an anchor."""
-        return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps)
+        """Whether no region acts: one update per batch, no other sampler for an anchor, and no teacher to hold back."""
+        return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps) and self.teacher is None
 
     @property
     def before_any_update(self) -> bool:
@@ -148,6 +164,11 @@ class CorralTrainer(GRPOTrainer):
     def old_policy(self) -> OldPolicy:
         """What is stored of the policy that drew the rollouts at hand."""
         return self._old_policies[self.mode]
+
+    def _make_teacher(self, teacher: PreTrainedModel | str | None) -> Teacher:
+        """The teacher, loaded in the policy's precision where a name was given."""
+        base = base_model(self.model)
+        return Teacher(self, load_model(teacher, base.dtype)[0] if isinstance(teacher, str) else teacher)
 
     def own_support(self) -> SupportRequest:
         """How much of its own policy an old pass keeps."""
@@ -186,16 +207,19 @@ class CorralTrainer(GRPOTrainer):
                 f"likelihood, and TRL takes the first for the sampled one. Leave it at 0."
             )
         keeps = self.needs_support and self.off_policy and self.rollout_support is None
-        support = self.own_support() if keeps else SupportRequest()
-        scoring = ScoringPass(support=support, keep_hidden=self.union and not self.old_policy.fill)
+        kept = self.teacher is not None or (self.union and not self.old_policy.fill)
+        scoring = ScoringPass(support=self.own_support(), keep_hidden=kept) if self.needs_support else ScoringPass()
+        expected = scoring if keeps else ScoringPass()
         deployed = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
         if deployed is not None:
-            deployed.watch(scoring)
-        with self.policy_head.expect(scoring):
+            deployed.watch(expected)
+        with self.policy_head.expect(expected):
             output = super()._generate_and_score_completions(inputs)
         if deployed is not None:
-            deployed.add(output, scoring)
-        if keeps:
+            deployed.add(output, expected)
+        if self.teacher is not None:
+            self.teacher.store(inputs, output, scoring)
+        elif keeps:
             if scoring.dist() is None or "old_per_token_logps" not in output:
                 raise RuntimeError(
                     "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."

@@ -13,6 +13,7 @@ from corral.objective.clip_cov import ClipCovConfig, clip_cov
 from corral.objective.config import ObjectiveConfig
 from corral.objective.cppo import CPPOConfig, cppo
 from corral.objective.decoupled_ppo import DecoupledPPOConfig, decoupled_ppo
+from corral.objective.distill import DistillConfig, distill
 from corral.objective.dppo import DPPOConfig, dppo
 from corral.objective.drpo import DRPOConfig, drpo
 from corral.objective.gmpo import GMPOConfig, gmpo
@@ -39,6 +40,7 @@ OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {
     "clip_higher": (ppo_clip, ClipHigherConfig),
     "cppo": (cppo, CPPOConfig),
     "decoupled_ppo": (decoupled_ppo, DecoupledPPOConfig),
+    "distill": (distill, DistillConfig),
     "dppo": (dppo, DPPOConfig),
     "drpo": (drpo, DRPOConfig),
     "dual_clip": (ppo_clip, DualClipConfig),

@@ -7,17 +7,19 @@ import torch
 from torch import Tensor
 
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
-from corral.types import TokenBatch
+from corral.types import SparseDist, TokenBatch
 
 _SHIFT = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
 
 _TAKE_LOG_SOFTMAX = "Take log_softmax over the last axis, of logits in float32; check=False takes them as they are."
 
-_ONE_SUPPORT = "Both must stand on one support: gather the new policy at dist_old.ids."
+_ONE_SUPPORT = "Both must stand on one support: gather {} at dist_old.ids."
+_POLICIES = {"dist_new": "the new policy", "dist_teacher": "the teacher"}
 
 _SUPPLY = {
     "dist_new": "the new policy on the old support: corral.gather_support(logp, dist_old.ids), or corral.lm_head(..., ids=)",
     "dist_old": "the old policy's support: corral.top_k_support(logp, tokens, k), or corral.lm_head(..., top_k=)",
+    "dist_teacher": "the policy to learn from on the same support: corral.gather_support(logp, dist_old.ids)",
     "logp_rollout": "the log-probs that the sampler reported for the sampled tokens",
 }
 
@@ -42,7 +44,8 @@ def check_batch(name: str, batch: TokenBatch, needs: Iterable[str], *, check: bo
             raise ValueError(f"{name}: needs `{field}`, which this batch does not have. Pass {_SUPPLY.get(field, 'it')}.")
     _check_shapes(name, batch)
     if not torch.compiler.is_compiling():
-        limits = LogpTolerance.of(batch.logp_new, batch.logp_old, batch.dist_new, batch.dist_old) if check else LogpTolerance()
+        policies = (batch.logp_new, batch.logp_old, batch.dist_new, batch.dist_old, batch.dist_teacher)
+        limits = LogpTolerance.of(*policies) if check else LogpTolerance()
         _raise_first(name, batch.mask, [*_bad_values(batch, limits), *_bad_supports(batch, limits)])
 
 
@@ -69,17 +72,26 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
             raise ValueError(f"{name}: {field} must be floating point; got {x.dtype}. Convert it with .float().")
     if batch.mask.dtype != torch.bool:
         raise ValueError(f"{name}: mask must be bool, True where a token is trained on; got {batch.mask.dtype}. Use .bool().")
-    for field, dist in (("dist_new", batch.dist_new), ("dist_old", batch.dist_old)):
-        if dist is not None and dist.rest.shape != shape:
+    for field, dist in _dists(batch):
+        if dist.rest.shape != shape:
             raise ValueError(
                 f"{name}: {field} describes {list(dist.rest.shape)} positions but logp_new is {list(shape)}. Its ids and logp "
                 f"are [B T K], one support per completion token. {_SHIFT}"
             )
-    if batch.dist_new is not None and batch.dist_old is not None and batch.dist_new.ids.shape != batch.dist_old.ids.shape:
-        raise ValueError(
-            f"{name}: dist_new has {batch.dist_new.ids.shape[-1]} slots and dist_old {batch.dist_old.ids.shape[-1]}. "
-            f"{_ONE_SUPPORT}"
-        )
+    if batch.dist_old is None:
+        return
+    for field, dist in _dists(batch):
+        if dist.ids.shape != batch.dist_old.ids.shape:
+            raise ValueError(
+                f"{name}: {field} has {dist.ids.shape[-1]} slots and dist_old {batch.dist_old.ids.shape[-1]}. "
+                f"{_ONE_SUPPORT.format(_POLICIES[field])}"
+            )
+
+
+def _dists(batch: TokenBatch) -> list[tuple[str, SparseDist]]:
+    """The policies on a support that the batch has, by the names of their fields."""
+    given = (("dist_new", batch.dist_new), ("dist_old", batch.dist_old), ("dist_teacher", batch.dist_teacher))
+    return [(field, dist) for field, dist in given if dist is not None]
 
 
 def _bad_values(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
@@ -109,12 +121,13 @@ def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
     if new is None or old is None:
         return
     yield _Check(mask & (old.ids[..., 0] < 0), "slot 0 of dist_old.ids is padding. It must hold the sampled token.")
-    if new.ids is not old.ids:
-        yield _Check(
-            mask & (new.ids != old.ids).any(-1),
-            f"dist_new and dist_old stand on different token ids. {_ONE_SUPPORT}",
-        )
-    for field, dist in (("dist_new", new), ("dist_old", old)):
+    for field, dist in _dists(batch):
+        if dist.ids is not old.ids:
+            yield _Check(
+                mask & (dist.ids != old.ids).any(-1),
+                f"{field} and dist_old stand on different token ids. {_ONE_SUPPORT.format(_POLICIES[field])}",
+            )
+    for field, dist in _dists(batch):
         logp = dist.with_rest()
         yield _Check(
             mask & (logp.isnan() | (logp == torch.inf)).any(-1),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence import categorical_kl
@@ -20,6 +20,7 @@ from corral.validate import require
 _Tail = Literal["bucket", "fill"]
 _Level = Literal["token", "sequence"]
 _Gradient = Literal["exact", "constant_dual", "unprojected"]
+_Project = Literal["all", "outward"]
 
 FILL = 1e-12
 """Probability that the published form gives to every token outside the support."""
@@ -41,13 +42,15 @@ class TROLLConfig(ObjectiveConfig):
     """Whose ratio: each token's own, or the length-normalised one of its sequence (as GSPO's)."""
     gradient: _Gradient = "exact"
     """Through the projection: exact, with the dual held constant, or not at all (the regression alone holds the region)."""
+    project: _Project = "all"
+    """Which tokens outside the ball: all, or not those whose own gradient step lowers the KL, which are left as they are."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
     def __post_init__(self) -> None:
         require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
         require(self, "regression", at_least=0, finite=True, what="a weight")
-        for key, choices in (("tail", _Tail), ("level", _Level), ("gradient", _Gradient)):
+        for key, choices in (("tail", _Tail), ("level", _Level), ("gradient", _Gradient), ("project", _Project)):
             require(self, key, one_of=get_args(choices))
         require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
         if self.tail == "fill" and self.vocab_size is None:
@@ -82,7 +85,8 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
         L_t = − (π̃(a_t) / π_old(a_t)) Â_t + α KL(π_t‖sg[π̃_t])
 
     The first term's gradient passes through the projection and has no component out of the ball; the second is zero inside
-    it and purely radial outside. Everything comes from `dist_*`, the tail included; `logp_*` are only checked against it.
+    it and purely radial outside. Everything comes from `dist_*`, the tail included; `logp_*` are only checked against it. With
+    project="outward" a token outside whose own step, z ← z + s Â (e_a − π), leads back has the loss of one inside.
 
     Args:
         batch: advantages and mask [B T], both policies on one support [B T K].
@@ -96,8 +100,11 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     assert batch.dist_old is not None
     new, old = (zero_padding(_whole(dist, batch.mask, config), batch.mask) for dist in (batch.dist_new, batch.dist_old))
     # Both are normalised once, here and within the projection: twice would move the ratio of equal policies by a digit.
+    bound: float | Tensor = config.bound
+    if config.project == "outward":
+        bound = torch.where(_leads_back(new, old, batch), torch.inf, new.new_tensor(config.bound))
     projection = project_categorical_kl(
-        new, old, config.bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
+        new, old, bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
     )
     plain = (new[..., 0] - old[..., 0]).detach()
     new, old = new.log_softmax(-1), old.detach().log_softmax(-1)
@@ -130,6 +137,22 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
         )
     rest = (config.vocab_size - kept).to(at_least_float32(dist.rest).dtype).mul(FILL).log()
     return SparseDist(dist.ids, dist.logp, rest).with_rest()
+
+
+@torch.no_grad()
+def _leads_back(new: Tensor, old: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
+    """Where dKL(π‖π_old)/ds < 0 along the token's own step, z ← z + s Â (e_a − π).
+
+    ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_old, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
+    the old policy rules out what the new one allows: there the KL is infinite.
+    """
+    new, old = new.log_softmax(-1), old.log_softmax(-1)
+    common = (new > RULED_OUT) & (old > RULED_OUT)
+    p = new.exp()
+    kl = categorical_kl(new, old)
+    force = torch.where(common, p * (torch.where(common, new - old, 0.0) - kl.nan_to_num(posinf=0.0)[..., None]), 0.0)
+    rise = force[..., 0] - (p * force).sum(-1)
+    return kl.isfinite() & (rise * credit(batch) < 0)
 
 
 def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float[Tensor, "B T"]:

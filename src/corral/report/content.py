@@ -9,6 +9,7 @@ from corral.report import across, figures, outcomes, tables
 from corral.report.comparison import SavedComparison, split_runs
 from corral.report.groups import Group, group_runs
 from corral.report.html import shorten
+from corral.report.looks import Look, assign_looks
 from corral.report.read import Run
 from corral.report.sweep.find import Sweep, find_sweeps, sweep_table
 from corral.run.files import RunError
@@ -37,6 +38,17 @@ class RunReport:
     def runs(self) -> list[Run]:
         """Of all groups."""
         return [run for group in self.groups for run in group.runs]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is about one run and nothing else."""
+        return len(self.runs) == 1 and not self.sweep_groups
+
+
+def report_looks(report: RunReport) -> dict[str, Look]:
+    """Colour and marker of every contestant, by the name that its groups and its sweep have."""
+    swept = [row.contestant for sweep in report.sweeps for row in sweep.rows]
+    return assign_looks([*(group.objective for group in report.groups), *swept])
 
 
 def make_report(

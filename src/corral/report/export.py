@@ -1,6 +1,7 @@
 """Figures for papers, SVG and PNG, and tables as CSV: what the page shows of all groups and seeds."""
 
 import csv
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 
 from corral.report import figures, outcomes, plots
-from corral.report.content import RunReport
+from corral.report.content import RunReport, report_looks
 from corral.report.groups import Group
+from corral.report.html import shorten
+from corral.report.page.forest import sort_pairs
 from corral.run.files import RunError, disk_sentence, write_whole
+from corral.run.text import visible
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 """What a spreadsheet computes begins with one of these."""
@@ -30,14 +34,21 @@ def export(report: RunReport, folder: Path) -> list[Path]:
         written += _of_problem(report, [group for group in report.groups if group.problem == problem], folder, ending)
     for index, sweep in enumerate(report.sweeps):
         stem = folder / ("sweep" if len(report.sweeps) == 1 else f"sweep-{index + 1}")
-        written += _draw(partial(plots.draw_sweep, sweep=sweep, measure=report.measure), stem)
+        written += _draw(
+            partial(plots.draw_sweep, sweep=sweep, measure=report.measure, looks=report_looks(report)),
+            stem,
+            f"{sweep.problem}: means over {sweep.seeds_text}, bands their range",
+        )
     return written
 
 
 def _of_problem(report: RunReport, groups: Sequence[Group], folder: Path, ending: str) -> list[Path]:
     """Curves, ends and histograms of the groups of one problem."""
     axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
-    look, written = plots.line_styles(report.groups), []
+    looks = report_looks(report)
+    look, written = plots.line_styles(report.groups, looks), []
+    about = _about(groups)
+    said = f"{about}\nCircles: seeds. Interquartile means with 95 % bootstrap intervals."
     for metric in report.metrics:
         interval = metric.section == "learning"
         found = [(group, figures.curve(group, metric, report.every, interval=interval, axis=axis)) for group in groups]
@@ -45,16 +56,31 @@ def _of_problem(report: RunReport, groups: Sequence[Group], folder: Path, ending
         stem = folder / f"{metric.key.replace('/', '_')}{ending}"
         if curves:
             written.append(write_csv(_points(curves, axis), stem.with_name(f"{stem.name}.csv")))
-            written += _draw(partial(plots.draw_curves, curves=curves, metric=metric, look=look, axis=axis), stem)
+            written += _draw(
+                partial(plots.draw_curves, curves=curves, metric=metric, look=look, axis=axis),
+                stem,
+                f"{about}\n{_BANDS[interval]}",
+            )
     rows = {id(group): row for group, row in zip(report.groups, report.tables["results"], strict=True)}
     ends = [(group, rows[id(group)], seeds) for group in groups if (seeds := outcomes.finals(group, report.measure.key))]
     if ends:
-        written += _draw(partial(plots.draw_finals, rows=ends, measure=report.measure), folder / f"final{ending}")
+        written += _draw(
+            partial(plots.draw_finals, rows=ends, measure=report.measure, look=look), folder / f"final{ending}", said
+        )
+    pairs = sort_pairs(
+        [row for row in report.tables["comparisons"] if row["measure"] == "final" and row["problem"] == groups[0].problem]
+    )
+    if pairs:
+        said = (
+            f"{pairs[0]['sentence']}\nMeans of differences of runs with equal seeds, Student's 95 % intervals; filled: claims."
+        )
+        drawn = partial(plots.draw_forest, rows=pairs, looks=looks, what=f"final {report.measure.name}")
+        written += _draw(drawn, folder / f"differences-of-pairs{ending}", said, rows=len(pairs))
     for group, name in zip(groups, _file_names([group.label for group in groups]), strict=True):
         moved = any(value and 0 < value < np.inf for run in group.runs for row in run.tokens for value in row["kl_before"])
         if moved:
             stem = folder / f"kl-per-token-{name}{ending}"
-            written += _draw(partial(plots.draw_histogram, group=group, colour=look[group.key]["color"]), stem)
+            written += _draw(partial(plots.draw_histogram, group=group, colour=look[group.key]["color"]), stem, about)
     return written
 
 
@@ -67,13 +93,27 @@ def _points(curves: Sequence[tuple[Group, figures.Curve]], axis: str) -> list[di
     ]
 
 
-def _draw(on: Callable[[Any], None], stem: Path) -> list[Path]:
-    """One figure as SVG and as PNG."""
+_BANDS = {
+    True: "Lines: interquartile means over seeds (means of fewer than four). Bands: 95 % bootstrap intervals.",
+    False: "Lines: interquartile means over seeds (means of fewer than four). Bands: range of the seeds.",
+}
+
+
+def _about(groups: Sequence[Group]) -> str:
+    """What a figure that stands alone says of its runs: task and model, and the seeds."""
+    seeds = list(dict.fromkeys(run.seed for group in groups for run in group.runs))
+    return visible(shorten(f"{groups[0].problem}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}", 110))
+
+
+def _draw(on: Callable[[Any], None], stem: Path, about: str, rows: int = 0) -> list[Path]:
+    """One figure as SVG and as PNG, under a line that says what was run."""
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise RunError("exporting figures needs matplotlib. Install it: pip install 'corral[report]'.") from missing
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    figure = Figure(figsize=(5.2, max(3.4, 1.2 + 0.28 * rows)), layout="constrained")
+    title = "\n".join(textwrap.fill(line, 84) for line in about.replace("$", r"\$").splitlines())
+    figure.suptitle(title, fontsize="x-small", x=0.01, ha="left")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

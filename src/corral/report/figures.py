@@ -1,7 +1,7 @@
 """Data of the figures: which metrics, their captions, and every run's points, thinned out to what a page can hold."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -44,10 +44,8 @@ METRICS = (
     _learning("reward", "Training reward", "mean reward of the rollouts"),
     _region("entropy", "Entropy", "nats per token of the policy"),
     _region("tr/active_frac", "Active fraction", "share of tokens on which the trust region acted", percent=True),
-    _region(
-        "tr/kl_before", "KL before projection", "mean KL to the old policy, nats per token, as the network wants it", log=True
-    ),
-    _region("tr/kl_after", "KL after projection", "the same once projected; other objectives have none", log=True),
+    _region("tr/kl_before", "Mean KL", "to the old policy, nats per token, as the network wants it", log=True),
+    _region("tr/kl_after", "Mean KL after projection", "the same once projected; other objectives have none", log=True),
     _region("tr/kl_max", "Largest KL", "of any token in the batch; ▲ marks infinite values", log=True, largest=True),
     _region("tr/ratio_max", "Largest ratio", "new over old probability of any sampled token", log=True, largest=True),
     _region("tr/dual", "Dual variable", "η, mean over the projected tokens: how hard the region pulls back"),
@@ -82,16 +80,39 @@ _ROBOTS = {
 }
 """Where metrics of robots mean something else."""
 
+_SAMPLED = {
+    "tr/kl_before": "; {names}: k3's estimate from the sampled tokens, not to be compared with the largest KL",
+    "tr/kl_max": "; {names}: of the sampled token against all others, a lower bound",
+}
+"""Of objectives that see the sampled token alone: the two are estimated otherwise, and the mean may exceed the largest."""
+
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:
     """Metrics that any run has; counters only if they ever count."""
     found, robots = [], all(run.is_robot for run in runs)
     for metric in METRICS:
         metric = replace(metric, caption=_ROBOTS[metric.key]) if robots and metric.key in _ROBOTS else metric
+        if metric.key in _SAMPLED and (names := _without_support(runs)):
+            metric = replace(metric, caption=metric.caption + _SAMPLED[metric.key].format(names=names))
         values = [value for run in runs for line in run.lines if isinstance(value := line.get(metric.key), float)]
         if values and (metric.key not in ("skipped", "tr/unconverged") or any(values)):
             found.append(metric)
     return found
+
+
+def _without_support(runs: Sequence[Run]) -> str:
+    """Objectives of language models that log a KL and no mass outside a support: they have none."""
+    found = [run for run in runs if not run.is_robot and any("tr/kl_before" in line for line in run.lines)]
+    return ", ".join(dict.fromkeys(run.objective for run in found if not any("tr/rest_mass" in line for line in run.lines)))
+
+
+def kl_bound(group: Group) -> float | None:
+    """The bound of an objective where that is a KL; its seeds share it."""
+    given = group.runs[0].config.get("objective")
+    config: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    is_kl = config.get("name") == "troll" or (config.get("name") == "dppo" and config.get("divergence") == "kl")
+    bound = config.get("bound")
+    return float(bound) if is_kl and isinstance(bound, int | float) and 0 < bound < math.inf else None
 
 
 def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:
@@ -101,7 +122,7 @@ def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:
 
 
 def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[Any]]:
-    """Columns of a run: update, tokens and seconds, then the metrics. A point stands for the steps up to it.
+    """Columns of a run: updates, rollouts, tokens and seconds, then the metrics. A point stands for the steps up to it.
 
     Step 0 is a point of its own: it is before any update. None is nothing measured; "inf" an infinite value.
     """
@@ -112,6 +133,7 @@ def points(run: Run, metrics: Sequence[Metric], every: int) -> dict[str, list[An
     columns: dict[str, list[Any]] = {
         "step": [int(line["step"]) for line in last],
         "update": [_finite(line.get("update"), line["step"]) for line in last],
+        "rollouts": [run.rollouts_per_step * line["step"] for line in last],
         "tokens": [_finite(line.get("num_tokens"), 0.0) for line in last],
         "env_steps": [_finite(line.get("env_steps"), 0.0) for line in last],
         "seconds": [_finite(line.get("seconds"), 0.0) for line in last],

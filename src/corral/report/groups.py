@@ -64,7 +64,9 @@ def group_runs(runs: Sequence[Run], chosen: Chosen | None = None) -> list[Group]
 
     def order(item: tuple[tuple[str, str, str], list[Run]]) -> tuple[Any, ...]:
         (where, setting, objective), members = item
-        return where, () if members[0].path in chosen else _natural(setting), _natural(objective)
+        # A page opens on its first problem, which is no smoke test.
+        smoke = all(run.is_smoke for run in runs if problems[id(run)] == where)
+        return smoke, where, () if members[0].path in chosen else _natural(setting), _natural(objective)
 
     ordered = sorted(found.items(), key=order)
     names = Counter((where, objective) for where, _, objective in found)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import corral
+from corral.report.looks import SHAPES, palette_css
 from corral.run.files import RunError, write_whole
 from corral.run.text import visible
 
@@ -150,6 +151,7 @@ def document(
     """
     static = files("corral.report") / "static"
     script, style = ("\n".join((static / name).read_text("utf-8") for name in names) for names in (scripts, styles))
+    style = palette_css() + style
     policy = (
         f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src data:; "
         f"base-uri 'none'; form-action 'none'"
@@ -164,7 +166,7 @@ def document(
         tag("title", title),
         Safe(f"<style>{style}</style>"),
     )
-    shell = tag("body", inside, data_block("data", data), Safe(f"<script>{script}</script>"))
+    shell = tag("body", inside, data_block("data", {**data, "shapes": SHAPES}), Safe(f"<script>{script}</script>"))
     return f'<!doctype html>\n<html lang="en">{head}{shell}</html>\n'
 
 

@@ -146,6 +146,7 @@ def comparisons(groups: Sequence[Group], measure: Measure) -> list[_Row]:
             rows.append(
                 {
                     "measure": name, "problem": ours.problem, "ours": ours.label, "theirs": theirs.label,
+                    "our_objective": ours.objective, "their_objective": theirs.objective,
                     "difference": difference.mean.value, "low": difference.mean.low, "high": difference.mean.high,
                     "unit": by.unit, "p": difference.p, "seeds": difference.seeds, "paired": difference.paired,
                     "claimed": statistics.can_claim(difference, held), "probability": chance.value,

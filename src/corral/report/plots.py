@@ -1,19 +1,17 @@
 """The page's figures by matplotlib, for papers. Each is drawn on given axes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from corral.report import figures
 from corral.report.groups import Group
+from corral.report.looks import LIGHT, MARKERS, Look
 from corral.report.outcomes import Measure
 from corral.report.sweep.find import Sweep
 from corral.report.sweep.ranges import AUTO, Value, ordered, value_at, value_text
 from corral.run.text import visible
-
-_COLOURS = ("#1f5fa8", "#c2500a", "#1a7f5a", "#9c3d88", "#8a6d00", "#117a8b", "#b3263c", "#555d6b")
-"""As on the page."""
 
 _DASHES = ("-", "--", ":", "-.")
 
@@ -26,17 +24,16 @@ def _label(text: str) -> str:
     return text if not text.startswith("_") else f" {text}"
 
 
-def line_styles(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
-    """Colour by objective, dashes by setting; by the key of the group."""
-    objectives = list(dict.fromkeys(group.objective for group in groups))
+def line_styles(groups: Sequence[Group], looks: Mapping[str, Look]) -> dict[int, dict[str, Any]]:
+    """Colour and marker by objective, dashes by setting; by the key of the group."""
     settings = list(dict.fromkeys(group.setting for group in groups))
-    return {
-        group.key: {
-            "color": _COLOURS[objectives.index(group.objective) % 8],
-            "linestyle": _DASHES[0 if group.chosen else settings.index(group.setting) % 4],
-        }
-        for group in groups
-    }
+    found = {}
+    for group in groups:
+        (colour, marker), place = looks[group.objective], 0 if group.chosen else settings.index(group.setting)
+        found[group.key] = {
+            "color": LIGHT[colour], "marker": MARKERS[(marker + place // 4) % len(MARKERS)], "linestyle": _DASHES[place % 4],
+        }  # fmt: skip
+    return found
 
 
 def draw_curves(
@@ -46,17 +43,26 @@ def draw_curves(
     scale = 100.0 if metric.percent else 1.0
     for group, curve in curves:
         value, low, high = ([scale * number for number in column] for column in (curve.value, curve.low, curve.high))
-        axes.plot(curve.at, value, label=_label(f"{group.label} ({curve.seeds})"), **look[group.key])
+        every = max(1, len(curve.at) // 12)
+        axes.plot(curve.at, value, label=_label(f"{group.label} ({curve.seeds})"), markevery=every, ms=4, **look[group.key])
         axes.fill_between(curve.at, low, high, color=look[group.key]["color"], alpha=0.16, linewidth=0)
     if metric.log and any(number > 0 for _, curve in curves for number in curve.value):
         axes.set_yscale("log")
+    if metric.key.startswith("tr/kl"):
+        for bound in {bound for group, _ in curves if (bound := figures.kl_bound(group)) is not None}:
+            axes.axhline(bound, color="black", linestyle=(0, (5, 4)), linewidth=0.9)
+            axes.annotate(
+                f"bound {bound:g}", (1, bound), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize="x-small"
+            )
+    axes.locator_params(axis="x", integer=True)
     axes.set(xlabel=_AXES[axis], ylabel=f"{metric.title}{' (%)' if metric.percent else ''}")
     axes.legend(frameon=False, fontsize="small", title="objective (seeds)", title_fontsize="small")
 
 
-def draw_finals(axes: Any, rows: Sequence[tuple[Group, dict[str, Any], dict[str, float]]], measure: Measure) -> None:
+def draw_finals(
+    axes: Any, rows: Sequence[tuple[Group, dict[str, Any], dict[str, float]]], measure: Measure, look: dict[int, Any]
+) -> None:
     """Where each group ended: its seeds, and their interquartile mean with its interval."""
-    look = line_styles([group for group, _, _ in rows])
     for place, (group, row, seeds) in enumerate(reversed(rows)):
         colour, factor = look[group.key]["color"], measure.factor
         if row["final_low"] is not None:
@@ -66,14 +72,33 @@ def draw_finals(axes: Any, rows: Sequence[tuple[Group, dict[str, Any], dict[str,
         axes.scatter(
             [value * factor for value in seeds.values()], [place] * len(seeds), facecolor="white", edgecolor=colour, zorder=3
         )
-        axes.scatter([row["final"] * factor], [place], color=colour, marker="D", zorder=4)
+        axes.scatter([row["final"] * factor], [place], color=colour, marker=look[group.key]["marker"], s=60, zorder=4)
     axes.set(xlabel=f"Final {measure.name}{' (%)' if measure.factor == 100 else ''}", ylim=(-0.6, len(rows) - 0.4))
     axes.set_yticks(range(len(rows)), [_label(group.label) for group, _, _ in reversed(rows)])
 
 
-def draw_sweep(axes: Any, sweep: Sweep, measure: Measure) -> None:
+def draw_forest(axes: Any, rows: Sequence[dict[str, Any]], looks: Mapping[str, Look], what: str) -> None:
+    """Differences of pairs with Student's interval, who is ahead first; claims are filled."""
+    for place, row in enumerate(reversed(rows)):
+        colour, marker = (kind[index] for kind, index in zip((LIGHT, MARKERS), looks[row["our_objective"]], strict=True))
+        if row["low"] is not None:
+            axes.plot([row["low"], row["high"]], [place] * 2, color=colour)
+        axes.scatter(
+            [row["difference"]],
+            [place],
+            facecolor=colour if row["claimed"] else "white",
+            edgecolor=colour,
+            marker=marker,
+            s=55,
+            zorder=3,
+        )
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set(xlabel=f"{what}{', ' if rows[0]['unit'] else ''}{rows[0]['unit']}", ylim=(-0.6, len(rows) - 0.4))
+    axes.set_yticks(range(len(rows)), [_label(f"{row['ours']} − {row['theirs']}") for row in reversed(rows)])
+
+
+def draw_sweep(axes: Any, sweep: Sweep, measure: Measure, looks: Mapping[str, Look]) -> None:
     """Final values over the swept setting: means over seeds, and the range of the seeds."""
-    contestants = list(dict.fromkeys(row.contestant for row in sweep.rows))
     places = _places(ordered([value for line in sweep.ranges for value in line.tried]))
     for index, line in enumerate(sweep.ranges):
         mine = sweep.rows_of(line)
@@ -82,7 +107,7 @@ def draw_sweep(axes: Any, sweep: Sweep, measure: Measure) -> None:
             for value in line.tried
         }
         dash = _DASHES[sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4]
-        colour = _COLOURS[contestants.index(line.contestant) % 8]
+        colour, marker = LIGHT[looks[line.contestant][0]], MARKERS[looks[line.contestant][1]]
         along = {value: column for value, column in columns.items() if value != AUTO}
         axes.plot([*along], [*map(np.mean, along.values())], color=colour, linestyle=dash, label=_label(line.label))
         axes.fill_between(
@@ -91,9 +116,11 @@ def draw_sweep(axes: Any, sweep: Sweep, measure: Measure) -> None:
         for value, column in columns.items():
             if value == AUTO:  # no line leads there
                 axes.plot([places[value]] * 2, [min(column), max(column)], color=colour, alpha=0.4)
-                axes.scatter([places[value]], [np.mean(column)], facecolor="white", edgecolor=colour, s=26, zorder=3)
+                axes.scatter(
+                    [places[value]], [np.mean(column)], facecolor="white", edgecolor=colour, marker=marker, s=30, zorder=3
+                )
             if value in line.own:
-                axes.scatter([places[value]], [np.mean(column)], color=colour, s=26, zorder=4)
+                axes.scatter([places[value]], [np.mean(column)], color=colour, marker=marker, s=30, zorder=4)
     if _is_logarithmic([value for value in places if not isinstance(value, str)]):
         axes.set_xscale("log")
     axes.set_xticks([*places.values()], [*map(value_text, places)])

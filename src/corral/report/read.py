@@ -117,6 +117,19 @@ class Run:
         planned = self.settings.get("steps", self.settings.get("iterations"))  # a robot's steps are iterations
         return planned if type(planned) is int and 0 < planned < _LAST_STEP else self.steps
 
+    @property
+    def rollouts_per_step(self) -> int:
+        """Completions, or episodes, that a step samples; 0 where nothing says so."""
+        learner = _mapping(self.settings.get("learner"))
+        given = self.trainer.get("generation_batch_size", learner.get("episodes"))
+        return given if type(given) is int and 0 < given < _LAST_STEP else 0
+
+    @property
+    def is_smoke(self) -> bool:
+        """Whether `--smoke` made it: to see that something runs, and no result."""
+        command = self.config.get("command")
+        return self.model == "smoke" or (isinstance(command, list) and "--smoke" in command)
+
     def last(self, key: str) -> float | None:
         """A number of the last line, such as the seconds so far."""
         value = self.lines[-1].get(key) if self.lines else None

@@ -44,6 +44,8 @@ class LoggedCompletion:
     reward: float | None = None
     age: int | None = None
     """Steps between sampling and training."""
+    positions: NDArray[np.int64] | None = None
+    """Of these tokens among all that were logged; None: they are all."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Unmasked tokens that are not among these, by reason."""
 
@@ -81,6 +83,7 @@ def take_completion(
         entropy=None if entropy is None else entropy[kept],
         reward=reward,
         age=age,
+        positions=np.flatnonzero(kept),
         left_out={reason: count for reason, count in counts.items() if count},
     )
 

@@ -41,8 +41,6 @@ class Dump:
 
 def find_dump(path: Path) -> Dump:
     """What is in a file or below a folder; a RunError that lists what is known, if it is none of that."""
-    if not path.exists():
-        raise RunError(f"{path} does not exist.")
     lines, tables, tensors = (_files(path, suffix) for suffix in (".jsonl", ".parquet", ".pt"))
     if path.is_file() and not (tables or tensors):
         lines = (path,)

@@ -9,12 +9,16 @@ from numpy.typing import NDArray
 from corral.run.files import RunError
 
 _LARGEST_ID = 2**31 - 1
+_LARGEST = 1e100
+_LOWEST_LOGP = -1e4
+"""Below it no softmax has a log-probability: engines write such numbers where they mean −inf."""
+
 _ROUNDING = 1e-3
 """How far above 0 rounding may put a log-probability."""
 
 
 class DumpRecord:
-    """Fields of one completion. Numbers that are null or not finite are NaN; whoever needs them leaves those tokens out."""
+    """Fields of one completion. Numbers that are null, not finite or beyond 1e100 are NaN; their tokens are left out later."""
 
     def __init__(self, content: Any, where: str) -> None:
         self.where = where
@@ -31,7 +35,7 @@ class DumpRecord:
         return self.content.get(name) is not None
 
     def numbers(self, name: str, length: int | None = None) -> NDArray[np.float64]:
-        """A list of numbers, NaN where it holds null, NaN or an infinity."""
+        """A list of numbers, NaN where it holds null, NaN, or what no sum could hold."""
         values = self._list(name, length)
         kinds = set(map(type, values))
         if not kinds <= {float, int, type(None)}:
@@ -42,12 +46,13 @@ class DumpRecord:
             found = np.array(values, dtype=np.float64)
         except OverflowError:
             raise self.error(f"`{name}` holds an integer that no floating-point number can hold.") from None
-        found[np.isinf(found)] = np.nan
+        found[np.abs(found) > _LARGEST] = np.nan
         return found
 
     def log_probs(self, name: str, length: int | None = None) -> NDArray[np.float64]:
-        """Log-probabilities: at most 0, up to rounding."""
+        """Log-probabilities: at most 0, up to rounding; NaN also where one stands for −inf."""
         found = self.numbers(name, length)
+        found[found < _LOWEST_LOGP] = np.nan
         above = np.flatnonzero(found > _ROUNDING)
         if len(above):
             raise self.error(

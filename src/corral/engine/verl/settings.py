@@ -7,7 +7,7 @@ from typing import Any
 
 from corral.engine.adapter import POLICY, EngineObjective
 from corral.engine.verl.transport import MASS, TOP_K
-from corral.objective import objective_names
+from corral.objective import make_objective, objective_names
 from corral.objective.dppo import DPPOConfig
 from corral.validate import require
 
@@ -24,8 +24,8 @@ TRAINERS = ("sync", "colocate_async", "separate_async")
 
 
 def loss_modes() -> list[str]:
-    """Names of the policy losses: one for every objective."""
-    return [PREFIX + name for name in objective_names()]
+    """Names of the policy losses: one for every objective without a teacher, whom verl would not hand over."""
+    return [PREFIX + name for name in objective_names() if "dist_teacher" not in make_objective(name).needs]
 
 
 @dataclass(frozen=True, kw_only=True)

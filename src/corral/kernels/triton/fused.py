@@ -32,8 +32,14 @@ from corral.support import LogpTolerance
 from corral.types import ObjectiveOutput
 
 
-def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool]) -> FusedLoss | None:
-    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse."""
+def fused_loss(
+    source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool], *, wait: bool = False
+) -> FusedLoss | None:
+    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse.
+
+    `wait` until the ranking of a union is known to be right. Otherwise all is queued, and done again in the rare case that it
+    was not.
+    """
     rule, old = rule_of(terms.objective), terms.batch.dist_old
     if rule is None or (rule.needs_support and old is None) or (rule.needs_rollout and terms.batch.logp_rollout is None):
         return None
@@ -47,9 +53,7 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     entropy, stats = source.request.entropy, None
     hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
     if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
-        stats = gemm_stats(
-            hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts
-        )  # fmt: skip
+        stats = gemm_stats(hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts)
     found = plan.wait()
     if found is None:
         return None
@@ -60,9 +64,15 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     ids = None if source.ids is None else packing.pack(source.ids).contiguous()
     tokens = packing.pack(source.tokens).long().contiguous()
     joins = None if source.joins is None else packing.pack(source.joins)
-    packed = HeadInput(hidden[:count], source.weight, bias, tokens, ids, source.spec, request, joins)
+    # Where it is all of them, no copy is kept.
+    hidden = source.hidden.flatten(0, 1).contiguous() if packing.rows is None else hidden[:count]
+    packed = HeadInput(hidden, source.weight, bias, tokens, ids, source.spec, request, joins)
     first, second = slice(0, sparse), slice(sparse, count)
-    streamed = stream_head(packed.rows(first), None if stats is None else stats.first(sparse)) if sparse else None
+    overflows: list[AsyncCopy] | None = None if wait else []
+    stats = None if stats is None else stats.first(sparse)
+    ahead = packed if sparse == count else packed.rows(first)
+    streamed = stream_head(ahead, stats, overflows=overflows) if sparse else None
+    del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
     anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
 
     def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
@@ -73,10 +83,11 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
 
     parts: list[tuple[HeadRows, LossRows]] = []
     if streamed is not None:
-        parts.append((streamed, loss_of(streamed, anchor.each(operator.itemgetter(first)))))
+        parts.append((streamed, loss_of(streamed, anchor if sparse == count else anchor.each(operator.itemgetter(first)))))
     stored = None
     if second.start < second.stop:
-        stored = dense_forward(packed.rows(second), anchor.each(operator.itemgetter(second)), weights[second], loss_of, needed)
+        behind = anchor.each(operator.itemgetter(second))
+        stored = dense_forward(packed.rows(second), behind, weights[second], loss_of, needed, overflows)
         parts.append((stored.rows, stored.loss))
     rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
     anchor = anchor if loss.rest_old is None else replace(anchor, rest=loss.rest_old)
@@ -84,25 +95,33 @@ def fused_loss(source: HeadInput, terms: LossTerms, tolerance: float, needed: Se
     flaws = AsyncCopy(flawed)
     finish, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
 
+    if overflows and any(overflow.wait()[0] for overflow in overflows):
+        return fused_loss(source, terms, tolerance, needed, wait=True)
+
     def finish_finite() -> Gradients:
-        if number := int(flaws.wait()):
-            raise ValueError(
-                f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from "
-                f"a union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible "
-                f"token means that both policies were not given the same logit masks. The objective on the output of "
-                f"corral.lm_head says where."
-            )
+        _refuse_flaws(int(flaws.wait()))
         return finish()
 
     if not any(needed):
         finish_finite()
     metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
-    fields = loss.fields[:, None]
+    fields = loss.fields[:, None].unbind()
     output = ObjectiveOutput(
         fields[LOSS], metrics, fields[ACTED] > 0, fields[KL_AFTER] if rule.projects else None,
         fields[REGRESSION] if rule.projects else None,
     )  # fmt: skip
     return FusedLoss(packing, total, rows, output, finish_finite if any(needed) else None, scale)
+
+
+def _refuse_flaws(number: int) -> None:
+    """Raise if the loss of so many tokens is not finite."""
+    if number:
+        raise ValueError(
+            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from a "
+            f"union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible token "
+            f"means that both policies were not given the same logit masks. The objective on the output of corral.lm_head "
+            f"says where."
+        )
 
 
 def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
@@ -126,9 +145,8 @@ def _gradients(
 
     All is queued that needs no host; the rest follows where they are handed over.
     """
-    shares = weights.new_zeros(2)
     if not any(needed):
-        return (lambda: (None, None, None)), shares
+        return (lambda: (None, None, None)), weights.new_zeros(2)
     count = 0 if streamed is None else len(streamed[0].lse)
     first, second = slice(0, count), slice(count, len(weights))
     if stored is None:
@@ -144,6 +162,7 @@ def _gradients(
         return finished
 
     if streamed is None:
+        shares = weights.new_zeros(2)
         shares[0].fill_(1.0)
         return finish_stored, shares
     rows, loss = streamed
@@ -159,8 +178,8 @@ def _gradients(
 
     with_gradient = (stored.sizes > 0).sum()
     alive, dense = pending.routes.counts
-    shares[0], shares[1] = (dense + with_gradient) / (alive + with_gradient).clamp(min=1), pending.routes.shares[1]
-    return finish_both, shares
+    share = (dense + with_gradient) / (alive + with_gradient).clamp(min=1)
+    return finish_both, torch.stack([share, pending.routes.shares[1]])
 
 
 def _upstream(loss: LossRows, weights: Tensor) -> Upstream:

@@ -61,6 +61,8 @@ class TileStatistics:
 
     def first(self, count: int) -> "TileStatistics":
         """Those of the first tokens."""
+        if count == len(self.peak):
+            return self
         return TileStatistics(*(x[:count] for x in (self.peak, self.place, self.second, self.others, self.weighted)))
 
     def copy(self) -> "TileStatistics":
@@ -101,7 +103,7 @@ def gemm_stats(
     tiles = triton.cdiv(vocabulary, tile.columns)
     peak, second, others = (hidden.new_empty(count, tiles, dtype=torch.float32) for _ in range(3))
     place = hidden.new_empty(count, tiles, dtype=torch.uint8)
-    weighted = torch.empty_like(others) if entropy else others.new_empty(0)
+    weighted = torch.empty_like(others) if entropy else others[:0]
     programs = _processors(hidden.device) if hidden.is_cuda else 2
     # A positive factor changes no order: it goes into the exponent and the results.
     plain = bias is None and spec.softcap is None and spec.scale > 0 and (store is None) == (reference is None)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from corral.report.html import Safe, tag
+from corral.report.looks import SHAPES
 
 WIDTH, LEFT, RIGHT = 860, 70, 20
 
@@ -69,20 +70,10 @@ def line(points: Sequence[tuple[float, float]], dash: int = 0) -> Safe:
 
 
 def marker(shape: int, x: float, y: float, size: float, title: str, *, hollow: bool = False) -> Safe:
-    """A circle, square, triangle, diamond or cross around a point, with its numbers as a title."""
-    corners = (
-        None,
-        [(-1, -1), (1, -1), (1, 1), (-1, 1)],
-        [(0, -1.2), (1.15, 0.9), (-1.15, 0.9)],
-        [(0, -1.35), (1.35, 0), (0, 1.35), (-1.35, 0)],
-        [(-0.4, -1.2), (0.4, -1.2), (0.4, -0.4), (1.2, -0.4), (1.2, 0.4), (0.4, 0.4), (0.4, 1.2), (-0.4, 1.2), (-0.4, 0.4),
-         (-1.2, 0.4), (-1.2, -0.4), (-0.4, -0.4)],
-    )[shape % 5]  # fmt: skip
+    """One of the markers that objectives have, around a point, with its numbers as a title."""
+    place = f"translate({at(x)} {at(y)}) scale({size / 4:g})"
     style = "dot ring" if hollow else "dot"
-    if corners is None:
-        return tag("circle", tag("title", title), cx=at(x), cy=at(y), r=at(size), class_=style)
-    path = "".join(f"{'L' if index else 'M'}{at(x + size * a)} {at(y + size * b)}" for index, (a, b) in enumerate(corners))
-    return tag("path", tag("title", title), d=f"{path}Z", class_=style)
+    return tag("path", tag("title", title), d=SHAPES[shape % len(SHAPES)], transform=place, class_=style)
 
 
 def legend(names: Mapping[str, tuple[int, int]]) -> Safe:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pyarrow as pa
 
+import corral
 from corral.audit.summary import Ball, Row, Summary, table_columns
 from corral.audit.words import RULES, number, percent, sentences
+from corral.report.audit.cells import four_cells
 from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
 from corral.report.audit.thresholds import audit_thresholds
 from corral.report.audit.tokens import completion_heat, render_token
@@ -50,7 +52,21 @@ def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, 
 def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
     """The whole HTML."""
     title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
-    return document(title, _body(title, info, rows, summary), {}, ["audit.js"], ["page.css", "audit.css"])
+    return document(
+        title,
+        _body(title, info, rows, summary),
+        {"about": _about(info, summary)},
+        ["base.js", "audit.js"],
+        ["page.css", "audit.css"],
+    )
+
+
+def _about(info: Mapping[str, Any], summary: Summary) -> str:
+    """What a figure that stands alone says of what was audited."""
+    text = (
+        f"{shorten(str(info.get('model') or 'a run'), 60)} · {count(summary.tokens, 'token')}, {info.get('what') or 'compared'}"
+    )
+    return visible(shorten(f"{text} · corral {corral.__version__}", 240))
 
 
 def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
@@ -62,7 +78,10 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
     out = info.get("left_out")
     missing = note(f"{count(out, 'token')} without a number in every column are left out.") if out else None
     parts = {
-        "findings": ("Findings", join(missing, found, _verdict_tables(summary, rules))),
+        "findings": (
+            "Findings",
+            join(missing, four_cells(summary.verdicts["clipped"]["kl"], rules), found, _verdict_tables(summary, rules)),
+        ),
         "probability": ("By old probability", join(bucket_figure(probability), _bucket_table("Old probability", probability))),
         "threshold": ("Which threshold?", audit_thresholds(columns, rules)),
         "ratio": ("Ratio against true distance", ratio_figure(columns, rules)),

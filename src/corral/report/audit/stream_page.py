@@ -7,11 +7,12 @@ from typing import Any
 
 from corral.audit.histogram import ACCURACY
 from corral.audit.stream_words import MEASURES, stream_sentences
-from corral.audit.summary import Row
+from corral.audit.summary import Column, Row
 from corral.audit.tally import StreamSummary
 from corral.audit.words import number, percent
-from corral.report.audit.chart import LEFT, RIGHT, WIDTH, Axis, figure, legend, line, marker, sides
+from corral.report.audit.chart import LEFT, RIGHT, WIDTH, Axis, at, figure, legend, line, marker, sides
 from corral.report.audit.thresholds import threshold_section
+from corral.report.audit.tokens import completion_heat
 from corral.report.html import (
     Safe,
     document,
@@ -53,13 +54,13 @@ or reward that fell for good.
 """
 
 
-def write_stream_page(summary: StreamSummary, info: Mapping[str, Any], out: Path) -> int:
+def write_stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any], out: Path) -> int:
     """The page, whole or not at all. Returns its size in bytes."""
-    return write_document(stream_page(summary, info), out, "This should not happen: please report it.")
+    return write_document(stream_page(summary, sample, info), out, "This should not happen: please report it.")
 
 
-def stream_page(summary: StreamSummary, info: Mapping[str, Any]) -> str:
-    """The whole HTML."""
+def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any]) -> str:
+    """The whole HTML; `sample` holds columns of a few completions, with `text`."""
     title = f"Audit of {shorten(str(info['name']), 80)}"
     said = stream_sentences(summary, info)
     found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
@@ -70,13 +71,14 @@ def stream_page(summary: StreamSummary, info: Mapping[str, Any]) -> str:
             threshold_section(summary.thresholds, summary.measure, summary.kl_bound, summary.tv_bound),
         ),
         "distances": ("How far", _distances(summary)),
-        "steps": ("Over training", step_charts(summary.by_step)),
+        "steps": ("Over training", _step_charts(summary.by_step, summary.alarms)),
         "probability": ("By old probability", _buckets(summary)),
         "age": ("By staleness", _ages(summary.by_age)),
+        "completions": ("Completions", completion_heat(sample, info["rules"], "KL")),
         "measured": ("How this was measured", _method(info)),
     }
     body = page_body(title, said[0], parts, tag("main", *sections(parts).values()), f"{summary.tokens:,} logged tokens")
-    return document(title, body, {}, ["audit.js"], ["page.css", "audit.css"])
+    return document(title, body, {}, ["base.js", "audit.js"], ["page.css", "audit.css"])
 
 
 def _distances(summary: StreamSummary) -> Safe:
@@ -85,13 +87,14 @@ def _distances(summary: StreamSummary) -> Safe:
     return join(tag("p", f"Divergences are those of {MEASURES[summary.measure]}.", class_="count"), shown)
 
 
-def step_charts(by_step: Sequence[Row]) -> Safe:
-    """Distances on a logarithmic axis, and effective samples on a plain one, over the steps."""
+def _step_charts(by_step: Sequence[Row], alarms: Sequence[Row]) -> Safe:
+    """Distances on a logarithmic axis, and effective samples on a plain one, over the steps; dashed: the first alarm."""
     if len(by_step) < 2:
         return note("There is one step, so nothing to draw over time.")
     rows = by_step[:: math.ceil(len(by_step) / _POINTS)]
     first, last = rows[0]["step"], rows[-1]["step"]
     height, x = 300, Axis(first, last, LEFT, WIDTH - RIGHT)
+    marked = [_upright(x(alarm["step"]), 14, height - 50, alarm["sentence"]) for alarm in alarms[:1]]
     drawn = {name: [(row["step"], row[name]) for row in rows if row[name] is not None and row[name] > 0] for name in _STEPS}
     values = [value for points in drawn.values() for _, value in points]
     low, high = (min(values), max(values)) if values else (1e-3, 1.0)
@@ -103,7 +106,8 @@ def step_charts(by_step: Sequence[Row]) -> Safe:
             marks += [marker(index, x(s), y(v), 3.5, f"step {s:,}: {_STEPS[name][1]} {number(v)}") for s, v in _thin(points)]
             parts.append(tag("g", *marks, class_=f"c{_STEPS[name][0]}"))
     keys = legend({_STEPS[n][1]: (_STEPS[n][0], index) for index, n in enumerate(drawn) if drawn[n]})
-    distances = figure("Distance by step", "of the tokens that were logged at each step", keys, parts, height)
+    told = f" Dashed: step {alarms[0]['step']:,}, where a collapse announces itself." if alarms else ""
+    distances = figure("Distance by step", f"Of the tokens that were logged at each step.{told}", keys, parts + marked, height)
     share = Axis(0.0, 1.0, height - 50, 14)
     points = [(row["step"], row["ess"]) for row in rows]
     parts = sides(x, share, ("step", "effective samples"), (_whole, lambda value: f"{100 * value:g} %"))
@@ -111,8 +115,12 @@ def step_charts(by_step: Sequence[Row]) -> Safe:
     marks += [marker(0, x(s), share(v), 3.5, f"step {s:,}: {percent(v)}") for s, v in _thin(points)]
     parts.append(tag("g", *marks, class_="c2"))
     keys = legend({"effective sample size, as a share of the tokens": (2, 0)})
-    caption = "1 means on-policy; below 70 % a few tokens with large ratios decide the updates."
-    return join(distances, figure("Effective samples by step", caption, keys, parts, height))
+    caption = "100 % means on-policy; below 70 % a few tokens with large ratios decide the updates."
+    return join(distances, figure("Effective samples by step", caption + told, keys, parts + marked, height))
+
+
+def _upright(x: float, top: float, bottom: float, title: str) -> Safe:
+    return tag("line", tag("title", title), x1=at(x), x2=at(x), y1=at(top), y2=at(bottom), class_="bound")
 
 
 def _thin(points: Sequence[tuple[int, float]], most: int = 80) -> Sequence[tuple[int, float]]:

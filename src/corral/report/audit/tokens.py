@@ -33,7 +33,7 @@ def render_token(text: str, most: int = 60) -> str:
     return f"{'␣' * len(before)}{inner}{'␣' * len(after)}" or "∅"
 
 
-def completion_heat(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Safe:
+def completion_heat(columns: Mapping[str, Column], rules: Mapping[str, Any], distance: str = "true KL") -> Safe:
     """The darker a token, the further its distribution went; its line says what clipping did."""
     found = token_kinds(columns, columns["clipped"], outside_ball(columns, rules, "kl"))
     keys = list(zip(columns["update"].tolist(), columns["sequence"].tolist(), strict=True))
@@ -46,7 +46,7 @@ def completion_heat(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> 
     finite = columns["kl"][np.isfinite(columns["kl"])]
     most = float(np.quantile(finite, 0.995)) if len(finite) else 1.0
     legend = [tag("span", text, class_=f"token {kind}") for kind, text in _KINDS.items()]
-    text = "Those with most errors of clipping. The darker a token, the further it went: its true KL to the old policy. "
+    text = f"Those with most errors of clipping. The darker a token, the further it went: its {distance} to the old policy. "
     made = []
     for place, span in enumerate(spans):
         update, sequence = keys[span.start]

@@ -7,7 +7,10 @@ from corral.report.page.findings import findings
 from corral.report.page.sweep import sweep_headline, sweep_section
 from corral.run.text import count
 
-_AXES = {"update": "updates", "env_steps": "environment steps", "tokens": "tokens", "seconds": "seconds"}
+_AXES = {
+    "update": "updates", "step": "steps", "rollouts": "rollouts", "env_steps": "environment steps", "tokens": "tokens",
+    "seconds": "seconds",
+}  # fmt: skip
 _LOGGED = {"env_steps": "env_steps", "tokens": "num_tokens"}
 """What a line of metrics calls them."""
 _BANDS = {"interval": "95 % interval", "range": "range of seeds", "seeds": "each seed"}
@@ -36,16 +39,17 @@ def body(report: RunReport) -> Safe:
     """Header, parts, footer."""
     moves = any(metric.section == "motion" for metric in report.metrics)
     speaks = not all(run.is_robot for run in report.runs)
+    alone = report.is_single
     wanted = {
         "findings": ("Findings", findings(report, sweep_headline(report))),
         "sweep": ("Sweep", sweep_section(report)) if report.sweeps else None,
         "curves": ("Learning curves", tag("div", id="learning", class_="figures wide")),
-        "region": ("Trust region", _figures(_BAND, "trust")),
+        "region": ("Trust region", _figures("" if alone else _BAND, "trust")),
         "motion": ("Motion", _figures(_MOTION, "motion-figures")) if moves else None,
         "tokens": ("Tokens", _tokens(report)) if speaks else None,
         "completions": ("Completions", _completions(report)) if speaks else None,
         "events": ("Failures and warnings", event_table(report)),
-        "runs": ("Runs", run_table(report)),
+        "runs": None if alone else ("Runs", run_table(report)),
         "configuration": ("Configuration", configuration(report)),
         "reproduce": ("Reproduce", reproduce(report)),
     }
@@ -58,7 +62,10 @@ def body(report: RunReport) -> Safe:
         parts,
         tag("main", made.pop("findings"), made.pop("sweep", None), middle, *made.values()),
         f"the files of {count(len(report.runs), 'run')}",
-        tag("noscript", note("Figures need this page's script; tables do not.")),
+        tag(
+            "noscript",
+            note("Scripts are switched off: curves, tokens and completions need this page's own. Findings and tables do not."),
+        ),
     )
 
 
@@ -69,10 +76,10 @@ def _summary(report: RunReport) -> str:
         ends[run.stopped] = ends.get(run.stopped, 0) + 1
     how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(ends.items()))
     seeds = {len(group.runs) for group in report.groups}
-    each = count(max(seeds), "seed") + (" each" if len(seeds) == 1 else " at most")
+    each = "" if report.is_single else f", {count(max(seeds), 'seed')} {'each' if len(seeds) == 1 else 'at most'}"
     swept = sum(len(group.runs) for group in report.sweep_groups)
     more = f" Their settings were chosen on {count(swept, 'run')} of a sweep." if swept else ""
-    return f"{count(len(report.runs), 'run')}, {each}: {how}.{more}"
+    return f"{count(len(report.runs), 'run')}{each}: {how}.{more}"
 
 
 def _controls(report: RunReport) -> Safe:
@@ -94,20 +101,22 @@ def _controls(report: RunReport) -> Safe:
         _select("problem", "Problem", {place: shorten(name, 120) for place, name in enumerate(problems)})
         if len(problems) > 1
         else None,
-        tag("fieldset", tag("legend", "Objective"), *boxes),
-        tag("fieldset", tag("legend", "Seed"), *picks),
+        tag("fieldset", tag("legend", "Objective"), *boxes, hidden=report.is_single),
+        tag("fieldset", tag("legend", "Seed"), *picks, hidden=report.is_single),
         _select("axis", "Over", _axes(report)),
-        _select("band", "Band", _BANDS),
+        _select("band", "Band", _BANDS) if not report.is_single else None,
+        _select("smooth", "Long lines", {"yes": "smoothed", "no": "as they are"}),
         _select("metric", "Metric", learning) if learning else None,
         id="filters",
-        class_="controls",
+        class_="controls scripted",
     )
 
 
 def _axes(report: RunReport) -> dict[str, str]:
     """What the curves can be drawn over; environment steps or tokens, as it was robots or language models that learned."""
     logged = {key for run in report.runs for line in run.lines for key in line}
-    found = {key: text for key, text in _AXES.items() if key in ("update", "seconds") or _LOGGED[key] in logged}
+    always = {"update", "step", "seconds"} | ({"rollouts"} if all(run.rollouts_per_step for run in report.runs) else set())
+    found = {key: text for key, text in _AXES.items() if key in always or _LOGGED.get(key) in logged}
     first = {"env_steps": _AXES["env_steps"]} if all(run.is_robot for run in report.runs) and "env_steps" in found else {}
     return first | found
 
@@ -126,9 +135,16 @@ def _tokens(report: RunReport) -> Safe:
     return join(
         tag("p", _DARK, class_="count"),
         tag("p", *marks, class_="legend"),
-        tag("form", *picks, id="token-filters", class_="controls"),
+        tag("form", *picks, id="token-filters", class_="controls scripted"),
         tag("p", id="heat-about", class_="count"),
-        tag("div", id="heat", class_="heat", tabindex="0", role="group", aria_label="Tokens; arrow keys read their values"),
+        tag(
+            "div",
+            id="heat",
+            class_="heat scripted",
+            tabindex="0",
+            role="group",
+            aria_label="Tokens; arrow keys read their values",
+        ),
         tag("p", id="heat-status", class_="count", role="status"),
         tag("div", id="histograms", class_="figures"),
         tag("div", id="tails", class_="figures wide"),
@@ -142,7 +158,7 @@ def _completions(report: RunReport) -> Safe:
     search = tag("label", "Contains ", tag("input", type="search", name="text", autocomplete="off"), class_="field")
     picks = (_select("run", "Run", {}), _select("step", "Step", {}), _select("sign", "Advantage", _SIGNS), search)
     return join(
-        tag("form", *picks, id="completion-filters", class_="controls"),
+        tag("form", *picks, id="completion-filters", class_="controls scripted"),
         tag("p", id="completion-count", class_="count", role="status"),
         tag("ol", id="completion-list", class_="completions"),
     )

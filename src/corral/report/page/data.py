@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import corral
 from corral.report import figures, outcomes
-from corral.report.content import RunReport
+from corral.report.content import RunReport, report_looks
 from corral.report.html import MOST_ROWS, page_json, shorten
+from corral.report.looks import Look, short_labels
 from corral.report.read import Run
 from corral.report.sweep.find import Sweep
 from corral.report.sweep.ranges import ordered, value_at, value_text
@@ -29,22 +31,25 @@ _TABLES = ("results", "comparisons", "overall", "sweep", "runs", "events")
 
 def page_data(report: RunReport) -> dict[str, Any]:
     """Everything."""
-    objectives, settings = (
-        list(dict.fromkeys(names)) for names in zip(*((g.objective, g.setting) for g in report.groups), strict=True)
-    )
+    settings = list(dict.fromkeys(group.setting for group in report.groups))
+    looks = report_looks(report)
     place = {id(run): index for index, run in enumerate(report.runs)}
     return {
         "metrics": [
-            {"key": m.key, "title": m.title, "caption": m.caption, "section": m.section, "percent": m.percent, "log": m.log}
+            {
+                "key": m.key, "title": m.title, "caption": visible(shorten(m.caption, 400)), "section": m.section,
+                "percent": m.percent, "log": m.log,
+            }
             for m in report.metrics
         ],
         "groups": [
             {
                 "key": group.key, "label": visible(group.label), "problem": visible(shorten(group.problem, 200)),
-                "colour": objectives.index(group.objective) % 8,
-                "dash": 0 if group.chosen else settings.index(group.setting) % 4,
+                "short": visible(short), "colour": looks[group.objective][0],
+                "marker": looks[group.objective][1] + (0 if group.chosen else settings.index(group.setting) // 4),
+                "dash": 0 if group.chosen else settings.index(group.setting) % 4, "bound": figures.kl_bound(group),
             }
-            for group in report.groups
+            for group, short in zip(report.groups, short_labels([group.label for group in report.groups]), strict=True)
         ],
         "runs": [
             {
@@ -56,9 +61,10 @@ def page_data(report: RunReport) -> dict[str, Any]:
         ],
         "bands": {metric.key: _bands(report, metric) for metric in report.metrics if metric.section == "learning"},
         "every": report.every,
+        "about": visible(shorten(_about(report), 300)),
         "measure": {"key": report.measure.key, "name": report.measure.name, "percent": report.measure.factor == 100},
         "finals": _finals(report),
-        "sweeps": [_sweep(sweep, objectives) for sweep in report.sweeps],
+        "sweeps": [_sweep(sweep, looks) for sweep in report.sweeps],
         "completions": _completions(report.runs, place),
         "tokens": _tokens(report.runs, place),
         "tables": {name: [_plain(row) for row in report.tables[name][:MOST_ROWS]] for name in _TABLES},
@@ -92,9 +98,15 @@ def _finals(report: RunReport) -> list[dict[str, Any]]:
     return found
 
 
-def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
+def _about(report: RunReport) -> str:
+    """What a figure that stands alone says of its runs: task and model, seeds, and what a band is."""
+    seeds = list(dict.fromkeys(run.seed for run in report.runs))
+    problems = list(dict.fromkeys(group.problem for group in report.groups))
+    return f"{', '.join(problems)} · seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)} · corral {corral.__version__}"
+
+
+def _sweep(sweep: Sweep, looks: Mapping[str, Look]) -> dict[str, Any]:
     """Lines of a sweep: one per contestant and other settings, with a cell per value of the axis and its seeds' numbers."""
-    names = list(dict.fromkeys([*objectives, *(row.contestant for row in sweep.rows)]))
     found, values = [], [*ordered([value_at(row.setting, sweep.key) for row in sweep.rows])]
     for index, line in enumerate(sweep.ranges):
         mine = sweep.rows_of(line)
@@ -103,7 +115,7 @@ def _sweep(sweep: Sweep, objectives: Sequence[str]) -> dict[str, Any]:
         found.append(
             {
                 "label": visible(line.label),
-                "colour": names.index(line.contestant) % 8,
+                "colour": looks[line.contestant][0], "marker": looks[line.contestant][1],
                 "dash": sum(other.contestant == line.contestant for other in sweep.ranges[:index]) % 4,
                 "usable": [values.index(value) for value in line.own],
                 "overall": [values.index(value) for value in line.overall],
@@ -189,7 +201,7 @@ def _number(value: Any) -> float | str | None:
 
 
 def _rounded(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    whole = ("step", "update", "tokens", "env_steps")
+    whole = ("step", "update", "tokens", "env_steps", "rollouts")
     return {
         key: [
             value if isinstance(value, str) or value is None else round(value) if key in whole else _number(value)

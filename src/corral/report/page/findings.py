@@ -1,10 +1,12 @@
 """The first section of a page: claims, each group's results, and the statistical method."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from corral.report.content import RunReport
+from corral.report.content import RunReport, report_looks
 from corral.report.html import Safe, join, note, table, tag
 from corral.report.outcomes import BESIDE
+from corral.report.page.forest import hero
 from corral.report.statistics import ENOUGH, plain, signed
 from corral.run.text import count
 
@@ -51,11 +53,13 @@ def findings(report: RunReport, headline: Safe | None = None) -> Safe:
         name=report.measure.name,
         threshold="90 % of the best end" if report.threshold is None else report.measure.text(report.threshold),
     )
+    if report.is_single:
+        return _single_run(report)
     return join(
         *_warnings(report),
         headline,
         tag("p", _CHOSEN, class_="count") if rows and any(group.chosen for group in report.groups) else None,
-        _sentences(final) if rows else None,
+        hero(final, report_looks(report), f"final {report.measure.name}", _sentences) if final else None,
         *more,
         tag("details", tag("summary", "All comparisons in numbers"), _comparison_table(report)) if rows else None,
         tag("div", id="finals", class_="figures wide"),
@@ -65,7 +69,33 @@ def findings(report: RunReport, headline: Safe | None = None) -> Safe:
     )
 
 
-def _sentences(rows: list[dict[str, Any]]) -> Safe:
+def _single_run(report: RunReport) -> Safe:
+    """One run: its numbers, large. There is nothing to compare it with, and no interval."""
+    (run,), (row,) = report.runs, report.tables["runs"]
+    numbers = {f"{name} {report.measure.name}": row[name] for name in ("start", "best", "final")}
+    shown = {name: report.measure.text(value) for name, value in numbers.items() if value is not None}
+    if row["greedy"] is not None:
+        shown["final greedy success"] = report.measure.text(row["greedy"])
+    reached = report.tables["results"][0]["steps_to_threshold"]
+    if report.threshold is not None and reached is not None:
+        shown[f"Steps to {report.measure.text(report.threshold)}"] = f"{reached:,.0f}"
+    shown |= {"steps": f"{run.steps:,} of {run.planned_steps:,}", "time": _duration(row["seconds"])}
+    boxes = [tag("div", tag("dt", name), tag("dd", text)) for name, text in shown.items()]
+    ended = run.stopped if run.stopped != "not ended" else "goes on, or was killed"
+    verb = "" if not run.summary else "has " if ended == "finished" else "was "
+    text = f"One run of {run.objective}, seed {run.seed}: it {verb}{ended}. "
+    text += "With three seeds or more of two objectives, this page says who is better."
+    return join(tag("dl", *boxes, class_="big"), tag("p", text, class_="count"))
+
+
+def _duration(seconds: float | None) -> str:
+    """`57 s`, `12 min`, `3.4 h`."""
+    if seconds is None:
+        return "—"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _sentences(rows: Sequence[dict[str, Any]]) -> Safe:
     """A list, claims first."""
     return sentence_list([(row["sentence"], "claim" if row["claimed"] else "tie") for row in rows])
 

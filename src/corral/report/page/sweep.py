@@ -11,7 +11,7 @@ from corral.report.sweep.ranges import setting_text, value_text
 from corral.report.sweep.usable import RULE
 
 _MEASURES = {
-    "final": "Final", "area": "Mean over the run", "greedy": "Greedy", "collapsed": "Collapsed", "kl": "KL before projection",
+    "final": "Final", "area": "Mean over the run", "greedy": "Greedy", "collapsed": "Collapsed", "kl": "Mean KL",
 }  # fmt: skip
 """What a sweep is shown by."""
 

@@ -32,17 +32,25 @@ function interquartileMean(values) { // as SciPy's trim_mean(values, 0.25)
   return kept.reduce((sum, value) => sum + value, 0) / kept.length;
 }
 
+// A label that fits: its middle is left out, for labels mostly begin and end in what tells them apart.
+const fit = (label, most) => label.length <= most ? label : `${label.slice(0, Math.ceil((most - 1) / 2))}…${label.slice(label.length - Math.floor((most - 1) / 2))}`;
+
+// ---- markers: with the colour, one per objective
+
+const shapes = data.shapes;
+const marker = (shape, x, y, size = 1, kind = "dot", ...inside) => make("path", { class: kind, d: shapes[shape % shapes.length], transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})${size === 1 ? "" : ` scale(${size})`}` }, ...inside);
+
 // ---- axes
 
-function ticksOf(low, high, count) {
-  const raw = (high - low) / Math.max(count, 1), power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map(factor => factor * power).find(size => size >= raw) || power;
+function ticksOf(low, high, count, whole = false) {
+  const raw = whole ? Math.max((high - low) / Math.max(count, 1), 1) : (high - low) / Math.max(count, 1), power = 10 ** Math.floor(Math.log10(raw));
+  const step = (whole && power < 10 ? [1, 2, 5, 10] : [1, 2, 2.5, 5, 10]).map(factor => factor * power).find(size => size >= raw) || power;
   const ticks = [];
   for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-9; tick += step) ticks.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
   return ticks;
 }
 
-function scaleOf(values, log, zero, pixels) {
+function scaleOf(values, log, zero, pixels, whole = false) {
   let low = Math.min(...values), high = Math.max(...values);
   if (log) {
     low = Math.log10(low); high = Math.log10(high);
@@ -58,15 +66,17 @@ function scaleOf(values, log, zero, pixels) {
   const room = (high - low) * 0.04;
   if (!(zero && low === 0)) low -= room;
   high += room;
-  return { at: value => (value - low) / (high - low), ticks: ticksOf(low, high, pixels / 44) };
+  return { at: value => (value - low) / (high - low), ticks: ticksOf(low, high, pixels / 44, whole) };
 }
 
 // ---- frames: a figure, its values, and ways to take both along
 
 // A drawing function fills `.body` with an svg, and sets `figure.table`, a function that gives { head, rows }, and `figure.legend`,
-// a list of { label, colour, dash } for figures whose svg does not name its colours.
-function frame(title, metric) {
-  const figure = make("figure", { "data-metric": metric }, make("h3", {}, title), make("figcaption"), make("div", { class: "body" }), make("div", { class: "tip", role: "status", hidden: "" }));
+// a list of { label, colour, marker, dash } for figures whose svg does not name its colours.
+const frame = (title, metric) => dress(make("figure", { "data-metric": metric }, make("h3", {}, title), make("figcaption"), make("div", { class: "body" })), title, metric);
+
+function dress(figure, title, metric) {
+  figure.append(make("div", { class: "tip", role: "status", hidden: "" }));
   const out = make("div"), name = (metric || title).replace(/\W+/g, "_");
   const button = (text, act) => { const node = make("button", { type: "button", "aria-label": `${text} of ${title}` }, text); node.addEventListener("click", () => act(node)); return node; };
   const values = button("Values", node => { const open = out.firstChild; out.replaceChildren(...(open ? [] : [valueTable(figure.table())])); node.setAttribute("aria-expanded", String(!open)); });
@@ -80,13 +90,65 @@ function frame(title, metric) {
   return figure;
 }
 
-// A line in a group's colour and dash, as in a figure.
-const swatch = (colour, dash) => make("svg", { viewBox: "0 0 26 11", height: 11, class: `c${colour}`, "aria-hidden": "true" }, make("line", { class: `curve dash${dash}`, x1: 1, x2: 25, y1: 6, y2: 6 }));
-const nameList = lines => make("ul", { class: "names" }, ...lines.map(line => make("li", {}, swatch(line.colour, line.dash), line.label)));
+// A line in a group's colour and dash with its marker, as in a figure.
+const swatch = line => make("svg", { viewBox: "0 0 26 11", height: 11, class: `c${line.colour}`, "aria-hidden": "true" }, make("line", { class: `curve dash${line.dash || 0}`, x1: 1, x2: 25, y1: 6, y2: 6 }), marker(line.marker || 0, 13, 6));
+const nameList = lines => make("ul", { class: "names" }, ...lines.map(line => make("li", {}, swatch(line), line.label)));
+
+// ---- reading a figure: by pointer, by a tap, by arrow keys
+
+function showTip(figure, box, ...content) { // `box`: what it is about, as places on the screen
+  const tip = figure.querySelector(".tip"), here = figure.getBoundingClientRect(), middle = (box.left + box.right) / 2 - here.left;
+  tip.replaceChildren(...content);
+  tip.hidden = false;
+  const beside = middle + tip.offsetWidth + 20 < here.width ? middle + 14 : middle - tip.offsetWidth - 14;
+  tip.style.left = `${Math.max(4, Math.min(beside, here.width - tip.offsetWidth - 4))}px`;
+  tip.style.top = `${Math.max(0, Math.min(box.top - here.top + 8, here.height - tip.offsetHeight))}px`;
+}
+
+// A finger that goes leaves the values where they are, until it taps elsewhere; a mouse takes them along.
+let tapped = null;
+document.addEventListener("pointerdown", event => { if (tapped && !tapped.svg.contains(event.target)) tapped.hide(); });
+
+function reads(svg, { moves, at, hide }) {
+  svg.addEventListener("pointermove", at);
+  svg.addEventListener("pointerdown", event => { tapped = { svg, hide }; at(event); });
+  svg.addEventListener("pointerleave", event => { if (event.pointerType === "mouse") hide(); });
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("keydown", event => {
+    const found = moves();
+    if (event.key === "Escape") hide();
+    if (!(event.key in found)) return;
+    event.preventDefault();
+    found[event.key]();
+  });
+}
+
+// Marks that say what they are in a title: arrow keys go from one to the next.
+function readMarks(figure, svg) {
+  const marks = all("title", svg).map(title => title.parentElement), said = marks.map(mark => mark.querySelector("title").textContent), tip = figure.querySelector(".tip");
+  let place = -1;
+  if (!marks.length) return;
+  for (const mark of marks) { mark.querySelector("title").remove(); mark.setAttribute("data-said", said[marks.indexOf(mark)]); }
+  svg.setAttribute("tabindex", 0);
+  const hide = () => { tip.hidden = true; marks[place]?.classList.remove("current"); };
+  const show = index => {
+    hide();
+    place = Math.max(0, Math.min(marks.length - 1, index));
+    marks[place].classList.add("current");
+    showTip(figure, marks[place].getBoundingClientRect(), said[place]);
+  };
+  const nearest = event => {
+    const away = mark => { const box = mark.getBoundingClientRect(); return Math.hypot(Math.max(box.left - event.clientX, 0, event.clientX - box.right), Math.max(box.top - event.clientY, 0, event.clientY - box.bottom)); };
+    const distances = marks.map(away), best = distances.reduce((found, value, index) => value < distances[found] ? index : found, 0);
+    if (distances[best] < 24) show(best); else hide();
+  };
+  reads(svg, { at: nearest, hide, moves: () => ({ ArrowRight: () => show(place + 1), ArrowDown: () => show(place + 1), ArrowLeft: () => show(place - 1), ArrowUp: () => show(place - 1), Home: () => show(0), End: () => show(marks.length - 1) }) });
+}
 
 function valueTable({ head, rows }) {
   const line = (cells, kind) => make("tr", {}, ...cells.map(cell => make(kind, {}, typeof cell === "number" ? readable(cell) : String(cell ?? "—"))));
-  return make("div", { class: "scroll values", tabindex: 0, role: "region", "aria-label": "Values" }, make("table", {}, make("thead", {}, line(head, "th")), make("tbody", {}, ...rows.slice(0, 2000).map(row => line(row, "td")))));
+  const more = rows.length > 2000 ? make("p", { class: "count" }, `… and ${readable(rows.length - 2000)} rows more: the CSV has them all.`) : null;
+  return make("div", {}, make("div", { class: "scroll values", tabindex: 0, role: "region", "aria-label": "Values" }, make("table", {}, make("thead", {}, line(head, "th")), make("tbody", {}, ...rows.slice(0, 2000).map(row => line(row, "td"))))), ...(more ? [more] : []));
 }
 
 function download(name, blob) {
@@ -102,26 +164,36 @@ function save(name, rows) {
   download(name, new Blob([rows.map(row => row.map(cell).join(",")).join("\n") + "\n"], { type: "text/csv" }));
 }
 
-const looks = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "opacity", "font-size", "font-family", "font-weight"];
+const looks = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "opacity", "font-size", "font-family", "font-weight"];
 
-// The figure's svg by itself, as on light paper: looks become attributes, and the title and the names of the colours stand above it.
+// A text in lines of so many letters.
+function lines(text, most) {
+  const found = [""];
+  for (const word of text.split(" ")) if (found.at(-1) && found.at(-1).length + word.length >= most) found.push(fit(word, most)); else found.push(`${found.pop()} ${fit(word, most)}`.trim());
+  return found;
+}
+
+// The figure's svg by itself, as on light paper: looks become attributes. It stands alone: above it are the headline, what was run
+// on what and with which seeds, and the names of the colours; below it what lines and bands are.
 function drawnSvg(figure, title) {
-  const source = figure.querySelector(".body > svg");
+  const source = all(".body svg, .audit-figure svg", figure).filter(svg => svg.clientWidth > 60).at(-1);
   if (!source) return null;
   const root = document.documentElement, theme = root.dataset.theme, [, , width, height] = source.getAttribute("viewBox").split(" ").map(Number);
-  const copy = make("svg"), legend = figure.legend.map(one => make("g", { class: `c${one.colour}` }, make("line", { class: `curve dash${one.dash || 0}`, x1: 0, x2: 24, y1: -4, y2: -4 }), make("text", { class: "name", x: 30, y: 0 }, one.label)));
-  let x = 14, y = 44;
+  const copy = make("svg"), legend = figure.legend.map(one => make("g", { class: `c${one.colour}` }, make("line", { class: `curve dash${one.dash || 0}`, x1: 0, x2: 24, y1: -4, y2: -4 }), marker(one.marker || 0, 12, -4), make("text", { class: "name", x: 30, y: 0 }, fit(one.label, 60))));
+  const most = Math.floor((width - 28) / 6.6), about = lines([figure.dataset.headline, data.about].filter(Boolean).join(" · "), most), said = lines(figure.querySelector("figcaption").textContent, most);
+  let x = 14, y = 44 + 16 * about.length;
   legend.forEach((node, index) => {
-    const room = 46 + 7.2 * figure.legend[index].label.length;
+    const room = 46 + 7.2 * Math.min(60, figure.legend[index].label.length);
     if (x > 14 && x + room > width) { x = 14; y += 20; }
     node.setAttribute("transform", `translate(${x} ${y})`);
     x += room;
   });
-  const top = legend.length ? y + 14 : 34;
+  const top = legend.length ? y + 14 : 34 + 16 * about.length, tall = height + top + 16 * said.length + 10;
+  const rows = [...about.map((text, index) => make("text", { x: 14, y: 40 + 16 * index }, text)), ...said.map((text, index) => make("text", { x: 14, y: height + top + 14 + 16 * index }, text))];
   const heading = make("text", { class: "name heading", x: 14, y: 22 }, title), drawing = make("g", { transform: `translate(0 ${top})` }, ...[...source.childNodes].filter(node => !node.classList || !node.classList.contains("cross")).map(node => node.cloneNode(true)));
-  const paper = make("rect", { class: "paper", x: 0, y: 0, width, height: height + top });
-  copy.append(make("desc", {}, figure.querySelector("figcaption").textContent), paper, heading, ...legend, drawing);
-  for (const [key, value] of Object.entries({ xmlns: "http://www.w3.org/2000/svg", viewBox: `0 0 ${width} ${height + top}`, width, height: height + top })) copy.setAttribute(key, value);
+  const paper = make("rect", { class: "paper", x: 0, y: 0, width, height: tall });
+  copy.append(make("desc", {}, figure.querySelector("figcaption").textContent), paper, heading, ...rows, ...legend, drawing);
+  for (const [key, value] of Object.entries({ xmlns: "http://www.w3.org/2000/svg", viewBox: `0 0 ${width} ${tall}`, width, height: tall })) copy.setAttribute(key, value);
   const hidden = make("div", { class: "away" }, copy);
   root.dataset.theme = "light";
   document.body.append(hidden); // looks are known only for what is part of the page
@@ -129,7 +201,7 @@ function drawnSvg(figure, title) {
     const style = getComputedStyle(node);
     for (const look of looks) node.setAttribute(look, style.getPropertyValue(look));
   }
-  for (const node of all("*", copy)) for (const name of ["class", "tabindex", "role"]) node.removeAttribute(name);
+  for (const node of all("*", copy)) for (const name of ["class", "tabindex", "role", "data-said"]) node.removeAttribute(name);
   hidden.remove();
   if (theme === undefined) delete root.dataset.theme; else root.dataset.theme = theme;
   return new XMLSerializer().serializeToString(copy);
@@ -144,6 +216,11 @@ function drawnPng(text, done) {
   });
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
 }
+
+// On paper everything is open, and closed again afterwards.
+addEventListener("beforeprint", () => { for (const part of all("details:not([open])")) { part.open = true; part.dataset.shut = ""; } });
+addEventListener("afterprint", () => { for (const part of all("details[data-shut]")) { part.open = false; delete part.dataset.shut; } });
+document.getElementById("choose-theme").addEventListener("input", event => { document.documentElement.dataset.theme = event.target.value; });
 
 // Every table can be taken along: its numbers where the page has them, else its texts.
 function tableButtons() {

@@ -1,7 +1,7 @@
 // Learning curves, and where everybody ended. Needs base.js.
 
 const form = document.getElementById("filters");
-const axisNames = { update: "updates", env_steps: "environment steps", tokens: "tokens", seconds: "seconds" };
+const axisNames = { update: "updates", step: "steps", rollouts: "rollouts", env_steps: "environment steps", tokens: "tokens", seconds: "seconds" };
 
 // ---- what is chosen
 
@@ -9,7 +9,7 @@ function chosen() {
   const boxes = (name) => new Set(all(`input[name=${name}]:checked`, form).map(box => box.value));
   const picked = (name, fallback) => (form.elements[name] ? form.elements[name].value : "") || fallback;
   return { groups: boxes("group"), seeds: boxes("seed"), axis: picked("axis", "update"), band: picked("band", "interval"),
-           metric: picked("metric", null), problem: Number(picked("problem", 0)) };
+           metric: picked("metric", null), smooth: picked("smooth", "yes") === "yes", problem: Number(picked("problem", 0)) };
 }
 
 const problems = [...new Set(data.groups.map(group => group.problem))];
@@ -41,7 +41,7 @@ function seriesOf(metric, state) {
   for (const group of visibleGroups(state)) {
     const runs = runsOf(group, state).filter(run => run.columns[metric.key].some(value => value !== null));
     if (!runs.length) continue;
-    const whole = curveOf(runs, metric.key, state.axis), own = { label: group.label, colour: group.colour, dash: group.dash };
+    const whole = curveOf(runs, metric.key, state.axis), own = { label: group.label, short: group.short, colour: group.colour, marker: group.marker, dash: group.dash, smooth: state.smooth };
     infinite += whole.infinite;
     if (state.band === "seeds") {
       for (const run of runs) found.push({ ...own, label: `${group.label}, seed ${run.seed}`, thin: runs.length > 1, points: curveOf([run], metric.key, state.axis).points });
@@ -84,8 +84,8 @@ function drawCurves(figure, metric, state) {
   }
   const width = Math.max(body.clientWidth, 240), height = metric.section === "learning" ? Math.min(380, Math.max(250, width * 0.45)) : 200;
   const named = metric.section === "learning" && width > 640 && series.length < 9 && state.band !== "seeds";
-  const left = 52, right = named ? Math.min(200, 22 + 7 * Math.max(...series.map(one => one.label.length))) : 14, top = 12, bottom = 38, inner = { width: width - left - right, height: height - top - bottom };
-  const x = scaleOf(xs, false, true, inner.width * 0.6), y = scaleOf(ys.length ? ys : [0, 1], log, metric.percent || metric.key === "entropy", inner.height);
+  const left = 52, right = named ? Math.min(200, 30 + 7 * Math.max(...series.map(one => one.short.length))) : 14, top = 12, bottom = 38, inner = { width: width - left - right, height: height - top - bottom };
+  const x = scaleOf(xs, false, true, inner.width * 0.6, state.axis !== "seconds"), y = scaleOf(ys.length ? [...ys, ...boundsOf(metric, state).filter(value => value < 30 * Math.max(...ys))] : [0, 1], log, metric.percent || metric.key === "entropy", inner.height);
   const px = value => left + x.at(value) * inner.width, py = value => value === Infinity ? top + 3 : top + (1 - y.at(value)) * inner.height;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0,
     "aria-label": `${metric.title} over ${axisNames[state.axis]}: ${series.map(one => one.label).join(", ")}. Arrow keys read the values.` });
@@ -93,6 +93,8 @@ function drawCurves(figure, metric, state) {
     make("text", { x: left - 7, y: py(tick) + 4, "text-anchor": "end" }, metric.percent ? `${+(100 * tick).toFixed(4)} %` : readable(tick)));
   for (const tick of x.ticks) svg.append(make("text", { x: px(tick), y: height - bottom + 17, "text-anchor": "middle" }, readable(tick)));
   svg.append(make("text", { x: left + inner.width, y: height - 5, "text-anchor": "end" }, axisNames[state.axis]));
+  for (const limit of boundsOf(metric, state)) if (y.at(limit) >= 0 && y.at(limit) <= 1) svg.append(make("line", { class: "bound", x1: left, x2: width - right, y1: py(limit), y2: py(limit) }),
+    make("text", { class: "name", x: left + inner.width - 2, y: py(limit) + (py(limit) < 26 ? 14 : -5), "text-anchor": "end" }, `bound ${readable(limit)}`));
   for (const one of series) drawOne(svg, one, px, py, usable);
   if (named) nameEnds(svg, series, px, py, usable, top + inner.height);
   body.append(svg);
@@ -113,11 +115,23 @@ function drawOne(svg, one, px, py, usable) {
   for (const piece of pieces.filter(points => points.length)) {
     const wide = piece.filter(point => usable(point.low) && usable(point.high) && point.high > point.low);
     if (wide.length > 1) group.append(make("path", { class: "area", d: `${path(piece, point => usable(point.high) ? point.high : point.y)}${path([...piece].reverse(), point => usable(point.low) ? point.low : point.y).replace("M", "L")}Z` }));
-    group.append(make("path", { class: `curve dash${one.dash}${one.thin ? " thin" : ""}`, d: path(piece, point => point.y) }));
-    if (piece.length < 26 && !one.thin) for (const point of piece) group.append(make("circle", { class: "dot", cx: px(point.x).toFixed(1), cy: py(point.y).toFixed(1), r: 3 }));
+    const smooth = !one.thin && one.smooth && piece.length > 60;
+    group.append(make("path", { class: `curve dash${one.dash}${one.thin ? " thin" : ""}${smooth ? " raw" : ""}`, d: path(piece, point => point.y) }));
+    if (smooth) group.append(make("path", { class: `curve dash${one.dash}`, d: path(smoothed(piece), point => point.y) }));
+    const every = Math.max(1, Math.ceil(piece.length / 12)), drawn = smooth ? smoothed(piece) : piece; // on long lines a marker now and then
+    if (!one.thin) drawn.forEach((point, index) => { if (index % every === 0 || index === drawn.length - 1) group.append(marker(one.marker, px(point.x), py(point.y), piece.length < 26 ? 0.85 : 1)); });
   }
   svg.append(group);
 }
+
+// The mean of a point's neighbours, a twentieth of the line to either side; fewer towards its ends.
+function smoothed(points) {
+  const reach = Math.max(1, Math.round(points.length / 40));
+  return points.map((point, index) => { const near = Math.min(reach, index, points.length - 1 - index), part = points.slice(index - near, index + near + 1); return { ...point, y: part.reduce((sum, one) => sum + one.y, 0) / part.length }; });
+}
+
+// Where the region ends: bounds that are a KL, on figures of a KL.
+const boundsOf = (metric, state) => metric.key.startsWith("tr/kl") ? [...new Set(visibleGroups(state).map(group => group.bound).filter(finite))] : [];
 
 // Names at the ends of the curves, moved apart where they would overlap.
 function nameEnds(svg, series, px, py, usable, lowest) {
@@ -125,13 +139,13 @@ function nameEnds(svg, series, px, py, usable, lowest) {
     .map(({ one, point }) => ({ one, x: px(point.x) + 9, y: py(point.y) + 4 })).sort((a, b) => a.y - b.y);
   ends.forEach((end, index) => { if (index) end.y = Math.max(end.y, ends[index - 1].y + 14); });
   for (let index = ends.length - 1, floor = lowest; index >= 0; index -= 1, floor -= 14) ends[index].y = Math.min(ends[index].y, floor);
-  for (const { one, x, y } of ends) svg.append(make("g", { class: `c${one.colour}` }, make("text", { class: "mark", x, y }, one.label.length > 26 ? `${one.label.slice(0, 25)}…` : one.label)));
+  for (const { one, x, y } of ends) svg.append(make("g", { class: `c${one.colour}` }, marker(one.marker, x + 3, y - 4), make("text", { class: "name", x: x + 11, y }, fit(one.short, 26))));
 }
 
-// Pointer and arrow keys move a line over the figure; the values below it are shown, and read out.
+// Pointer, taps and arrow keys move a line over the figure; the values below it are shown, and read out.
 function hover(figure, svg, series, metric, state, { px, left, top, height, width }) {
   const tip = figure.querySelector(".tip"), cross = make("line", { class: "cross", y1: top, y2: top + height, visibility: "hidden" });
-  const xs = [...new Set(series.flatMap(one => one.points.map(point => point.x)))].sort((a, b) => a - b);
+  const xs = [...new Set(series.flatMap(one => one.points.map(point => point.x)))].sort((a, b) => a - b), unit = metric.unit || axisNames[state.axis];
   let place = -1;
   svg.append(cross);
   const hide = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); };
@@ -140,53 +154,43 @@ function hover(figure, svg, series, metric, state, { px, left, top, height, widt
     const at = xs[place], reach = (xs.at(-1) - xs[0]) / 40 || 1;
     const rows = series.map(one => ({ one, point: one.points.reduce((best, point) => Math.abs(point.x - at) < Math.abs(best.x - at) ? point : best) }))
       .filter(({ point }) => Math.abs(point.x - at) <= reach).sort((a, b) => b.point.y - a.point.y).slice(0, 14);
-    tip.replaceChildren(make("b", {}, `${readable(at)} ${axisNames[state.axis]}`), ...rows.map(({ one, point }) => {
-      const band = point.high > point.low && finite(point.high) ? ` [${readable(point.low, metric.percent)} … ${readable(point.high, metric.percent)}]` : "";
-      return make("div", { class: `row c${one.colour}` }, make("i"), make("span", {}, one.label), readable(point.y, metric.percent) + band);
-    }));
-    tip.hidden = false;
     cross.setAttribute("x1", px(at)); cross.setAttribute("x2", px(at)); cross.setAttribute("visibility", "visible");
-    const ratio = svg.clientWidth / width, over = px(at) * ratio, room = figure.clientWidth;
-    tip.style.left = `${Math.max(4, over + tip.offsetWidth + 30 < room ? over + 24 : over - tip.offsetWidth - 2)}px`;
-    tip.style.top = `${svg.offsetTop + 14}px`;
+    showTip(figure, cross.getBoundingClientRect(), make("b", {}, `${readable(at)} ${unit}`), ...rows.map(({ one, point }) => {
+      const band = point.high > point.low && finite(point.high) ? ` [${readable(point.low, metric.percent)} … ${readable(point.high, metric.percent)}]` : "";
+      return make("div", { class: `row c${one.colour}` }, make("svg", { viewBox: "-6 -6 12 12", "aria-hidden": "true" }, marker(one.marker || 0, 0, 0)), make("span", {}, one.label), readable(point.y, metric.percent) + band);
+    }));
   };
-  svg.addEventListener("pointermove", event => {
+  const at = event => {
     const box = svg.getBoundingClientRect(), wanted = (event.clientX - box.left) * width / box.width;
     show(xs.reduce((best, value, index) => Math.abs(px(value) - wanted) < Math.abs(px(xs[best]) - wanted) ? index : best, 0));
-  });
-  svg.addEventListener("pointerleave", hide);
-  svg.addEventListener("blur", hide);
-  svg.addEventListener("keydown", event => {
-    const moves = { ArrowRight: place + 1, ArrowLeft: place - 1, Home: 0, End: xs.length - 1 };
-    if (event.key === "Escape") hide();
-    if (!(event.key in moves)) return;
-    event.preventDefault();
-    show(moves[event.key]);
-  });
+  };
+  reads(svg, { at, hide, moves: () => ({ ArrowRight: () => show(place + 1), ArrowLeft: () => show(place - 1), Home: () => show(0), End: () => show(xs.length - 1) }) });
 }
 
 // ---- where everybody ended
 
 function drawFinals(state) {
   const host = document.getElementById("finals"), rows = data.finals.filter(row => visibleGroups(state).some(group => group.key === row.group));
+  if (!host) return; // of a single run there is nothing to see
   if (!host.firstChild) host.append(frame(`Final ${data.measure.name}`));
   const figure = host.firstChild, body = figure.querySelector(".body");
-  figure.querySelector("figcaption").textContent = `${problems.length > 1 ? `${problems[state.problem]} · ` : ""}circles: seeds · line and diamond: interquartile mean of all seeds (of fewer than four, their mean) with its 95 % bootstrap interval`;
+  figure.querySelector("figcaption").textContent = `${problems.length > 1 ? `${problems[state.problem]} · ` : ""}small circles: seeds · line and large marker: interquartile mean of all seeds (of fewer than four, their mean) with its 95 % bootstrap interval`;
   body.replaceChildren();
   figure.table = () => ({ head: ["objective", "seed", "final", "interquartile_mean", "low", "high"], rows: rows.flatMap(row => Object.entries(row.seeds).map(([seed, value]) => [data.groups[row.group].label, seed, value, row.value, row.low, row.high])) });
   if (!rows.length) { body.append(make("p", { class: "empty" }, "No run that counts has ended.")); return; }
-  const width = Math.max(body.clientWidth, 240), narrow = width < 520, each = narrow ? 46 : 30, left = narrow ? 10 : Math.min(280, 20 + 7.2 * Math.max(...rows.map(row => data.groups[row.group].label.length))), right = 20, height = rows.length * each + 34;
+  const width = Math.max(body.clientWidth, 240), narrow = width < 520, each = narrow ? 46 : 30, left = narrow ? 10 : Math.min(280, 20 + 7.2 * Math.max(...rows.map(row => data.groups[row.group].short.length))), right = 20, height = rows.length * each + 34;
   const scale = scaleOf(rows.flatMap(row => [...Object.values(row.seeds), row.value, row.low, row.high]).filter(finite), false, data.measure.percent, (width - left - right) * 0.5);
   const px = value => left + scale.at(value) * (width - left - right);
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Final ${data.measure.name}: ` + rows.map(row => `${data.groups[row.group].label} ${readable(row.value, data.measure.percent)}`).join(", ") });
   for (const tick of scale.ticks) svg.append(make("line", { class: "grid", x1: px(tick), x2: px(tick), y1: 4, y2: height - 26 }), make("text", { x: px(tick), y: height - 8, "text-anchor": "middle" }, data.measure.percent ? `${+(100 * tick).toFixed(4)} %` : readable(tick)));
   rows.forEach((row, index) => {
     const group = data.groups[row.group], y = index * each + (narrow ? 32 : 19), line = make("g", { class: `c${group.colour}` });
-    line.append(make("text", { class: "name", x: narrow ? left : left - 12, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "start" : "end" }, group.label.length > 38 ? `${group.label.slice(0, 37)}…` : group.label));
+    line.append(make("text", { class: "name", x: narrow ? left : left - 12, y: narrow ? y - 14 : y + 4, "text-anchor": narrow ? "start" : "end" }, fit(group.short, 38)));
     if (finite(row.low)) line.append(make("line", { class: "stroke interval", x1: px(row.low), x2: px(row.high), y1: y, y2: y }));
     for (const [seed, value] of Object.entries(row.seeds)) if (state.seeds.has(seed)) line.append(make("circle", { class: "dot ring", cx: px(value), cy: y, r: 4.5 }, make("title", {}, `${group.label}, seed ${seed}: ${readable(value, data.measure.percent)}`)));
-    line.append(make("path", { class: "dot", d: `M${px(row.value)} ${y - 7}l6 7l-6 7l-6 -7Z` }, make("title", {}, `${group.label}: ${readable(row.value, data.measure.percent)}`)));
+    line.append(marker(group.marker, px(row.value), y, 1.5, "dot", make("title", {}, `${group.label}: ${readable(row.value, data.measure.percent)}${finite(row.low) ? `, 95 % interval ${readable(row.low, data.measure.percent)} … ${readable(row.high, data.measure.percent)}` : ""}`)));
     svg.append(line);
   });
   body.append(svg);
+  readMarks(figure, svg);
 }

@@ -3,7 +3,7 @@
 function swatches() {
   for (const span of all(".swatch")) {
     const group = data.groups[Number(span.dataset.group)];
-    span.replaceChildren(swatch(group.colour, group.dash));
+    span.replaceChildren(swatch(group));
   }
 }
 
@@ -33,14 +33,21 @@ for (const run of data.runs) for (const [key, column] of Object.entries(run.colu
 for (const name of ["env_steps", "tokens", "seconds"]) if (!data.runs.some(run => run.columns[name].some(value => value > 0)))
   for (const option of all(`select[name=axis] option[value=${name}]`)) { option.disabled = true; option.textContent += " (not logged)"; }
 form.addEventListener("input", draw);
+// What sticks to the top must not cover what a link leads to.
+const clearance = () => document.documentElement.style.setProperty("--bar", getComputedStyle(form).position === "sticky" ? `${form.offsetHeight + 8}px` : "0px");
 form.addEventListener("submit", event => event.preventDefault());
-document.getElementById("choose-theme").addEventListener("input", event => { document.documentElement.dataset.theme = event.target.value; });
 swatches();
+for (const figure of all("figure.drawn")) {
+  const raw = data.tables[figure.dataset.table];
+  dress(figure, figure.querySelector("h3").textContent).table = () => ({ head: Object.keys(raw[0]), rows: raw.map(row => Object.values(row)) });
+  for (const svg of all("svg[role=img]", figure)) readMarks(figure, svg);
+}
 tableButtons();
 draw();
 drawSweeps();
 browseCompletions();
 browseTokens();
 let wide = document.documentElement.clientWidth;
-new ResizeObserver(() => { const now = document.documentElement.clientWidth; if (now !== wide) { wide = now; draw(); drawSweeps(); } }).observe(document.documentElement);
-document.documentElement.dataset.ready = "yes";
+new ResizeObserver(() => { const now = document.documentElement.clientWidth; if (now !== wide) { wide = now; draw(); drawSweeps(); clearance(); } }).observe(document.documentElement);
+document.documentElement.dataset.ready = "yes"; // shows what needs a script
+clearance();

@@ -1,6 +1,6 @@
 // A sweep: every measure over the swept setting, as curves and as a heat-map. Needs base.js.
 
-const sweepMeasures = { final: "Final", area: "Mean over the run", greedy: "Greedy", collapsed: "Share of runs that collapsed", kl: "KL before projection" };
+const sweepMeasures = { final: "Final", area: "Mean over the run", greedy: "Greedy", collapsed: "Share of runs that collapsed", kl: "Mean KL" };
 
 const middle = values => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 const sweepValues = (line, index, measure) => line.cells[index][measure].map(value => value === "inf" ? Infinity : value === "-inf" ? -Infinity : value).filter(finite);
@@ -43,12 +43,13 @@ function drawSweepCurves(figure, sweep, measure) {
     for (const { index, found } of line.points) {
       if (index >= axis.length && found.length > 1) group.append(make("path", { class: "curve", d: `M${px(index)} ${py(Math.min(...found)).toFixed(1)}V${py(Math.max(...found)).toFixed(1)}` }));
       const x = px(index), at = py(middle(found)), said = `${line.label}, ${sweep.key} ${sweep.names[index]}: ${readable(middle(found), percent)}${line.usable.includes(index) ? ", usable" : ""}${line.chosen === index ? ", chosen" : ""}`;
-      group.append(make("circle", { class: "dot", cx: x.toFixed(1), cy: at.toFixed(1), r: line.usable.includes(index) ? 5 : 2.6 }, make("title", {}, said)));
+      group.append(marker(line.marker, x, at, line.usable.includes(index) ? 1.4 : 0.7, "dot", make("title", {}, said)));
       if (line.chosen === index) group.append(make("text", { class: "mark", x, y: at - 9, "text-anchor": "middle" }, "★"));
     }
     svg.append(group);
   }
   body.append(nameList(sweep.lines), svg);
+  readMarks(figure, svg);
 }
 
 // One row per contestant and other setting, one column per value; the stronger the colour, the higher the number.
@@ -64,7 +65,7 @@ function drawSweepHeat(figure, sweep, measure) {
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${sweepTitle(measure)} as a heat-map over ${sweep.key}. The table below has the values.` });
   sweep.lines.forEach((line, index) => {
     const y = top + index * row + (narrow ? 18 : 0), room = Math.floor((narrow ? width : left - 14) / 7), group = make("g", { class: `c${line.colour}` });
-    group.append(make("text", { class: "name", x: narrow ? left : left - 10, y: narrow ? y - 5 : y + each / 2 + 4, "text-anchor": narrow ? "start" : "end" }, line.label.length > room ? `${line.label.slice(0, room - 1)}…` : line.label));
+    group.append(make("text", { class: "name", x: narrow ? left : left - 10, y: narrow ? y - 5 : y + each / 2 + 4, "text-anchor": narrow ? "start" : "end" }, fit(line.label, room)));
     sweep.values.forEach((_, place) => {
       const value = means[index][place], x = left + place * cell, usable = line.usable.includes(place), share = finite(value) ? (high > low ? (value - low) / (high - low) : 1) : 0;
       const text = finite(value) ? (percent && few ? (100 * value).toFixed(0) : readable(value, percent).replace(/\.\d+ %/, few ? " %" : "$&")) : "—";
@@ -77,6 +78,7 @@ function drawSweepHeat(figure, sweep, measure) {
   sweep.names.forEach((name, place) => svg.append(make("text", { x: left + (place + 0.5) * cell, y: height - 20, "text-anchor": "middle" }, name)));
   svg.append(make("text", { x: width - 8, y: height - 4, "text-anchor": "end" }, sweep.key));
   body.append(svg);
+  readMarks(figure, svg);
 }
 
 function drawSweeps() {

@@ -9,11 +9,31 @@ function options(select, pairs) {
   if (pairs.some(([value]) => String(value) === before)) select.value = before;
 }
 
+// Completions by prompt: of each the best, then the worst, then the others.
+function byPrompt(rows) {
+  const found = new Map();
+  for (const row of rows) found.set(row.prompt, [...(found.get(row.prompt) || []), row]);
+  for (const own of found.values()) { own.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)); own.splice(1, 0, ...own.splice(-1)); }
+  return [...found.values()];
+}
+
+const gapOf = own => own.length > 1 && finite(own[0].reward) && finite(own[1].reward) ? own[0].reward - own[1].reward : 0;
+
+// Where a page opens: a right and a wrong answer to one prompt, as far apart as there are any; of equals the latest.
+function mostTelling(rows) {
+  const batches = new Map();
+  for (const row of rows) batches.set(`${row.run} ${row.step}`, [...(batches.get(`${row.run} ${row.step}`) || []), row]);
+  const pairs = [...batches.values()].flatMap(byPrompt).filter(own => gapOf(own) > 0);
+  return pairs.reduce((best, own) => !best || gapOf(own) > gapOf(best) || (gapOf(own) === gapOf(best) && own[0].step > best[0].step) ? own : best, null)?.[0];
+}
+
 function browseCompletions() {
   const own = document.getElementById("completion-filters");
   if (!own) return;
   const { run, step, sign, text } = own.elements;
   options(run, [...new Set(data.completions.map(row => row.run))].map(index => [index, nameOf(index)]));
+  const first = mostTelling(data.completions);
+  if (first) { run.value = String(first.run); options(step, [[first.step, first.step]]); }
   const draw = () => {
     const steps = [...new Set(data.completions.filter(row => String(row.run) === run.value).map(row => row.step))];
     const wanted = steps.map(String).includes(step.value) ? step.value : String(steps.at(-1));
@@ -23,7 +43,8 @@ function browseCompletions() {
       .filter(row => sign.value === "" || (sign.value === "high" ? row.advantage > 0 : row.advantage < 0))
       .filter(row => `${row.prompt}\n${row.completion}`.toLowerCase().includes(text.value.toLowerCase()));
     document.getElementById("completion-count").textContent = `${found.length} of those kept of this step`;
-    document.getElementById("completion-list").replaceChildren(...found.map(row => make("li", {},
+    const ordered = byPrompt(found).sort((a, b) => (b[0].prompt === first?.prompt) - (a[0].prompt === first?.prompt)).flat();
+    document.getElementById("completion-list").replaceChildren(...ordered.map(row => make("li", {},
       make("div", { class: "meta" }, make("span", {}, `reward ${shown(row.reward)}`), make("span", {}, `advantage ${shown(row.advantage)}`)),
       make("pre", { class: "prompt", dir: "auto" }, row.prompt), make("pre", { dir: "auto", tabindex: 0 }, row.completion))));
   };
@@ -114,7 +135,7 @@ function drawTails(state) {
       const beyond = sizes.length - sizes.findIndex(size => size > 10 ** power);
       if (sizes.length && sizes.at(-1) > 10 ** power) points.push({ x: 10 ** power, y: beyond / sizes.length });
     }
-    return { label: group.label, colour: group.colour, dash: group.dash, points, count: sizes.length };
+    return { label: group.label, colour: group.colour, marker: group.marker, dash: group.dash, points, count: sizes.length };
   }).filter(one => one.points.length);
   figure.querySelector("figcaption").textContent = "share of tokens whose log ratio of new to old probability is beyond ±x · logarithmic both ways";
   figure.table = () => ({ head: ["objective", "log_ratio_beyond", "share_of_tokens", "tokens"], rows: series.flatMap(one => one.points.map(point => [one.label, point.x, point.y, one.count])) });
@@ -129,6 +150,8 @@ function drawTails(state) {
   svg.append(make("text", { x: width - right, y: height - 5, "text-anchor": "end" }, "|log ratio|"));
   for (const one of series) svg.append(make("g", { class: `c${one.colour}` }, make("path", { class: `curve dash${one.dash}`, d: one.points.map((point, index) => `${index ? "L" : "M"}${px(point.x).toFixed(1)} ${py(point.y).toFixed(1)}`).join("") })));
   body.replaceChildren(nameList(series), svg);
+  svg.setAttribute("tabindex", 0);
+  hover(figure, svg, series, { percent: true, unit: "or more in |log ratio|" }, state, { px, left, top, height: height - top - bottom, width });
 }
 
 function drawHistogram(figure, group, rows, edges, bin) {
@@ -153,4 +176,5 @@ function drawHistogram(figure, group, rows, edges, bin) {
   if (finite(bound) && bound > 0 && px(Math.log10(bound)) > left && px(Math.log10(bound)) < width - 10) svg.append(make("line", { class: "bound", x1: px(Math.log10(bound)), x2: px(Math.log10(bound)), y1: 8, y2: height - bottom }), make("text", { x: px(Math.log10(bound)) - 5, y: 16, "text-anchor": "end" }, `bound ${readable(bound)}`));
   svg.append(make("text", { x: width - 10, y: height - 3, "text-anchor": "end" }, "nats"));
   body.replaceChildren(svg);
+  readMarks(figure, svg);
 }

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corral.kernels.async_copy import AsyncCopy
 from corral.kernels.logits import slices
 from corral.kernels.rows import Gradients, HeadInput, HeadRows, join
 from corral.kernels.triton.backward.row_factor import FactoredGradient, put_singles, reaches, sampled_logits
@@ -44,8 +45,15 @@ class DenseRows:
     """Gradients of hidden states, weight and bias for Σ weights · loss; without the rows that are left out."""
 
 
-def dense_forward(source: HeadInput, old: OldRows, weights: Tensor, rule: Rule, needed: Sequence[bool]) -> DenseRows:
-    """Rows, losses, and the gradients that are needed."""
+def dense_forward(
+    source: HeadInput,
+    old: OldRows,
+    weights: Tensor,
+    rule: Rule,
+    needed: Sequence[bool],
+    overflows: list[AsyncCopy] | None = None,
+) -> DenseRows:
+    """Rows, losses, and the gradients that are needed; `overflows` as in `stream_head`."""
     hidden, weight, bias, spec = source.hidden, source.weight, source.bias, source.spec
     d_hidden, d_weight = (torch.empty_like(x) if need else None for x, need in zip((hidden, weight), needed, strict=False))
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
@@ -74,7 +82,7 @@ def dense_forward(source: HeadInput, old: OldRows, weights: Tensor, rule: Rule, 
         some, level = old.each(operator.itemgetter(part)), None if reference is None else reference[part]
         stored = memory[: part.stop - part.start]
         rows, loss, sizes[part], dz = _gradient_of_logits(
-            source.rows(part), some, weights[part], rule, stored, level, left_out[part]
+            source.rows(part), some, weights[part], rule, stored, level, left_out[part], overflows
         )
         found.append(rows)
         losses.append(loss)
@@ -96,13 +104,14 @@ def _gradient_of_logits(
     stored: Tensor,
     reference: Tensor | None,
     left_out: Tensor,
+    overflows: list[AsyncCopy] | None,
 ) -> tuple[HeadRows, LossRows, Tensor, FactoredGradient]:
     """Rows, loss, Σ |dz| and dz of one part of the rows; all it is given is of that part. Fills in `stored` and `left_out`."""
     spec, entropy = source.spec, source.request.entropy
     how = source.hidden, source.weight, source.bias, spec
     stats = gemm_stats(*how, entropy=entropy, store=stored, reference=reference)
     base = stats.second.clone() if reference is None else None  # it changes where tiles are recomputed
-    rows = support_rows(source, stats)
+    rows = support_rows(source, stats, overflows)
     loss = rule(rows, old)
     upstream = Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
     gradient, of_words = row_gradient(rows, source.tokens, upstream, spec), stored[:, : len(source.weight)]

@@ -96,7 +96,8 @@ def summarize(
         names["tr/mismatch"] = MISMATCH
     if tail:
         names |= {"tr/rest_max_ratio": FIELDS, "tr/hidden_kl_max": FIELDS + 1}
-    return {name: out[place] for name, place in names.items()}, out[REGRESSION], out[FLAWED]
+    found = out.unbind()
+    return {name: found[place] for name, place in names.items()}, found[REGRESSION], found[FLAWED]
 
 
 @triton.jit

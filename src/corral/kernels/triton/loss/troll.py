@@ -31,6 +31,8 @@ class TrollLoss:
     regression: float
     gradient: str
     ratio_cap: float | None
+    outward: bool
+    """Leave tokens alone whose own step leads back."""
 
     @classmethod
     def of(cls, objective: Any) -> "TrollLoss | None":
@@ -40,7 +42,10 @@ class TrollLoss:
         config = objective.config
         if config.tail != "bucket" or config.level != "token":
             return None
-        return cls(bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap)
+        return cls(
+            bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap,
+            outward=config.project == "outward",
+        )  # fmt: skip
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
         """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens; flawed are those beyond the limits too."""
@@ -54,7 +59,7 @@ class TrollLoss:
             g_kept, g_rest,
             count, slots, rows.kept.stride(0), *limits, self.bound, self.regression, self.ratio_cap or 0.0,
             CAPPED=self.ratio_cap is not None, GRADIENT=GRADIENTS[self.gradient], ROLLOUT=old.rollout is not None,
-            POLICY=old.policy_weights is not None,
+            POLICY=old.policy_weights is not None, OUTWARD=self.outward,
             SLOTS=max(2, triton.next_power_of_2(slots + 1)), num_warps=1,
         )  # fmt: skip
         return LossRows(fields, None, g_kept, g_rest)
@@ -65,7 +70,7 @@ class TrollLoss:
 def _troll_kernel(
     kept, rest, kept_old, rest_old, logp_old, rollout, advantages, policy_weights, fields, g_kept, g_rest, count, slots,
     stride, highest, slack, bound, regression, cap, CAPPED: tl.constexpr, GRADIENT: tl.constexpr, ROLLOUT: tl.constexpr,
-    POLICY: tl.constexpr, SLOTS: tl.constexpr,
+    POLICY: tl.constexpr, OUTWARD: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
@@ -89,6 +94,11 @@ def _troll_kernel(
     p = tl.exp(new)
     kl_before = tl.sum(kl_elements(new, old), 0)
     active = kl_before > bound
+    if OUTWARD:  # dKL/ds along z ← z + s Â (e_a − π), as the reference has it
+        shared = (new > RULED_OUT) & (old > RULED_OUT)
+        force = tl.where(shared, p * (tl.where(shared, new - old, 0.0) - kl_before), 0.0)
+        rise = tl.sum(tl.where(first, force, 0.0), 0) - tl.sum(p * force, 0)
+        active = active & ~((kl_before < float("inf")) & (rise * advantage < 0.0))
     log_r, t, binding, kl_after = new, tl.full((), 1.0, tl.float32), active, kl_before
     converged = kl_before == kl_before
     if active:

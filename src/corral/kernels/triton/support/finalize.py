@@ -85,7 +85,9 @@ def _own_kernel(
     THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(filled + row) > ROOM:
+    if tl.load(filled + row) > ROOM:  # no token, until the row is done again
+        every = tl.arange(0, 2 * BEST)
+        tl.store(ids + row * (top_k + 1) + every, tl.full((2 * BEST,), -1, tl.int64), mask=every <= top_k)
         return
     total = tl.load(lse + row)
     keys = tl.load(listed + row * ROOM + tl.arange(0, ROOM))

@@ -48,7 +48,7 @@ def plan_given(stats: TileStatistics, marks: Tensor, width: int, *, given: bool,
     """
     (count, tiles), slots = stats.peak.shape, marks.shape[1]
     padded = max(2, triton.next_power_of_2(slots))
-    plan = _blank(stats, padded)
+    plan = _blank(stats, padded, own=False)
     _given_kernel[(count,)](
         stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
         plan.listed, out.kept, out.lse, out.entropy, count, tiles, slots, GIVEN=given,
@@ -61,7 +61,7 @@ def plan_own(stats: TileStatistics, marks: Tensor, width: int, *, top_k: int, ro
     """Of the policy's own top k and the sampled token, `marks` [N, 1], −1 for none; `room` for what may be a member, a power
     of 2."""
     count, tiles = stats.peak.shape
-    plan = _blank(stats, room)
+    plan = _blank(stats, room, own=True)
     _own_kernel[(count,)](
         stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
         plan.listed, plan.filled, plan.floor, plan.overflow, out.lse, out.entropy, count, tiles, top_k,
@@ -70,16 +70,18 @@ def plan_own(stats: TileStatistics, marks: Tensor, width: int, *, top_k: int, ro
     return plan
 
 
-def _blank(stats: TileStatistics, listed: int) -> RecomputePlan:
+def _blank(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePlan:
     (count, tiles), device = stats.peak.shape, stats.peak.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
     zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=device)
+    length, overflow = zeros[:tiles], zeros[tiles:]
+    filled, floor = (empty(count), empty(count)) if own else (overflow, overflow)  # which nobody reads
     return RecomputePlan(
-        empty(count, tiles, dtype=torch.uint8), empty(tiles, count), zeros[:tiles], empty(count, listed, dtype=torch.int64),
-        empty(count), empty(count), zeros[tiles:],
+        empty(count, tiles, dtype=torch.uint8), empty(tiles, count), length, empty(count, listed, dtype=torch.int64), filled,
+        floor, overflow,
     )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ ROOM = 4
 """Times k: tokens that may be members of a row's own support, held at once. Common tokens are neighbours, so it takes some."""
 MORE_ROOM = 32
 """For rows where that was too little; and where this is, as in a row of equal logits, the torch path looks at every logit."""
+UNION_ROOM = 8
+"""Where nobody waits to hear whether it was too little, and all is done again if it was."""
 MOST_LISTED = 8192
 """Tokens that are sorted at once in 64 KiB of shared memory, which every GPU has."""
 
@@ -37,18 +39,23 @@ def fits_at_once(count: int) -> bool:
     return count <= ROWS_AT_ONCE
 
 
-def stream_head(whole: HeadInput, stats: TileStatistics | None = None, queued: Callable[[], None] = lambda: None) -> HeadRows:
+def stream_head(
+    whole: HeadInput,
+    stats: TileStatistics | None = None,
+    queued: Callable[[], None] = lambda: None,
+    overflows: list[AsyncCopy] | None = None,
+) -> HeadRows:
     """What the torch head knows of n tokens, from one GEMM and the recomputation of a few of its tiles.
 
     Without `ids` and `top_k` the support is the sampled token, with both their union. `stats` are those of all n, where they
     are there already. `queued` is called when all is queued that there is to do, before the host waits for any of it but the
-    ranking of a union.
+    ranking of a union; and for that neither, where there is a list of `overflows`: one that is not 0 says that rows are wrong.
     """
     assert stats is None or fits_at_once(len(whole.hidden))
     top_k, given = whole.request.top_k, whole.ids
     if top_k is not None and given is None:
         return _own_rows(whole, ROOM, stats, queued)
-    parts = [support_rows(part, stats or _statistics(part)) for part in _parts(whole)]
+    parts = [support_rows(part, stats or _statistics(part), overflows) for part in _parts(whole)]
     queued()
     return join(parts) if parts else _blank(whole, 1 if given is None else given.shape[1] + (top_k or 0))
 
@@ -57,9 +64,9 @@ def _statistics(part: HeadInput) -> TileStatistics:
     return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.request.entropy)
 
 
-def support_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
     """Rows on the support `ids`, its union with the policy's own, or the sampled token alone. The statistics are used up."""
-    return _given_rows(part, stats) if part.request.top_k is None else _union_rows(part, stats)
+    return _given_rows(part, stats) if part.request.top_k is None else _union_rows(part, stats, overflows)
 
 
 def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
@@ -75,25 +82,30 @@ def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
     return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
 
 
-def _union_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+def _union_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None) -> HeadRows:
     """Rows on the union of `ids` and the policy's own support: that is found first, then both are given."""
     top_k, given = part.request.top_k, part.ids
     assert top_k is not None
     assert given is not None
     # Beside a given support, even an empty one, the sampled token is a token like any other.
-    own = _own_rows(dataclasses.replace(part, ids=given.new_full((len(given), 1), -1)), ROOM, stats.copy())
-    ids = join_supports(given.contiguous(), own.ids, top_k, part.joins)
+    own = dataclasses.replace(part, ids=given.new_full((len(given), 1), -1))
+    ranked = _own_rows(own, ROOM if overflows is None else UNION_ROOM, stats.copy(), overflows=overflows).ids
+    ids = join_supports(given.contiguous(), ranked, top_k, part.joins)
     request = dataclasses.replace(part.request, top_k=None)
     return _given_rows(dataclasses.replace(part, ids=ids, request=request), stats)
 
 
 def _own_rows(
-    whole: HeadInput, room: int, early: TileStatistics | None = None, queued: Callable[[], None] = lambda: None
+    whole: HeadInput,
+    room: int,
+    early: TileStatistics | None = None,
+    queued: Callable[[], None] = lambda: None,
+    overflows: list[AsyncCopy] | None = None,
 ) -> HeadRows:
     """Rows on the policy's own support: with the sampled token in slot 0 or, where a support is given, with no token there."""
     top_k = whole.request.top_k
     assert top_k is not None
-    parts, filled, overflows = [], [], []
+    parts, filled, copies = [], [], []
     for part in _parts(whole):
         stats = early or _statistics(part)
         marks = (part.tokens[:, None] if part.ids is None else part.ids[:, :1]).int()
@@ -101,7 +113,7 @@ def _own_rows(
         width = tile_of(part.hidden).columns
         plan = plan_own(stats, marks, width, top_k=top_k, room=room * best_of(top_k), out=out)
         recompute_tiles(part.hidden, part.weight, part.bias, part.spec, stats, plan, marks, out, given=False, own=True)
-        overflows.append(AsyncCopy(plan.overflow))
+        copies.append(AsyncCopy(plan.overflow))
         finalize_own(stats, plan, marks, whole.request, out)
         parts.append(out)
         filled.append(plan.filled)
@@ -109,7 +121,9 @@ def _own_rows(
     if not parts:
         return _blank(whole, top_k + 1)
     rows = join(parts)
-    if any(overflow.wait()[0] for overflow in overflows):
+    if overflows is not None:
+        overflows += copies
+    elif any(overflow.wait()[0] for overflow in copies):
         _redo(whole, rows, (torch.cat(filled) > room * best_of(top_k)).nonzero().squeeze(-1), room)
     return rows
 

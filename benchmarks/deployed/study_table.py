@@ -1,11 +1,22 @@
-"""What the runs of the study found, by setting."""
+"""What the runs of the study found: read from their files, and by setting."""
 
+import json
 from collections import defaultdict
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from corral.report.statistics import area_under_curve
+
 Row = dict[str, Any]
 """One run: its settings, how it ended, and a line per step."""
+
+
+def finished(places: list[Path]) -> dict[str, Row]:
+    """Finished runs of every results file there is, by key."""
+    files = [file for place in places for file in (sorted(place.rglob("*.jsonl")) if place.is_dir() else [place])]
+    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+    return {line["key"]: line for line in lines if line.get("finished")}
 
 
 def steps_of(run: Row) -> list[Row]:
@@ -13,8 +24,24 @@ def steps_of(run: Row) -> list[Row]:
     return [line for line in run["lines"] if line["step"] > 0]
 
 
+def held_out(run: Row) -> list[tuple[float, float]]:
+    """Success on held-out problems by step; a dead run goes on at 0 from where it died."""
+    points = [(float(line["step"]), line["success"]) for line in run["lines"] if "success" in line]
+    if not run["dead"]:
+        return points
+    died = float(run["lines"][-1]["step"])
+    return [*(point for point in points if point[0] < died), (died, 0.0), (float(run["steps"]), 0.0)]
+
+
 def area(run: Row) -> float:
-    """Mean training success over all steps; every problem is new, so this is held out too. A dead run goes on at 0."""
+    """Mean success on held-out problems over the run, from its first measurement on."""
+    found = area_under_curve(held_out(run), run["steps"])
+    assert found is not None, f"{run['key']} measured nothing"
+    return found
+
+
+def rewards(run: Row) -> float:
+    """Mean success in training over all steps. The warm start knows its split by heart: greedy, it solves all of it."""
     return sum(line["reward"] for line in steps_of(run)) / run["steps"]
 
 
@@ -41,16 +68,21 @@ def setting(run: Row) -> tuple[str, str, str, int, str]:
 
 
 def print_table(runs: dict[str, Row]) -> None:
-    """Means over seeds: area under the curve, final success, and what was kept."""
+    """Means over seeds: area under the held-out curve, rewards in training, final success, and what was kept."""
     groups = defaultdict(list)
     for run in runs.values():
         groups[setting(run)].append(run)
-    columns = ("area", "final", "greedy", "mean KL", "p999", "max", "share", "cpu s")
+    columns = ("area", "rewards", "final", "greedy", "mean KL", "p999", "max", "share", "cpu s")
     names = f"{'objective':10} {'schedule':9} {'':8} passes {'rate, arm':18} n"
     print(f"{names} {' '.join(f'{name:>7}' for name in columns)}  area of each")
     for key, found in sorted(groups.items(), key=lambda item: (item[0][:4], -fmean(map(area, item[1])))):
         lines = [line for run in found for line in steps_of(run)]
-        values = [fmean(map(area, found)), fmean(map(final, found)), fmean(final(run, "greedy") for run in found)]
+        values = [
+            fmean(map(area, found)),
+            fmean(map(rewards, found)),
+            fmean(map(final, found)),
+            fmean(final(run, "greedy") for run in found),
+        ]
         values += [fmean(certificate(line, name) for line in lines) for name in ("mean", "p999", "max")]
         values += [fmean(map(share, lines)), fmean(run["cpu"] for run in found)]
         numbers = " ".join(f"{value:7.4g}" if value < 0.1 else f"{value:7.3f}" for value in values)

@@ -1,0 +1,47 @@
+"""The story of an audit: four cells, blocked or passed, inside the ball or outside, and one number in large."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from corral.audit.summary import Ball
+from corral.audit.words import number, percent
+from corral.report.audit.figures import REGIONS
+from corral.report.html import Safe, join, tag
+
+_CELLS = {
+    "false": ("False alarm", "blocked, though the policy has hardly moved"),
+    "right": ("Blocked rightly", "the policy has left the ball"),
+    "passed": ("Passed", "inside, as it should be"),
+    "missed": ("Missed", "outside and pushed further out, yet left alone"),
+}
+"""Row by row: blocked, then passed; inside the ball, then outside."""
+
+
+def four_cells(ball: Ball, rules: Mapping[str, Any]) -> Safe:
+    """What clipping did to all audited tokens, against the KL ball."""
+    back = ball.passed_outside - ball.passed_outward
+    counts = {"false": ball.blocked_inside, "right": ball.blocked_outside}
+    counts |= {"passed": ball.passed_inside, "missed": ball.passed_outward}
+    cells = []
+    for kind, (name, words) in _CELLS.items():
+        more = f"; {percent(back / ball.tokens)} more are outside, on their way back" if kind == "missed" and back else ""
+        cells.append(
+            tag(
+                "div",
+                tag("b", name), tag("strong", percent(counts[kind] / ball.tokens)),
+                tag("span", f"{counts[kind]:,} tokens: {words}{more}"),
+                class_=f"cell-{kind} {REGIONS[kind][0]}",
+            )
+        )  # fmt: skip
+    radius = number(rules["kl_bound"])
+    heads = [tag("span", f"inside KL ≤ {radius}", class_="head"), tag("span", "outside", class_="head")]
+    return join(_headline(ball, rules), tag("div", *heads, *cells, class_="cells"))
+
+
+def _headline(ball: Ball, rules: Mapping[str, Any]) -> Safe:
+    """One number: how many of the blocked tokens had hardly moved; where none is blocked, what is missed."""
+    would = "" if rules.get("own") else "would have "
+    share, words = ball.passed_outward / ball.tokens, f"of the tokens are missed: clipping {would}blocked none"
+    if ball.blocked:
+        share, words = ball.blocked_inside / ball.blocked, f"of the tokens that clipping {would}blocked had hardly moved"
+    return tag("p", tag("strong", percent(share)), " ", words, class_="headline")

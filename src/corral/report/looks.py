@@ -1,0 +1,85 @@
+"""One colour and one marker per objective, on every page and in every exported figure; safe for colour-blind readers."""
+
+from collections.abc import Iterable, Sequence
+from zlib import crc32
+
+LIGHT = ("#1b65c7", "#e5520a", "#2f996a", "#a63486", "#7e4b0b", "#0a94e0", "#71000c", "#303654")
+DARK = ("#568bfb", "#ff9b02", "#32d290", "#d0a6ec", "#f2e967", "#b3eafa", "#cf3433", "#8896a1")
+"""Colours on light and on dark paper: at least 3 : 1 against it, and apart under deuteranopia, protanopia and tritanopia."""
+
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+"""matplotlib's names of the markers…"""
+
+SHAPES = (
+    "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z",
+    "M-3.6-3.6H3.6V3.6H-3.6Z",
+    "M0-5L5 0L0 5L-5 0Z",
+    "M0-5L4.8 3.6H-4.8Z",
+    "M0 5L4.8-3.6H-4.8Z",
+    "M-1.6-4.6H1.6V-1.6H4.6V1.6H1.6V4.6H-1.6V1.6H-4.6V-1.6H-1.6Z",
+    "M0-1.9L2.6-4.5L4.5-2.6L1.9 0L4.5 2.6L2.6 4.5L0 1.9L-2.6 4.5L-4.5 2.6L-1.9 0L-4.5-2.6L-2.6-4.5Z",
+    "M0-5.4L1.5-1.8L5.3-1.6L2.4.9L3.3 4.5L0 2.5L-3.3 4.5L-2.4.9L-5.3-1.6L-1.5-1.8Z",
+)
+"""…and the same as the `d` of SVG paths around the origin."""
+
+_KNOWN = (
+    "troll", "dppo", "ppo_clip", "clip_higher", "reinforce", "gspo", "cispo", "dual_clip",
+    "sapo", "gmpo", "spo", "m2po", "drpo", "tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde",
+)  # fmt: skip
+"""Names whose look is always the same, whoever else is on the page."""
+
+_LOOKS = len(LIGHT) * len(MARKERS)
+
+Look = tuple[int, int]
+"""Places of a colour and of a marker."""
+
+
+def assign_looks(names: Iterable[str]) -> dict[str, Look]:
+    """A look for every name, such as `troll` or `troll bound=0.1`: an objective's own; of several variants the first has it."""
+    found: dict[str, Look] = {}
+    for name in dict.fromkeys(names):
+        base = name.partition(" ")[0]
+        wish = _KNOWN.index(base) if base in _KNOWN else crc32(base.encode(errors="replace")) % _LOOKS
+        # Another variant of an objective has another colour, if one is left, before it has another marker.
+        used = {colour for colour, _ in found.values()}
+        others = [(wish + place) % _LOOKS for place in range(_LOOKS)]
+        places = [wish, *sorted(others, key=lambda place: _look(place)[0] in used)]
+        found[name] = next((look for place in places if (look := _look(place)) not in found.values()), _look(wish))
+    return found
+
+
+def _look(place: int) -> Look:
+    """The first eight have a colour and a marker of their own; those after them one of either that was not together yet."""
+    row, colour = divmod(place, len(LIGHT))
+    return colour, (colour + 3 * row) % len(MARKERS)
+
+
+def palette_css() -> str:
+    """The colours as variables --c0 … --c7, by theme; paper is light."""
+    light, dark = ("".join(f"--c{place}:{colour};" for place, colour in enumerate(colours)) for colours in (LIGHT, DARK))
+    return (
+        f":root{{{light}}}@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}"
+        f":root[data-theme=dark]{{{dark}}}@media print{{:root:root:root{{{light}}}}}"
+    )
+
+
+def short_labels(labels: Sequence[str], most: int = 40) -> list[str]:
+    """Labels that fit: where one is too long, words that all of them have are left out, then the middles of words."""
+    if not labels or max(map(len, labels)) <= most:
+        return list(labels)
+    words = [label.split(" ") for label in labels]
+    common = set.intersection(*map(set, words)) if len(labels) > 1 else set()
+    kept = [" ".join(word for index, word in enumerate(own) if index == 0 or word not in common) for own in words]
+    return [_shorten_word_by_word(own, most) for own in kept]
+
+
+def _shorten_word_by_word(label: str, most: int) -> str:
+    """`a_long_name=value` as `a_lo…me=value`: names lose their middle before values do."""
+    if len(label) <= most:
+        return label
+    words = [word.partition("=") for word in label.split(" ")]
+    return " ".join(f"{_ends(name, 10)}{equals}{_ends(value, 14)}" for name, equals, value in words)
+
+
+def _ends(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - most // 2 + 1 :]}"

@@ -1,0 +1,79 @@
+"""The study of deployed networks: its numbers worked by hand, its plans, and a page that says what its raw data say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import study_page
+import study_table
+from spec import Shipped, Spec
+
+
+def made(seed: int = 1, *, success: dict[int, float], rewards: list[float], **settings: Any) -> study_table.Row:
+    """A run as the study writes it."""
+    lines: list[dict[str, Any]] = [{"step": 0, "success": success[0]}] if 0 in success else []
+    for step, reward in enumerate(rewards, 1):
+        line: dict[str, Any] = {"step": step, "reward": reward, "tr/deployed_kl_mean": 0.01 * step, "tr/deployed_kl_p999": 1.0}
+        lines.append(line | ({"success": success[step], "greedy": 0.9} if step in success else {}))
+    defaults = {"objective": "troll", "arm": "off", "rate": 2e-4, "passes": 1, "bound": "inf", "schedule": "linear"}
+    run = {"key": f"{seed}{settings}", "seed": seed, "steps": 4, "dead": False, "finished": True, "lines": lines}
+    return run | defaults | settings
+
+
+def test_golden_area_of_a_run_and_of_a_dead_one() -> None:
+    # .2 → .4 → .6 in two steps each: (.3 · 2 + .5 · 2) / 4 = .4. Rewards: (.1 + .2 + .3 + .4)/4.
+    run = made(success={0: 0.2, 2: 0.4, 4: 0.6}, rewards=[0.1, 0.2, 0.3, 0.4])
+    assert study_table.area(run) == pytest.approx(0.4)
+    assert study_table.rewards(run) == pytest.approx(0.25)
+    assert (study_table.final(run), study_table.final(run, "greedy")) == (0.6, 0.9)
+    # Dead after step 2, with .4 a step before: .2 → .4 in one step, → 0 in the next, then 0: (.3 + .2 + 0 + 0) / 4 = .125.
+    dead = made(success={0: 0.2, 1: 0.4}, rewards=[0.1, 0.0], dead=True)
+    assert study_table.held_out(dead) == [(0, 0.2), (1, 0.4), (2, 0.0), (4, 0.0)]
+    assert study_table.area(dead) == pytest.approx(0.125)
+    assert study_table.rewards(dead) == pytest.approx(0.025)
+    assert study_table.final(dead) == 0.0
+
+
+def test_golden_rows_of_the_page() -> None:
+    rows = [made(seed, success={0: 0.2, 5: 0.3 + seed / 100, 10: 0.5}, rewards=[0.2] * 10, steps=10) for seed in (2, 1)]
+    table = study_page.reuse(rows).splitlines()
+    # KL means of steps 1 to 10 are .01 to .1: .055 in the mean.
+    assert table[2] == "| troll | 1 | 2e-4 | no | 2 | .310 .320 | .500 .500 | .900 | .055 | 1 |"
+    held = made(success={0: 0.2, 15: 0.6}, rewards=[0.2] * 15, steps=15, arm="on 0.02", rate=1e-2)
+    (row,) = study_page.sweep_rows([held])
+    assert (row.contestant, row.setting, row.final, row.auc) == (
+        "troll, held",
+        {"learning_rate": 1e-2},
+        0.6,
+        pytest.approx(0.4),
+    )
+    assert not row.fell_below_start
+    below = made(success={0: 0.2, 3: 0.1, 15: 0.6}, rewards=[0.2] * 15, steps=15)
+    assert study_page.sweep_rows([below])[0].fell_below_start
+
+
+def test_plans_name_every_run_once() -> None:
+    for name, plan in plans.PLANS.items():
+        keys = [spec.key for spec in plan()]
+        assert len(keys) == len(set(keys)), name
+    runs = plans.reuse()
+    assert {run.passes for run in runs} == {1, 2, 4, 8}
+    assert isinstance(plans.gate0()[0], Spec)
+    spec = Shipped(objective="troll", rate="auto", seed=3, bound=None)
+    assert "deployed_bound" not in spec.layer()  # auto brings its own
+    assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
+
+
+def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
+    rows = [made(1, success={}, rewards=[0.1]), made(2, success={}, rewards=[0.1], finished=False)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [*study_table.finished([tmp_path, tmp_path / "none"])] == [rows[0]["key"]]
+
+
+def test_the_page_says_what_the_raw_data_say() -> None:
+    text = study_page.PAGE.read_text()
+    runs = [*study_table.finished([study_page.RESULTS]).values()]
+    assert {*study_page.BLOCK.findall(text)} >= {"reuse", "gate0", "gate0constant"}
+    assert study_page.write(text, runs) == text, "the raw data have changed: make results"
