@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from tiny_models import (
     FakeVLLM,
     Spy,
@@ -115,6 +116,33 @@ def test_the_gradient_is_that_of_dense_policies(tmp_path: Path, accumulation: in
     assert metrics["tr/teacher_kl"][-1] == pytest.approx(float(categorical_kl(teacher, old)[mask].mean()), rel=1e-3)
     assert metrics["tr/kl_after"][-1] <= 0.1 + 1e-5
     assert 0 < metrics["tr/active_frac"][-1] <= 1
+
+
+def test_a_model_that_teaches_itself_stays_as_it_was(tmp_path: Path) -> None:
+    trainer, before = make(tmp_path), tiny_model()
+    spy = Spy.on(trainer)
+    nudge(trainer.model)
+    inputs = rollouts(trainer)[0]
+    trainer.compute_loss(trainer.model, inputs)
+    (batch,) = spy.batches
+    teacher, old = batch.dist_teacher, batch.dist_old
+    assert teacher is not None
+    assert old is not None
+    ids, mask = teacher.ids.long(), batch.mask
+    expected = corral.gather_support(teacher_logp(before.to(DEVICE), inputs, hint=True), ids)
+    assert_close(teacher.logp[mask].exp(), expected.logp[mask].exp(), atol=1e-5, rtol=1e-4)
+    now = corral.gather_support(dense_logp(trainer.model, inputs, 0.9).detach(), ids)
+    assert_close(old.logp[mask].exp(), now.logp[mask].exp(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.supports("model: distillation of a LoRA adapter", door="TRL")
+def test_an_adapter_learns_from_the_model_without_it(tmp_path: Path) -> None:
+    dataset = prompts().add_column("teacher_prompt", [f"{HINT} {text}" for text in prompts()["prompt"]])
+    config = CorralConfig(objective="distill", **settings(tmp_path, support_size=8, max_steps=2))
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    trainer = CorralTrainer(tiny_model(), even_words, config, dataset, processing_class=tiny_tokenizer(), peft_config=adapter)
+    trainer.train()
+    assert all(row["tr/teacher_kl"] > 0 for row in trainer.state.log_history if "loss" in row)
 
 
 @pytest.mark.parametrize("bound", [0.05, float("inf")])

@@ -15,6 +15,7 @@ from torch import Tensor
 import corral
 from corral.cli import main
 from corral.report.explore import explore_page
+from report.conftest import CONTRAST
 from tolerance import assert_close
 
 RULES = [("tv", "binary"), ("tv", "full"), ("kl", "binary"), ("kl", "full")]
@@ -299,7 +300,7 @@ def test_dragging_moves_the_policy_and_every_number(page: Any, method: str, whic
 @pytest.mark.browser
 def test_a_finger_drags_too(open_page: Callable[..., Any]) -> None:
     page = open_page(390, 844, has_touch=True, is_mobile=True)
-    page.locator("#clip-panel svg").scroll_into_view_if_needed()
+    page.locator("#clip-panel .triangle").scroll_into_view_if_needed()
     before, scroll = probabilities(page, "next"), page.evaluate("scrollY")
     x, y = centre(page, "#clip-panel .handle.next")
     touch = page.context.new_cdp_session(page)
@@ -312,7 +313,7 @@ def test_a_finger_drags_too(open_page: Callable[..., Any]) -> None:
 
 @pytest.mark.browser
 def test_a_handle_cannot_leave_the_triangle(page: Any) -> None:
-    page.locator("#dppo-panel svg").scroll_into_view_if_needed()
+    page.locator("#dppo-panel .triangle").scroll_into_view_if_needed()
     for dx, dy in ((-2000, 2000), (2000, 2000), (0, -2000), (-2000, 0)):
         page.mouse.move(*centre(page, "#dppo-panel .handle.next"))
         page.mouse.down()
@@ -374,3 +375,33 @@ def test_it_fits_every_screen(open_page: Callable[..., Any], width: int, scheme:
     assert (sum(ink) > sum(paper)) is (scheme == "dark")
     tops = [page.locator(f"#{name}-panel").bounding_box()["y"] for name in ("clip", "dppo", "troll")]
     assert (len(set(tops)) == 1) is (width >= 960), "side by side where there is room, one below the other elsewhere"
+
+
+@pytest.mark.browser
+def test_the_address_holds_the_state_and_a_corner_can_be_seen_from_near(open_page: Callable[..., Any]) -> None:
+    """A link shows what its sender saw; what makes no sense in one is left out; zoomed, handles are as large, and move less."""
+    page = open_page()
+    page.get_by_role("button", name="A rare token rises").click()
+    page.check("input[name=zoom][value='16']")
+    page.locator("#clip").fill("0.5")
+    page.wait_for_timeout(400)
+    said = page.evaluate("location.hash")
+    assert said.startswith("#old=0.6,0.39,0.01&new=0.58,0.37,0.05&token=2&advantage=1&clip=0.5")
+    width = page.evaluate("document.querySelector('#clip-panel .triangle').viewBox.baseVal.width")
+    assert width == pytest.approx(452 / 16)
+    before = page.locator("#clip-panel .handle.old .dot").bounding_box()["width"]
+    page.evaluate("location.hash = 'old=.2,.3,.5&new=2,x,-1&zoom=4'")
+    assert page.evaluate("location.hash") != said, "only two policies are a state"
+    assert page.evaluate("[state.zoom, state.old]") == [16, [0.6, 0.39, 0.01]]
+    page.evaluate("location.hash = 'old=.2,.3,.5&new=.3,.3,.4&token=7&clip=99&rule=kl,full&zoom=1'")
+    page.wait_for_timeout(100)
+    state = page.evaluate("state")
+    assert (state["old"], state["token"], state["clip"], state["zoom"]) == (pytest.approx([0.2, 0.3, 0.5]), 0, 0.2, 1)
+    assert state["rule"] == {"divergence": "kl", "estimator": "full"}
+    assert page.locator("#clip-panel .handle.old .dot").bounding_box()["width"] == pytest.approx(before, abs=0.5)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_and_controls_stand_out(open_page: Callable[..., Any], scheme: str) -> None:
+    assert open_page(color_scheme=scheme).evaluate(CONTRAST) == []

@@ -17,6 +17,7 @@ from corral.report.content import make_report
 from corral.report.figures import METRICS, curve
 from corral.report.page import write_page
 from corral.report.read import read_runs
+from report.conftest import CONTRAST
 from report.synthetic import write_comparison, write_robot_run, write_run, write_small_set
 
 pytestmark = pytest.mark.browser
@@ -148,6 +149,7 @@ def test_every_figure_is_saved_as_a_picture(open_page: Any, small: Path) -> None
         root = ElementTree.fromstring(text)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert title in "".join(root.itertext())
+        assert "countdown with tiny · seeds 0, 1, 2, 3 · corral" in "".join(root.itertext()), "it stands alone"
         assert "class=" not in text
         assert "var(" not in text
         assert 'fill="rgb(255, 255, 255)"' in text
@@ -491,3 +493,8 @@ def test_completions_open_on_a_right_beside_a_wrong_one(open_page: Any, tmp_path
     write_page(make_report(read_runs([tmp_path / "runs"])), tmp_path / "page.html")
     shown = open_page(tmp_path / "page.html").locator("#completion-list pre:not(.prompt)").all_text_contents()
     assert shown == ["right", "wrong", "x"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_and_controls_stand_out(open_page: Any, small: Path, scheme: str) -> None:
+    assert open_page(small, color_scheme=scheme).evaluate(CONTRAST) == []

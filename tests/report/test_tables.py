@@ -7,6 +7,7 @@ import pytest
 
 from corral.report import outcomes, tables
 from corral.report.content import make_report
+from corral.report.figures import kl_bound, select_metrics
 from corral.report.groups import flatten, group_runs, pairs
 from corral.report.outcomes import areas, comparisons, default_threshold, finals, main_metric, results
 from corral.report.page import page
@@ -61,6 +62,26 @@ def test_problems_are_kept_apart(tmp_path: Path) -> None:
     groups = group_runs(read_runs([tmp_path]))
     assert [group.problem for group in groups] == ["countdown with tiny", "gsm8k with tiny"]
     assert pairs(groups) == []
+
+
+def test_a_report_does_not_open_on_smoke_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "troll", model="smoke")
+    write_run(tmp_path / "b", "troll", model="tiny")
+    assert [group.problem for group in group_runs(read_runs([tmp_path]))] == ["countdown with tiny", "countdown with smoke"]
+
+
+def test_figures_say_how_a_kl_was_estimated(small: Path) -> None:
+    """dppo and ppo_clip log no mass outside a support, for they have none: their mean is k3's, their largest a lower bound."""
+    captions = {metric.key: metric.caption for metric in select_metrics(read_runs([small]))}
+    assert captions["tr/kl_before"].endswith(
+        "; dppo, ppo_clip: k3's estimate from the sampled tokens, not to be compared with the largest KL"
+    )
+    assert captions["tr/kl_max"].endswith("; dppo, ppo_clip: of the sampled token against all others, a lower bound")
+    assert {group.label: kl_bound(group) for group in group_runs(read_runs([small]))} == {
+        "dppo": None,
+        "ppo_clip": None,
+        "troll": 0.05,
+    }
 
 
 def test_a_difference_that_was_not_varied_is_said(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def stream_sentences(summary: StreamSummary, info: Mapping[str, Any]) -> list[st
     audited = next((row for row in summary.thresholds if row.family == AUDITED), None)
     if audited is not None:
         found.append(_clipping(audited, rules, certain=summary.measure == "whole"))
-    found += threshold_sentences(summary)
+    found += _threshold_sentences(summary)
     found += [_samples(summary), _mismatch(summary)]
     if summary.by_age:
         found.append(_staleness(summary))
@@ -42,7 +42,7 @@ def stream_sentences(summary: StreamSummary, info: Mapping[str, Any]) -> list[st
     return found
 
 
-def threshold_sentences(summary: StreamSummary) -> list[str]:
+def _threshold_sentences(summary: StreamSummary) -> list[str]:
     """Of the best-known rules, the bound with the fewest errors."""
     best = fewest_errors(summary.thresholds)
     parts = [

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from corral.audit.dump.completion import Floats
 from corral.audit.histogram import LogHistogram
 from corral.audit.summary import PROBABILITY, PROBABILITY_NAMES
 from corral.audit.threshold import FAMILIES, RuleFamily, Threshold, ThresholdTally
-from corral.audit.tokens import Floats, Tokens, sampled_tv
+from corral.audit.tokens import Tokens, sampled_tv
 from corral.run.files import RunError
 from corral.run.watch import CollapseLimits, CollapseWatch
 

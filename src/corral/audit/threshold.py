@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from corral.audit.dump.completion import Floats
 from corral.audit.summary import Ball
-from corral.audit.tokens import Floats, Tokens, sampled_kl, sampled_tv
+from corral.audit.tokens import Tokens, sampled_kl, sampled_tv
 
-Score = Callable[[Tokens], Floats | None]
+_Score = Callable[[Tokens], Floats | None]
 """Tokens → how far each has gone by the rule's own measure: it is blocked at bound b iff its score is above b. None: the
 tokens do not say what the rule would need."""
 
@@ -31,7 +32,7 @@ class RuleFamily:
     """What the bound is called: ε, δ, c."""
     bounds: tuple[float, ...]
     default: float
-    score: Score
+    score: _Score
 
 
 def _directed(advantage: Floats, rise: Floats, fall: Floats) -> Floats:
@@ -77,7 +78,7 @@ def _ripo(tokens: Tokens) -> Floats:
     return _directed(tokens.advantage, np.where(ratio > 1, moved, -np.inf), np.where(ratio < 1, moved, -np.inf))
 
 
-def _dppo(divergence: Callable[[Tokens], Floats | None], *, symmetric: bool = False) -> Score:
+def _dppo(divergence: Callable[[Tokens], Floats | None], *, symmetric: bool = False) -> _Score:
     """DPPO's mask on a divergence from the anchor: where tokens moved along their advantage, or wherever they have one."""
 
     def score(tokens: Tokens) -> Floats | None:

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from corral.audit.dump.completion import LoggedCompletion
+from corral.audit.dump.completion import Floats, LoggedCompletion
 from corral.divergence import binary_kl, binary_tv
 from corral.numerics import CERTAIN
 
-Floats = NDArray[np.float64]
-Measure = Literal["sampled", "support", "whole"]
+_Measure = Literal["sampled", "support", "whole"]
 """What divergences are known on: the sampled token against all others, a support and its tail, or the whole vocabulary."""
 
 
@@ -32,7 +31,7 @@ class Tokens:
     kl: Floats
     """KL(new‖old) on what `measure` says; a lower bound of the true one unless it is "whole"."""
     tv: Floats
-    measure: Measure
+    measure: _Measure
     support_kl_old_new: Floats | None = None
     """KL(old‖new) on a support: what DPPO with divergence="kl" reads there."""
     support_tv: Floats | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEXT_FLAGS = ("temperature", "device", "problems")
 """Flags of models that matter where logged texts are rescored."""
 
-ABOVE = 3
+_ABOVE = 3
 """Exit status: more tokens are wrongly blocked than --fail-above allows."""
 
 
@@ -99,7 +99,7 @@ def judge_errors(ball: "Ball", limit: float | None) -> int:
         f"corral: {share:.3g} % of all tokens are blocked by clipping though inside the KL ball, more than the {limit:g} % of "
         f"--fail-above.\n"
     )
-    return ABOVE
+    return _ABOVE
 
 
 def write_numbers(target: str, content: Mapping[str, Any]) -> None:

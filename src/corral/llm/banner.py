@@ -55,7 +55,7 @@ def _anchor(trainer: RunTrainer) -> str:
 
 def _teacher(settings: Settings) -> str:
     """Whom the model learns from."""
-    own = "the model itself, before the updates, shown more than the problem"
+    own = "the model itself, as it was before training, shown more than the problem"
     return settings.teacher or own
 
 

@@ -90,7 +90,7 @@ class Settings:
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
     teacher: str = ""
-    """Whom `distill` learns from: a name as for `model`, with the same vocabulary. Empty: the model itself, shown solutions."""
+    """Whom `distill` learns from: a name as for `model`, with the same vocabulary. Empty: a copy of itself, shown solutions."""
     teacher_instruction: str = ""
     """What the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads, after a
     line with the {solution} where the model is its own teacher."""

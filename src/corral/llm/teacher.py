@@ -1,5 +1,6 @@
-"""The teacher of a distillation: another model, or the policy itself shown more, scored on the student's completions."""
+"""The teacher of a distillation: another model, or the policy as it was, shown more; scored on the student's completions."""
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ _KEYS = ("corral_teacher_logp", "corral_teacher_rest")
 class Teacher:
     """Scores the student's completions under the teacher, on the union of both policies' likeliest tokens.
 
-    Without a model of its own it is the policy that drew the completions, before any update on them, shown `teacher_prompt`.
+    Without a model of its own it is a frozen copy of the policy that training began with, shown `teacher_prompt`. One that
+    moved with the student would forget how to read it: no loss holds it there (docs/objectives/distill.md has the run).
     """
 
     def __init__(self, trainer: "CorralTrainer", model: PreTrainedModel | None) -> None:
@@ -37,10 +39,10 @@ class Teacher:
                 f"CorralTrainer: objective={trainer.objective.name!r} needs hidden states, which TRL {trl.__version__} does "
                 f"not hand over. Install TRL 1.15 or newer."
             )
-        self.trainer, self.model = trainer, model
-        if model is None:
-            return
-        own, theirs = (len(x.get_output_embeddings().weight) for x in (base_model(trainer.model), model))
+        self.trainer, self.is_own = trainer, model is None
+        student = base_model(trainer.model)
+        self.model = model = _copy(student) if model is None else model
+        own, theirs = (len(x.get_output_embeddings().weight) for x in (student, model))
         if own != theirs:
             raise ValueError(
                 f"CorralTrainer: the teacher has a vocabulary of {theirs} tokens and the student one of {own}. Distillation "
@@ -72,11 +74,11 @@ class Teacher:
         policy.store(output, scoring)
         old = policy.support(output)
         assert old is not None
-        shown = self._prompts(rows) if self.model is None or TEACHER_PROMPT in rows[0] else student
+        shown = self._prompts(rows) if self.is_own or TEACHER_PROMPT in rows[0] else student
         found = ScoringPass()
         for part in slices(len(old.ids), self._batch_size):  # as TRL would: here each has a support of its own
             some = ScoringPass(support=replace(trainer.own_support(), ids=old.ids[part]))
-            self._score(trainer.model if self.model is None else self.model, shown, output, some, part)
+            self._score(self.model, shown, output, some, part)
             found.results += some.results
         teacher = found.dist()
         assert teacher is not None
@@ -126,3 +128,10 @@ class Teacher:
         ids = pad(tokens, padding_value=filler, padding_side="left")
         attention = pad([torch.ones_like(x) for x in tokens], padding_value=0, padding_side="left")
         return ids.to(trainer.accelerator.device), attention.to(trainer.accelerator.device)
+
+
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it is now, without the head that TRL has put into its forward."""
+    copied = copy.deepcopy(model)
+    vars(copied).pop("forward", None)
+    return copied

@@ -69,8 +69,8 @@ class CorralTrainer(GRPOTrainer):
         teacher: PreTrainedModel | str | None = None,
         **kwargs: Any,
     ) -> None:
-        """GRPOTrainer's own arguments, and for `objective="distill"` a `teacher`: a model, its name, or None for the model
-        itself, shown the dataset's `teacher_prompt`."""
+        """GRPOTrainer's own arguments, and for `objective="distill"` a `teacher`: a model, its name, or None for a frozen
+        copy of the model itself, shown the dataset's `teacher_prompt`."""
         args = CorralConfig() if args is None else args
         if not isinstance(args, CorralConfig):
             raise ValueError(

@@ -23,7 +23,7 @@ class Format:
     """What a reader of the audit has to know about these numbers."""
 
 
-def read_own(record: DumpRecord) -> list[LoggedCompletion]:
+def _read_own(record: DumpRecord) -> list[LoggedCompletion]:
     """A line of corral's own schema; docs/audit.md#the-format has every field."""
     tokens = record.ids("tokens")
     length = len(tokens)
@@ -58,7 +58,7 @@ def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dt
     return np.full(length, value)
 
 
-def read_prime_rl(record: DumpRecord) -> list[LoggedCompletion]:
+def _read_prime_rl(record: DumpRecord) -> list[LoggedCompletion]:
     """A line of `token_exports/step_*/rank_*.jsonl`: old is the sampler, new the trainer before its update."""
     tokens = record.ids("token_ids")
     length = len(tokens)
@@ -83,7 +83,7 @@ def read_prime_rl(record: DumpRecord) -> list[LoggedCompletion]:
     ]
 
 
-def read_open_instruct(record: DumpRecord) -> list[LoggedCompletion]:
+def _read_open_instruct(record: DumpRecord) -> list[LoggedCompletion]:
     """A line of `*_trainer_logprobs_step*.jsonl`: packed completions, flat; old is the sampler (vLLM), new the trainer.
 
     Where it has no advantages, each token's is taken to push it further out, the most that a rule can block.
@@ -115,20 +115,20 @@ FORMATS = (
     Format(
         "corral",
         frozenset({"tokens", "logp_old", "logp_new"}),
-        read_own,
+        _read_own,
         "compared under the old and the new policy as logged",
     ),
     Format(
         "prime-rl",
         frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
-        read_prime_rl,
+        _read_prime_rl,
         "as sampled, compared with the trainer before its update",
         SAMPLER_IS_OLD,
     ),
     Format(
         "open-instruct",
         frozenset({"trainer_logprobs", "vllm_logprobs", "response_mask"}),
-        read_open_instruct,
+        _read_open_instruct,
         "as sampled, compared with the trainer before its update",
         f"{SAMPLER_IS_OLD} Where there are no advantages, every token counts as pushed further out, so that shares of blocked "
         "and missed tokens are upper bounds.",

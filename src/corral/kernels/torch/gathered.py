@@ -1,7 +1,6 @@
 """Log-probs of a few more tokens of a policy, on any device: weights are gathered, some rows' at a time."""
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from corral.kernels.logits import LogitSpec, slices, working_dtype
@@ -10,16 +9,9 @@ AT_ONCE = 2**24
 """Elements of the gathered weights held at once."""
 
 
-@torch.no_grad()
 def gather_logp(
-    hidden: Float[Tensor, "N H"],
-    weight: Float[Tensor, "V H"],
-    bias: Float[Tensor, " V"] | None,
-    spec: LogitSpec,
-    tokens: Int[Tensor, " N"],
-    logp: Float[Tensor, " N"],
-    ids: Int[Tensor, "N M"],
-) -> Float[Tensor, "N M"]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, tokens: Tensor, logp: Tensor, ids: Tensor
+) -> Tensor:
     """`kernels.gathered.gather_logp` on any device: the weights of some rows' tokens are gathered, then multiplied."""
     out = []
     wanted = torch.cat([tokens.long()[:, None], ids.long()], -1)

@@ -27,7 +27,8 @@ const PRESETS = [
     old: [0.45, 0.35, 0.2], next: [0.25, 0.2, 0.55], token: 2, advantage: -1,
   },
 ];
-const DEFAULTS = { clip: 0.2, delta: { tv: 0.2, kl: 0.05 }, rule: { divergence: "tv", estimator: "binary" }, bound: 0.05 };
+const DEFAULTS = { clip: 0.2, delta: { tv: 0.2, kl: 0.05 }, rule: { divergence: "tv", estimator: "binary" }, bound: 0.05, zoom: 1 };
+const VIEW = { x: -26, y: -44, width: 452, height: 426 }; // of a whole triangle
 const STEP = 0.01; // of an arrow key; five times that with Shift
 const ARROWS = { ArrowUp: [1, -0.5, -0.5], ArrowDown: [-1, 0.5, 0.5], ArrowLeft: [0, 1, -1], ArrowRight: [0, -1, 1] };
 
@@ -57,8 +58,7 @@ function buildTriangle(svg) {
   draw(svg, "path", { class: "way" });
   draw(svg, "path", { class: "pulled" });
   TOKENS.forEach((token, i) => {
-    const [x, y] = toPoint(CORNERS[i]);
-    draw(svg, "text", { class: "corner", x, y: y + (i ? 28 : -18), "data-token": i }, token);
+    draw(svg, "text", { class: "corner", y: i ? 28 : -18, "data-token": i }, token);
   });
   draw(svg, "path", { class: "push" });
   draw(svg, "path", { class: "projected", d: "M0-9L9 0L0 9L-9 0Z" });
@@ -97,12 +97,17 @@ function listen(svg, handle) {
     const [x, y] = place(event);
     change({ [which]: nearestPolicy(fromPoint([x + grip[0], y + grip[1]])) });
   });
-  for (const end of ["pointerup", "pointercancel"]) handle.addEventListener(end, () => { grip = null; });
+  // What is zoomed stays where it is under a hand, and follows the old policy once that lets go.
+  for (const end of ["pointerup", "pointercancel"]) handle.addEventListener(end, () => {
+    if (grip !== null && which === "old" && state.zoom > 1) change({ centre: state.old });
+    grip = null;
+  });
   handle.addEventListener("keydown", (event) => {
     const direction = ARROWS[event.key];
     if (!direction) return;
     event.preventDefault();
-    change({ [which]: nearestPolicy(add(state[which], event.shiftKey ? 5 * STEP : STEP, direction)) });
+    const moved = nearestPolicy(add(state[which], (event.shiftKey ? 5 * STEP : STEP) / state.zoom, direction));
+    change({ [which]: moved, ...(which === "old" ? { centre: moved } : {}) });
   });
 }
 
@@ -112,11 +117,11 @@ function arrow(policy, gradient) {
   const [from, toward] = [toPoint(policy), toPoint(add(policy, 1, move))];
   const size = Math.hypot(toward[0] - from[0], toward[1] - from[1]);
   if (size < 1e-9) return "";
-  const length = Math.min(58, size * stepsToEdge(policy, move));
-  if (length < 14) return "";
+  const unit = 1 / state.zoom, length = Math.min(58 * unit, size * stepsToEdge(policy, move));
+  if (length < 14 * unit) return "";
   const [dx, dy] = [(toward[0] - from[0]) / size, (toward[1] - from[1]) / size];
   const at = (along, aside) => `${(from[0] + along * dx - aside * dy).toFixed(2)} ${(from[1] + along * dy + aside * dx).toFixed(2)}`;
-  return `M${at(8, 0)}L${at(length, 0)}M${at(length - 8, -5)}L${at(length, 0)}L${at(length - 8, 5)}`;
+  return `M${at(8 * unit, 0)}L${at(length, 0)}M${at(length - 8 * unit, -5 * unit)}L${at(length, 0)}L${at(length - 8 * unit, 5 * unit)}`;
 }
 
 /** The way from the old policy to its new one, between two values of t. */
@@ -126,7 +131,10 @@ function way(from, to) {
 
 function drawTriangle(svg, view) {
   const set = (selector, d) => find(selector, svg)?.setAttribute("d", d);
-  const { projection } = view;
+  const { projection } = view, { zoom } = state, [x, y] = toPoint(state.centre), here = zoom === 1 ? VIEW : { x: x - VIEW.width / zoom / 2, y: y - VIEW.height / zoom / 2, width: VIEW.width / zoom, height: VIEW.height / zoom };
+  const sized = (policy) => `translate(${toPoint(policy)}) scale(${1 / zoom})`; // marks are as large as ever
+  svg.setAttribute("viewBox", `${here.x} ${here.y} ${here.width} ${here.height}`);
+  svg.classList.toggle("zoomed", zoom > 1);
   set(".region", toPath(view.region));
   set(".blocked", toPath(...view.blocked));
   set(".ball", toPath(state.ball));
@@ -134,11 +142,14 @@ function drawTriangle(svg, view) {
   set(".pulled", projection?.active ? way(projection.t, 1) : "");
   set(".push", view.push ? arrow(state.next, view.push) : "");
   find(".projected", svg).toggleAttribute("hidden", !projection?.active);
-  if (projection) find(".projected", svg).setAttribute("transform", `translate(${toPoint(projection.policy)})`);
-  findAll(".corner", svg).forEach((label) => label.classList.toggle("sampled", Number(label.dataset.token) === state.token));
+  if (projection) find(".projected", svg).setAttribute("transform", sized(projection.policy));
+  findAll(".corner", svg).forEach((label) => {
+    label.classList.toggle("sampled", Number(label.dataset.token) === state.token);
+    label.setAttribute("transform", sized(CORNERS[label.dataset.token]));
+  });
   findAll(".handle", svg).forEach((handle) => {
     const policy = state[handle.dataset.which];
-    handle.setAttribute("transform", `translate(${toPoint(policy)})`);
+    handle.setAttribute("transform", sized(policy));
     handle.setAttribute("aria-valuenow", policy[state.token].toFixed(4));
     handle.setAttribute("aria-valuetext", TOKENS.map((token, i) => `${token} ${show(policy[i])}`).join(", "));
   });
@@ -185,7 +196,7 @@ function fillControls() {
     find(`#${id}`).value = value;
     find(`#${id}-value`).textContent = value.toFixed(3);
   });
-  const chosen = { token: state.token, advantage: state.advantage, rule: `${name} ${estimator}` };
+  const chosen = { token: state.token, advantage: state.advantage, rule: `${name} ${estimator}`, zoom: state.zoom };
   Object.entries(chosen).forEach(([group, value]) => { find(`input[name=${group}][value="${value}"]`).checked = true; });
   findAll("#presets button").forEach((button, i) => button.setAttribute("aria-pressed", i === state.preset));
   find("#says").textContent = state.preset === null ? "Your own two policies: try the sampled token, the sign of its advantage, and the bounds." : PRESETS[state.preset].says;
@@ -207,7 +218,7 @@ function render() {
   const views = Object.fromEntries(Object.entries(VIEWS).map(([name, view]) => [name, view(state)]));
   Object.entries(views).forEach(([name, view]) => {
     const panel = find(`#${name}-panel`);
-    drawTriangle(find("svg", panel), view);
+    drawTriangle(find("svg.triangle", panel), view);
     find(".verdict", panel).textContent = view.verdict;
     find(".verdict", panel).dataset.tone = view.tone;
     fill(find(".numbers", panel), view.numbers);
@@ -219,13 +230,45 @@ function render() {
 function change(part) {
   state = { ...state, preset: null, ...part };
   state.ball = ball(state.old, (r) => categoricalKl(r, state.old), state.bound); // TROLL's region, shown in every panel
+  find("#hatch").setAttribute("patternTransform", `rotate(45) scale(${1 / state.zoom})`);
   render();
+  remember();
+}
+
+// ── the address says it all: whoever gets the link sees the same ─────────────────────────────────────────────────────────────
+
+let kept;
+function remember() {
+  clearTimeout(kept);
+  kept = setTimeout(() => history.replaceState(null, "", `#${address(state)}`), 200);
+}
+
+function address({ old, next, token, advantage, clip, delta, rule, bound, zoom }) {
+  const round = (value) => +value.toFixed(4);
+  const parts = { old: old.map(round), new: next.map(round), token, advantage, clip, tv: delta.tv, kl: delta.kl, rule: [rule.divergence, rule.estimator], bound, zoom };
+  return Object.entries(parts).map(([name, value]) => `${name}=${value}`).join("&");
+}
+
+/** What an address says, as far as it makes sense; null if it names no two policies. */
+function readAddress(text) {
+  const given = Object.fromEntries(text.replace(/^#/, "").split("&").map((part) => part.split("=")));
+  const policy = (name) => { const values = (given[name] || "").split(",").map(Number); return values.length === 3 && values.every((value) => value >= 0 && value <= 1) && sum(values) > 0 ? nearestPolicy(values.map((value) => value / sum(values))) : null; };
+  const one = (name, options, otherwise) => options.find((option) => String(option) === given[name]) ?? otherwise;
+  const between = (name, low, high, otherwise) => { const value = Number(given[name] || NaN); return value >= low && value <= high ? value : otherwise; };
+  const [old, next, start] = [policy("old"), policy("new"), structuredClone(DEFAULTS)];
+  if (!old || !next) return null;
+  const [name, estimator] = one("rule", ["tv,binary", "tv,full", "kl,binary", "kl,full"], "tv,binary").split(",");
+  return {
+    old, next, centre: old, token: one("token", [0, 1, 2], 0), advantage: one("advantage", [1, -1], 1), preset: null, rule: { divergence: name, estimator },
+    clip: between("clip", 0.01, 0.95, start.clip), bound: between("bound", 0.005, 0.5, start.bound), zoom: one("zoom", [1, 4, 16], 1),
+    delta: { tv: between("tv", 0.005, 0.6, start.delta.tv), kl: between("kl", 0.005, 0.3, start.delta.kl) },
+  };
 }
 
 function choosePreset(index) {
   const { old, next, token, advantage, delta } = PRESETS[index];
   const start = structuredClone(DEFAULTS);
-  change({ ...start, old, next, token, advantage, delta: { ...start.delta, ...delta }, preset: index });
+  change({ ...start, old, next, centre: old, token, advantage, delta: { ...start.delta, ...delta }, preset: index });
 }
 
 // ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -247,4 +290,7 @@ findAll("input[name=rule]").forEach((input) => input.addEventListener("change", 
   const [name, estimator] = input.value.split(" ");
   change({ ...keep(), rule: { divergence: name, estimator } });
 }));
-choosePreset(0);
+findAll("input[name=zoom]").forEach((input) => input.addEventListener("change", () => change({ ...keep(), zoom: Number(input.value), centre: state.old })));
+const open = () => { const found = readAddress(location.hash); if (found) change(found); return found; };
+addEventListener("hashchange", open);
+if (!open()) choosePreset(0);
