@@ -118,7 +118,7 @@ def test_the_policy_lets_in_nothing_but_its_own(tmp_path: Path) -> None:
 def test_every_kind_of_clipping_has_a_page(tmp_path: Path, rules: Rules) -> None:
     completions = {update: [drawn(40, seed=update + index, rules=rules) for index in range(3)] for update in (4, 8, 12)}
     page = page_of(tmp_path / "audit", completions, {"rules": rules.as_dict()})
-    assert page.count('role="img"') == 7, "three figures twice, for screens and for phones, and the thresholds"
+    assert page.count('role="img"') == 8, "four figures, for screens and for phones"
     assert "NaN" not in page
     assert "nan" not in re.sub(r"<(style|script)>.*?</\1>", "", page, flags=re.DOTALL)
 
