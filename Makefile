@@ -89,10 +89,10 @@ test-verl: $(VERL)/.ready
 	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -W ignore --timeout 600 tests/engine
 	$(VERL)/bin/python -W ignore -m corral.cli doctor --engine verl
 
-$(VERL)/.ready: pyproject.toml
+$(VERL)/.ready: pyproject.toml tests/engine/constraints-verl.txt
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 verl==0.9.1 'TransferQueue>=0.1.10' cachetools \
-		fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/engine/constraints-verl.txt torch verl \
+		TransferQueue cachetools fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
 	@touch $@
 
 # The pages in a real headless Chromium: Debian's own, driven by playwright.

@@ -319,6 +319,7 @@ class TestParity:
         "one that `register_objective` added": ("outside", {}),
         "dppo, topk kl, capped": ("dppo", {"estimator": "topk", "divergence": "kl", "ratio_cap": 1.1}),
         "dppo, full": ("dppo", {"estimator": "full", "bound": 0.02}),
+        "cppo, topk": ("cppo", {"estimator": "topk", "bound": 0.02}),
         "troll, fill": ("troll", {"tail": "fill", "vocab_size": 40, "bound": 0.01}),
         "troll, sequence, unprojected": ("troll", {"level": "sequence", "gradient": "unprojected"}),
     }

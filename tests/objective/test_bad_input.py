@@ -236,6 +236,7 @@ BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
         ("cppo", key, f"`{key}` is a divergence and must be ≥ 0 (inf switches it off)", (-0.1, *NOT_GIVEN))
         for key in ("bound", "budget")
     ],
+    ("cppo", "estimator", "`estimator` is one of binary, topk", ("full", None, 20)),
     ("cppo", "weight_last", "`weight_last` is a weight and must lie in (0, 1]", (0.0, 1.1, *NOT_GIVEN)),
     ("spo", "epsilon", "`epsilon` is a distance from ratio 1 and must be > 0", (0.0, -0.1, *NOT_GIVEN)),
     *[

@@ -54,7 +54,7 @@ def test_where_nothing_lies_in_the_window_it_is_ppo(draw):
 
 
 def test_gradient_is_the_derivative_of_the_loss():
-    batch, logits = random_batch(3, 4, 5, 2, step=1.0, per_token=True)
+    batch, logits = random_batch(2, 3, 4, 2, step=1.0, per_token=True)
     objective = make_objective("clip_cov", cov_low=0.1)
     assert 0 < objective(batch).metrics["tr/active_frac"] < 1
 

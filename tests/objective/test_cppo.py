@@ -70,6 +70,16 @@ def test_with_equal_weights_and_no_budget_it_is_dppo(draw, bound):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_on_a_support_it_is_dppo_s_divergence_that_is_spent():
+    batch, _ = random_batch(3, 4, 6, 2, step=1.0, per_token=True)
+    for settings in ({"weight_last": 1.0, "budget": math.inf}, {}):
+        acted = [make_objective("cppo", estimator=x, **settings)(batch).acted for x in ("binary", "topk")]
+        assert not torch.equal(*acted)
+        assert acted[1].sum() >= acted[0].sum()  # merging tokens only lowers a divergence
+    alone = make_objective("cppo", estimator="topk", weight_last=1.0, budget=math.inf)(batch)
+    assert torch.equal(alone.acted, make_objective("dppo", estimator="topk")(batch).acted)
+
+
 def test_padding_and_tool_outputs_have_no_place_in_the_sequence():
     batch = inputs([0.65, 0.65, 0.65, 0.69], [0.5] * 4, [1.0] * 4)
     gaps = torch.tensor([[0, 9, 1, 9, 9, 2, 3]])
@@ -82,6 +92,6 @@ def test_padding_and_tool_outputs_have_no_place_in_the_sequence():
 
 
 def test_gradient_is_the_derivative_of_the_loss():
-    batch, logits = random_batch(3, 4, 5, 2, step=1.0, per_token=True)
+    batch, logits = random_batch(2, 3, 4, 2, step=1.0, per_token=True)
     assert 0 < make_objective("cppo")(batch).metrics["tr/active_frac"] < 1
     assert gradcheck(lambda x: make_objective("cppo")(as_batch(x, batch)).loss, logits)

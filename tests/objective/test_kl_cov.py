@@ -59,7 +59,7 @@ def test_without_a_penalty_it_is_reinforce(draw):
 
 
 def test_gradient_is_the_derivative_of_the_loss():
-    batch, logits = random_batch(3, 4, 5, 2, step=1.0, per_token=True)
-    objective = make_objective("kl_cov", share=0.3)
-    assert objective(batch).acted.sum() > 1
+    batch, logits = random_batch(2, 3, 4, 2, step=1.0, per_token=True)
+    objective = make_objective("kl_cov", share=0.5)
+    assert 0 < objective(batch).metrics["tr/active_frac"] < 1
     assert gradcheck(lambda x: objective(as_batch(x, batch)).loss, logits)

@@ -204,6 +204,7 @@ def test_most_objectives_need_sampled_tokens_alone(name):
         ("troll", {"tail": "fill", "vocab_size": 9}),
         ("dppo", {"estimator": "topk"}),
         ("dppo", {"estimator": "full"}),
+        ("cppo", {"estimator": "topk"}),
     ],
 )
 def test_what_looks_at_the_whole_distribution_needs_both_supports(name, settings):

@@ -36,14 +36,16 @@ def test_golden_the_two_sides():
 
 @given(tokens(), st.floats(1e-3, 1.0))
 def test_it_is_ppo_with_a_range_for_every_token(draw, bound):
-    ours = loss_and_grad(make_objective("ripo", bound_low=bound, bound_high=bound), inputs(*draw))
-    each = []
+    losses, grads = [], []
     for p, q, a in zip(*draw, strict=True):
-        range_ = math.sqrt(bound / q)
-        assume(apart([p / q], 1 - range_, 1 + range_))
-        each.append(loss_and_grad(make_objective("ppo_clip", clip_low=range_, clip_high=range_), inputs([p], [q], [a])))
-    for mine, theirs in zip(ours, zip(*each, strict=True), strict=True):
-        assert_close(mine, torch.cat(theirs, -1))
+        ratio, range_ = p / q, math.sqrt(bound / q)
+        assume(apart([ratio], 1 - range_, 1 + range_))
+        clipped = min(max(ratio, 1 - range_), 1 + range_)
+        losses.append(-min(ratio * a, clipped * a))
+        grads.append(-ratio * a if ratio * a <= clipped * a else 0.0)
+    loss, grad = loss_and_grad(make_objective("ripo", bound_low=bound, bound_high=bound), inputs(*draw))
+    assert_close(loss, row(losses))
+    assert_close(grad, row(grads))
 
 
 @given(tokens(), st.floats(1e-3, 1.0))
@@ -56,7 +58,16 @@ def test_a_clipped_token_is_beyond_the_same_distance_wherever_it_started(draw, b
     assert acted.tolist() == [[d > bound and o for d, o in zip(distance, outward, strict=True)]]
 
 
+def test_a_certain_token_has_ppo_s_range():
+    for p in (0.7, 0.75, 0.8):  # √.05 = .2236
+        ours, theirs = (
+            loss_and_grad(make_objective(name, **settings), inputs([p], [1.0], [-1.0]))
+            for name, settings in (("ripo", {}), ("ppo_clip", {"clip_low": math.sqrt(0.05)}))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_gradient_is_the_derivative_of_the_loss():
-    batch, logits = random_batch(3, 4, 5, 2, step=1.5, per_token=True)
+    batch, logits = random_batch(2, 3, 4, 2, step=1.5, per_token=True)
     assert 0 < make_objective("ripo")(batch).metrics["tr/active_frac"] < 1
     assert gradcheck(lambda x: make_objective("ripo")(as_batch(x, batch)).loss, logits)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from corral.report import across, outcomes
 from corral.report.comparison import read_comparison, read_comparisons, split_runs
-from corral.report.content import RunReport, make_report
+from corral.report.content import RunReport, make_report, report_looks
 from corral.report.groups import group_runs, pairs
 from corral.report.page import page
 from corral.report.page.data import page_data
@@ -204,7 +204,7 @@ def test_auto_is_a_value_of_a_learning_rate(tmp_path: Path) -> None:
     assert drawn["values"] == [1e-4, 1e-3, "auto"]
     assert (drawn["names"], drawn["lines"][0]["usable"]) == (["1e-4", "1e-3", "auto"], [0, 2])
     axes = Figure().subplots()
-    draw_sweep(axes, report.sweeps[0], report.measure)
+    draw_sweep(axes, report.sweeps[0], report.measure, report_looks(report))
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1e-4", "1e-3", "auto"]
     # A quarter of the axis to the right of its numbers, where no line leads.
     assert axes.get_xticks()[-1] == pytest.approx(1e-3 * 10**0.25)

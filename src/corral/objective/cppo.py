@@ -1,18 +1,20 @@
 """CPPO: DPPO's mask with a bound that is tighter for early tokens, and for those after a prefix that has drifted."""
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from corral.divergence import binary_tv
-from corral.objective.config import Action, Anchor, ObjectiveConfig
+from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
+from corral.objective.dppo import DPPOConfig, divergence
 from corral.objective.metrics import region_metrics
-from corral.objective.ratio import capped_ratio, credit, log_ratio, zero_padding
+from corral.objective.ratio import capped_ratio, credit, log_ratio
 from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
+
+_Estimator = Literal["binary", "topk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +22,17 @@ class CPPOConfig(ObjectiveConfig):
     anchor: ClassVar[Anchor] = "rollout"
     action: ClassVar[Action] = "masked"
 
+    estimator: _Estimator = "binary"
+    """What the total variation is measured on: the sampled token against all others, or a top-K support with its tail."""
     bound: float = 0.2
-    """δ: total variation of the sampled token beyond which the first token of a sequence may not move further out."""
+    """δ: total variation beyond which the first token of a sequence may not move further out."""
     weight_last: float = 0.8
     """Weight of a sequence's last token; the first one's is 1, and between them it falls linearly."""
     budget: float = 0.02
     """δ_b: mean divergence of a prefix from which on the bound tightens; up to twice that where divergences are large."""
 
     def __post_init__(self) -> None:
+        require(self, "estimator", one_of=get_args(_Estimator))
         require(self, "bound", "budget", at_least=0, what="a divergence", note="inf switches it off")
         require(self, "weight_last", above=0, at_most=1, what="a weight")
 
@@ -39,6 +44,10 @@ class CPPOConfig(ObjectiveConfig):
     def reductions(self) -> tuple[Reduction, ...]:
         return get_args(Reduction)
 
+    @property
+    def needs(self) -> frozenset[str]:
+        return NEEDS_TOKENS if self.estimator == "binary" else NEEDS_TOKENS | NEEDS_SUPPORT
+
 
 def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
     """Importance-weighted policy gradient inside a trust region that remembers the prefix.
@@ -46,29 +55,29 @@ def cppo(batch: TokenBatch, config: CPPOConfig) -> ObjectiveOutput:
         L_t = − m_t ρ_t Â_t          ρ_t = π(a_t) / π_old(a_t)
         m_t = 0  iff  w_t D_t > min(δ, δ + b Σ_{s<t} w_s − Σ_{s<t} w_s D_s)  and  (ρ_t − 1) Â_t > 0
 
-    D = |π(a) − π_old(a)|; w falls linearly from 1 at a sequence's first unmasked token to `weight_last` at its last; b is the
-    90th percentile of the sequence's D, between δ_b and 2 δ_b. The mask is a constant for autograd.
+    D is the total variation, of the sampled token against all others or of a support and its tail; w falls linearly from 1 at a
+    sequence's first unmasked token to `weight_last` at its last; b is the 90th percentile of the sequence's D, between δ_b and
+    2 δ_b. The mask is a constant for autograd.
 
     Args:
-        batch: log-probs, advantages and mask, all [B T]; tokens of a sequence in the order in which they were sampled.
+        batch: log-probs, advantages and mask, all [B T], tokens in the order in which they were sampled; for "topk" both
+            policies on one support.
         config: bound, weights and budget.
     Returns:
         Unreduced loss [B T] and metrics.
     Ref:
-        Mao et al. 2026, arXiv:2606.10968, eqs. 8–11 and 22. Invariant: dppo with weights of 1 and no budget.
+        Mao et al. 2026, arXiv:2606.10968, eqs. 8–11 and 22. Invariant: dppo with equal weights, no budget.
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     with torch.no_grad():
-        excess = _excess(batch, config)
+        excess = _excess(divergence(batch, log_rho, DPPOConfig(estimator=config.estimator)), batch.mask, config)
         blocked = (excess > 0) & (log_rho * advantages > 0)
     loss = torch.where(batch.mask & ~blocked, -capped_ratio(log_rho, None) * advantages, 0.0)
     return ObjectiveOutput(loss, region_metrics(batch, log_rho, blocked), blocked)
 
 
-def _excess(batch: TokenBatch, config: CPPOConfig) -> Tensor:
-    """w_t D_t less its bound [B T]; at padding it is of no meaning."""
-    mask = batch.mask
-    moved = torch.where(mask, binary_tv(*(zero_padding(x, mask) for x in (batch.logp_old, batch.logp_new))), 0.0)
+def _excess(moved: Tensor, mask: Tensor, config: CPPOConfig) -> Tensor:
+    """w_t D_t less its bound [B T] from D [B T], which is 0 at padding; what it says there is of no meaning."""
     place, last = mask.cumsum(-1) - 1, (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
     weight = torch.where(mask, 1 - (1 - config.weight_last) * place / last, 0.0)
     spent, earned = (x.cumsum(-1) - x for x in (weight * moved, weight))  # of the tokens before
