@@ -22,7 +22,7 @@ def union_of(p: Problem) -> "corral.UnionSupport":
     return corral.UnionSupport.of_batch(p.hidden_old[None], p.weight, top_k=p.k)
 
 
-def union_loss(p: Problem, hidden: Tensor, weight: Tensor, **how: Any) -> corral.PolicyLoss:
+def union_loss(p: Problem, hidden: Tensor, weight: Tensor, **how: Any) -> "corral.PolicyLoss":
     inputs = hidden[None], weight, p.tokens[None], p.batch, corral.make_objective("troll")
     return corral.policy_loss_from_hidden(*inputs, weights=p.weights, union=union_of(p), **how)
 
