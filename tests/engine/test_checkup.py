@@ -1,9 +1,13 @@
 """`corral doctor --engine`: what it says of an engine that is there, missing, or of another release."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 
 from corral.cli import main
-from corral.engine import checkup
+from corral.engine import checkup, skyrl
 from corral.engine.verl.checkup import LINES, self_test
 from corral.engine.verl.policy_loss import make_policy_loss
 from corral.objective.reduction import reduce_loss
@@ -23,6 +27,30 @@ def test_an_engine_that_is_not_there_is_told_with_the_lines_for_when_it_is(
     assert "wrong: verl >=0.9,<0.10 is not installed" in printed
     assert LINES["TROLL"] in printed
     assert "corral is active" not in printed
+
+
+def test_a_thin_adapters_engine_is_looked_up_by_the_names_it_uses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "version", lambda package: "0.3.0")
+    module: Any = ModuleType(skyrl.REGISTRY)
+    for name in ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, skyrl.REGISTRY, module)
+    assert main(["doctor", "--engine", "skyrl"]) == 1
+    assert "PolicyLossRegistry is not there, and the adapter needs it" in capsys.readouterr().out
+    module.PolicyLossRegistry = object
+    assert main(["doctor", "--engine", "skyrl"]) == 0
+    assert 'register("dppo", bound=0.2)' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", checkup.ENGINES)
+def test_an_engine_that_is_missing_is_told_with_how_to_use_it(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "version", _absent)
+    found = checkup.run_checkup(engine)
+    assert len(found.trouble) == 1
+    assert "is not installed" in found.trouble[0]
+    assert all(found.lines.values())
 
 
 @pytest.mark.parametrize(("found", "fine"), [("0.8.9", False), ("0.9.0", True), ("0.9.12", True), ("0.10.0", False)])

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import corral
 
 HERE = Path(__file__).parent
 SOURCE = Path(corral.__file__).parent / "engine"
-VERL = json.loads((HERE / "signatures" / "verl.json").read_text())["signatures"]
+SIGNATURES = {path.stem: json.loads(path.read_text())["signatures"] for path in sorted((HERE / "signatures").glob("*.json"))}
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead."
 _TRAINER = "verl.trainer.ppo.v1:PPOTrainerSync."
@@ -24,6 +25,9 @@ STAND_INS = {
     ("verl/trainer.py", "__init__"): _TRAINER + "__init__",
     ("verl/trainer.py", "_setup"): _TRAINER + "_setup",
     ("verl/trainer.py", "_compute_old_log_prob"): _TRAINER + "_compute_old_log_prob",
+    ("skyrl.py", "corral_policy_loss"): "skyrl.backends.skyrl_train.utils.ppo_utils:ppo_policy_loss",
+    ("slime.py", "policy_loss_function"): "slime.backends.megatron_utils.loss:policy_loss_function",
+    ("tinker.py", "corral_loss"): "tinker.lib.public_interfaces.training_client:CustomLossFnV1",
 }
 
 
@@ -36,9 +40,19 @@ def parameters(path: Path, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("where", "theirs"), STAND_INS.items(), ids=lambda value: str(value))
-def test_ours_takes_what_verl_passes(where: tuple[str, str], theirs: str) -> None:
+def test_ours_takes_what_the_engine_passes(where: tuple[str, str], theirs: str) -> None:
     file, name = where
-    assert parameters(SOURCE / file, name) == VERL[theirs]
+    engine = file.partition("/")[0].removesuffix(".py")
+    assert parameters(SOURCE / file, name) == SIGNATURES[engine][theirs]
+
+
+def test_nemo_rls_keywords_and_prime_rls_fields_are_those_that_ours_reads() -> None:
+    nemo = SIGNATURES["nemo_rl"]
+    *whole, _ = nemo["nemo_rl.algorithms.loss.interfaces:LossFunction.__call__"]
+    more = nemo["kwargs of LossInputType.LOGPROB"] + nemo["kwargs of LossInputType.DISTILLATION"]
+    assert parameters(SOURCE / "nemo_rl.py", "__call__") == whole + more
+    read = set(re.findall(r"inputs\.(\w+)", (SOURCE / "prime_rl.py").read_text()))
+    assert read <= set(SIGNATURES["prime_rl"]["prime_rl.trainer.rl.loss:LossInputs"])
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "signatures").glob("*.json")), ids=lambda path: path.stem)

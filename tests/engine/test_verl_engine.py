@@ -38,6 +38,15 @@ def train(rank: int, folder: Path) -> None:
     found["lora"] = run_case(lora, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
     half = fixture.make_worker("corral_language_model", dtype="bf16")
     found["half"] = run_case(half, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    tie = {"tie_word_embeddings": True}
+    own = fixture.make_worker("language_model", config=tie).infer_batch(fixture.batch_of(mine))
+    tied = fixture.make_worker("corral_language_model", config=tie)
+    found["tied"] = run_case(tied, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    found["tied"]["own"] = own["log_probs"].values()
+    shared = {"ulysses_sequence_parallel_size": 2, "pad_to_length": True, "pad_to_length_bucket": fixture.BUCKET}
+    shared |= {"max_token_len_per_gpu": 64, "infer_max_token_len_per_gpu": 64}
+    ulysses = fixture.make_worker("corral_language_model", engine=shared)
+    found["ulysses"] = run_case(ulysses, slice(None), fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -46,9 +55,13 @@ def run_case(worker: Any, mine: slice, config: Any, agg: str) -> dict[str, Any]:
     for group in worker.engine.optimizer.param_groups:
         group["lr"] = fixture.RATES[agg]
     old = worker.infer_batch(fixture.batch_of(mine, calculate_entropy=True, **config.policy_loss.corral.support_request()))
+    if worker.engine.use_ulysses_sp:  # of ranks that share sequences one reports, and the driver hands it to all
+        box = [old]
+        torch.distributed.broadcast_object_list(box, src=0)
+        (old,) = box
     worker.set_loss_fn(fixture.loss_of(config))
     out = worker.train_mini_batch(fixture.with_old(fixture.batch_of(mine), old))
-    metrics = fixture.tensordict_utils.get(out, "metrics")
+    metrics = None if out is None else fixture.tensordict_utils.get(out, "metrics")
     return {
         "weights": fixture.weights_of(worker), "metrics": metrics, "logp": old["log_probs"].values(),
         "entropy": old["entropy"].values(), "ids": old["corral_old_ids"].values(),
@@ -87,6 +100,24 @@ def test_maxima_are_maxima_over_micro_batches_and_ranks(results: list[dict[str, 
     assert metrics["tr/kl_max"][1] > metrics["tr/kl_before"][1]
     assert metrics["tr/unconverged"] == [0.0, 0.0]
     assert metrics["actor/pg_loss"][0] != 0
+
+
+def test_sequence_parallel_ranks_gather_what_each_found_on_its_share(results: list[dict[str, Any]]) -> None:
+    # 40 tokens and 8 of padding over two ranks: supports cut for the update, log-probs and supports gathered after each pass.
+    expected, _ = fixture.two_updates_by_corral(make_objective("troll", **TROLL), "token-mean", halves=True)
+    for found in results:
+        fixture.assert_moved_alike(found["ulysses"]["weights"], expected)
+    assert results[0]["ulysses"]["ids"].shape == (40, fixture.TOP_K + 1)
+    assert results[0]["ulysses"]["metrics"]["tr/kl_before"][0] == 0
+
+
+def test_a_head_that_is_sharded_with_the_root(results: list[dict[str, Any]]) -> None:
+    # Where embeddings are tied, verl shards the head with the root, else by itself: its weight is whole at another time.
+    for found in results:
+        torch.testing.assert_close(found["tied"]["logp"], found["tied"]["own"], atol=1e-5, rtol=0)
+    metrics = results[0]["tied"]["metrics"]
+    assert metrics["tr/kl_before"][0] == 0
+    assert metrics["tr/kl_before"][1] > 0
 
 
 def test_padding_changes_nothing(results: list[dict[str, Any]]) -> None:

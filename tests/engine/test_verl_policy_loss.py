@@ -115,5 +115,5 @@ def test_a_reduction_of_another_gradient_is_told_once(caplog: pytest.LogCaptureF
     for _ in range(2):
         make_policy_loss("corral_gspo", aggregate)(**given, config=config_of("corral_gspo"))
     assert [record.message for record in caplog.records] == [
-        "loss_agg_mode=token-mean gives gspo another gradient than its own. Use seq-mean-token-mean."
+        "corral for verl: loss_agg_mode: token-mean gives gspo another gradient than its own. Use seq-mean-token-mean."
     ]

@@ -31,7 +31,7 @@ from corral.engine.verl.config import CorralPolicyLossConfig
 from corral.engine.verl.loss import corral_ppo_loss
 from corral.llm.tiny import TINY_FOLDER
 
-TEMPERATURE, SEQUENCES, TOP_K, VOCABULARY, LENGTH = 0.9, 4, 8, 100, 32
+TEMPERATURE, SEQUENCES, TOP_K, VOCABULARY, LENGTH, BUCKET = 0.9, 4, 8, 100, 32, 16
 RATES = {
     "token-mean": 5e-4, "token-sum": 2e-5, "seq-mean-token-sum": 8e-5, "seq-mean-token-mean": 5e-4,
     "seq-mean-token-sum-norm": 8e-5 * LENGTH,
@@ -39,24 +39,34 @@ RATES = {
 """verl's loss_agg_modes, and for each a learning rate that moves about as far; LENGTH is its loss_scale_factor."""
 
 
-def make_worker(model_type: str, *, remove_padding: bool = True, dtype: str = "fp32", **model: Any) -> TrainingWorker:
+def make_worker(
+    model_type: str,
+    *,
+    remove_padding: bool = True,
+    dtype: str = "fp32",
+    engine: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    **model: Any,
+) -> TrainingWorker:
     """verl's TrainingWorker with the embedded model under FSDP2."""
-    config = TrainingWorkerConfig(
+    tokens = {"max_token_len_per_gpu": 20, "infer_max_token_len_per_gpu": 20}
+    whole = TrainingWorkerConfig(
         model_type=model_type,
         model_config=HFModelConfig(
-            path=str(TINY_FOLDER), use_remove_padding=remove_padding, override_config={"attn_implementation": "sdpa"}, **model
+            path=str(TINY_FOLDER), use_remove_padding=remove_padding,
+            override_config={"attn_implementation": "sdpa", **(config or {})}, **model,
         ),
         engine_config=FSDPEngineConfig(
-            strategy="fsdp2", use_torch_compile=False, use_dynamic_bsz=True, max_token_len_per_gpu=20,
-            infer_max_token_len_per_gpu=20,
+            strategy="fsdp2", use_torch_compile=False, use_dynamic_bsz=True,
             mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            **(engine or tokens),
         ),
         optimizer_config=FSDPOptimizerConfig(
             lr=1.0, optimizer="SGD", weight_decay=0.0, clip_grad=1e9, total_training_steps=10
         ),
         checkpoint_config=CheckpointConfig(),
     )  # fmt: skip
-    worker = TrainingWorker(config)
+    worker = TrainingWorker(whole)
     worker.reset()
     return worker
 
@@ -125,21 +135,19 @@ def weights_of(worker: TrainingWorker) -> dict[str, Tensor]:
 
 
 def two_updates_by_corral(
-    objective: corral.objective.Objective, agg: str, top_k: int = TOP_K
+    objective: corral.objective.Objective, agg: str, top_k: int = TOP_K, *, halves: bool = False
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after two updates of the whole batch, without an engine; and the mean KL before each."""
     model = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)
     old_model = copy.deepcopy(model)
-    prompts, responses, advantages = sequences()
+    _, responses, advantages = sequences()
+    policies = _policies_of_halves if halves else _policies
     optimizer, moved = torch.optim.SGD(model.parameters(), lr=RATES[agg]), []
     for _ in range(2):
         optimizer.zero_grad()
         losses, kl = [], []
-        for prompt, response, credit in zip(prompts, responses, advantages, strict=True):
-            old = _policy(old_model, prompt, response)
-            new = _policy(model, prompt, response)
-            with torch.no_grad():
-                dist_old = corral.top_k_support(old, response[None], top_k)
+        for old, new, response, credit in zip(policies(old_model), policies(model), responses, advantages, strict=True):
+            dist_old = corral.top_k_support(old.detach(), response[None], top_k)
             dist_new = corral.gather_support(new, dist_old.ids)
             mask = torch.ones(1, len(response), dtype=torch.bool)
             out = objective(
@@ -158,10 +166,10 @@ def log_probs(weights: dict[str, Tensor] | None = None) -> list[Tensor]:
     model = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)
     if weights is not None:
         model.load_state_dict(weights)
-    prompts, responses, _ = sequences()
+    _, responses, _ = sequences()
     with torch.no_grad():
-        policies = [_policy(model, *pair)[0] for pair in zip(prompts, responses, strict=True)]
-    return [policy.gather(-1, response[:, None])[:, 0] for policy, response in zip(policies, responses, strict=True)]
+        policies = _policies(model)
+    return [policy[0].gather(-1, response[:, None])[:, 0] for policy, response in zip(policies, responses, strict=True)]
 
 
 def assert_moved_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -173,8 +181,32 @@ def assert_moved_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) 
         torch.testing.assert_close(weights[name] - before, way, rtol=0, atol=1e-3 * float(way.abs().max()) + 1e-7)
 
 
-def _policy(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
-    logits = model(torch.cat([prompt, response])[None]).logits[:, len(prompt) - 1 : -1]
+def _policies(model: Any) -> list[Tensor]:
+    """log π [1 T V] of every response, sequence by sequence."""
+    prompts, responses, _ = sequences()
+    logits = [model(torch.cat(pair)[None]).logits for pair in zip(prompts, responses, strict=True)]
+    return [_tempered(z[:, len(prompt) - 1 : -1]) for z, prompt in zip(logits, prompts, strict=True)]
+
+
+def _policies_of_halves(model: Any) -> list[Tensor]:
+    """The same of the packed sequences, padded to BUCKET, whose halves do not see each other.
+
+    That is what two sequence-parallel ranks make of them where attention is not exchanged, as without flash attention.
+    """
+    prompts, responses, _ = sequences()
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    pad = -sum(lengths) % BUCKET
+    tokens = torch.cat(
+        [*(torch.cat(pair) for pair in zip(prompts, responses, strict=True)), torch.zeros(pad, dtype=torch.int64)]
+    )
+    positions = torch.cat([torch.arange(length) for length in (*lengths, pad)])
+    parts = zip(tokens.tensor_split(2), positions.tensor_split(2), strict=True)
+    logits = torch.cat([model(ids[None], position_ids=places[None], use_cache=False).logits for ids, places in parts], 1)
+    whole = logits[:, : sum(lengths)].split(lengths, 1)
+    return [_tempered(z[:, len(prompt) - 1 : -1]) for z, prompt in zip(whole, prompts, strict=True)]
+
+
+def _tempered(logits: Tensor) -> Tensor:
     return (logits.float() / TEMPERATURE).log_softmax(-1)
 
 

@@ -94,6 +94,7 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 
 
 REGEX = {"vllm_structured_outputs_regex"} & GRPOConfig.__dataclass_fields__.keys()  # not every release has it
+VESPO = {"vespo_k_pos"} & GRPOConfig.__dataclass_fields__.keys()  # likewise
 
 
 def refused(given: dict[str, Any], why: str, feature: str) -> Any:
@@ -187,6 +188,7 @@ class TestRefusals:
                 {"objective": "sapo", "sapo_temperature_pos": 2.0},
                 "`sapo_temperature_pos` set.*objective='sapo' with.*tau_positive",
             ),
+            *(({"objective": "vespo", name: 1.0}, rf"`{name}` set.*objective='vespo' with.*'k_positive'") for name in VESPO),
             ({"temperature": 0.0}, "`temperature` divides.*must be > 0; got 0.0"),
             refused({"importance_sampling_level": "sequence"}, "objective='gspo'", "other: TRL's `importance_sampling_level`"),
             refused({"off_policy_mask_threshold": 0.5}, "correction='trm'", "other: TRL's `off_policy_mask_threshold`"),
@@ -198,6 +200,12 @@ class TestRefusals:
                 "they are one",
                 "correction: any, with the sampler as anchor",
             ),
+            refused(
+                {**VLLM, "objective": "decoupled_ppo", "vllm_importance_sampling_correction": True},
+                "'decoupled_ppo' weighs the old policy against the sampler itself",
+                "correction: any, with decoupled_ppo",
+            ),
+            ({**VLLM, "objective": "decoupled_ppo", "correction": "tis"}, "a correction would do it twice"),
             ({**VLLM, "generation_kwargs": {"logprobs": 5}}, "ranks tokens by likelihood"),
             refused({**VLLM, "objective": "dppo", "top_p": 0.9}, "renormalise", "anchor: `rollout` with top_p, top_k or min_p"),
             ({**VLLM, "objective": "dppo", "top_k": 10}, "renormalise"),
@@ -228,6 +236,7 @@ class TestRefusals:
             {**VLLM, "objective": "dppo"},
             {**VLLM, "objective": "dppo", "generation_kwargs": {"top_p": 1.0}},
             {**VLLM, "objective": "dppo", "anchor": "old", "top_p": 0.9},
+            {**VLLM, "objective": "decoupled_ppo", "top_p": 0.9},
             {**VLLM, "objective": "troll", "top_p": 0.9},
             {**VLLM, "objective": "dppo", "objective_config": {"estimator": "topk"}, "anchor": "rollout", "support_size": 20},
             {**VLLM, "vllm_mode": "server", "anchor": "rollout"},

@@ -192,8 +192,9 @@ def run_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, passes):
     reuse = {"reuse": "auto", "num_iterations": passes} if passes > 1 else {}
+    bound = 0.01 if passes == 1 else 5e-4  # of which ten times is soon reached
     settings = small(
-        save_model(tmp_path / "model"), objective="ppo_clip", deployed_bound=0.01, steps=4, keep_checkpoints=9, **reuse
+        save_model(tmp_path / "model"), objective="ppo_clip", deployed_bound=bound, steps=4, keep_checkpoints=9, **reuse
     )
     train(settings, out=tmp_path / "whole", quiet=True)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -204,7 +205,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, passes):
     (whole, weights), (again, weights_again) = run_of(tmp_path / "whole"), run_of(tmp_path / "cut")
     assert whole == again
     assert all(torch.equal(x, weights_again[name]) for name, x in weights.items())
-    assert all(line["tr/deployed_kl_mean"] <= 0.01 for line in whole[1:])
+    assert all(line["tr/deployed_kl_mean"] <= bound for line in whole[1:])
     assert min(line["tr/step_share"] for line in whole[1:]) < 1
     rates = [line["learning_rate"] for line in whole[1:]]
     assert rates[1] < 0.5 * rates[0]  # the controller was at work before the cut

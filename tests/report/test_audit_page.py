@@ -68,8 +68,8 @@ def test_the_clip_range_is_in_the_middle(tmp_path: Path) -> None:
     page = page_of(tmp_path / "audit", {1: [drawn(60, seed=1, size=3.0)]})
     figure = page.partition('id="ratio"')[2].partition("</svg>")[0]
     low, high = sorted(float(x) for x in re.findall(r'<line x1="([\d.]+)" y1="14.0" [^>]*class="bound"', figure))
-    assert (low + high) / 2 == pytest.approx((64 + 950) / 2, abs=0.2)
-    assert 0.05 < (high - low) / (950 - 64) < 0.4
+    assert (low + high) / 2 == pytest.approx((64 + 810) / 2, abs=0.2)
+    assert 0.05 < (high - low) / (810 - 64) < 0.4
 
 
 def test_the_heat_map_marks_errors(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_policy_lets_in_nothing_but_its_own(tmp_path: Path) -> None:
 def test_every_kind_of_clipping_has_a_page(tmp_path: Path, rules: Rules) -> None:
     completions = {update: [drawn(40, seed=update + index, rules=rules) for index in range(3)] for update in (4, 8, 12)}
     page = page_of(tmp_path / "audit", completions, {"rules": rules.as_dict()})
-    assert page.count('role="img"') == 7, "three figures twice, for screens and for phones, and the thresholds"
+    assert page.count('role="img"') == 8, "four figures, for screens and for phones"
     assert "NaN" not in page
     assert "nan" not in re.sub(r"<(style|script)>.*?</\1>", "", page, flags=re.DOTALL)
 

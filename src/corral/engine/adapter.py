@@ -1,18 +1,27 @@
 """What every engine's adapter shares: settings → an objective with its anchor; log-probs → a loss per token."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from corral.kernels.batch_loss import batch_loss
 from corral.objective import OBJECTIVES, Objective, make_objective
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Anchor
 from corral.types import SparseDist, TokenBatch
+
+logger = logging.getLogger(__name__)
+_warned: set[tuple[str, str]] = set()
+
+POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
+"""The anchors in words."""
+LEAST_TAIL = 1e-8
+"""What 1 − Σ p is at least, where a tail is computed so."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +101,62 @@ class EngineObjective:
         return f"{how} gives {self.name} another gradient than its own. Use {' or '.join(own)}."
 
 
+def check_anchor(engine: str, wanted: EngineObjective, supplies: tuple[Anchor, ...]) -> None:
+    """Refuse an objective whose anchor the engine does not hand over."""
+    if wanted.anchor not in supplies:
+        others = [anchor for anchor in get_args(Anchor) if anchor in supplies]
+        raise ValueError(
+            f"{engine}: {wanted.name} is anchored on the {POLICY[wanted.anchor]}, which is not there. Choose another "
+            f"objective, or pass anchor='{others[0]}' if the {POLICY[others[0]]} will do."
+        )
+
+
+def scales_with_advantages(wanted: EngineObjective) -> bool:
+    """Whether twice the advantages make twice the loss of every token: then an engine may write its reduction into them."""
+    draw = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(4, 16, generator=draw, dtype=torch.float64)
+    new = (old + 0.3 * torch.randn(4, 16, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
+    credit, mask = torch.randn(4, 16, generator=draw, dtype=torch.float64), torch.ones(4, 16, dtype=torch.bool)
+    losses = []
+    for factor in (1.0, 2.0):
+        with torch.random.fork_rng(devices=[]):  # some objectives draw
+            torch.manual_seed(0)
+            losses.append(wanted.objective(TokenBatch(new, old, factor * credit, mask, logp_rollout=old)).loss)
+    return bool(torch.allclose(2 * losses[0], losses[1], rtol=1e-9, atol=1e-12))
+
+
+def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Metrics on the host, in one transfer."""
+    if not metrics:
+        return {}
+    values = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))
+
+
+def warn_once(engine: str, sentence: str | None) -> None:
+    """Log a sentence, if there is one, and each but once."""
+    if sentence is not None and (engine, sentence) not in _warned:
+        _warned.add((engine, sentence))
+        logger.warning("%s: %s", engine, sentence)
+
+
+def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> SparseDist:
+    """A policy on K tokens whose tail is only known as 1 − Σ p, and at least 1e-8: pass old and new policy through this.
+
+    −1 among the ids is padding, whatever stands there in `logp`.
+    """
+    logp = torch.where(ids < 0, -torch.inf, logp)
+    left = 1 - logp.double().exp().sum(-1)
+    return SparseDist(ids, logp, left.clamp(min=LEAST_TAIL).log().to(logp.dtype))
+
+
 def _one_token(batch: TokenBatch) -> TokenBatch:
     """A batch of one token with the same fields: two tokens of equal probability."""
     half = torch.full((1, 1), -math.log(2))
-    support = SparseDist(torch.zeros(1, 1, 1, dtype=torch.int64), half[..., None], half, half)
-    dist = None if batch.dist_old is None else support
+    dist = None
+    if batch.dist_old is not None:
+        rest_max = None if batch.dist_old.rest_max is None else half
+        dist = SparseDist(torch.zeros(1, 1, 1, dtype=torch.int64), half[..., None], half, rest_max)
     rollout = None if batch.logp_rollout is None else half
     return TokenBatch(half, half, torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), dist, dist, rollout)
 

@@ -3,11 +3,20 @@
 import importlib
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
+from typing import Any
 
 from corral.naming import nearest
 
-ENGINES = {"verl": "corral.engine.verl.checkup"}
-"""Engines with an adapter, and where each is checked; a module with `checkup()`."""
+ENGINES = {
+    "verl": "corral.engine.verl.checkup",
+    "nemo_rl": "corral.engine.nemo_rl",
+    "prime_rl": "corral.engine.prime_rl",
+    "skyrl": "corral.engine.skyrl",
+    "slime": "corral.engine.slime",
+    "tinker": "corral.engine.tinker",
+}
+"""Engines and the modules of their adapters: with `checkup()`, or with `PACKAGE`, `LOOKED_UP` and a docstring that says how."""
 
 
 @dataclass
@@ -38,8 +47,26 @@ def run_checkup(engine: str) -> Checkup:
     """Check one engine; a ValueError if there is none of that name."""
     if engine not in ENGINES:
         raise ValueError(f"there is no engine {engine!r}.{nearest(engine, ENGINES)}")
-    module = importlib.import_module(ENGINES[engine])
-    found: Checkup = module.checkup()
+    module: Any = importlib.import_module(ENGINES[engine])
+    found: Checkup = module.checkup() if "checkup" in vars(module) else _look_up(module)
+    return found
+
+
+def _look_up(module: Any) -> Checkup:
+    """Of a thin adapter: is its engine there, with the names that the adapter uses?"""
+    found = Checkup(lines={"how": str(module.__doc__).strip()})
+    try:
+        found.rows.append((module.PACKAGE, version(module.PACKAGE)))
+    except PackageNotFoundError:
+        found.rows.append((module.PACKAGE, "–"))
+        found.trouble.append(f"{module.PACKAGE} is not installed")
+        return found
+    for name in module.LOOKED_UP:
+        try:
+            resolve_name(name)
+            found.rows.append(("found", name))
+        except (ImportError, AttributeError) as error:
+            found.trouble.append(f"{name} is not there, and the adapter needs it: {type(error).__name__}: {error}")
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from corral.deployed import BatchKL, Certificate, RateController, retract, snapshot
+from corral.deployed import BatchKL, RateController, retract, snapshot
 from corral.llm.audit_scoring import preserve_state
 from corral.llm.deployed_probe import DeployedProbe
 from corral.llm.trl_api import FUSED, updates_per_step
@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 AIM = 0.5
 """The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
-SPENT = 0.8
-"""The share of the bound from which on `reuse="auto"` makes no further pass: most of it would be undone."""
+SPENT = 10.0
+"""Times the bound, before anything is undone, from which on `reuse="auto"` makes no further pass: D grows as the square of what
+is kept, and less than a third would be."""
 LEAST_ESS = 0.5
 """The effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
 PROBES = 4
@@ -42,9 +43,9 @@ class DeployedCallback(TrainerCallback):
     The bound follows the schedule as the KL of a small step does. What goes further is retracted; the learning rate is scaled
     so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already.
 
-    With `reuse="auto"` this is done after every pass over the batch, and another pass is made only while the bound is not used
-    up and the effective sample size is at least ½. The rate still aims at half of the bound after all passes: where k of K were
-    made, D is taken to be K / k times as large.
+    With `reuse="auto"` the network is measured after every pass over the batch, and another one is made while it is nearer than
+    ten times the bound and the effective sample size is at least ½. A step beyond the bound goes on: many passes, retracted at
+    their end, are worth more than the first of them alone.
     """
 
     def __init__(self, trainer: "CorralTrainer") -> None:
@@ -103,46 +104,34 @@ class DeployedCallback(TrainerCallback):
             self._begin()
 
     def _end_pass(self, *, last: bool) -> None:
-        """Certify the network as it is; then the step is over, or another pass is worth it."""
+        """Measure the network as it is; then make another pass, or certify it, and the step is over."""
+        trainer, old = self.trainer, self._old
+        assert old is not None
         self._passes += 1
         factor = sum(self._factors) / len(self._factors) if self._factors else 1.0
         # At a rate of 0 nothing moves, and there is nothing to hold.
         bound = self.bound * factor**2 if self.holds and factor > 0 else math.inf
-        if (found := self._certify(bound)) is None:
-            update = self.trainer.state.global_step
-            logger.warning("Update %d: no completion has a token to measure; the step is not certified.", update)
-            return
-        certificate, ess = found
-        moved, aim = certificate.before.mean, AIM * bound
-        far = not moved < SPENT * bound  # or no number
-        if not (last or far or ess < LEAST_ESS):
-            return
+        with preserve_state(trainer.model):
+            if not self.probe.prepare(old):
+                update = trainer.state.global_step
+                logger.warning("Update %d: no completion has a token to measure; the step is not certified.", update)
+                return
+            found = [self.probe.measure()]
+            if not last and _worth_another(found[0], bound):
+                return
+            certificate = retract(
+                trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound, max_probes=PROBES
+            )
         self.spent, self._old = not last, None
-        if not last:  # nor does a batch whose ratios are spread ask for a larger rate
-            moved = max(moved * self.per_step / (self._passes * self.per_pass), aim)
         if bound < math.inf:
-            self._scale(self.controller.update(moved, aim))
+            moved, aim = certificate.before.mean, AIM * bound
+            # A batch that is left because its ratios are spread is no reason for a larger rate.
+            self._scale(self.controller.update(moved if last else max(moved, aim), aim))
         metrics = certificate.metrics()
         if self.per_pass < self.per_step:
             metrics["tr/passes"] = float(self._passes)
         for name, value in metrics.items():
-            self.trainer._metrics["train"][name].append(value)
-
-    def _certify(self, bound: float) -> tuple[Certificate, float] | None:
-        """Measure and retract; and the effective sample size of what was measured first. None where there is no token."""
-        trainer, old = self.trainer, self._old
-        assert old is not None
-        measured: list[BatchKL] = []
-
-        def probe() -> BatchKL:
-            measured.append(self.probe.measure())
-            return measured[-1]
-
-        with preserve_state(trainer.model):
-            if not self.probe.prepare(old):
-                return None
-            certificate = retract(trainer.model, old, probe, bound=bound, max_probes=PROBES)
-        return certificate, measured[0].effective_sample_size() if measured else 0.0
+            trainer._metrics["train"][name].append(value)
 
     def _scheduler(self) -> Any:
         """The one that knows the base rates: accelerate puts its own around it."""
@@ -156,6 +145,12 @@ class DeployedCallback(TrainerCallback):
         scheduler._last_lr = [rate * factor for rate in scheduler._last_lr]
         for group in scheduler.optimizer.param_groups:
             group["lr"] *= factor
+
+
+def _worth_another(found: BatchKL, bound: float) -> bool:
+    """Whether another pass over the batch would still be one on its tokens, and not be undone nearly whole."""
+    near = float(found.new_old.double().mean()) < SPENT * bound  # and a number
+    return near and found.effective_sample_size() >= LEAST_ESS
 
 
 def _check_surroundings(trainer: "CorralTrainer") -> None:

@@ -1,19 +1,16 @@
 """corral's objectives as verl's policy losses: verl's tensors → TokenBatch → objective → verl's aggregation."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from corral.engine.adapter import read_metrics, warn_once
 from corral.engine.verl.settings import CONFIG, MODEL_TYPE, VerlSettings
 from corral.types import SparseDist, TokenBatch
-
-logger = logging.getLogger(__name__)
 
 Aggregate = Callable[..., Tensor]
 """verl's agg_loss."""
@@ -60,7 +57,7 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
                 f"corral for verl: {loss_mode} reads a support, and verl's own engine keeps none. Set "
                 f"actor_rollout_ref.model.model_type={MODEL_TYPE} and trainer.v1.trainer_mode=corral_sync."
             )
-        _warn_of_reduction(wanted.other_reduction(loss_agg_mode))
+        warn_once("corral for verl: loss_agg_mode", wanted.other_reduction(loss_agg_mode))
         extras = extras or BatchExtras()
         mask = response_mask.bool()
         batch = TokenBatch(
@@ -75,14 +72,6 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
     return compute_policy_loss
 
 
-def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics on the host, in one transfer."""
-    if not metrics:
-        return {}
-    values = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
-    return dict(zip(metrics, values, strict=True))
-
-
 def _settings_of(loss_mode: str, config: Any) -> VerlSettings:
     """corral's settings in verl's ActorConfig; refused where they are not there, or of another loss."""
     found = getattr(getattr(config, "policy_loss", None), "corral", None)  # verl's own PolicyLossConfig has none
@@ -94,12 +83,3 @@ def _settings_of(loss_mode: str, config: Any) -> VerlSettings:
     if found.loss_mode != loss_mode:
         raise ValueError(f"corral for verl: settings are of {found.loss_mode}, and verl calls {loss_mode}.")
     return found
-
-
-_warned: set[str] = set()
-
-
-def _warn_of_reduction(sentence: str | None) -> None:
-    if sentence is not None and sentence not in _warned:
-        _warned.add(sentence)
-        logger.warning("loss_agg_mode=%s", sentence)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.engine.adapter import EngineObjective
+from corral.engine.adapter import POLICY, EngineObjective
 from corral.engine.verl.transport import MASS, TOP_K
 from corral.objective import make_objective, objective_names
 from corral.objective.dppo import DPPOConfig
@@ -73,7 +73,7 @@ class VerlSettings:
         wanted = self.resolve()
         if self.bypass_mode is None:
             raise ValueError(
-                f"corral for verl: {self.loss_mode} is anchored on the {_POLICY[wanted.anchor]}, and nothing says whose "
+                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, and nothing says whose "
                 f"log-probs verl will pass as old_log_prob. Add actor_rollout_ref.actor.policy_loss.bypass_mode="
                 f"'${{algorithm.rollout_correction.bypass_mode}}'."
             )
@@ -84,12 +84,9 @@ class VerlSettings:
             )
         if self.bypass_mode != (wanted.anchor == "rollout"):
             raise ValueError(
-                f"corral for verl: {self.loss_mode} is anchored on the {_POLICY[wanted.anchor]}, but with "
+                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, but with "
                 f"algorithm.rollout_correction.bypass_mode={str(self.bypass_mode).lower()} verl passes the "
-                f"{_POLICY['rollout' if self.bypass_mode else 'old']} as old_log_prob. Set bypass_mode="
+                f"{POLICY['rollout' if self.bypass_mode else 'old']} as old_log_prob. Set bypass_mode="
                 f"{str(not self.bypass_mode).lower()}, or, if that is what you mean, policy_loss.anchor="
                 f"{'rollout' if self.bypass_mode else 'old'}."
             )
-
-
-_POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}

@@ -1,12 +1,11 @@
-"""Axes, markers and lines of an audit's charts, as SVG without a script."""
+"""Axes, curves and legends of an audit's charts, drawn for screens and for phones."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 from corral.report.html import Safe, tag
-from corral.report.looks import SHAPES
-
-WIDTH, LEFT, RIGHT = 860, 70, 20
+from corral.report.looks import SHAPES, Look
+from corral.report.svg import NARROW, at, line, text
 
 _STEPS = (1.0, 2.0, 5.0)
 
@@ -48,55 +47,36 @@ class Axis:
         return [round((first + index) * step, 12) for index in range(math.floor(self.high / step) - first + 1)]
 
 
+def plane(width: int, height: int) -> tuple[float, float, float, float]:
+    """Left, right, bottom and top of where values are drawn in a figure of this size."""
+    return (60, width - 10, height - 50, 16) if width == NARROW else (76, width - 20, height - 50, 16)
+
+
 def sides(x: Axis, y: Axis, labels: tuple[str, str], show: tuple[Callable[[float], str], Callable[[float], str]]) -> list[Safe]:
     """Lines of the grid with their numbers, and what the axes are called."""
     parts = []
     for value in y.ticks(26):
-        parts.append(tag("line", x1=at(x.start), x2=at(x.stop), y1=at(y(value)), y2=at(y(value)), class_="grid"))
-        parts.append(text(show[1](value), x.start - 7, y(value) + 4, "end"))
+        parts += [line(x.start, y(value), x.stop, y(value), "grid"), text(show[1](value), x.start - 7, y(value) + 4, "end")]
     for value in x.ticks(56):
-        parts.append(tag("line", x1=at(x(value)), x2=at(x(value)), y1=at(y.start), y2=at(y.stop), class_="grid"))
-        parts.append(text(show[0](value), x(value), y.start + 18, "middle"))
+        parts += [line(x(value), y.start, x(value), y.stop, "grid"), text(show[0](value), x(value), y.start + 18, "middle")]
     middle = (y.start + y.stop) / 2
-    parts.append(text(labels[1], 12, middle, "middle", transform=f"rotate(-90 12 {at(middle)})"))
-    parts.append(text(labels[0], x.stop, y.start + 36, "end"))
-    return parts
+    if x.stop > NARROW:
+        parts.append(text(labels[1], 12, middle, "middle", transform=f"rotate(-90 12 {at(middle)})"))
+    across = labels[0] if x.stop > NARROW else f"across: {labels[0]}; up: {labels[1]}"
+    return [*parts, text(across, x.stop, y.start + 38, "end")]
 
 
-def line(points: Sequence[tuple[float, float]], dash: int = 0) -> Safe:
-    """A curve through points; `dash` tells curves apart without their colours."""
+def curve(points: Sequence[tuple[float, float]], look: Look) -> Safe:
+    """A line through points, told apart by its dashes as well."""
     path = "".join(f"{'L' if index else 'M'}{at(x)} {at(y)}" for index, (x, y) in enumerate(points))
-    return tag("path", d=path, class_=f"curve dash{dash}" if dash else "curve")
+    dash = look[1] % 4
+    return tag("g", tag("path", d=path, class_=f"curve dash{dash}" if dash else "curve"), class_=f"c{look[0]}")
 
 
-def marker(shape: int, x: float, y: float, size: float, title: str, *, hollow: bool = False) -> Safe:
-    """One of the markers that objectives have, around a point, with its numbers as a title."""
-    place = f"translate({at(x)} {at(y)}) scale({size / 4:g})"
-    style = "dot ring" if hollow else "dot"
-    return tag("path", tag("title", title), d=SHAPES[shape % len(SHAPES)], transform=place, class_=style)
-
-
-def legend(names: Mapping[str, tuple[int, int]]) -> Safe:
+def legend(names: Mapping[str, Look]) -> Safe:
     """Names with the colour and the marker that stand for them."""
     items = []
     for name, (colour, shape) in names.items():
-        sign = tag("svg", marker(shape, 7, 7, 4.5, name), viewBox="0 0 14 14", class_="sign", aria_hidden="true")
+        sign = tag("svg", tag("path", d=SHAPES[shape], class_="dot"), viewBox="-6 -6 12 12", class_="sign", aria_hidden="true")
         items.append(tag("span", sign, name, class_=f"c{colour}"))
     return tag("div", *items, class_="keys")
-
-
-def figure(title: str, caption: str, keys: Safe, parts: Sequence[Safe], height: float) -> Safe:
-    """A chart with its heading, its words and its legend."""
-    drawn = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {at(height)}", role="img", aria_label=f"{title}. {caption}")
-    scrolled = tag("div", drawn, class_="audit-figure", tabindex="0", role="region", aria_label=title)
-    return tag("figure", tag("h3", title), tag("figcaption", caption), keys, scrolled)
-
-
-def text(content: str, x: float, y: float, anchor: str, **more: str) -> Safe:
-    """Some words."""
-    return tag("text", content, x=at(x), y=at(y), text_anchor=anchor, **more)
-
-
-def at(value: float) -> str:
-    """A coordinate."""
-    return f"{value:.1f}"

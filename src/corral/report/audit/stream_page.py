@@ -1,7 +1,7 @@
 """The page of an audit of logged tokens: one file that asks the network for nothing."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,11 @@ from corral.audit.histogram import ACCURACY
 from corral.audit.stream_words import MEASURES, stream_sentences
 from corral.audit.summary import Column, Row
 from corral.audit.tally import StreamSummary
+from corral.audit.threshold import AUDITED
 from corral.audit.words import number, percent
-from corral.report.audit.chart import LEFT, RIGHT, WIDTH, Axis, at, figure, legend, line, marker, sides
+from corral.report.audit.cells import four_cells
+from corral.report.audit.chart import Axis, curve, legend, plane, sides
+from corral.report.audit.figures import mark
 from corral.report.audit.thresholds import threshold_section
 from corral.report.audit.tokens import completion_heat
 from corral.report.html import (
@@ -25,6 +28,8 @@ from corral.report.html import (
     tag,
     write_document,
 )  # fmt: skip
+from corral.report.looks import Look
+from corral.report.svg import at, drawn_figure
 from corral.run.text import visible
 
 _DISTANCES = {
@@ -37,9 +42,14 @@ _DISTANCES = {
 }
 _QUANTILES = {"mean": "Mean", "p50": "Median", "p99": "99th percentile", "p999": "99.9th percentile", "max": "Largest"}
 
-_STEPS = {"k3": (0, "mean KL by k3, nats"), "tv": (1, "mean TV"), "mismatch": (4, "mean TV of sampler and trainer")}
-_POINTS = 600
-"""Steps that a curve shows."""
+_STEPS: dict[str, tuple[Look, str]] = {
+    "k3": ((0, 0), "mean KL by k3, nats"),
+    "tv": ((1, 1), "mean TV"),
+    "mismatch": ((3, 3), "mean TV of sampler and trainer"),
+}
+_ESS: tuple[Look, str] = ((2, 4), "effective sample size, as a share of the tokens")
+_POINTS, _MARKS = 600, 80
+"""Steps that a curve shows, and those of them that have a marker."""
 
 _METHOD = f"""
 Log-probs are those that the engine logged, of the sampled tokens that were trained on. k1, k2 and k3 estimate KL(old‖new) from
@@ -65,7 +75,7 @@ def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapp
     said = stream_sentences(summary, info)
     found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
     parts = {
-        "findings": ("Findings", found),
+        "findings": ("Findings", join(_cells(summary, info["rules"]), found)),
         "threshold": (
             "Which threshold?",
             threshold_section(summary.thresholds, summary.measure, summary.kl_bound, summary.tv_bound),
@@ -81,6 +91,15 @@ def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapp
     return document(title, body, {}, ["base.js", "audit.js"], ["page.css", "audit.css"])
 
 
+def _cells(summary: StreamSummary, rules: Mapping[str, Any]) -> Safe | None:
+    """The audited rule against the KL ball."""
+    audited = next((row for row in summary.thresholds if row.family == AUDITED), None)
+    if audited is None:
+        return None
+    sure = f"Divergences are those of {MEASURES[summary.measure]}: false alarms may be fewer, and more may be missed."
+    return join(four_cells(audited.kl, rules), None if summary.measure == "whole" else tag("p", sure, class_="count"))
+
+
 def _distances(summary: StreamSummary) -> Safe:
     rows: list[Row] = [{"what": _DISTANCES[name], **row} for name, row in summary.distances.items()]
     shown = table(rows, {"what": "Distance", **_QUANTILES}, lambda key, row: row[key] if key == "what" else number(row[key]))
@@ -92,40 +111,54 @@ def _step_charts(by_step: Sequence[Row], alarms: Sequence[Row]) -> Safe:
     if len(by_step) < 2:
         return note("There is one step, so nothing to draw over time.")
     rows = by_step[:: math.ceil(len(by_step) / _POINTS)]
-    first, last = rows[0]["step"], rows[-1]["step"]
-    height, x = 300, Axis(first, last, LEFT, WIDTH - RIGHT)
-    marked = [_upright(x(alarm["step"]), 14, height - 50, alarm["sentence"]) for alarm in alarms[:1]]
-    drawn = {name: [(row["step"], row[name]) for row in rows if row[name] is not None and row[name] > 0] for name in _STEPS}
-    values = [value for points in drawn.values() for _, value in points]
-    low, high = (min(values), max(values)) if values else (1e-3, 1.0)
-    y = Axis(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9), height - 50, 14, math.log10)
-    parts = sides(x, y, ("step", "distance"), (_whole, number))
-    for index, (name, points) in enumerate(drawn.items()):
-        if points:
-            marks = [line([(x(step), y(value)) for step, value in points], dash=index)]
-            marks += [marker(index, x(s), y(v), 3.5, f"step {s:,}: {_STEPS[name][1]} {number(v)}") for s, v in _thin(points)]
-            parts.append(tag("g", *marks, class_=f"c{_STEPS[name][0]}"))
-    keys = legend({_STEPS[n][1]: (_STEPS[n][0], index) for index, n in enumerate(drawn) if drawn[n]})
     told = f" Dashed: step {alarms[0]['step']:,}, where a collapse announces itself." if alarms else ""
-    distances = figure("Distance by step", f"Of the tokens that were logged at each step.{told}", keys, parts + marked, height)
-    share = Axis(0.0, 1.0, height - 50, 14)
-    points = [(row["step"], row["ess"]) for row in rows]
-    parts = sides(x, share, ("step", "effective samples"), (_whole, lambda value: f"{100 * value:g} %"))
-    marks = [line([(x(step), share(value)) for step, value in points])]
-    marks += [marker(0, x(s), share(v), 3.5, f"step {s:,}: {percent(v)}") for s, v in _thin(points)]
-    parts.append(tag("g", *marks, class_="c2"))
-    keys = legend({"effective sample size, as a share of the tokens": (2, 0)})
-    caption = "100 % means on-policy; below 70 % a few tokens with large ratios decide the updates."
-    return join(distances, figure("Effective samples by step", caption + told, keys, parts + marked, height))
+    distances = {name: [(row["step"], row[name]) for row in rows if row[name]] for name in _STEPS}
+    distances = {name: points for name, points in distances.items() if points}
+    values = [value for points in distances.values() for _, value in points]
+    low, high = math.floor(math.log10(min(values, default=0.1))), math.ceil(math.log10(max(values, default=0.5)))
+    decades = (10.0**low, 10.0 ** max(high, low + 1), math.log10)
+    share = {"ess": [(row["step"], row["ess"]) for row in rows]}
+    return join(
+        drawn_figure(
+            "Distance by step",
+            f"Of the tokens that were logged at each step.{told}",
+            lambda width: _draw_steps(width, distances, decades, "distance", number, alarms),
+            legend({_STEPS[name][1]: _STEPS[name][0] for name in distances}),
+        ),
+        drawn_figure(
+            "Effective samples by step",
+            f"100 % means on-policy; below 70 % a few tokens with large ratios decide the updates.{told}",
+            lambda width: _draw_steps(width, share, (0.0, 1.0, float), "effective samples", _percent, alarms),
+            legend({_ESS[1]: _ESS[0]}),
+        ),
+    )
+
+
+def _draw_steps(
+    width: int,
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    upward: tuple[float, float, Callable[[float], float]],
+    label: str,
+    show: Callable[[float], str],
+    alarms: Sequence[Row],
+) -> tuple[list[Safe], int]:
+    """Curves by step, with a marker for each of a few steps."""
+    height = 300
+    left, right, bottom, top = plane(width, height)
+    steps = [step for points in curves.values() for step, _ in points] or [0, 1]
+    x, y = Axis(min(steps), max(steps), left, right), Axis(upward[0], upward[1], bottom, top, upward[2])
+    parts = sides(x, y, ("step", label), (_whole, show))
+    for name, points in curves.items():
+        look, title = _STEPS.get(name, _ESS)
+        parts.append(curve([(x(step), y(value)) for step, value in points], look))
+        few = points[:: math.ceil(len(points) / _MARKS)]
+        parts += [mark(look, x(step), y(value), f"step {step:,}: {title} {show(value)}") for step, value in few]
+    parts += [_upright(x(alarm["step"]), top, bottom, alarm["sentence"]) for alarm in alarms[:1]]
+    return parts, height
 
 
 def _upright(x: float, top: float, bottom: float, title: str) -> Safe:
     return tag("line", tag("title", title), x1=at(x), x2=at(x), y1=at(top), y2=at(bottom), class_="bound")
-
-
-def _thin(points: Sequence[tuple[int, float]], most: int = 80) -> Sequence[tuple[int, float]]:
-    """Few enough markers to be told apart."""
-    return points[:: math.ceil(len(points) / most)] if points else points
 
 
 def _buckets(summary: StreamSummary) -> Safe:
@@ -166,6 +199,10 @@ def _method(info: Mapping[str, Any]) -> Safe:
         *(tag("p", part) for part in _METHOD.strip().split("\n\n")),
         tag("details", tag("summary", f"{len(rows)} rules and settings"), shown),
     )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
 
 
 def _whole(value: float) -> str:

@@ -8,19 +8,24 @@ from corral.audit.summary import Ball, Column, Row
 from corral.audit.threshold import AUDITED, Threshold, ThresholdTally, fewest_errors
 from corral.audit.tokens import audit_tokens
 from corral.audit.words import number, percent
-from corral.report.audit.chart import LEFT, RIGHT, WIDTH, Axis, figure, legend, line, marker, sides, text
+from corral.report.audit.chart import Axis, curve, legend, plane, sides
+from corral.report.audit.figures import mark
 from corral.report.html import Safe, join, table, tag
+from corral.report.looks import assign_looks
+from corral.report.svg import drawn_figure, text
 
 _DRAWN = {
-    "clip": (2, 2),
-    "clip_higher": (3, 3),
-    "dppo_tv": (1, 1),
-    "dppo_kl": (4, 4),
-    "dppo_tv_symmetric": (5, 5),
-    "dppo_topk_tv": (6, 6),
-    "troll": (0, 0),
+    "clip": "ppo_clip",
+    "dppo_tv": "dppo",
+    "dppo_topk_tv": "dppo top-K",
+    "troll": "troll",
+    "clip_higher": "clip_higher",
+    "dppo_kl": "dppo KL",
+    "dppo_tv_symmetric": "dppo symmetric",
 }
-"""Rules on the chart, with colour and marker; the others are in the table alone."""
+"""Rules on the chart, with the objective whose look they have; the others are in the table alone."""
+
+_LOOKS = dict(zip(_DRAWN, assign_looks(_DRAWN.values()).values(), strict=True))
 
 _COLUMNS = {"title": "Rule", "bound": "Bound", "share": "Blocks"}
 
@@ -84,31 +89,34 @@ def _exact_percent(share: float) -> str:
 
 def _error_chart(rows: Sequence[Threshold], kl_bound: float, *, sure: bool) -> Safe:
     """Across, the share of tokens blocked inside the KL ball; up, the share missed. Bounds of a rule are one curve."""
-    drawn = {name: [row for row in rows if row.family == name] for name in _DRAWN}
-    drawn = {name: own for name, own in drawn.items() if own}
-    points = {name: [_errors(row) for row in own] for name, own in drawn.items()}
-    height = 400
-    furthest = [max((point[side] for own in points.values() for point in own), default=0.0) or 1e-4 for side in (0, 1)]
-    x = Axis(0.0, furthest[0], LEFT, WIDTH - RIGHT, math.sqrt)
-    y = Axis(0.0, furthest[1], height - 50, 16, math.sqrt)
-    parts = sides(x, y, ("blocked inside the KL ball", "missed outside it"), (_share, _share))
-    for name, own in points.items():
-        colour, shape = _DRAWN[name]
-        places = [(x(a), y(b)) for a, b in own]
-        marks = [line(places, dash=shape % 4)]
-        for (a, b), row in zip(places, drawn[name], strict=True):
-            said = f"{row.title}, {row.symbol} = {row.bound:g}: {_said(row)}"
-            marks.append(marker(shape, a, b, 6 if row.default else 4, said, hollow=not row.default))
-            if row.default or name == "clip":
-                end = a > WIDTH - 60  # a number at the right edge stands before its point
-                marks.append(text(f"{row.bound:g}", a + (-8 if end else 8), b - 6, "end" if end else "start", class_="name"))
-        parts.append(tag("g", *marks, class_=f"c{colour}"))
-    keys = legend({drawn[name][0].title: _DRAWN[name] for name in drawn})
+    drawn = {name: own for name in _DRAWN if (own := [row for row in rows if row.family == name])}
+    points = [_errors(row) for own in drawn.values() for row in own]
+    furthest = [max((point[side] for point in points), default=0.0) or 1e-4 for side in (0, 1)]
+
+    def draw(width: int) -> tuple[list[Safe], int]:
+        height = 400
+        left, right, bottom, top = plane(width, height)
+        x, y = Axis(0.0, furthest[0], left, right, math.sqrt), Axis(0.0, furthest[1], bottom, top, math.sqrt)
+        parts = sides(x, y, ("blocked inside the KL ball", "missed outside it"), (_share, _share))
+        for name, own in drawn.items():
+            places = [(x(a), y(b)) for a, b in map(_errors, own)]
+            parts.append(curve(places, _LOOKS[name]))
+            for (a, b), row in zip(places, own, strict=True):
+                said = f"{row.title}, {row.symbol} = {row.bound:g}: {_said(row)}"
+                parts.append(mark(_LOOKS[name], a, b, said, hollow=not row.default, size=1.3 if row.default else 1.0))
+                if row.default or name == "clip":
+                    end = a > right - 40  # a number at the right edge stands before its point
+                    parts.append(
+                        text(f"{row.bound:g}", a + (-8 if end else 8), b - 6, "end" if end else "start", class_="name")
+                    )
+        return parts, height
+
     caption = (
         f"Against the ball KL ≤ {number(kl_bound)}{'' if sure else ', as far as was logged'}. Nearer to the lower left is "
         "better; filled: the published bound. Axes grow like a square root. The other rules are in the table."
     )
-    return figure("Two ways to be wrong", caption, keys, parts, height)
+    keys = legend({own[0].title: _LOOKS[name] for name, own in drawn.items()})
+    return drawn_figure("Two ways to be wrong", caption, draw, keys)
 
 
 def _errors(row: Threshold) -> tuple[float, float]:
