@@ -12,11 +12,12 @@ METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
 RAY := .venv-ray
 VERL := .venv-verl
+ENGINES := .venv-engines
 MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results clean
 
 setup: $(READY)
 
@@ -93,6 +94,18 @@ $(VERL)/.ready: pyproject.toml tests/engine/constraints-verl.txt
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/engine/constraints-verl.txt torch verl \
 		TransferQueue cachetools fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
+	@touch $@
+
+# The thin adapters beside what installs of their engines: Tinker's client, in an environment of its own. A minute.
+test-engines: $(ENGINES)/.ready
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -W ignore --timeout 300 tests/engine/test_adapters.py \
+		tests/engine/test_signatures.py tests/engine/test_tinker.py
+	$(ENGINES)/bin/python -m corral.cli doctor --engine tinker
+
+$(ENGINES)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 tinker==0.36.0 pytest pytest-timeout \
+		hypothesis beartype --editable .
 	@touch $@
 
 # The pages in a real headless Chromium: Debian's own, driven by playwright.

@@ -1,8 +1,10 @@
 """What does a region on the union of both supports cost, and what does it see, beside the old policy's support alone?
 
 `gathered` is the adversarial policy: the old one's mass lies nearly all in its tail, and the new one gathers it on one token.
+What an older tree may lack is looked up when it is called, so that other sections can be compared with it.
 """
 
+import importlib
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,17 +14,14 @@ from head_problem import Problem, Reference
 from torch import Tensor
 
 import corral
-from corral.kernels.batch_loss import batch_loss
-from corral.kernels.logits import LogitSpec
-from corral.kernels.policy_loss import TOLERANCE
 
 
-def union_of(p: Problem) -> "corral.UnionSupport":
+def union_of(p: Problem) -> Any:
     """As many of the new policy's tokens as the old one's support has, and the old head."""
     return corral.UnionSupport.of_batch(p.hidden_old[None], p.weight, top_k=p.k)
 
 
-def union_loss(p: Problem, hidden: Tensor, weight: Tensor, **how: Any) -> corral.PolicyLoss:
+def union_loss(p: Problem, hidden: Tensor, weight: Tensor, **how: Any) -> Any:
     inputs = hidden[None], weight, p.tokens[None], p.batch, corral.make_objective("troll")
     return corral.policy_loss_from_hidden(*inputs, weights=p.weights, union=union_of(p), **how)
 
@@ -34,14 +33,17 @@ def union_update(p: Problem, **how: Any) -> tuple[Tensor, Tensor]:
 
 def union_in_steps(p: Problem) -> tuple[Tensor, Tensor]:
     """`lm_head`, then the old policy on the union, then the loss of both, then autograd: as a trainer with other terms does."""
+    fused, logits, of_batch = (
+        importlib.import_module(f"corral.kernels.{name}") for name in ("policy_loss", "logits", "batch_loss")
+    )
+    b, union = p.batch, union_of(p)
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        head = corral.lm_head(hidden[None], weight, p.tokens[None], ids=p.batch.dist_old.ids, top_k=p.k, tolerance=TOLERANCE)
-        union = union_of(p)
-        old = union.extend(p.batch.dist_old, head.dist.ids, union.place, LogitSpec())
-        b = p.batch
+        how = {"ids": b.dist_old.ids, "top_k": p.k, "tolerance": fused.TOLERANCE}
+        head = corral.lm_head(hidden[None], weight, p.tokens[None], **how)
+        old = union.extend(b.dist_old, head.dist.ids, union.place, logits.LogitSpec())
         batch = corral.TokenBatch(head.logp, b.logp_old, b.advantages, b.mask, head.dist, old)
-        return batch_loss(corral.make_objective("troll"), batch).loss.sum()
+        return of_batch.batch_loss(corral.make_objective("troll"), batch).loss.sum()
 
     return gradients(p, loss)
 

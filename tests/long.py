@@ -6,6 +6,7 @@ TESTS = Path(__file__).parent
 
 NAMES = """
     llm cli compare kernels
+    engine/test_verl_head.py
     docs/test_head_benchmark.py docs/test_support_page.py test_add_objective.py
     projection/test_gaussian_kl_condition.py
     report/test_comparison.py report/test_page.py report/test_report_export.py

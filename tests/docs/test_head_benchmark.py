@@ -7,7 +7,9 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import head
 import head_against
@@ -179,6 +181,15 @@ def test_the_union_sees_what_the_old_support_does_not() -> None:
     _, old, *unions = head.measure(SECTIONS["smoke union"], SECTIONS["smoke union"].cases[0], rounds=1)
     assert all(row["gradient_error"] < 2e-5 for row in (old, *unions))
     assert all(row["seen"] > 0.95 > old["seen"] for row in unions)
+
+
+def test_a_tree_without_unions_can_still_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "corral", ModuleType("corral"))  # with none of its names
+    path = Path(head.__file__).with_name("head_union.py")
+    spec = spec_from_file_location("older", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert next(iter(module.UNIONS)) == (GEMM, "one GEMM")
 
 
 def test_an_update_of_every_trainer_is_timed_on_its_own_rollouts() -> None:

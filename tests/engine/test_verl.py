@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,18 +62,18 @@ PAGE = (Path(__file__).parents[2] / "docs" / "verl.md").read_text()
 RECIPES = re.findall(r"<!-- recipe: (\w+) -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.mark.parametrize(("objective", "command"), RECIPES)
-def test_the_recipes_of_the_page_are_verls_configuration(objective: str, command: str) -> None:
+@pytest.mark.parametrize(("name", "command"), RECIPES)
+def test_the_recipes_of_the_page_are_verls_configuration(name: str, command: str) -> None:
     overrides = shlex.split(command.partition("main_ppo")[2].replace("\\\n", " ").replace("$DATA", "/data"))
     config = composed("\n".join(overrides))
     actor = check_config(config)
-    assert actor.policy_loss.corral.resolve().name == objective
-    assert config.trainer.nnodes == 2
+    assert actor.policy_loss.corral.resolve().name == ("troll" if name == "first" else name)
+    assert config.trainer.nnodes == (1 if name == "first" else 2)
     validate_config(config, use_reference_policy=False, use_critic=False)
 
 
-def test_both_recipes_were_found() -> None:
-    assert [name for name, _ in RECIPES] == ["troll", "dppo"]
+def test_every_recipe_was_found() -> None:
+    assert [name for name, _ in RECIPES] == ["first", "troll", "dppo"]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,22 @@ def test_a_trainer_goes_by_the_name_of_verls_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
     made = get_trainer_cls("corral_sync")(composed(LINES["TROLL"]))
     assert made.config.trainer.v1.trainer_mode == "sync"
+
+
+def test_a_trainer_refuses_before_anything_starts_and_then_sets_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, given = [], []
+    monkeypatch.setattr(PPOTrainer, "_setup", lambda self: started.append(self))
+    made = object.__new__(get_trainer_cls("corral_sync"))
+    made.actor_rollout_wg = SimpleNamespace(set_loss_fn=given.append)
+    made.config = composed(LINES["TROLL"], "actor_rollout_ref.model.use_fused_kernels=true")
+    with pytest.raises(ValueError, match="use_fused_kernels=false"):
+        made._setup()
+    assert started == []
+    made.config = composed(LINES["TROLL"])
+    made._setup()
+    assert started == [made]
+    assert given[0].func is corral_ppo_loss
+    assert given[0].keywords["config"].policy_loss.corral.support_size == 64
 
 
 def test_doctor_finds_corral_active() -> None:

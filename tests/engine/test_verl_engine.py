@@ -38,6 +38,11 @@ def train(rank: int, folder: Path) -> None:
     found["lora"] = run_case(lora, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
     half = fixture.make_worker("corral_language_model", dtype="bf16")
     found["half"] = run_case(half, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    tie = {"tie_word_embeddings": True}
+    own = fixture.make_worker("language_model", config=tie).infer_batch(fixture.batch_of(mine))
+    tied = fixture.make_worker("corral_language_model", config=tie)
+    found["tied"] = run_case(tied, mine, fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    found["tied"]["own"] = own["log_probs"].values()
     shared = {"ulysses_sequence_parallel_size": 2, "pad_to_length": True, "pad_to_length_bucket": fixture.BUCKET}
     shared |= {"max_token_len_per_gpu": 64, "infer_max_token_len_per_gpu": 64}
     ulysses = fixture.make_worker("corral_language_model", engine=shared)
@@ -104,6 +109,15 @@ def test_sequence_parallel_ranks_gather_what_each_found_on_its_share(results: li
         fixture.assert_moved_alike(found["ulysses"]["weights"], expected)
     assert results[0]["ulysses"]["ids"].shape == (40, fixture.TOP_K + 1)
     assert results[0]["ulysses"]["metrics"]["tr/kl_before"][0] == 0
+
+
+def test_a_head_that_is_sharded_with_the_root(results: list[dict[str, Any]]) -> None:
+    # Where embeddings are tied, verl shards the head with the root, else by itself: its weight is whole at another time.
+    for found in results:
+        torch.testing.assert_close(found["tied"]["logp"], found["tied"]["own"], atol=1e-5, rtol=0)
+    metrics = results[0]["tied"]["metrics"]
+    assert metrics["tr/kl_before"][0] == 0
+    assert metrics["tr/kl_before"][1] > 0
 
 
 def test_padding_changes_nothing(results: list[dict[str, Any]]) -> None:

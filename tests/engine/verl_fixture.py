@@ -40,14 +40,21 @@ RATES = {
 
 
 def make_worker(
-    model_type: str, *, remove_padding: bool = True, dtype: str = "fp32", engine: dict[str, Any] | None = None, **model: Any
+    model_type: str,
+    *,
+    remove_padding: bool = True,
+    dtype: str = "fp32",
+    engine: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    **model: Any,
 ) -> TrainingWorker:
     """verl's TrainingWorker with the embedded model under FSDP2."""
     tokens = {"max_token_len_per_gpu": 20, "infer_max_token_len_per_gpu": 20}
-    config = TrainingWorkerConfig(
+    whole = TrainingWorkerConfig(
         model_type=model_type,
         model_config=HFModelConfig(
-            path=str(TINY_FOLDER), use_remove_padding=remove_padding, override_config={"attn_implementation": "sdpa"}, **model
+            path=str(TINY_FOLDER), use_remove_padding=remove_padding,
+            override_config={"attn_implementation": "sdpa", **(config or {})}, **model,
         ),
         engine_config=FSDPEngineConfig(
             strategy="fsdp2", use_torch_compile=False, use_dynamic_bsz=True,
@@ -59,7 +66,7 @@ def make_worker(
         ),
         checkpoint_config=CheckpointConfig(),
     )  # fmt: skip
-    worker = TrainingWorker(config)
+    worker = TrainingWorker(whole)
     worker.reset()
     return worker
 

@@ -26,6 +26,7 @@ from torch.testing import assert_close
 from corral import TokenBatch, categorical_tv, make_objective, top_k_support
 from corral.llm import CorralTrainer
 from corral.llm.rollout_support import fill_unscored, sampler_support
+from corral.llm.trl_api import FUSED
 from corral.types import SparseDist
 
 TOP_K = {"objective_config": {"estimator": "topk", "bound": 0.15}, "anchor": "rollout"}
@@ -160,6 +161,8 @@ class TestTrainer:
     def test_a_token_that_vllm_could_not_score_has_no_mismatch(
         self, tmp_path: Path, vllm: dict[str, Any], monkeypatch: pytest.MonkeyPatch, accumulation: int, estimator: str
     ) -> None:
+        if estimator == "binary" and not FUSED:
+            pytest.skip("older releases of TRL cannot read a log-prob of None")
         inner = FakeVLLM.generate
 
         def generate(self: FakeVLLM, **kwargs: Any) -> tuple[Any, ...]:

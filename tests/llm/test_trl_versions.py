@@ -22,7 +22,13 @@ RELEASES = ("1.7.0", "1.10.0", "1.14.2", "1.16.0")
 """Wrong averages; all logits; all logits behind other signatures; the fused head. (1.15.0 needs a GPU for it.)"""
 
 REQUESTS = "requests"  # TRL before 1.14 imports it without declaring it
-TESTS = ("test_config.py", "test_trainer.py", "test_trainer_distributed.py", "test_audit_callback.py")
+TESTS = (
+    "test_config.py",
+    "test_rollout_support.py",
+    "test_trainer.py",
+    "test_trainer_distributed.py",
+    "test_audit_callback.py",
+)
 
 pytestmark = pytest.mark.trl_versions
 

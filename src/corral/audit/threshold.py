@@ -110,7 +110,7 @@ FAMILIES = (
     RuleFamily("ripo", "RIPO, π_old (ρ − 1)²", "δ", _KL_BOUNDS, 0.05, _ripo),
     RuleFamily("dppo_tv", "DPPO, TV of the sampled token", "δ", _TV_BOUNDS, 0.2, _dppo(_anchor_tv)),
     RuleFamily("dppo_kl", "DPPO, KL of the sampled token", "δ", _KL_BOUNDS, 0.05, _dppo(_anchor_kl)),
-    RuleFamily("dppo_tv_symmetric", "DPPO symmetric, TV", "δ", _TV_BOUNDS, 0.2, _dppo(_anchor_tv, symmetric=True)),
+    RuleFamily("dppo_tv_symmetric", "DPPO symmetric (IPO), TV", "δ", _TV_BOUNDS, 0.2, _dppo(_anchor_tv, symmetric=True)),
     RuleFamily("dppo_kl_symmetric", "DPPO symmetric, KL", "δ", _KL_BOUNDS, 0.05, _dppo(_anchor_kl, symmetric=True)),
     RuleFamily("dppo_topk_tv", "DPPO, TV on the support", "δ", _TV_BOUNDS, 0.2, _dppo(lambda tokens: tokens.support_tv)),
     RuleFamily(

@@ -4,6 +4,7 @@ vLLM ranks what it reports by likelihood, and the sampled token may be one more 
 Here it is found by its id, before TRL sees any of it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -38,12 +39,18 @@ class _Report:
     logprobs: _Nested
     """None where the sampler could not score a token."""
 
-    def sampled(self) -> list[list[float | None]]:
-        """Log-probs of the sampled tokens, as TRL reads them; None where a token is not among those reported."""
+    def sampled(self) -> list[list[float]]:
+        """Log-probs of the sampled tokens, for TRL; NaN where one could not be scored, or is not among those reported."""
         return [
-            [logp[ids.index(token)] if token in ids else None for token, ids, logp in zip(*rows, strict=True)]
+            [_find(token, ids, logp) for token, ids, logp in zip(*rows, strict=True)]
             for rows in zip(self.tokens, self.ids, self.logprobs, strict=True)
         ]
+
+
+def _find(token: int, ids: list[int], logp: list[float | None]) -> float:
+    """The log-prob of a token among those reported; not every release of TRL can read None."""
+    found = logp[ids.index(token)] if token in ids else None
+    return math.nan if found is None else found
 
 
 class RolloutSupport:

@@ -2,15 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import JointConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
-from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
@@ -19,7 +17,7 @@ _STEP = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class BAPOConfig(ObjectiveConfig):
+class BAPOConfig(JointConfig):
     share: float = 0.5
     """ρ₀: share of the surrogate that tokens with a positive advantage should have."""
     low: float = 0.6
@@ -40,14 +38,6 @@ class BAPOConfig(ObjectiveConfig):
         require(self, "low_end", at_least=self.low, what="where `low` may rise to")
         require(self, "high_end", at_least=self.high, what="where `high` may rise to")
         require(self, "dual_clip", above=1, optional=True, what="a ratio")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False  # the bounds depend on all tokens of the call
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return get_args(Reduction)
 
 
 def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:

@@ -1,21 +1,19 @@
 """Clip-Cov: PPO's clip, and a few of the tokens that narrow the policy most go without a gradient."""
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import JointConfig
 from corral.objective.kl_cov import share_count, token_covariance
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
-from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import number_in, require
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipCovConfig(ObjectiveConfig):
+class ClipCovConfig(JointConfig):
     clip_low: float = 0.2
     """ε_low: ratios below 1 − ε_low earn nothing more for a negative advantage."""
     clip_high: float = 0.2
@@ -35,14 +33,6 @@ class ClipCovConfig(ObjectiveConfig):
                 f"clip_cov: covariances lie in (`cov_low`, `cov_high`) with 0 ≤ cov_low ≤ cov_high; got ({self.cov_low!r}, "
                 f"{self.cov_high!r})."
             )
-
-    @property
-    def tokenwise(self) -> bool:
-        return False  # which tokens are chosen depends on all others of the call
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return get_args(Reduction)
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -58,3 +58,16 @@ class ObjectiveConfig:
     def needs(self) -> frozenset[str]:
         """Fields of TokenBatch that must be there. A door that cannot supply one says so at start-up."""
         return NEEDS_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointConfig(ObjectiveConfig):
+    """Base of settings where a token's loss depends on other tokens of the call, and any reduction may average it."""
+
+    @property
+    def tokenwise(self) -> bool:
+        return False
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        return get_args(Reduction)

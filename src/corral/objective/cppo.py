@@ -6,11 +6,10 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, ObjectiveConfig
+from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor, JointConfig
 from corral.objective.dppo import DPPOConfig, divergence
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
-from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
@@ -18,7 +17,7 @@ _Estimator = Literal["binary", "topk"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CPPOConfig(ObjectiveConfig):
+class CPPOConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
     action: ClassVar[Action] = "masked"
 
@@ -35,14 +34,6 @@ class CPPOConfig(ObjectiveConfig):
         require(self, "estimator", one_of=get_args(_Estimator))
         require(self, "bound", "budget", at_least=0, what="a divergence", note="inf switches it off")
         require(self, "weight_last", above=0, at_most=1, what="a weight")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False  # a token's bound depends on those before it
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return get_args(Reduction)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -1,22 +1,20 @@
 """KL-Cov: hold the few tokens that narrow the policy most where they were, and leave all others free."""
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import JointConfig
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio, zero_padding
-from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLCovConfig(ObjectiveConfig):
+class KLCovConfig(JointConfig):
     share: float = 2e-4
     """Share of the call's tokens that are held, at least one."""
     penalty: float = 1.0
@@ -25,14 +23,6 @@ class KLCovConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         require(self, "share", above=0, at_most=1, what="a share of the tokens")
         require(self, "penalty", at_least=0, finite=True, what="a weight")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False  # which tokens are held depends on all others of the call
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return get_args(Reduction)
 
 
 def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:

@@ -1,20 +1,19 @@
 """M2PO: mask the tokens with the largest squared log-ratios until the batch's mean is within a bound."""
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 
-from corral.objective.config import Action, Anchor, ObjectiveConfig
+from corral.objective.config import Action, Anchor, JointConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
-from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class M2POConfig(ObjectiveConfig):
+class M2POConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
     action: ClassVar[Action] = "masked"
 
@@ -23,14 +22,6 @@ class M2POConfig(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         require(self, "bound", at_least=0, what="a mean of squared log-ratios", note="inf switches it off")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False  # which tokens are masked depends on all others of the call
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return get_args(Reduction)
 
 
 def m2po(batch: TokenBatch, config: M2POConfig) -> ObjectiveOutput:

@@ -1,20 +1,19 @@
 """VESPO: a smooth weight of the whole sequence's ratio, largest near 1 and vanishing on both sides."""
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 
-from corral.objective.config import Anchor, ObjectiveConfig
+from corral.objective.config import Anchor, JointConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, zero_padding
-from corral.objective.reduction import Reduction
 from corral.types import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class VESPOConfig(ObjectiveConfig):
+class VESPOConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
 
     k_positive: float = 2.0
@@ -29,14 +28,6 @@ class VESPOConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         fields = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
         require(self, *fields, at_least=0, finite=True, what="an exponent")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return get_args(Reduction)
 
 
 def vespo(batch: TokenBatch, config: VESPOConfig) -> ObjectiveOutput:

@@ -111,9 +111,16 @@ def page_json(content: Any) -> str:
     return text
 
 
-def sections(parts: Mapping[str, tuple[str, Safe]]) -> dict[str, Safe]:
-    """Parts of a page, each a heading and what is below it, as elements by the name that links go to."""
-    return {name: tag("section", tag("h2", heading), content, id=name) for name, (heading, content) in parts.items()}
+def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()) -> dict[str, Safe]:
+    """Parts of a page, each a heading and what is below it, as elements by the name that links go to.
+
+    Args:
+        scripted: those that are empty without a script, and not shown then.
+    """
+    return {
+        name: tag("section", tag("h2", heading), content, id=name, class_="scripted" if name in scripted else None)
+        for name, (heading, content) in parts.items()
+    }
 
 
 def page_body(
@@ -123,7 +130,7 @@ def page_body(
     labels = []
     for index, (key, text) in enumerate(_THEMES.items()):
         labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
-    themes = tag("fieldset", tag("legend", "Theme"), *labels, class_="choice", id="choose-theme")
+    themes = tag("fieldset", tag("legend", "Theme"), *labels, class_="choice scripted", id="choose-theme")
     links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
     return join(
         tag("a", "Skip to the findings", href="#findings", class_="skip"),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from corral.report.html import Safe, tag
 
-WIDE, NARROW = 960, 360
+WIDE, NARROW = 820, 360
 """Widths of the two drawings, of which a page shows the one that fits."""
 
 Draw = Callable[[int], tuple[Sequence[Safe], int]]

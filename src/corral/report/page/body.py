@@ -54,7 +54,7 @@ def body(report: RunReport) -> Safe:
         "reproduce": ("Reproduce", reproduce(report)),
     }
     parts = {name: part for name, part in wanted.items() if part is not None}
-    made = sections(parts)
+    made = sections(parts, (*_FILTERED, "completions"))
     middle = tag("div", _controls(report), *(made.pop(name) for name in _FILTERED if name in made))
     return page_body(
         report.title,
@@ -64,7 +64,9 @@ def body(report: RunReport) -> Safe:
         f"the files of {count(len(report.runs), 'run')}",
         tag(
             "noscript",
-            note("Scripts are switched off: curves, tokens and completions need this page's own. Findings and tables do not."),
+            note(
+                "Scripts are switched off: curves, tokens and completions need this page's own. Findings and tables are here."
+            ),
         ),
     )
 

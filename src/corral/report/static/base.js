@@ -2,6 +2,7 @@
 // What every page of corral's is drawn with: elements, numbers, axes, frames, and saving what is shown. Texts from runs only ever
 // become text nodes, and nothing is asked of the network.
 
+document.documentElement.dataset.script = "yes"; // shows what needs one
 const data = JSON.parse(document.getElementById("data").textContent);
 
 // ---- small things

@@ -170,7 +170,7 @@ function hover(figure, svg, series, metric, state, { px, left, top, height, widt
 // ---- where everybody ended
 
 function drawFinals(state) {
-  const host = document.getElementById("finals"), rows = data.finals.filter(row => visibleGroups(state).some(group => group.key === row.group));
+  const host = document.getElementById("finals"), rows = data.finals.filter(row => visibleGroups(state).some(group => group.key === row.group)).sort((a, b) => b.value - a.value); // the best first
   if (!host) return; // of a single run there is nothing to see
   if (!host.firstChild) host.append(frame(`Final ${data.measure.name}`));
   const figure = host.firstChild, body = figure.querySelector(".body");

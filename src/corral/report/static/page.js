@@ -49,5 +49,5 @@ browseCompletions();
 browseTokens();
 let wide = document.documentElement.clientWidth;
 new ResizeObserver(() => { const now = document.documentElement.clientWidth; if (now !== wide) { wide = now; draw(); drawSweeps(); clearance(); } }).observe(document.documentElement);
-document.documentElement.dataset.ready = "yes"; // shows what needs a script
+document.documentElement.dataset.ready = "yes";
 clearance();
