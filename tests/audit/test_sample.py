@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 from audit.dumps import LINE, drawn_line, write_lines
+from corral.audit.dump.completion import LoggedCompletion
 from corral.audit.dump.find import find_dump
 from corral.audit.rules import Rules
-from corral.audit.sample import with_texts
+from corral.audit.sample import Sample, with_texts
 from corral.audit.stream import Columns, audit_dump
 from corral.audit.summary import outside_ball, token_kinds
+from corral.audit.threshold import clip_family
+from corral.audit.tokens import join_completions
 
 
 def sample(path: Path) -> Columns:
@@ -51,3 +54,10 @@ def test_those_with_the_most_errors_are_kept(tmp_path: Path, monkeypatch: pytest
     assert np.unique(columns["update"]).tolist() == [8, 9, 11]
     assert columns["update"].tolist() == sorted(columns["update"].tolist())
     assert len(columns["token"]) == 3 * 30
+
+
+def test_what_is_kept_does_not_keep_its_batch() -> None:
+    completions = [LoggedCompletion(1, np.zeros(4, dtype=np.int64), *(np.full(4, x) for x in (1.0, -1.0, -0.5)))] * 3
+    kept = Sample(0.05, clip_family(0.2, 0.2))
+    kept.add(completions, join_completions(completions))
+    assert all(column.base is None for _, _, columns in kept._kept for column in columns.values()), "copies, not views"

@@ -48,8 +48,11 @@ class Sample:
         count = here.stop - here.start
         positions = np.arange(count) if one.positions is None else one.positions[:count] - one.positions[0]
         fixed = {"update": np.full(count, one.step), "sequence": np.full(count, self._seen), "position": positions}
-        columns = {name: getattr(tokens, name)[here] for name in ("token", "advantage", "logp_old", "logp_new", "kl", "tv")}
-        return {**fixed, **columns, "clipped": blocked[here]}
+        # Copies: a view would keep all tokens of its batch in memory.
+        columns = {
+            name: getattr(tokens, name)[here].copy() for name in ("token", "advantage", "logp_old", "logp_new", "kl", "tv")
+        }
+        return {**fixed, **columns, "clipped": blocked[here].copy()}
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """All of them one after the other, as an audit's table has its columns, but for `text`."""
