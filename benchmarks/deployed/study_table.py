@@ -1,12 +1,11 @@
-"""What the runs of the study found: read from their files, and by setting."""
+"""What the runs of the study found: read from their files, and by setting. Plans need it where no report can be made."""
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-from corral.report.statistics import area_under_curve
 
 Row = dict[str, Any]
 """One run: its settings, how it ended, and a line per step."""
@@ -34,10 +33,10 @@ def held_out(run: Row) -> list[tuple[float, float]]:
 
 
 def area(run: Row) -> float:
-    """Mean success on held-out problems over the run, from its first measurement on."""
-    found = area_under_curve(held_out(run), run["steps"])
-    assert found is not None, f"{run['key']} measured nothing"
-    return found
+    """Mean success on held-out problems over the run, from its first measurement on: by trapezia, as reports have it."""
+    points = held_out(run)
+    below = sum((after - before) * (low + high) / 2 for (before, low), (after, high) in pairwise(points))
+    return below / (points[-1][0] - points[0][0]) if len(points) > 1 else points[0][1]
 
 
 def rewards(run: Row) -> float:

@@ -1,5 +1,6 @@
 """The study of deployed networks: its numbers worked by hand, its plans, and a page that says what its raw data say."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import study_page
 import study_table
 from spec import Shipped, Spec
+
+from corral.report.statistics import area_under_curve
 
 
 def made(seed: int = 1, *, success: dict[int, float], rewards: list[float], **settings: Any) -> study_table.Row:
@@ -64,6 +67,22 @@ def test_plans_name_every_run_once() -> None:
     spec = Shipped(objective="troll", rate="auto", seed=3, bound=None)
     assert "deployed_bound" not in spec.layer()  # auto brings its own
     assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
+
+
+def test_plans_run_where_no_report_can_be_made() -> None:
+    """A machine that trains needs neither rliable nor matplotlib; the page alone does."""
+    folder = Path(study_table.__file__).parent
+    for name in ("study", "study_table", "plans", "spec", "shipped_run", "held_run", "measure"):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        refused = ("corral.report", "corral.compare", "rliable", "matplotlib", "study_page", "study_figure")
+        assert not [module for module in imported if module.startswith(refused)], name
+
+
+def test_the_area_is_that_of_reports() -> None:
+    run = made(success={0: 0.2, 1: 0.7, 4: 0.1}, rewards=[0.1] * 4)
+    assert study_table.area(run) == pytest.approx(area_under_curve(study_table.held_out(run), 4))
 
 
 def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
