@@ -264,7 +264,9 @@ def test_explain_shows_defaults_and_what_they_mean(capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "  bound = 0.05\n      ε: KL(projected‖old) of every token" in text
     assert "L_t = − (π̃(a_t) / π_old(a_t)) Â_t" in text
-    assert set(field_docs(TROLLConfig)) == {"bound", "regression", "tail", "vocab_size", "level", "gradient", "ratio_cap"}
+    assert set(field_docs(TROLLConfig)) == {
+        "bound", "regression", "tail", "vocab_size", "level", "gradient", "ratio_cap", "project",
+    }  # fmt: skip
 
 
 def test_explain_lists_and_guesses(capsys: pytest.CaptureFixture[str]) -> None:

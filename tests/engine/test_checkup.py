@@ -41,7 +41,9 @@ def test_a_thin_adapters_engine_is_looked_up_by_the_names_it_uses(
     assert "PolicyLossRegistry is not there, and the adapter needs it" in capsys.readouterr().out
     module.PolicyLossRegistry = object
     assert main(["doctor", "--engine", "skyrl"]) == 0
-    assert 'register("dppo", bound=0.2)' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert 'register("dppo", bound=0.2)' in printed
+    assert printed.endswith("\nThe engine has what the adapter uses.\n")
 
 
 @pytest.mark.parametrize("engine", checkup.ENGINES)

@@ -16,7 +16,7 @@ from tolerance import assert_close
 
 def aggregate(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, **info: Any) -> Tensor:
     """verl's token mean, with its global number of tokens."""
-    assert loss_agg_mode == "token-mean"
+    assert loss_agg_mode in ("token-mean", "seq-mean-token-sum-norm")
     return (loss_mat * loss_mask).sum() / info["batch_num_tokens"] * info["dp_size"]
 
 
@@ -117,3 +117,13 @@ def test_a_reduction_of_another_gradient_is_told_once(caplog: pytest.LogCaptureF
     assert [record.message for record in caplog.records] == [
         "corral for verl: loss_agg_mode: token-mean gives gspo another gradient than its own. Use seq-mean-token-mean."
     ]
+
+
+def test_a_length_that_depends_on_the_split_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    config, loss_fn = config_of("corral_dppo", anchor="old"), make_policy_loss("corral_dppo", aggregate)
+    config.global_batch_info["loss_scale_factor"] = 4096
+    loss_fn(**tokens(), config=config, loss_agg_mode="seq-mean-token-sum-norm")
+    assert caplog.records == []
+    config.global_batch_info["loss_scale_factor"] = None
+    loss_fn(**tokens(), config=config, loss_agg_mode="seq-mean-token-sum-norm")
+    assert "Set it to data.max_response_length" in caplog.text

@@ -11,9 +11,10 @@ from tiny_models import VOCABULARY, Spy, dense_logp, make_trainer, measured, nud
 
 import corral.llm.trainer
 from corral import gather_support
-from corral.llm import CorralConfig
+from corral.llm import CorralConfig, policy_head
+from corral.llm.old_policy import OldPolicy
 from corral.llm.trl_api import FUSED
-from tolerance import assert_close
+from tolerance import ROUNDING, assert_close
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="this TRL computes all logits")
 
@@ -57,6 +58,24 @@ def test_the_old_policy_is_exact_on_the_union(tmp_path: Path, case: dict[str, An
     assert_close(batch.dist_old.logp[mask], expected.logp[mask], atol=atol)
     assert_close(batch.dist_old.rest.exp()[mask], expected.rest.exp()[mask], atol=atol)
     assert ((ids[mask] >= 0).sum(-1) > 4).any(), "the new policy must have brought a token"
+
+
+@pytest.mark.parametrize("objective", ["troll", "gspo"])  # gspo is of sequences, and takes the other way each time
+def test_the_head_takes_the_loss_on_the_union_itself(tmp_path: Path, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients, calls, inner = [], [], policy_head.policy_loss_from_hidden
+    monkeypatch.setattr(policy_head, "policy_loss_from_hidden", lambda *args, **how: calls.append(how) or inner(*args, **how))
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(OldPolicy, "union_support", lambda *_: None)
+        trainer = make_trainer(tmp_path, objective, **CUT_OFF)
+        inputs = rollouts(trainer)[1]
+        nudge(trainer.model, 0.6)
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        gradients.append([loss.detach(), *(x.grad for x in trainer.model.parameters())])
+    assert len(calls) == (1 if objective == "troll" else 0)
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, torch.float32, atol=ROUNDING)
 
 
 def test_supports_that_held_their_mass_are_left_alone(tmp_path: Path) -> None:

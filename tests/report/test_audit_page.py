@@ -68,8 +68,8 @@ def test_the_clip_range_is_in_the_middle(tmp_path: Path) -> None:
     page = page_of(tmp_path / "audit", {1: [drawn(60, seed=1, size=3.0)]})
     figure = page.partition('id="ratio"')[2].partition("</svg>")[0]
     low, high = sorted(float(x) for x in re.findall(r'<line x1="([\d.]+)" y1="14.0" [^>]*class="bound"', figure))
-    assert (low + high) / 2 == pytest.approx((64 + 810) / 2, abs=0.2)
-    assert 0.05 < (high - low) / (810 - 64) < 0.4
+    assert (low + high) / 2 == pytest.approx((76 + 810) / 2, abs=0.2)
+    assert 0.05 < (high - low) / (810 - 76) < 0.4
 
 
 def test_the_heat_map_marks_errors(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_every_figure_is_saved_as_a_picture(open_page: Any, small: Path) -> None
         root = ElementTree.fromstring(text)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert title in "".join(root.itertext())
+        assert ("troll beats dppo on final success" in "".join(root.itertext())) == (place != "#histograms")
         assert "countdown with tiny · seeds 0, 1, 2, 3 · corral" in "".join(root.itertext()), "it stands alone"
         assert "class=" not in text
         assert "var(" not in text

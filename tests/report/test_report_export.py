@@ -45,6 +45,8 @@ def test_every_figure_and_every_table(tmp_path: Path) -> None:
         "commands.csv",
         "differences.csv",
     } <= names
+    for name in ("success", "tr_kl_before", "differences-of-pairs", "final"):
+        assert {f"{name}.svg", f"{name}.png"} <= names
     for name in ("success", "tr_kl_before"):
         assert {f"{name}.svg", f"{name}.png", f"{name}.csv"} <= names
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -101,7 +101,7 @@ def _run_engine(name: str) -> int:
         sys.stdout.write(f"{row:<17} {what}\n")
     for what, lines in found.lines.items():
         sys.stdout.write(f"\n# {what}\n{lines}\n")
-    sys.stdout.write("\n" + "".join(f"wrong: {line}\n" for line in found.trouble) if found.trouble else "\ncorral is active.\n")
+    sys.stdout.write("\n" + "".join(f"wrong: {line}\n" for line in found.trouble) if found.trouble else f"\n{found.verdict}\n")
     return 1 if found.trouble else 0
 
 

@@ -27,6 +27,8 @@ class Checkup:
     trouble: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
     """By what they turn on."""
+    verdict: str = "corral is active."
+    """Where nothing is wrong."""
 
     def check_release(self, package: str, low: str, high: str) -> bool:
         """A row on a package's release; trouble if it is not there or out of range."""
@@ -54,7 +56,7 @@ def run_checkup(engine: str) -> Checkup:
 
 def _look_up(module: Any) -> Checkup:
     """Of a thin adapter: is its engine there, with the names that the adapter uses?"""
-    found = Checkup(lines={"how": str(module.__doc__).strip()})
+    found = Checkup(lines={"how": str(module.__doc__).strip()}, verdict="The engine has what the adapter uses.")
     try:
         found.rows.append((module.PACKAGE, version(module.PACKAGE)))
     except PackageNotFoundError:

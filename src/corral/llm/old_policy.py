@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.kernels.gathered import gather_logp
+from corral.kernels.union import UnionSupport
 from corral.llm.scoring_pass import HeadInputs, ScoringPass
 from corral.numerics import logsumexp
 from corral.objective.troll import FILL
@@ -64,6 +65,13 @@ class OldPolicy:
             return None
         ids, logp, rest = (inputs[key] for key in _KEYS[:3])
         return SparseDist(ids, logp, rest, inputs.get(_KEYS[3]))  # a sampler does not report the last
+
+    def union_support(self, inputs: dict[str, Any], top_k: int, mass: float) -> UnionSupport | None:
+        """What a head needs to take the loss on the union itself; None where the old head was not kept."""
+        if self.head is None or self.hidden is None or _ROW not in inputs:
+            return None
+        head, place = self.head, inputs[_ROW]
+        return UnionSupport(top_k=top_k, mass=mass, hidden=self.hidden, weight=head.weight, bias=head.bias, place=place)
 
     def union(self, inputs: dict[str, Any], new: SparseDist, mask: Bool[Tensor, "B T"]) -> tuple[SparseDist, SparseDist]:
         """Both policies on the union of their supports, where `new` has it; the old one's members come first.

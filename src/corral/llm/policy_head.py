@@ -117,7 +117,7 @@ class _FusedHead:
             if terms is not None:
                 loss = policy_loss_from_hidden(
                     hidden[None], weight, tokens[None], terms.batch, terms.objective, weights=terms.weights,
-                    policy_weights=terms.policy_weights, on_policy=terms.on_policy, **settings,
+                    policy_weights=terms.policy_weights, on_policy=terms.on_policy, union=terms.union, **settings,
                 )  # fmt: skip
                 return _outputs(*self._report_loss(loss, packing), rows, scored.numel())
             head = lm_head(

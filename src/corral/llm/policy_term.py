@@ -11,6 +11,7 @@ from torch import Tensor
 from corral.kernels.batch_loss import batch_loss
 from corral.kernels.packed import LossTerms, Packing
 from corral.kernels.policy_loss import TOLERANCE, PolicyLoss
+from corral.kernels.union import UnionSupport
 from corral.llm.ledger import ratio_sums
 from corral.llm.rollout_support import fill_unscored
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
@@ -71,20 +72,28 @@ class PolicyTerm:
     def _loss_terms(self, packing: Packing) -> LossTerms | None:
         """The loss of the scored tokens for the head to compute; None where that needs more than tokens one by one.
 
-        Other terms read the head's results too, a union changes the old policy, and without an old pass a correction, and the
-        anchor of a token that the sampler could not score, are of log-probs that the head has yet to find.
+        Other terms read the head's results too, and without an old pass a correction, and the anchor of a token that the
+        sampler could not score, are of log-probs that the head has yet to find.
         """
         trainer, mask = self.trainer, self.mask
         off_policy = "old_per_token_logps" in self.inputs
         batch = self._batch(mask.new_zeros(mask.shape, dtype=torch.float32), None)
         objective = self._objective(batch.dist_old)
-        own_support = self.support.top_k is not None  # or a union
+        union = self._union()
+        own_support = self.support.top_k is not None and union is None
         alone = objective.config.tokenwise and not own_support and not trainer.has_other_terms and packing.shape == mask.shape
         if not alone or (trainer.correction is not None and not off_policy) or not FUSED or self._reads_unscored():
             return None
         on_policy = not off_policy and batch.logp_rollout is not batch.logp_old
         weights = torch.where(mask, torch.as_tensor(self.weights, dtype=torch.float32, device=mask.device), 0.0)
-        return LossTerms(objective, batch, weights, self._policy_weights(batch, None), on_policy).pack(packing)
+        return LossTerms(objective, batch, weights, self._policy_weights(batch, None), on_policy, union).pack(packing)
+
+    def _union(self) -> UnionSupport | None:
+        """The union of supports, where the head can take the loss on it and nobody else looks at both policies there."""
+        trainer, support = self.trainer, self.support
+        if not trainer.union or support.ids is None or support.top_k is None or trainer.token_observer is not None:
+            return None
+        return trainer.old_policy.union_support(self.inputs, support.top_k, support.mass)
 
     def _reads_unscored(self) -> bool:
         """Whether the sampler is the anchor, could not score some token (NaN), and no old pass has."""

@@ -176,3 +176,16 @@ def fill_unscored(dist: SparseDist, logp: Float[Tensor, "*b"]) -> SparseDist:
     tail = torch.log(-torch.expm1(logp.float().clamp(max=-_LEAST_TAIL)))
     own = torch.where(unscored[..., None] & (dist.ids >= 0), logp[..., None].float(), dist.logp)
     return SparseDist(dist.ids, own, torch.where(unscored, tail, dist.rest), dist.rest_max)
+
+
+def check_server(trainer: "CorralTrainer") -> None:
+    """Refuse a vLLM server whose log-probs are of another policy than the one it draws from, such as before temperature."""
+    client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # the main process has one, with a server
+    if not hasattr(client, "get_server_info"):  # a server of TRL's before 1.16 has the right mode
+        return
+    mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs" and not (mode == "raw_logprobs" and trainer.temperature == 1):
+        raise ValueError(
+            f"CorralTrainer: anchor='rollout' needs the log-probs that vLLM draws from, and this server reports {mode!r} at "
+            f"temperature {trainer.temperature}. Restart it with --logprobs-mode processed_logprobs, or use anchor='old'."
+        )

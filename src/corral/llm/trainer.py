@@ -22,7 +22,7 @@ from corral.llm.models import base_model, load_model
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
-from corral.llm.rollout_support import RolloutSupport
+from corral.llm.rollout_support import RolloutSupport, check_server
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED, steps_per_batch
@@ -100,7 +100,7 @@ class CorralTrainer(GRPOTrainer):
                 f"Install TRL 1.15 or newer, or use support='old'."
             )
         if self.anchor == "rollout" and self.use_vllm and self.accelerator.is_main_process:
-            _check_server(self)
+            check_server(self)
         sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
         self.rollout_support = RolloutSupport(self) if sampled else None
         # An evaluation may come in the middle of a batch, and has rollouts of its own.
@@ -339,17 +339,4 @@ def _check_surroundings(args: CorralConfig) -> None:
         raise ValueError(
             "CorralTrainer: DeepSpeed ZeRO-3 is untested, and its partitioned head is gone when corral's backward pass reads "
             "it again. Use ZeRO-2, or FSDP2."
-        )
-
-
-def _check_server(trainer: CorralTrainer) -> None:
-    """Refuse a vLLM server whose log-probs are of another policy than the one it draws from, such as before temperature."""
-    client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # the main process has one, with a server
-    if not hasattr(client, "get_server_info"):  # a server of TRL's before 1.16 has the right mode
-        return
-    mode = client.get_server_info()["model_config"]["logprobs_mode"]
-    if mode != "processed_logprobs" and not (mode == "raw_logprobs" and trainer.temperature == 1):
-        raise ValueError(
-            f"CorralTrainer: anchor='rollout' needs the log-probs that vLLM draws from, and this server reports {mode!r} at "
-            f"temperature {trainer.temperature}. Restart it with --logprobs-mode processed_logprobs, or use anchor='old'."
         )

@@ -12,6 +12,11 @@ from corral.engine.adapter import read_metrics, warn_once
 from corral.engine.verl.settings import CONFIG, MODEL_TYPE, VerlSettings
 from corral.types import SparseDist, TokenBatch
 
+_NO_LENGTH = (
+    "seq-mean-token-sum-norm without actor.loss_scale_factor divides by the longest response of each micro-batch, so that an "
+    "update depends on how its batch is split. Set it to data.max_response_length."
+)
+
 Aggregate = Callable[..., Tensor]
 """verl's agg_loss."""
 
@@ -58,6 +63,8 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
                 f"actor_rollout_ref.model.model_type={MODEL_TYPE} and trainer.v1.trainer_mode=corral_sync."
             )
         warn_once("corral for verl: loss_agg_mode", wanted.other_reduction(loss_agg_mode))
+        if loss_agg_mode == "seq-mean-token-sum-norm" and config.global_batch_info.get("loss_scale_factor") is None:
+            warn_once("corral for verl: loss_agg_mode", _NO_LENGTH)
         extras = extras or BatchExtras()
         mask = response_mask.bool()
         batch = TokenBatch(

@@ -35,13 +35,18 @@ def four_cells(ball: Ball, rules: Mapping[str, Any]) -> Safe:
         )  # fmt: skip
     radius = number(rules["kl_bound"])
     heads = [tag("span", f"inside KL ≤ {radius}", class_="head"), tag("span", "outside", class_="head")]
-    return join(_headline(ball, rules), tag("div", *heads, *cells, class_="cells"))
+    return join(_large(headline(ball, rules)), tag("div", *heads, *cells, class_="cells"))
 
 
-def _headline(ball: Ball, rules: Mapping[str, Any]) -> Safe:
+def headline(ball: Ball, rules: Mapping[str, Any]) -> str:
     """One number: how many of the blocked tokens had hardly moved; where none is blocked, what is missed."""
     would = "" if rules.get("own") else "would have "
-    share, words = ball.passed_outward / ball.tokens, f"of the tokens are missed: clipping {would}blocked none"
     if ball.blocked:
-        share, words = ball.blocked_inside / ball.blocked, f"of the tokens that clipping {would}blocked had hardly moved"
-    return tag("p", tag("strong", percent(share)), " ", words, class_="headline")
+        return f"{percent(ball.blocked_inside / ball.blocked)} of the tokens that clipping {would}blocked had hardly moved"
+    return f"{percent(ball.passed_outward / ball.tokens)} of the tokens are missed: clipping {would}blocked none"
+
+
+def _large(sentence: str) -> Safe:
+    """The sentence with its number in large."""
+    share, of, words = sentence.partition(" of ")
+    return tag("p", tag("strong", share), of, words, class_="headline")

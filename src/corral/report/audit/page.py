@@ -9,7 +9,7 @@ import pyarrow as pa
 import corral
 from corral.audit.summary import Ball, Row, Summary, table_columns
 from corral.audit.words import RULES, number, percent, sentences
-from corral.report.audit.cells import four_cells
+from corral.report.audit.cells import four_cells, headline
 from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
 from corral.report.audit.thresholds import audit_thresholds
 from corral.report.audit.tokens import completion_heat, render_token
@@ -55,7 +55,7 @@ def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str
     return document(
         title,
         _body(title, info, rows, summary),
-        {"about": _about(info, summary)},
+        {"about": _about(info, summary), "headline": headline(summary.verdicts["clipped"]["kl"], info["rules"])},
         ["base.js", "audit.js"],
         ["page.css", "audit.css"],
     )
@@ -91,7 +91,7 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
         "completions": ("Completions", completion_heat(columns, rules)),
         "measured": ("How this was measured", _method(info)),
     }
-    main = tag("main", *sections(parts).values())
+    main = tag("main", *sections(parts).values(), class_="audited-page")
     return page_body(title, said[0], parts, main, f"{len(tokens):,} audited tokens")
 
 

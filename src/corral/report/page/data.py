@@ -8,6 +8,7 @@ from corral.report import figures, outcomes
 from corral.report.content import RunReport, report_looks
 from corral.report.html import MOST_ROWS, page_json, shorten
 from corral.report.looks import Look, short_labels
+from corral.report.page.forest import sort_pairs
 from corral.report.read import Run
 from corral.report.sweep.find import Sweep
 from corral.report.sweep.ranges import ordered, value_at, value_text
@@ -61,7 +62,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
         ],
         "bands": {metric.key: _bands(report, metric) for metric in report.metrics if metric.section == "learning"},
         "every": report.every,
-        "about": visible(shorten(_about(report), 300)),
+        "about": visible(shorten(_about(report), 300)), "headline": visible(shorten(_headline(report), 300)),
         "measure": {"key": report.measure.key, "name": report.measure.name, "percent": report.measure.factor == 100},
         "finals": _finals(report),
         "sweeps": [_sweep(sweep, looks) for sweep in report.sweeps],
@@ -96,6 +97,12 @@ def _finals(report: RunReport) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def _headline(report: RunReport) -> str:
+    """The largest claim, for figures that are about it."""
+    rows = sort_pairs([row for row in report.tables["comparisons"] if row["measure"] == "final"])
+    return rows[0]["sentence"] if rows and rows[0]["claimed"] else ""
 
 
 def _about(report: RunReport) -> str:

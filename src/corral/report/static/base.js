@@ -181,7 +181,7 @@ function drawnSvg(figure, title) {
   if (!source) return null;
   const root = document.documentElement, theme = root.dataset.theme, [, , width, height] = source.getAttribute("viewBox").split(" ").map(Number);
   const copy = make("svg"), legend = figure.legend.map(one => make("g", { class: `c${one.colour}` }, make("line", { class: `curve dash${one.dash || 0}`, x1: 0, x2: 24, y1: -4, y2: -4 }), marker(one.marker || 0, 12, -4), make("text", { class: "name", x: 30, y: 0 }, fit(one.label, 60))));
-  const most = Math.floor((width - 28) / 6.6), about = lines([figure.dataset.headline, data.about].filter(Boolean).join(" · "), most), said = lines(figure.querySelector("figcaption").textContent, most);
+  const most = Math.floor((width - 28) / 6.6), about = lines([figure.closest("#forest, #finals, #learning, .audited-page") ? data.headline : "", data.about].filter(Boolean).join(" · "), most), said = lines(figure.querySelector("figcaption").textContent, most);
   let x = 14, y = 44 + 16 * about.length;
   legend.forEach((node, index) => {
     const room = 46 + 7.2 * Math.min(60, figure.legend[index].label.length);
