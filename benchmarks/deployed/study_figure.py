@@ -24,7 +24,7 @@ def draw(runs: Sequence[Row], over_rates: Sequence[Row], path: Path) -> None:
         (kept, lambda run: run["passes"], "passes over each batch"),
         (over_rates, lambda run: run["rate"], "learning rate"),
     ]
-    panels = [panel for panel in panels if panel[0]]
+    panels = [(some, place, name) for some, place, name in panels if len({place(run) for run in some}) > 1]
     figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="constrained")
     for axes, (some, place, name) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _lines(axes, some, place)

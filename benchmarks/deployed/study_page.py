@@ -148,6 +148,8 @@ def rates(runs: Sequence[Row]) -> str:
     lines = []
     for objective in OBJECTIVES:
         for arm, held in (("off", ""), ("on 0.02", ", held")):
+            if not any((objective, arm, rate) in found for rate in tried):
+                continue
             for what, read in (("final", final), ("area", area)):
                 cells = [numbers(map(read, found.get((objective, arm, rate), []))) for rate in tried]
                 lines.append([f"{objective}{held}" if what == "final" else "", what, *cells])

@@ -94,5 +94,5 @@ def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
 def test_the_page_says_what_the_raw_data_say() -> None:
     text = study_page.PAGE.read_text()
     runs = [*study_table.finished([study_page.RESULTS]).values()]
-    assert {*study_page.BLOCK.findall(text)} >= {"reuse", "gate0", "gate0constant"}
+    assert {*study_page.BLOCK.findall(text)} >= {"reuse", "rates", "gate0", "gate0constant"}
     assert study_page.write(text, runs) == text, "the raw data have changed: make results"

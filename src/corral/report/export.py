@@ -71,9 +71,7 @@ def _of_problem(report: RunReport, groups: Sequence[Group], folder: Path, ending
         [row for row in report.tables["comparisons"] if row["measure"] == "final" and row["problem"] == groups[0].problem]
     )
     if pairs:
-        said = (
-            f"{pairs[0]['sentence']}\nMeans of differences of runs with equal seeds, Student's 95 % intervals; filled: claims."
-        )
+        said = f"{pairs[0]['sentence']}\n{about}. Means of paired differences, Student's 95 % intervals; filled: claims."
         drawn = partial(plots.draw_forest, rows=pairs, looks=looks, what=f"final {report.measure.name}")
         written += _draw(drawn, folder / f"differences-of-pairs{ending}", said, rows=len(pairs))
     for group, name in zip(groups, _file_names([group.label for group in groups]), strict=True):
