@@ -126,7 +126,10 @@ def test_the_index_says_what_was_verified_of_corrections(name: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "code", "promised"), [pytest.param(*example, id=example[0]) for example in examples()])
-def test_every_example_runs_and_prints_what_it_says(where: str, code: str, promised: str | None) -> None:
+def test_every_example_runs_and_prints_what_it_says(
+    where: str, code: str, promised: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     printed = output_of(where, code)
     if promised is not None:
         assert printed == promised
