@@ -93,7 +93,7 @@ def test_a_pass_may_be_one_update(tmp_path):
 
 @pytest.mark.parametrize(("bound", "share"), [(math.inf, 1.0), (0.02, 0.9)])
 def test_a_step_that_stays_near_has_all_its_passes_and_is_then_retracted(tmp_path, bound, share):
-    # The bound is exceeded in the second pass, and ten times it never: what is kept is a share of three passes.
+    # The bound is exceeded in the second pass, and fifty times it never: what is kept is a share of three passes.
     found = []
     for reuse in ("fixed", "auto"):
         given = {"deployed_bound": bound, "max_steps": 6, "learning_rate": 0.001, **PASSES, "reuse": reuse}

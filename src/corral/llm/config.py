@@ -95,7 +95,7 @@ class CorralConfig(GRPOConfig):
         default="fixed",
         metadata={
             "help": "Passes over a batch of rollouts: `fixed` makes `num_iterations`; `auto` at most so many (8 where that is "
-            "1), until the network is ten times `deployed_bound`, .02 unless given, away or the effective sample size below ½."
+            "1), until the network is 50 times `deployed_bound`, .02 unless given, away or the effective sample size below ½."
         },
     )
     disable_dropout: bool = field(

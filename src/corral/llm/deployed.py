@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 AIM = 0.5
 """The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
-SPENT = 10.0
+SPENT = 50.0
 """Times the bound, before anything is undone, from which on `reuse="auto"` makes no further pass: D grows as the square of what
-is kept, and less than a third would be."""
+is kept, and less than a seventh would be."""
 LEAST_ESS = 0.5
 """The effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
 PROBES = 4
@@ -44,8 +44,8 @@ class DeployedCallback(TrainerCallback):
     so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already.
 
     With `reuse="auto"` the network is measured after every pass over the batch, and another one is made while it is nearer than
-    ten times the bound and the effective sample size is at least ½. A step beyond the bound goes on: many passes, retracted at
-    their end, are worth more than the first of them alone.
+    fifty times the bound and the effective sample size is at least ½. A step beyond the bound goes on: many passes, retracted
+    at their end, are worth more than the first of them alone.
     """
 
     def __init__(self, trainer: "CorralTrainer") -> None:
