@@ -14,6 +14,7 @@ from corral.audit.sample import with_texts
 from corral.audit.stream import audit_dump
 from corral.report.audit.chart import Axis
 from corral.report.audit.stream_page import stream_page
+from report.conftest import BEYOND
 
 INFO = {"name": "a dump", "what": "compared", "rules": Rules().as_dict(), "settings": {"format": "corral"}}
 
@@ -38,6 +39,18 @@ def test_it_says_what_was_found(tmp_path: Path) -> None:
     assert len(rows) == 7
     assert "δ = 0.2 ●" in rows[4]
     assert page.count("<strong>") == 10 + 5, "a bound of each rule that has the fewest errors; four cells and the headline"
+
+
+def test_cells_of_a_dump_are_bounds(tmp_path: Path) -> None:
+    """ρ = e^½ and e^2 at Â = 1, both blocked: binary KL .117 is outside .05, .001 inside as far as one token shows."""
+    line = {"tokens": [1, 2], "advantages": 1.0, "logp_old": [-1.0, -9.0], "logp_new": [-0.5, -7.0]}
+    page = page_of(tmp_path, [line])
+    assert "<strong>≤ 50 %</strong> of the tokens that clipping would have blocked were inside the KL ball" in page
+    assert "hardly moved" not in page
+    cells = re.findall(r'<div class="cell-(\w+) c\d"><b>[\w ]+</b><strong>([^<]+)</strong>', page)
+    assert cells == [("false", "≤ 50 %"), ("right", "≥ 50 %"), ("passed", "≤ 0 %"), ("missed", "≥ 0 %")]
+    page = page_of(tmp_path, [{**line, "logp_old": [-0.5, -0.02], "logp_new": [-0.4, -0.02]}])
+    assert "<strong>≥ 0 %</strong> of the tokens are missed: clipping would have blocked none" in page
 
 
 @pytest.mark.parametrize("day", ["nothing moved", "one token", "no advantage", "far", "one step", "a support"])
@@ -93,5 +106,12 @@ def test_in_a_browser(open_page: Callable[..., Any], tmp_path: Path) -> None:
     before = page.evaluate(paper)
     page.check("input[name=theme][value=dark]")
     assert page.evaluate(paper) != before
-    phone = open_page(html, viewport={"width": 360, "height": 740}, is_mobile=True)
-    assert phone.evaluate("document.documentElement.scrollWidth") <= 360
+    with page.expect_download() as download:
+        page.get_by_role("button", name="SVG of Distance by step").click()
+    saved = Path(download.value.path()).read_text()
+    assert "1,440 tokens" in saved, "a saved figure says what was audited"
+    assert "were inside the KL ball" in saved
+    for width in (360, 390):
+        phone = open_page(html, viewport={"width": width, "height": 740}, is_mobile=True)
+        assert phone.evaluate("document.documentElement.scrollWidth") <= width
+        assert phone.evaluate(BEYOND) == [], "charts fit and do not scroll"

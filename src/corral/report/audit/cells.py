@@ -17,33 +17,50 @@ _CELLS = {
 """Row by row: blocked, then passed; inside the ball, then outside."""
 
 
-def four_cells(ball: Ball, rules: Mapping[str, Any]) -> Safe:
-    """What clipping did to all audited tokens, against the KL ball."""
+_FEWER, _MORE = "≤ ", "≥ "
+_BOUNDED = {
+    "false": (_FEWER, "blocked, and inside as far as was logged"),
+    "right": (_MORE, "the policy has left the ball for certain"),
+    "passed": (_FEWER, "inside as far as was logged"),
+    "missed": (_MORE, "outside for certain and pushed further out, yet left alone"),
+}
+"""The same where divergences are lower bounds: the true ones can only move tokens from inside to outside."""
+
+
+def four_cells(ball: Ball, rules: Mapping[str, Any], *, certain: bool = True) -> Safe:
+    """What clipping did to all audited tokens, against the KL ball; `certain` unless divergences are lower bounds."""
     back = ball.passed_outside - ball.passed_outward
     counts = {"false": ball.blocked_inside, "right": ball.blocked_outside}
     counts |= {"passed": ball.passed_inside, "missed": ball.passed_outward}
     cells = []
-    for kind, (name, words) in _CELLS.items():
+    for kind, (name, exact) in _CELLS.items():
+        sign, words = ("", exact) if certain else _BOUNDED[kind]
         more = f"; {percent(back / ball.tokens)} more are outside, on their way back" if kind == "missed" and back else ""
         cells.append(
             tag(
                 "div",
-                tag("b", name), tag("strong", percent(counts[kind] / ball.tokens)),
+                tag("b", name), tag("strong", f"{sign}{percent(counts[kind] / ball.tokens)}"),
                 tag("span", f"{counts[kind]:,} tokens: {words}{more}"),
                 class_=f"cell-{kind} {REGIONS[kind][0]}",
             )
         )  # fmt: skip
     radius = number(rules["kl_bound"])
     heads = [tag("span", f"inside KL ≤ {radius}", class_="head"), tag("span", "outside", class_="head")]
-    return join(_large(headline(ball, rules)), tag("div", *heads, *cells, class_="cells"))
+    return join(_large(headline(ball, rules, certain=certain)), tag("div", *heads, *cells, class_="cells"))
 
 
-def headline(ball: Ball, rules: Mapping[str, Any]) -> str:
-    """One number: how many of the blocked tokens had hardly moved; where none is blocked, what is missed."""
+def headline(ball: Ball, rules: Mapping[str, Any], *, certain: bool = True) -> str:
+    """One number: how many of the blocked tokens had hardly moved; where none is blocked, what is missed.
+
+    Of divergences that are lower bounds it says how many can have been inside the ball at most, or are missed at least.
+    """
     would = "" if rules.get("own") else "would have "
     if ball.blocked:
-        return f"{percent(ball.blocked_inside / ball.blocked)} of the tokens that clipping {would}blocked had hardly moved"
-    return f"{percent(ball.passed_outward / ball.tokens)} of the tokens are missed: clipping {would}blocked none"
+        share = percent(ball.blocked_inside / ball.blocked)
+        moved = "had hardly moved" if certain else "were inside the KL ball"
+        return f"{'' if certain else _FEWER}{share} of the tokens that clipping {would}blocked {moved}"
+    missed = percent(ball.passed_outward / ball.tokens)
+    return f"{'' if certain else _MORE}{missed} of the tokens are missed: clipping {would}blocked none"
 
 
 def _large(sentence: str) -> Safe:

@@ -52,20 +52,14 @@ def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, 
 def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
     """The whole HTML."""
     title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
-    return document(
-        title,
-        _body(title, info, rows, summary),
-        {"about": _about(info, summary), "headline": headline(summary.verdicts["clipped"]["kl"], info["rules"])},
-        ["base.js", "audit.js"],
-        ["page.css", "audit.css"],
-    )
+    about = about_figures(info.get("model"), summary.tokens, info.get("what"))
+    data = {"about": about, "headline": headline(summary.verdicts["clipped"]["kl"], info["rules"])}
+    return document(title, _body(title, info, rows, summary), data, ["base.js", "audit.js"], ["page.css", "audit.css"])
 
 
-def _about(info: Mapping[str, Any], summary: Summary) -> str:
+def about_figures(name: object, tokens: int, what: object) -> str:
     """What a figure that stands alone says of what was audited."""
-    text = (
-        f"{shorten(str(info.get('model') or 'a run'), 60)} · {count(summary.tokens, 'token')}, {info.get('what') or 'compared'}"
-    )
+    text = f"{shorten(str(name or 'a run'), 60)} · {count(tokens, 'token')}, {what or 'compared'}"
     return visible(shorten(f"{text} · corral {corral.__version__}", 240))
 
 

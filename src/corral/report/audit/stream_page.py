@@ -9,11 +9,12 @@ from corral.audit.histogram import ACCURACY
 from corral.audit.stream_words import MEASURES, stream_sentences
 from corral.audit.summary import Column, Row
 from corral.audit.tally import StreamSummary
-from corral.audit.threshold import AUDITED
+from corral.audit.threshold import AUDITED, Threshold
 from corral.audit.words import number, percent
-from corral.report.audit.cells import four_cells
+from corral.report.audit.cells import four_cells, headline
 from corral.report.audit.chart import Axis, curve, legend, plane, sides
 from corral.report.audit.figures import mark
+from corral.report.audit.page import about_figures
 from corral.report.audit.thresholds import threshold_section
 from corral.report.audit.tokens import completion_heat
 from corral.report.html import (
@@ -59,7 +60,7 @@ Everything was computed in one pass. Counts, means and largest values are exact;
 histograms and are within {100 * ACCURACY:g} % of a value that occurs.
 
 Rules look at the very same tokens at the same moment; a run that had been trained with another rule would have come to others.
-Signs of a collapse are those that the guard of `corral train` warns of: KL beyond 1 nat, effective samples below 70 %, entropy
+Signs of a collapse are those that the guard of corral train warns of: KL beyond 1 nat, effective samples below 70 %, entropy
 or reward that fell for good.
 """
 
@@ -73,9 +74,10 @@ def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapp
     """The whole HTML; `sample` holds columns of a few completions, with `text`."""
     title = f"Audit of {shorten(str(info['name']), 80)}"
     said = stream_sentences(summary, info)
+    audited = next((row for row in summary.thresholds if row.family == AUDITED), None)
     found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
     parts = {
-        "findings": ("Findings", join(_cells(summary, info["rules"]), found)),
+        "findings": ("Findings", join(_cells(audited, summary.measure, info["rules"]), found)),
         "threshold": (
             "Which threshold?",
             threshold_section(summary.thresholds, summary.measure, summary.kl_bound, summary.tv_bound),
@@ -84,25 +86,30 @@ def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapp
         "steps": ("Over training", _step_charts(summary.by_step, summary.alarms)),
         "probability": ("By old probability", _buckets(summary)),
         "age": ("By staleness", _ages(summary.by_age)),
-        "completions": ("Completions", completion_heat(sample, info["rules"], "KL")),
+        "completions": ("Completions", completion_heat(sample, info["rules"], "KL", "Step")),
         "measured": ("How this was measured", _method(info)),
     }
-    body = page_body(title, said[0], parts, tag("main", *sections(parts).values()), f"{summary.tokens:,} logged tokens")
-    return document(title, body, {}, ["base.js", "audit.js"], ["page.css", "audit.css"])
+    main = tag("main", *sections(parts).values(), class_="audited-page")
+    body = page_body(title, said[0], parts, main, f"{summary.tokens:,} logged tokens")
+    data = {"about": about_figures(info["name"], summary.tokens, info["what"]), "headline": ""}
+    if audited is not None:
+        data["headline"] = headline(audited.kl, info["rules"], certain=summary.measure == "whole")
+    return document(title, body, data, ["base.js", "audit.js"], ["page.css", "audit.css"])
 
 
-def _cells(summary: StreamSummary, rules: Mapping[str, Any]) -> Safe | None:
+def _cells(audited: Threshold | None, measure: str, rules: Mapping[str, Any]) -> Safe | None:
     """The audited rule against the KL ball."""
-    audited = next((row for row in summary.thresholds if row.family == AUDITED), None)
     if audited is None:
         return None
-    sure = f"Divergences are those of {MEASURES[summary.measure]}: false alarms may be fewer, and more may be missed."
-    return join(four_cells(audited.kl, rules), None if summary.measure == "whole" else tag("p", sure, class_="count"))
+    sure = f"Divergences are those of {MEASURES[measure]}: false alarms may be fewer, and more may be missed."
+    certain = measure == "whole"
+    return join(four_cells(audited.kl, rules, certain=certain), None if certain else tag("p", sure, class_="count"))
 
 
 def _distances(summary: StreamSummary) -> Safe:
     rows: list[Row] = [{"what": _DISTANCES[name], **row} for name, row in summary.distances.items()]
-    shown = table(rows, {"what": "Distance", **_QUANTILES}, lambda key, row: row[key] if key == "what" else number(row[key]))
+    columns = {"what": "Distance", **_QUANTILES}
+    shown = table(rows, columns, lambda key, row: row[key] if key == "what" else number(row[key]), aria_label="Distances")
     return join(tag("p", f"Divergences are those of {MEASURES[summary.measure]}.", class_="count"), shown)
 
 

@@ -33,8 +33,10 @@ def render_token(text: str, most: int = 60) -> str:
     return f"{'␣' * len(before)}{inner}{'␣' * len(after)}" or "∅"
 
 
-def completion_heat(columns: Mapping[str, Column], rules: Mapping[str, Any], distance: str = "true KL") -> Safe:
-    """The darker a token, the further its distribution went; its line says what clipping did."""
+def completion_heat(
+    columns: Mapping[str, Column], rules: Mapping[str, Any], distance: str = "true KL", moment: str = "Update"
+) -> Safe:
+    """The darker a token, the further its distribution went; its line says what clipping did. `moment`: what `update` is."""
     found = token_kinds(columns, columns["clipped"], outside_ball(columns, rules, "kl"))
     keys = list(zip(columns["update"].tolist(), columns["sequence"].tolist(), strict=True))
     starts = [index for index, key in enumerate(keys) if index == 0 or key != keys[index - 1]]
@@ -51,7 +53,7 @@ def completion_heat(columns: Mapping[str, Column], rules: Mapping[str, Any], dis
     for place, span in enumerate(spans):
         update, sequence = keys[span.start]
         advantage = float(columns["advantage"][span.start])
-        title = f"Update {update}, completion {sequence}: advantage {advantage:.2g}".replace("-", "−")
+        title = f"{moment} {update}, completion {sequence}: advantage {advantage:.2g}".replace("-", "−")
         made.append(
             tag("details", tag("summary", title), _heat(columns, found, span, most or 1.0), open=place == 0, class_="audited")
         )
