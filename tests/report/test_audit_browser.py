@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from report.conftest import BEYOND
 from report.test_audit_page import HOSTILE, completion, drawn, page_of
 
 pytestmark = pytest.mark.browser
@@ -56,6 +57,15 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
     assert "Tokens beyond the edges" in saved
     phone = open_audit(html, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     assert phone.evaluate("document.documentElement.scrollWidth") <= 360
+    assert phone.evaluate(BEYOND) == [], "figures fit and do not scroll"
     letters = "[...document.querySelectorAll('#ratio .narrow text')].map(node => node.getBoundingClientRect().height)"
     assert min(phone.evaluate(letters)) > 10, "and can be read there"
+    style = "getComputedStyle(document.querySelector('.cell-missed')).borderTopStyle"
+    assert page.evaluate(style) == "dashed", "errors are told apart by more than their colours"
+    page.set_viewport_size({"width": 700, "height": 900})
+    page.emulate_media(media="print")
+    tables = "[...document.querySelectorAll('.scroll')].filter(node => node.firstChild.offsetWidth > node.clientWidth).length"
+    assert page.evaluate(tables) == 0, "on paper tables keep their columns"
+    heads = "[...document.querySelectorAll('thead th')].map(node => getComputedStyle(node).overflowWrap)"
+    assert set(page.evaluate(heads)) == {"break-word"}, "and headings their words"
     assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000

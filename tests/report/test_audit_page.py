@@ -70,6 +70,8 @@ def test_the_clip_range_is_in_the_middle(tmp_path: Path) -> None:
     low, high = sorted(float(x) for x in re.findall(r'<line x1="([\d.]+)" y1="14.0" [^>]*class="bound"', figure))
     assert (low + high) / 2 == pytest.approx((76 + 810) / 2, abs=0.2)
     assert 0.05 < (high - low) / (810 - 76) < 0.4
+    assert ">0.8<" in figure, "the edges of the range have their numbers"
+    assert ">1.2<" in figure
 
 
 def test_the_heat_map_marks_errors(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def bucket_figure(rows: Sequence[Row]) -> Safe:
 
     def draw(width: int) -> tuple[list[Safe], int]:
         narrow = width == NARROW
-        height, top, middle, bottom, left, right = 430, 16, 200, 64 if narrow else 54, 46 if narrow else 76, 8
+        height, top, middle, bottom, left, right = 430, 16, 200, 64 if narrow else 54, 54 if narrow else 76, 8
         each = (width - left - right) / len(rows)
         values = [value for row in rows for value in (row["tv"]["mean"], row["tv"]["max"]) if value > 0]
         tv = LogAxis(min(values, default=1e-3), 1.0, top, middle - 28)
@@ -98,7 +98,7 @@ def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Saf
 
     def draw(width: int) -> tuple[list[Safe], int]:
         narrow = width == NARROW
-        height, top, bottom, left, right = 300 if narrow else 440, 14, 44, 46 if narrow else 76, 10
+        height, top, bottom, left, right = 300 if narrow else 440, 14, 44, 54 if narrow else 76, 10
         across, upward = (34, 26) if narrow else (72, 40)
         up = LogAxis(_LOWEST_TV, 1.0, top, height - bottom)
         wide, tall = (width - left - right) / across, (height - top - bottom) / upward
@@ -118,12 +118,12 @@ def ratio_figure(columns: Mapping[str, Column], rules: Mapping[str, Any]) -> Saf
             inside = ratio > 0 and low <= math.log(ratio) <= high
             return left + (math.log(ratio) - low) / (high - low) * (width - left - right) if inside else None
 
-        shown = -math.inf
-        for ratio in _TICKS:
-            if (x := at_ratio(ratio)) is not None and x - shown > 34:
-                parts.append(text(f"{ratio:g}", x, height - bottom + 18, "middle"))
-                shown = x
-        for edge in clip_edges(rules["clip"]):
+        shown: list[float] = []
+        for ratio in (*(edges := clip_edges(rules["clip"])), *_TICKS):  # the edges of the range before round numbers
+            if (x := at_ratio(ratio)) is not None and all(abs(x - other) > 34 for other in shown):
+                parts.append(text(f"{ratio:.3g}", x, height - bottom + 18, "middle"))
+                shown.append(x)
+        for edge in edges:
             if (x := at_ratio(edge)) is not None:
                 parts.append(line(x, top, x, height - bottom, "bound"))
         y = up(min(rules["tv_bound"], 1.0))
@@ -180,7 +180,7 @@ def update_figure(rows: Sequence[Row]) -> Safe:
 
     def draw(width: int) -> tuple[list[Safe], int]:
         narrow = width == NARROW
-        height, top, bottom, left, right = 260, 14, 40, 46 if narrow else 76, 14
+        height, top, bottom, left, right = 260, 14, 40, 54 if narrow else 76, 14
         axis = LogAxis(min(values, default=1e-4), max(values, default=1.0), top, height - bottom)
         x_of = [left + (row["update"] - first) / (last - first) * (width - left - right) for row in rows]
         parts = [*axis.grid(number, left, width - right), *([] if narrow else [_side("true KL, nats", top, height - bottom)])]

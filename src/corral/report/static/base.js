@@ -177,7 +177,7 @@ function lines(text, most) {
 // The figure's svg by itself, as on light paper: looks become attributes. It stands alone: above it are the headline, what was run
 // on what and with which seeds, and the names of the colours; below it what lines and bands are.
 function drawnSvg(figure, title) {
-  const source = all(".body svg, .audit-figure svg", figure).filter(svg => svg.clientWidth > 60).at(-1);
+  const source = all(".body svg", figure).filter(svg => svg.clientWidth > 60).at(-1);
   if (!source) return null;
   const root = document.documentElement, theme = root.dataset.theme, [, , width, height] = source.getAttribute("viewBox").split(" ").map(Number);
   const copy = make("svg"), legend = figure.legend.map(one => make("g", { class: `c${one.colour}` }, make("line", { class: `curve dash${one.dash || 0}`, x1: 0, x2: 24, y1: -4, y2: -4 }), marker(one.marker || 0, 12, -4), make("text", { class: "name", x: 30, y: 0 }, fit(one.label, 60))));
