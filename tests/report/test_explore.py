@@ -157,6 +157,79 @@ def test_the_projection_is_that_of_the_package(page: Any, bound: float) -> None:
     assert_close(numbers(column["after"]), ours.kl_after, **loose)
 
 
+def retract_logits(old: Tensor, new: Tensor, bound: float, tokens: int) -> tuple[float, Tensor]:
+    """`corral.retract` of logits, one row of which has moved: the share kept, and where that row is then."""
+    start = old.expand(tokens, -1)
+    logits = torch.nn.Embedding.from_pretrained(start.clone(), freeze=False)
+    before = corral.snapshot(logits)
+    with torch.no_grad():
+        logits.weight[0] = new
+    done = corral.retract(
+        logits, before, lambda: corral.categorical_kl(logits.weight.detach().log_softmax(-1), start), bound=bound
+    )
+    return done.share, logits.weight[0].detach().softmax(-1)
+
+
+@pytest.mark.browser
+def test_the_network_held_is_where_retract_puts_it(page: Any) -> None:
+    """Logits as weights, one token in two moved: the mean KL of both meets the bound, and `retract` ends just short of it."""
+    old, new, *_ = cases = policies(30)
+    bound, tokens = 0.05, 2
+    theirs = in_page(page, f"retractLogits(next, old, {bound}, {tokens})", *cases)
+    kept = [one for one in theirs if one["active"]]
+    assert 5 < len(kept) < 28, "both kinds must be there"
+    assert_close(
+        numbers([one["after"] for one in kept]) / tokens, torch.full((len(kept),), bound, dtype=torch.float64), rtol=1e-9
+    )
+    for p, q, found in zip(old.log(), new.log(), theirs, strict=True):
+        share, policy = retract_logits(p, q, bound, tokens)
+        assert found["active"] is (share < 1)
+        assert 0.8 * found["t"] <= share <= found["t"]
+        path = page.evaluate("([next, old, t]) => geometricMixture(next, old, t)", [q.exp().tolist(), p.exp().tolist(), share])
+        assert_close(policy, numbers(path))
+    ring = page.locator(".triangle .held")
+    page.check("input[name=tokens][value='5']")
+    assert ring.is_hidden(), "0.173 is below 5 · 0.05: the step is kept whole"
+    page.check("input[name=tokens][value='2']")
+    where = page.evaluate("toPoint(retractLogits(state.next, state.old, 0.05, 2).policy).join()")
+    assert ring.get_attribute("transform").startswith(f"translate({where})")
+    assert "0.100, 76 %" in page.locator("#troll-panel .numbers").inner_text()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("support", ["old", "union"])
+def test_a_support_sees_what_the_package_does(page: Any, support: str) -> None:
+    old, new = (torch.randn(100, 6, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    first = old.argmax(-1)
+    ids = corral.top_k_support(old, first, k=2).ids
+    if support == "union":
+        ids = corral.top_k_support(new, first, k=2, ids=ids).ids
+    p, q = (corral.gather_support(logp, ids).with_rest() for logp in (old, new))
+    expression = (
+        f"""((ids) => categoricalKl(onSupport(next, ids), onSupport(old, ids)))(supportIds(next, old, 2, "{support}"))"""
+    )
+    found = numbers(in_page(page, expression, old.exp(), new.exp(), first, first))
+    assert_close(found, corral.categorical_kl(q, p))
+    assert (found < corral.categorical_kl(new, old)).all(), "a lower bound"
+
+
+@pytest.mark.browser
+def test_the_union_sees_a_move_in_the_tail_and_the_old_support_does_not(page: Any) -> None:
+    # 0.15 from one of two tokens of 0.2 to the other: 0.35 log(0.35/0.2) + 0.05 log(0.05/0.2) = 0.19587 − 0.06931 = 0.127.
+    panel = page.locator("#support-panel")
+
+    def read() -> list[str]:
+        return [panel.locator(".verdict").text_content(), *panel.locator("dd").all_text_contents()]
+
+    assert read() == ["Outside, and not seen", "0.000", "0.127", "0.050"]
+    page.check("input[name=support][value=union]")
+    assert read() == ["Outside: seen", "0.127", "0.127", "0.050"]
+    page.locator("#tail").fill("0.04")  # 0.24 is below the 0.25 of "no": no union yet
+    assert read() == ["Inside", "0.000", "0.008", "0.050"]
+    page.locator("#bound").fill("0.005")
+    assert read() == ["Outside, and not seen", "0.000", "0.008", "0.005"]
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("clip", [0.1, 0.5])
 def test_clip_acts_where_ppo_clip_does(page: Any, clip: float) -> None:
@@ -238,7 +311,7 @@ def test_what_is_tinted_and_hatched_is_what_the_rules_say(
 
 
 def verdicts(page: Any) -> list[str]:
-    return page.locator(".verdict").all_text_contents()
+    return page.locator(".panels .verdict").all_text_contents()
 
 
 @pytest.mark.browser
@@ -384,20 +457,27 @@ def test_the_address_holds_the_state_and_a_corner_can_be_seen_from_near(open_pag
     page.get_by_role("button", name="A rare token rises").click()
     page.check("input[name=zoom][value='16']")
     page.locator("#clip").fill("0.5")
+    page.check("input[name=tokens][value='5']")
+    page.check("input[name=support][value=union]")
+    page.locator("#tail").fill("0.1")
     page.wait_for_timeout(400)
     said = page.evaluate("location.hash")
     assert said.startswith("#old=0.6,0.39,0.01&new=0.58,0.37,0.05&token=2&advantage=1&clip=0.5")
+    assert said.endswith("&tokens=5&tail=0.1&support=union")
     width = page.evaluate("document.querySelector('#clip-panel .triangle').viewBox.baseVal.width")
     assert width == pytest.approx(452 / 16)
     before = page.locator("#clip-panel .handle.old .dot").bounding_box()["width"]
     page.evaluate("location.hash = 'old=.2,.3,.5&new=2,x,-1&zoom=4'")
     assert page.evaluate("location.hash") != said, "only two policies are a state"
     assert page.evaluate("[state.zoom, state.old]") == [16, [0.6, 0.39, 0.01]]
-    page.evaluate("location.hash = 'old=.2,.3,.5&new=.3,.3,.4&token=7&clip=99&rule=kl,full&zoom=1'")
+    page.evaluate(
+        "location.hash = 'old=.2,.3,.5&new=.3,.3,.4&token=7&clip=99&rule=kl,full&zoom=1&tokens=2&tail=1&support=union'"
+    )
     page.wait_for_timeout(100)
     state = page.evaluate("state")
     assert (state["old"], state["token"], state["clip"], state["zoom"]) == (pytest.approx([0.2, 0.3, 0.5]), 0, 0.2, 1)
     assert state["rule"] == {"divergence": "kl", "estimator": "full"}
+    assert (state["tokens"], state["tail"], state["support"]) == (2, 0.15, "union")
     assert page.locator("#clip-panel .handle.old .dot").bounding_box()["width"] == pytest.approx(before, abs=0.5)
 
 

@@ -8,7 +8,7 @@ from corral.report.html import Safe, csp_hash, tag
 from corral.report.looks import SHAPES, Look, assign_looks, palette_css
 
 _PARTS = Path(__file__).parent
-_SCRIPTS = ("maths.js", "simplex.js", "methods.js", "page.js")
+_SCRIPTS = ("maths.js", "simplex.js", "methods.js", "support.js", "page.js")
 """In the order in which they use each other."""
 
 _METHODS = {"clip": "ppo_clip", "dppo": "dppo", "troll": "troll"}

@@ -66,6 +66,30 @@ function projectCategoricalKl(next, old, epsilon) {
   return { policy, t: inside, dual: (1 - inside) / inside, active: true, before, after: categoricalKl(policy, old) };
 }
 
+/**
+ * The network itself held, as `deployed_bound` does, if its logits were its weights: back along the line to the old ones until
+ * the mean KL(new‖old) of a batch is ε, where one token in `tokens` moves like this and the others stay. t is the share kept.
+ */
+function retractLogits(next, old, epsilon, tokens) {
+  return projectCategoricalKl(next, old, epsilon * tokens); // a line in the logits is the geometric path
+}
+
+/** Ids of the k likeliest tokens. */
+function likeliest(policy, k) {
+  return policy.map((_, i) => i).sort((i, j) => policy[j] - policy[i]).slice(0, k);
+}
+
+/** Ids of a region's support: the old policy's k likeliest tokens, and in the "union" the new policy's as well. */
+function supportIds(next, old, k, support) {
+  return [...new Set([...likeliest(old, k), ...(support === "union" ? likeliest(next, k) : [])])];
+}
+
+/** Probabilities on a support, and the mass of all other tokens as one. */
+function onSupport(policy, ids) {
+  const rest = policy.filter((_, i) => !ids.includes(i));
+  return [...ids.map((i) => policy[i]), ...(rest.length ? [sum(rest)] : [])];
+}
+
 /** −∂L/∂logits of L = −ρ Â: ρ Â (δ_ja − π_j). */
 function policyGradient(next, old, a, advantage) {
   return next.map((p, j) => ratio(next, old, a) * advantage * (sampled(j, a) - p));

@@ -68,17 +68,20 @@ function dppoView(state) {
 function trollView(state) {
   const { old, next, token, advantage, bound } = state;
   const projection = projectCategoricalKl(next, old, bound);
+  const held = retractLogits(next, old, bound, state.tokens);
   return {
     region: state.ball,
     blocked: [],
     push: trollGradient(next, old, token, advantage, bound),
     projection,
+    held,
     tone: projection.active ? "moved" : "pass",
     verdict: projection.active ? "Outside: projected" : "Inside: unchanged",
     numbers: {
       "KL to old, before → after": `${show(projection.before)} → ${show(projection.after)}`,
       "dual η": show(projection.dual),
       "ratio, before → after": `${show(ratio(next, old, token))} → ${show(ratio(projection.policy, old, token))}`,
+      "network held: its KL, step kept": `${show(held.after)}, ${show(100 * held.t, 0)} %`,
     },
   };
 }

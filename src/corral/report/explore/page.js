@@ -27,7 +27,7 @@ const PRESETS = [
     old: [0.45, 0.35, 0.2], next: [0.25, 0.2, 0.55], token: 2, advantage: -1,
   },
 ];
-const DEFAULTS = { clip: 0.2, delta: { tv: 0.2, kl: 0.05 }, rule: { divergence: "tv", estimator: "binary" }, bound: 0.05, zoom: 1 };
+const DEFAULTS = { clip: 0.2, delta: { tv: 0.2, kl: 0.05 }, rule: { divergence: "tv", estimator: "binary" }, bound: 0.05, zoom: 1, tokens: 1, tail: 0.15, support: "old" };
 const VIEW = { x: -26, y: -44, width: 452, height: 426 }; // of a whole triangle
 const STEP = 0.01; // of an arrow key; five times that with Shift
 const ARROWS = { ArrowUp: [1, -0.5, -0.5], ArrowDown: [-1, 0.5, 0.5], ArrowLeft: [0, 1, -1], ArrowRight: [0, -1, 1] };
@@ -62,6 +62,7 @@ function buildTriangle(svg) {
   });
   draw(svg, "path", { class: "push" });
   draw(svg, "path", { class: "projected", d: "M0-9L9 0L0 9L-9 0Z" });
+  if (svg.dataset.method === "troll") draw(svg, "circle", { class: "held", r: 13 });
   for (const [which, label] of [["old", "Old policy"], ["next", "New policy"]]) {
     const handle = draw(svg, "g", { class: `handle ${which}`, tabindex: 0, role: "slider", "aria-label": label });
     Object.assign(handle.dataset, { which });
@@ -143,6 +144,10 @@ function drawTriangle(svg, view) {
   set(".push", view.push ? arrow(state.next, view.push) : "");
   find(".projected", svg).toggleAttribute("hidden", !projection?.active);
   if (projection) find(".projected", svg).setAttribute("transform", sized(projection.policy));
+  if (view.held) {
+    find(".held", svg).toggleAttribute("hidden", !view.held.active);
+    find(".held", svg).setAttribute("transform", sized(view.held.policy));
+  }
   findAll(".corner", svg).forEach((label) => {
     label.classList.toggle("sampled", Number(label.dataset.token) === state.token);
     label.setAttribute("transform", sized(CORNERS[label.dataset.token]));
@@ -189,14 +194,14 @@ function fillShared() {
 /** Sliders, buttons and choices as the state has them. */
 function fillControls() {
   const { divergence: name, estimator } = state.rule;
-  const values = { clip: state.clip, delta: state.delta[name], bound: state.bound };
+  const values = { clip: state.clip, delta: state.delta[name], bound: state.bound, tail: state.tail };
   find("#delta").max = name === "tv" ? 0.6 : 0.3;
   find("#delta-name").textContent = name === "tv" ? "δ, total variation" : "δ, KL(old‖new)";
   Object.entries(values).forEach(([id, value]) => {
     find(`#${id}`).value = value;
     find(`#${id}-value`).textContent = value.toFixed(3);
   });
-  const chosen = { token: state.token, advantage: state.advantage, rule: `${name} ${estimator}`, zoom: state.zoom };
+  const chosen = { token: state.token, advantage: state.advantage, rule: `${name} ${estimator}`, zoom: state.zoom, tokens: state.tokens, support: state.support };
   Object.entries(chosen).forEach(([group, value]) => { find(`input[name=${group}][value="${value}"]`).checked = true; });
   findAll("#presets button").forEach((button, i) => button.setAttribute("aria-pressed", i === state.preset));
   find("#says").textContent = state.preset === null ? "Your own two policies: try the sampled token, the sign of its advantage, and the bounds." : PRESETS[state.preset].says;
@@ -215,10 +220,11 @@ function announce(views) {
 function render() {
   fillShared();
   fillControls();
-  const views = Object.fromEntries(Object.entries(VIEWS).map(([name, view]) => [name, view(state)]));
+  const views = Object.fromEntries(Object.entries({ ...VIEWS, support: supportView }).map(([name, view]) => [name, view(state)]));
   Object.entries(views).forEach(([name, view]) => {
     const panel = find(`#${name}-panel`);
-    drawTriangle(find("svg.triangle", panel), view);
+    if (name === "support") drawSupport(find("svg.bars", panel), view);
+    else drawTriangle(find("svg.triangle", panel), view);
     find(".verdict", panel).textContent = view.verdict;
     find(".verdict", panel).dataset.tone = view.tone;
     fill(find(".numbers", panel), view.numbers);
@@ -243,9 +249,9 @@ function remember() {
   kept = setTimeout(() => history.replaceState(null, "", `#${address(state)}`), 200);
 }
 
-function address({ old, next, token, advantage, clip, delta, rule, bound, zoom }) {
+function address({ old, next, token, advantage, clip, delta, rule, bound, zoom, tokens, tail, support }) {
   const round = (value) => +value.toFixed(4);
-  const parts = { old: old.map(round), new: next.map(round), token, advantage, clip, tv: delta.tv, kl: delta.kl, rule: [rule.divergence, rule.estimator], bound, zoom };
+  const parts = { old: old.map(round), new: next.map(round), token, advantage, clip, tv: delta.tv, kl: delta.kl, rule: [rule.divergence, rule.estimator], bound, zoom, tokens, tail, support };
   return Object.entries(parts).map(([name, value]) => `${name}=${value}`).join("&");
 }
 
@@ -261,6 +267,7 @@ function readAddress(text) {
   return {
     old, next, centre: old, token: one("token", [0, 1, 2], 0), advantage: one("advantage", [1, -1], 1), preset: null, rule: { divergence: name, estimator },
     clip: between("clip", 0.01, 0.95, start.clip), bound: between("bound", 0.005, 0.5, start.bound), zoom: one("zoom", [1, 4, 16], 1),
+    tokens: one("tokens", [1, 2, 5], start.tokens), tail: between("tail", 0, 0.195, start.tail), support: one("support", ["old", "union"], start.support),
     delta: { tv: between("tv", 0.005, 0.6, start.delta.tv), kl: between("kl", 0.005, 0.3, start.delta.kl) },
   };
 }
@@ -274,6 +281,7 @@ function choosePreset(index) {
 // ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 findAll("svg.triangle").forEach(buildTriangle);
+buildSupport(find("svg.bars"));
 PRESETS.forEach(({ name }, index) => {
   const button = Object.assign(document.createElement("button"), { type: "button", textContent: name });
   button.addEventListener("click", () => choosePreset(index));
@@ -282,6 +290,9 @@ PRESETS.forEach(({ name }, index) => {
 const keep = () => ({ preset: state.preset }); // bounds and estimators are ways of looking at the same preset
 find("#clip").addEventListener("input", (event) => change({ ...keep(), clip: event.target.valueAsNumber }));
 find("#bound").addEventListener("input", (event) => change({ ...keep(), bound: event.target.valueAsNumber }));
+find("#tail").addEventListener("input", (event) => change({ ...keep(), tail: event.target.valueAsNumber }));
+findAll("input[name=tokens]").forEach((input) => input.addEventListener("change", () => change({ ...keep(), tokens: Number(input.value) })));
+findAll("input[name=support]").forEach((input) => input.addEventListener("change", () => change({ ...keep(), support: input.value })));
 find("#delta").addEventListener("input", (event) =>
   change({ ...keep(), delta: { ...state.delta, [state.rule.divergence]: event.target.valueAsNumber } }));
 findAll("input[name=token]").forEach((input) => input.addEventListener("change", () => change({ token: Number(input.value) })));
