@@ -85,7 +85,7 @@ class TestDefaults:
             ("troll", {}, "rollout", "rollout"),
         ],
     )
-    def test_the_anchor_is_settled(self, objective: str, objective_config: dict[str, Any], anchor: str, expected: str) -> None:
+    def test_the_anchor_is_resolved(self, objective: str, objective_config: dict[str, Any], anchor: str, expected: str) -> None:
         args = config(objective=objective, objective_config=objective_config, anchor=anchor)
         assert args.resolve_anchor() == expected
 

@@ -1,4 +1,4 @@
-"""Two processes on gloo, on the CPU: data parallelism and FSDP2 give the gradient of one process, and nobody waits for ever."""
+"""Two processes on gloo, on the CPU: data parallelism and FSDP2 give the gradient of one process, and none waits for ever."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

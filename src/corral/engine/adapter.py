@@ -26,7 +26,7 @@ LEAST_TAIL = 1e-8
 
 @dataclass(frozen=True)
 class EngineObjective:
-    """An objective as an engine runs it: its anchor is settled, and what the engine cannot supply was refused."""
+    """An objective as an engine runs it: its anchor is known, and what the engine cannot supply was refused."""
 
     objective: Objective
     anchor: Anchor

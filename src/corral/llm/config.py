@@ -182,7 +182,7 @@ class CorralConfig(GRPOConfig):
         return bool(self.make_objective().needs & NEEDS_SUPPORT)
 
     def resolve_anchor(self) -> Anchor:
-        """The anchor, with "auto" settled: the objective's own, but a support needs the policy that the trainer recomputes."""
+        """The anchor, with "auto" resolved: the objective's own, but a support needs the policy that the trainer recomputes."""
         if self.anchor != "auto":
             return cast(Anchor, self.anchor)  # nothing else gets through __post_init__
         return "old" if self.needs_support else self.make_objective().config.anchor

@@ -20,19 +20,19 @@ class _WithRegion:
     def __init__(self, config: Any) -> None:
         # verl's trainers tell themselves apart by this name, and each looks its settings up under it.
         config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)  # type: ignore[call-arg]  # a mixin: verl's trainer is its other base
 
     def _setup(self) -> None:
         """verl's, after everything that can be refused was; then the workers get corral's loss."""
         actor = check_config(self.config)
-        super()._setup()  # type: ignore[misc]
+        super()._setup()  # type: ignore[misc]  # of verl's trainer
         self.actor_rollout_wg.set_loss_fn(functools.partial(corral_ppo_loss, config=actor))
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """verl's; where the objective needs a support, the pass keeps one, and it goes into the queue beside the log-probs."""
         request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral.support_request()
         batch.extra_info |= request
-        result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]  # of verl's trainer
         for name in request:  # a reference's pass through the same engine must not take its place
             batch.extra_info.pop(name, None)
             result.extra_info.pop(name, None)

@@ -29,7 +29,7 @@ ROOM = 4
 MORE_ROOM = 32
 """For rows where that was too little; and where this is, as in a row of equal logits, the torch path looks at every logit."""
 UNION_ROOM = 8
-"""Where nobody waits to hear whether it was too little, and all is done again if it was."""
+"""The room where the host does not wait for the overflow flag; all is done again where it was set."""
 MOST_LISTED = 8192
 """Tokens that are sorted at once in 64 KiB of shared memory, which every GPU has."""
 
