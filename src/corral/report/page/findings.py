@@ -78,7 +78,7 @@ def _single_run(report: RunReport) -> Safe:
         shown["final greedy success"] = report.measure.text(row["greedy"])
     reached = report.tables["results"][0]["steps_to_threshold"]
     if report.threshold is not None and reached is not None:
-        shown[f"Steps to {report.measure.text(report.threshold)}"] = f"{reached:,.0f}"
+        shown[f"steps to {report.measure.text(report.threshold)}"] = f"{reached:,.0f}"
     shown |= {"steps": f"{run.steps:,} of {run.planned_steps:,}", "time": _duration(row["seconds"])}
     boxes = [tag("div", tag("dt", name), tag("dd", text)) for name, text in shown.items()]
     ended = run.stopped if run.stopped != "not ended" else "goes on, or was killed"
