@@ -133,7 +133,7 @@ def test_quiet_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     write_run(tmp_path / "a")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html"), "--quiet", "--threshold", "0.4"]) == 0
     assert capsys.readouterr().out == ""
-    assert "Steps to 40.0 %" in (tmp_path / "page.html").read_text()
+    assert "steps to 40.0 %" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
