@@ -19,18 +19,18 @@ _NO_REGION = {"reinforce"}
 """Objectives without a trust region."""
 
 
-def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[str, str]]:
-    """(name, sentence) of every line, in order."""
+def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = ()) -> list[tuple[str, str]]:
+    """(name, sentence) of every line, in order; `chosen` says what was decided for the user."""
     args, config = trainer.args, trainer.objective.config
     parameters = f"{_short(p.numel() for p in trainer.model.parameters())} parameters"
     if is_peft_model(trainer.model):
         trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         parameters += f", {trained} of them trained (LoRA)"
     updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
-    chosen = ", ".join(f"{name}={value}" for name, value in vars(config).items())
+    settled = ", ".join(f"{name}={value}" for name, value in vars(config).items())
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
-        ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
+        ("objective", f"{settings.objective}" + (f" ({settled})" if settled else "")),
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
         ("anchor", _anchor(trainer)),
         ("support", _support(trainer)),
@@ -40,7 +40,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[s
         ("run", str(where)),
     ]
     why = why_inactive(trainer)
-    notes = [args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
+    notes = [*chosen, args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
     return [*lines, *(("note", sentence) for sentence in notes if sentence)]
 
 
