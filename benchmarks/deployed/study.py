@@ -56,7 +56,7 @@ def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float])
 
 
 def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Seconds that a step of each group may take, a third more than in its median run; a group that was never run is missing."""
+    """Seconds that a step of each group may take, a third more than in its median run; a group never run is missing."""
     taken: dict[str, list[float]] = defaultdict(list)
     for line in runs.values():
         taken[f"x{line['passes']}" if "passes" in line else line["arm"]].append(line["seconds"] / line["steps"])
