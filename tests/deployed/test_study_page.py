@@ -96,3 +96,11 @@ def test_the_page_says_what_the_raw_data_say() -> None:
     runs = [*study_table.finished([study_page.RESULTS]).values()]
     assert {*study_page.BLOCK.findall(text)} >= {"reuse", "rates", "gate0", "gate0constant"}
     assert study_page.write(text, runs) == text, "the raw data have changed: make results"
+
+
+def test_one_slow_run_does_not_keep_others_of_its_group_from_starting() -> None:
+    import study  # sets the environment of its processes, as a program may
+
+    runs = {str(seconds): {"passes": 1, "seconds": seconds, "steps": 10} for seconds in (45.0, 60.0, 3000.0)}
+    assert study.durations(runs) == {"x1": pytest.approx(8.0)}
+    assert study.durations({"one": {"arm": "tuned", "seconds": 30.0, "steps": 5}}) == {"tuned": pytest.approx(8.0)}
