@@ -100,3 +100,12 @@ def test_the_page_says_what_the_raw_data_say() -> None:
     runs = [*study_table.finished([study_page.RESULTS]).values()]
     assert {*study_page.BLOCK.findall(text)} >= {"reuse", "rates", "gate0", "gate0constant"}
     assert study_page.write(text, runs) == text, "the raw data have changed: make results"
+
+
+def test_one_slow_run_does_not_keep_others_of_its_group_from_starting() -> None:
+    import study  # sets the environment of its processes, as a program may
+
+    same = {"passes": 1, "eval_size": 512, "eval_every": 5, "steps": 10}
+    runs = {str(seconds): same | {"cpu": seconds} for seconds in (45.0, 60.0, 3000.0)}
+    assert study.durations(runs) == {Shipped(objective="troll", rate=1e-4, seed=1).group: pytest.approx(7.2)}
+    assert study.durations({"one": {"arm": "tuned", "cpu": 30.0, "steps": 5}}) == {"tuned": pytest.approx(7.2)}
