@@ -56,7 +56,7 @@ def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float])
 
 
 def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Seconds that a step of each group may take: a fifth more than the CPU time of its median run; one never run is missing."""
+    """Seconds that a step of each group may take: a fifth more CPU time than in its median run; one never run is missing."""
     taken: dict[str, list[float]] = defaultdict(list)
     for line in runs.values():
         taken[cost_group(line) if "passes" in line else line["arm"]].append(line["cpu"] / line["steps"])
