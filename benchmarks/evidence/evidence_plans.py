@@ -63,6 +63,12 @@ def published() -> list[Run]:
     return [run(arm, rate, seed) for seed, rate, arm in itertools.product(SEEDS, (3e-4, 1e-3), PUBLISHED)]
 
 
+def first() -> list[Run]:
+    """Three seeds of the map, then of the ablations where TROLL acts: two hours of one core, eight minutes of sixteen."""
+    ablated = [spec for spec in ablations() if spec.rate == 1e-3]
+    return [spec for spec in [*the_map(), *ablated] if spec.seed in SEEDS[:3]]
+
+
 def tiny() -> list[Run]:
     """Two steps of every variant, and of one update per batch: does it run at all?"""
     small: dict[str, Any] = {"steps": 2, "eval_size": 16, "eval_every": 2}
@@ -71,6 +77,7 @@ def tiny() -> list[Run]:
 
 
 PLANS: dict[str, Callable[[], Sequence[Run]]] = {
+    "first": first,
     "a": the_map,
     "a-floor": floor,
     "a-reuse": reused,
