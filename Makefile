@@ -98,16 +98,18 @@ $(VERL)/.ready: pyproject.toml tests/engine/constraints-verl.txt
 		TransferQueue cachetools fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
 	@touch $@
 
-# The thin adapters beside what installs of their engines: Tinker's client, in an environment of its own. A minute.
+# The thin adapters beside what installs of their engines, in an environment of its own: Tinker's client, and SkyRL and OpenRLHF
+# without what they need to train, for their losses. A minute.
 test-engines: $(ENGINES)/.ready
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -W ignore --timeout 300 tests/engine/test_adapters.py \
-		tests/engine/test_signatures.py tests/engine/test_tinker.py
+		tests/engine/test_parity.py tests/engine/test_signatures.py tests/engine/test_their_losses.py tests/engine/test_tinker.py
 	$(ENGINES)/bin/python -m corral.cli doctor --engine tinker
 
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 tinker==0.36.0 pytest pytest-timeout \
-		hypothesis beartype --editable .
+		hypothesis beartype ray==2.60.0 loguru omegaconf pyyaml --editable .
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.3.0 openrlhf==0.11.2
 	@touch $@
 
 # The pages in a real headless Chromium: Debian's own, driven by playwright.
