@@ -1,6 +1,7 @@
 """corral keeps a policy inside its trust region while reinforcement learning improves it."""
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,8 +105,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:
-        there = vars(import_module(f"{__name__}.{module}"))
-        globals().update({public: there[public] for public in __all__ if public in there})
+        found = vars(import_module(f"{__name__}.{module}")).items()
+        # corral.projection.gaussian_kl is a module, corral.gaussian_kl a function.
+        globals().update({public: value for public, value in found if public in __all__ and not isinstance(value, ModuleType)})
     return globals()[name]
 
 
