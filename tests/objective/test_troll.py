@@ -707,7 +707,7 @@ def test_around_the_old_policy_a_reference_changes_nothing(seed, k, project):
 def test_gradcheck_around_a_reference(k):
     batch, logits = random_batch(2, 3, 4, k, step=1.0, per_token=True, seed=4)
     batch, objective = with_reference(batch), make_objective("troll", centre="reference", regression=0.0)
-    assert 0 < objective(batch).acted.sum()
+    assert objective(batch).acted.any()
     assert gradcheck(lambda x: objective(as_batch(x, batch)).loss, logits)
 
 

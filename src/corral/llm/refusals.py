@@ -96,7 +96,10 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
             f"those as they are, or `advantage` out."
         )
     if config.support == "union" and "dist_teacher" in config.make_objective().needs:
-        yield f"objective={config.objective!r} has the union of student and teacher, or reference, for its support. Leave `support` at 'old'."
+        yield (
+            f"objective={config.objective!r} has the union of student and teacher, or reference, for its support. Leave "
+            f"`support` at 'old'."
+        )
     held = config.deployed_bound is not None and config.deployed_bound < math.inf
     if held and config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
         yield (

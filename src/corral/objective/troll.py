@@ -46,14 +46,15 @@ class TROLLConfig(ObjectiveConfig):
     project: _Project = "all"
     """Which tokens outside the ball: all, or not those whose own gradient step lowers the KL, which are left as they are."""
     centre: _Centre = "old"
-    """Of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`), which bounds the whole drift."""
+    """Of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`): that bounds the whole drift."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
     def __post_init__(self) -> None:
         require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
         require(self, "regression", at_least=0, finite=True, what="a weight")
-        for key, choices in (("tail", _Tail), ("level", _Level), ("gradient", _Gradient), ("project", _Project), ("centre", _Centre)):
+        words = {"tail": _Tail, "level": _Level, "gradient": _Gradient, "project": _Project, "centre": _Centre}
+        for key, choices in words.items():
             require(self, key, one_of=get_args(choices))
         require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
         if self.tail == "fill" and self.vocab_size is None:
@@ -87,9 +88,10 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
         π̃ = argmin_r KL(r‖π)  s.t.  KL(r‖π_c) ≤ ε            at every token, on the support and its tail
         L_t = − (π̃(a_t) / π_old(a_t)) Â_t + α KL(π_t‖sg[π̃_t])
 
-    π_c is π_old, or with centre="reference" a frozen policy. The first term's gradient passes through the projection and has no component out of the ball; the second is zero inside
-    it and purely radial outside. Everything comes from `dist_*`, the tail included; `logp_*` are only checked against it. With
-    project="outward" a token outside whose own step, z ← z + s Â (e_a − π), leads back has the loss of one inside.
+    π_c is π_old, or with centre="reference" a frozen policy. The first term's gradient passes through the projection and has no
+    component out of the ball; the second is zero inside it and purely radial outside. Everything comes from `dist_*`, the tail
+    included; `logp_*` are only checked against it. With project="outward" a token outside whose own step,
+    z ← z + s Â (e_a − π), leads back has the loss of one inside.
 
     Args:
         batch: advantages and mask [B T], both policies on one support [B T K], and the reference if it is the centre.
