@@ -267,8 +267,7 @@ def test_an_equal_entropy_is_a_ceiling_too() -> None:
     agent.iteration = 2
     for spread in (0.1, 0.5, 1.0, 2.0):
         factor = agent.project(mean, spread * old.chol, old)[1]
-        assert_close(factor, torch.exp(torch.tensor(-0.5)) * old.chol)
-    assert_close(agent.project(mean, 0.5 * old.chol.tril(-1) + chol, old)[1].logdet(), -0.5 * torch.tensor(len(chol)).double())
+        assert_close(factor, math.exp(-0.5) * old.chol, rtol=1e-8)  # the first deviation is 1 up to the rounding of softplus
 
 
 def test_a_critic_of_contexts_sees_no_states() -> None:
