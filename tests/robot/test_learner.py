@@ -263,7 +263,7 @@ def test_an_equal_entropy_is_a_ceiling_too() -> None:
     # Half-way from log-deviation 0 to −1 (entropies 1.4189 and 0.4189 per parameter), whatever the network wants.
     last = 0.5 * math.log(2 * math.pi * math.e) - 1
     agent = learner("bbrl", iterations=4, entropy_floor=last, entropy_equal=True, cov_bound=10.0)
-    mean, chol, old = far_policy(agent)
+    mean, _, old = far_policy(agent)
     agent.iteration = 2
     for spread in (0.1, 0.5, 1.0, 2.0):
         factor = agent.project(mean, spread * old.chol, old)[1]
