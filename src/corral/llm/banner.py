@@ -12,6 +12,7 @@ from accelerate.utils import is_peft_model
 import corral
 from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
+from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED, REDUCTIONS
 from corral.run.text import count
 
@@ -34,7 +35,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
         ("anchor", _anchor(trainer)),
         ("support", _support(trainer)),
-        *([("teacher", _teacher(settings))] if trainer.teacher is not None else []),
+        *([] if trainer.teacher is None else [_third_policy(trainer.teacher, settings)]),
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", _device(trainer)),
         ("run", str(where)),
@@ -53,10 +54,12 @@ def _anchor(trainer: RunTrainer) -> str:
     return "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
 
 
-def _teacher(settings: Settings) -> str:
-    """Whom the model learns from."""
-    own = "the model itself, as it was before training, shown more than the problem"
-    return settings.teacher or own
+def _third_policy(teacher: Teacher, settings: Settings) -> tuple[str, str]:
+    """Whom the model learns from, or stays near."""
+    own = "the model itself, as it was before training"
+    if teacher.is_reference:
+        return "reference", settings.teacher or own
+    return "teacher", settings.teacher or f"{own}, shown more than the problem"
 
 
 def _support(trainer: RunTrainer) -> str:
@@ -69,7 +72,8 @@ def _support(trainer: RunTrainer) -> str:
     if trainer.rollout_support is not None:
         return f"the sampler's {args.support_size} likeliest tokens, and the mass of all others"
     if trainer.teacher is not None:
-        return f"the {args.support_size} likeliest tokens of student and teacher, and the mass of all others"
+        other = "reference" if trainer.teacher.is_reference else "teacher"
+        return f"the {args.support_size} likeliest tokens of student and {other}, and the mass of all others"
     return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
 
 

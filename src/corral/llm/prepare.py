@@ -73,7 +73,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
     shown = settings.teacher_instruction or ("" if settings.teacher else f"{{solution}}\n{settings.instruction}")
-    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught else "")
+    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught == "distill" else "")
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
@@ -97,14 +97,17 @@ def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, c
     return (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
 
 
-def _check_teacher(settings: Settings, config: CorralConfig) -> bool:
-    """Whether the objective learns from a teacher; ValueError where it does not, and one was named."""
-    taught = "dist_teacher" in config.make_objective().needs
-    given = [name for name in ("teacher", "teacher_instruction") if getattr(settings, name)]  # two of its fields
-    if given and not taught:
+def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
+    """The objective's name if it reads a third policy; ValueError where it does not read what was named for it."""
+    objective = config.make_objective()
+    taught = objective.name if "dist_teacher" in objective.needs else None
+    if settings.teacher and taught is None:
         raise ValueError(
-            f"`{given[0]}` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill."
+            f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
+            f"reference to stay near, troll with centre='reference'."
         )
+    if settings.teacher_instruction and taught != "distill":
+        raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
     return taught
 
 

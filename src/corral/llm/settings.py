@@ -100,7 +100,8 @@ class Settings:
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
     teacher: str = ""
-    """Whom `distill` learns from: a name as for `model`, with the same vocabulary. Empty: a copy of itself, shown solutions."""
+    """Whom `distill` learns from, or the reference of `troll` with centre="reference": a name as for `model`, with the same
+    vocabulary. Empty: the model as it was before training, shown solutions if it is to teach."""
     teacher_instruction: str = ""
     """What the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads, after a
     line with the {solution} where the model is its own teacher."""
