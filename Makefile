@@ -165,6 +165,7 @@ results: setup
 	$(RUN) benchmarks/head_page.py
 	$(RUN) benchmarks/robot_page.py
 	$(RUN) benchmarks/deployed/study_page.py
+	$(RUN) benchmarks/deployed/headline.py
 
 # The documentation site → site/, warnings and broken links are errors. See it: python -m http.server --directory site
 docs: $(DOCS)/.ready

@@ -68,6 +68,15 @@ def build() -> Path:
     return wheel
 
 
+def interpreters() -> list[str]:
+    """Those on PATH that answer: a version manager may have names there for some that are not selected."""
+    found = [name for each in INTERPRETERS if (name := shutil.which(f"python{each}"))]
+    answering = [name for name in found if not subprocess.run([name, "-c", ""], capture_output=True).returncode]
+    if not answering:
+        sys.exit(f"None of python{', python'.join(INTERPRETERS)} is on PATH and runs: nothing to try the wheel with.")
+    return answering
+
+
 def try_out(interpreter: str, wheel: Path) -> None:
     """The README's first example, the quickstart and a report, in an empty environment and an empty folder."""
     with tempfile.TemporaryDirectory() as name:
@@ -99,10 +108,7 @@ def main() -> None:
     check_words(options.tag or None)
     wheel = build()
     sys.stdout.write(f"built and checked: {', '.join(path.name for path in sorted(DIST.iterdir()))}\n")
-    found = [name for each in INTERPRETERS if (name := shutil.which(f"python{each}"))]
-    if not found:
-        sys.exit(f"None of python{', python'.join(INTERPRETERS)} is on PATH: nothing to try the wheel with.")
-    for interpreter in found:
+    for interpreter in interpreters():
         try_out(interpreter, wheel)
         sys.stdout.write(f"{Path(interpreter).name}: installs, trains and reports\n")
 
