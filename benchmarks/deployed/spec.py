@@ -23,7 +23,7 @@ STARTS: dict[str, dict[str, Any]] = {
     },
 }
 """What is trained on what, on top of the demo: numbers that the embedded model has never seen, or few; other warm starts of it,
-made on a GPU (`scripts/warm_start.py --seed 1 --out runs/warm-starts/1`, …); a pretrained model, on a GPU after `make smollm2`."""
+made on a GPU (`scripts/warm_start.py --seed 1 --out runs/warm-starts/1`, …); a pretrained model, after `make smollm2`."""
 
 
 @dataclass(frozen=True, kw_only=True)
