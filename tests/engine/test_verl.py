@@ -81,17 +81,22 @@ def test_every_recipe_was_found() -> None:
     [
         ("TROLL", "actor_rollout_ref.model.use_fused_kernels=true", "use_fused_kernels=false"),
         ("TROLL", "+actor_rollout_ref.model.model_type=language_model", r"Set \+actor_rollout_ref\.model\.model_type"),
-        ("TROLL", "actor_rollout_ref.actor.strategy=megatron", r"FSDP engines alone; got actor\.strategy=megatron"),
+        ("TROLL", "actor_rollout_ref.actor.strategy=megatron", r"FSDP engines alone have; got actor\.strategy=megatron"),
         ("TROLL", "algorithm.rollout_correction.bypass_mode=true", "bypass_mode makes no pass"),
         ("TROLL", f"+{LOSS}.objective.bund=1", "no setting `bund`"),
         ("DPPO, on the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs=false", "calculate_log_probs=true"),
         ("DPPO, on the sampler's log-probs", "algorithm.rollout_correction.bypass_mode=false", "Set bypass_mode=true"),
         ("DPPO, on the sampler's log-probs", f"++{LOSS}.bypass_mode=false", "Set bypass_mode=true"),
+        ("anything else, such as SPO", f"+{LOSS}.deployed_bound=0.02", r"needs hidden states\. Set \+actor_rollout_ref\.model"),
+        ("TROLL, held", "actor_rollout_ref.actor.strategy=fsdp", r"weights of FSDP2; got actor\.strategy=fsdp"),
+        ("TROLL, held", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size=1"),
+        ("TROLL, held", f"+{LOSS}.deployed_bound=-1", "deployed_bound"),
         ("anything else, such as SPO", f"{LOSS}._target_=verl.workers.config.PolicyLossConfig", "_target_=corral"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_by_the_driver(what: str, override: str, match: str) -> None:
-    lines = [line for line in LINES[what].splitlines() if not line.startswith(override.split("=")[0])]
+    known = LINES | {"TROLL, held": f"{LINES['TROLL']}\n+{LOSS}.deployed_bound=0.02"}
+    lines = [line for line in known[what].splitlines() if not line.startswith(override.split("=")[0])]
     if "_target_=verl" in override:  # which does not know the other keys
         lines = [line for line in lines if "bypass_mode" not in line]
     with pytest.raises(Exception, match=match):

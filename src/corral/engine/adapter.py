@@ -45,7 +45,10 @@ class EngineObjective:
         """
         objective = make_objective(name, **settings)
         if "dist_teacher" in objective.needs:
-            raise ValueError(f"{engine}: {name} learns from a teacher, and engines hand a loss none. Use the TRL door.")
+            raise ValueError(
+                f"{engine}: {name} with these settings reads a third policy, a teacher or a reference, and engines hand a loss "
+                f"none. Use the TRL door."
+            )
         needs = bool(objective.needs & NEEDS_SUPPORT)
         if needs and not support:
             raise ValueError(
