@@ -9,6 +9,7 @@ Best of several repetitions, rewards and observations included; seconds of the c
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -43,6 +44,29 @@ def play(plant: Plant, seeds: list[int], batch: bool) -> None:
         plant.act(context, lambda t, seen: tracking.action(plan[:, t], 0 * plan[:, t], seen))
 
 
+def measure_task(task: str, workers: list[int], episodes: int, repetitions: int) -> None:
+    """One line for each number of threads and way of playing."""
+    known, alone, seeds = ENVIRONMENTS[TASKS[task]], 0.0, list(range(episodes))
+    steps = episodes * known.steps
+    for count in workers:
+        plant = Plant(make_envs(TASKS[task], episodes, workers=count), known.tracking, known.steps)
+        for how in ("batch", "steps"):
+            clock, processor = best(partial(play, plant, seeds, how == "batch"), repetitions)
+            alone = alone or clock
+            rate = f"{steps / clock:8.0f} steps/s  {1e6 * processor / steps:5.0f} µs of CPU a step"
+            print(f"{task:6}  {count:2} threads  {how:5}  {rate}  {alone / clock:5.2f} × one thread's batch", flush=True)
+        plant.close()
+
+
+def measure_learner(task: str) -> None:
+    """Simulation and updates of one batch of TCE's recipe."""
+    agent = prepare(resolve([read_recipe({"hopper": "hopper_jump", "box": "box_pushing"}[task])]))
+    agent.step()
+    sampled, updated = best(agent.sample, 2)[0], best(partial(agent.improve, *agent.sample()), 2)[0]
+    print(f"{task:6}  TCE's recipe: a batch is simulated in {sampled:.2f} s and learned from in {updated:.2f} s", flush=True)
+    agent.plant.close()
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,27 +79,9 @@ def main() -> None:
     torch.set_num_threads(1)
     workers = options.workers or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores()]
     for task in options.task:
-        name, alone = TASKS[task], None
-        for count in workers:
-            known = ENVIRONMENTS[name]
-            plant = Plant(make_envs(name, options.episodes, workers=count), known.tracking, known.steps)
-            steps, seeds = options.episodes * known.steps, list(range(options.episodes))
-            rates = {how: best(lambda: play(plant, seeds, how == "batch"), options.repetitions) for how in ("batch", "steps")}
-            alone = alone or rates["batch"][0]
-            for how, (clock, processor) in rates.items():
-                compared = f"{alone / clock:5.2f} × one thread" if how == "batch" else ""
-                micro = 1e6 * processor / steps
-                print(
-                    f"{task:6}  {count:2} threads  {how:5}  {steps / clock:8.0f} steps/s  {micro:5.0f} µs of CPU a step  {compared}"
-                )
-            plant.close()
+        measure_task(task, workers, options.episodes, options.repetitions)
         if options.learner:
-            agent = prepare(resolve([read_recipe({"hopper": "hopper_jump", "box": "box_pushing"}[task])]))
-            agent.step()
-            episodes, plans = agent.sample()
-            sampled, updated = best(agent.sample, 2), best(lambda: agent.improve(episodes, plans), 2)
-            print(f"{task:6}  TCE's recipe: a batch is simulated in {sampled[0]:.2f} s and learned from in {updated[0]:.2f} s")
-            agent.plant.close()
+            measure_learner(task)
 
 
 if __name__ == "__main__":
