@@ -75,7 +75,7 @@ def test_a_file_that_is_skipped_whole_is_read(script: ModuleType, tmp_path: Path
 pytestmark = pytest.mark.verl
 
 @pytest.mark.{0}("scale: rays", door="verl")
-def test_rays(): ...
+def test_x(): ...
 """
     path.write_text(text.format("supports"))
     assert list(script.read_markers(path)) == [("scale: rays", "verl", "`make test-verl`")]
