@@ -5,6 +5,7 @@
 
 A test that shows a feature at work carries `@pytest.mark.supports("group: feature", door="TRL")`, one that shows it refused
 `@pytest.mark.refuses(…)`; `{name}` in a feature is the test's parameter of that name. Tests are collected, not run.
+In groups of `EXPLAINED` a row also says which file tests it, a refusal's `why=`, or the command that would try it.
 """
 
 import argparse
@@ -38,28 +39,32 @@ GROUPS = {
 }
 """Sections of the page, by the word before the colon."""
 
+EXPLAINED = ("scale",)
+"""Groups with a last column: how it is known, or why it is not to be had."""
+
 TARGETS = {
     "gpu": "GPU",
+    "distributed": "`make test-distributed`",
     "vllm": "`make test-vllm`",
     "trl_versions": "`make test-trl-versions`",
     "slow": "`make test-all`",
 }
 """Where a test with such a marker runs, the first that it has; without any, in CI."""
 
+LAUNCH = "`accelerate launch --config_file examples/accelerate"
+
 UNTESTED = (
-    ("model: vision-language models", "TRL"),
-    ("model: float16 with a gradient scaler", "TRL"),
-    ("anchor: a vLLM server", "TRL"),
-    ("anchor: `use_transformers_continuous_batching`", "TRL"),
-    ("scale: FSDP 1", "TRL"),
-    ("scale: DeepSpeed ZeRO-2", "TRL"),
-    ("scale: tensor, context and sequence parallelism", "TRL"),
-    ("scale: FSDP2", "command line"),
-    ("scale: several machines", "command line"),
-    ("run: `--report-to wandb`", "command line"),
-    ("run: `--report-to trackio`", "command line"),
+    ("model: vision-language models", "TRL", ""),
+    ("model: float16 with a gradient scaler", "TRL", ""),
+    ("anchor: `use_transformers_continuous_batching`", "TRL", ""),
+    ("scale: more than one GPU", "TRL", f"{LAUNCH}/fsdp2.yaml train.py`"),
+    ("scale: more than one GPU", "command line", f"{LAUNCH}/ddp.yaml -m corral.cli train`"),
+    ("scale: FSDP2, weights offloaded to the CPU", "TRL", f"{LAUNCH}/fsdp2.yaml --fsdp_offload_params true train.py`"),
+    ("scale: DeepSpeed, anything offloaded", "TRL", f"{LAUNCH}/zero3.yaml --offload_optimizer_device cpu train.py`"),
+    ("run: `--report-to wandb`", "command line", ""),
+    ("run: `--report-to trackio`", "command line", ""),
 )
-"""What nobody has tried, as far as one might expect it to work."""
+"""What nobody has tried, as far as one might expect it to work: feature, door, and the command that would."""
 
 INTRODUCTION = """# What is supported, and how that is known
 
@@ -110,11 +115,25 @@ def tabulate(items: Iterable[pytest.Item]) -> Table:
         for marker in ("supports", "refuses"):
             for mark in item.iter_markers(marker):
                 add(table, mark.args[0].format(**parameters), mark.kwargs["door"], where if marker == "supports" else "refused")
-    for feature, door in UNTESTED:
+    for feature, door, _ in UNTESTED:
         if door in table.get(feature, {}):
             raise SupportError(f"{feature!r} is tested through {door!r}: take it from UNTESTED.")
         add(table, feature, door, "untested")
     return table
+
+
+def explain(items: Iterable[pytest.Item]) -> dict[str, str]:
+    """Feature → how it is known, in the groups that say so."""
+    found: dict[str, dict[str, None]] = {}  # an ordered set for each
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        for marker in ("supports", "refuses"):
+            for mark in item.iter_markers(marker):
+                note = mark.kwargs.get("why") or f"[{item.path.name}](../{item.path.relative_to(ROOT).as_posix()})"
+                found.setdefault(mark.args[0].format(**parameters), {})[note] = None
+    for feature, _, command in UNTESTED:
+        found.setdefault(feature, {})[command] = None
+    return {feature: ", ".join(notes) for feature, notes in found.items() if feature.startswith(EXPLAINED)}
 
 
 def add(table: Table, feature: str, door: str, where: str) -> None:
@@ -129,8 +148,8 @@ def add(table: Table, feature: str, door: str, where: str) -> None:
         places.discard(TARGETS["slow"])
 
 
-def page(table: Table) -> str:
-    """The page, a section per group."""
+def page(table: Table, notes: dict[str, str] | None = None) -> str:
+    """The page, a section per group; `notes` of a feature are the last column where a group has any."""
     doors = [door for door in DOORS if any(door in row for row in table.values())]
     places = ["CI", *TARGETS.values(), "refused", "untested"]
     text = INTRODUCTION
@@ -139,9 +158,12 @@ def page(table: Table) -> str:
         if not rows:
             continue
         used = [door for door in doors if any(door in row for row in rows.values())]
-        text += f"\n## {title}\n\n| | {' | '.join(used)} |\n|---|{'---|' * len(used)}\n"
+        told = any(f"{group}: {name}" in (notes or {}) for name in rows)
+        heads = [*used, *(["how it is known"] if told else [])]
+        text += f"\n## {title}\n\n| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}\n"
         for name, row in rows.items():
             cells = [", ".join(place for place in places if place in row.get(door, ())) for door in used]
+            cells += [(notes or {}).get(f"{group}: {name}", "")] if told else []
             text += f"| {name} | {' | '.join(cells)} |\n"
     return text
 
@@ -151,7 +173,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; the status is 1 if the page is not up to date")
     check = parser.parse_args(argv).check
     try:
-        text = page(tabulate(collect()))
+        items = collect()
+        text = page(tabulate(items), explain(items))
     except SupportError as error:
         sys.stderr.write(f"{error}\n")
         return 2

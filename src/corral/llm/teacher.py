@@ -15,6 +15,7 @@ from corral.llm import TEACHER_PROMPT
 from corral.llm.models import base_model
 from corral.llm.old_policy import write_support
 from corral.llm.scoring_pass import ScoringPass
+from corral.llm.sharding import vocabulary_size
 from corral.llm.trl_api import FUSED
 from corral.types import SparseDist
 
@@ -42,7 +43,7 @@ class Teacher:
         self.trainer, self.is_own = trainer, model is None
         student = base_model(trainer.model)
         self.model = model = _copy(student) if model is None else model
-        own, theirs = (len(x.get_output_embeddings().weight) for x in (student, model))
+        own, theirs = vocabulary_size(student), vocabulary_size(model)
         if own != theirs:
             raise ValueError(
                 f"CorralTrainer: the teacher has a vocabulary of {theirs} tokens and the student one of {own}. Distillation "
