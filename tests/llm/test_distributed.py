@@ -135,11 +135,8 @@ def test_a_run_of_two_processes_is_stopped_and_resumed(tmp_path: Path) -> None:
     done = summary["steps"]
     lines = log.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(done + 1)), "each line was written once"
-    config = tmp_path / "run" / "config.json"
-    settings = json.loads(config.read_text())
-    settings["settings"]["steps"] = done + 1
-    config.write_text(json.dumps(settings))
-    status, printed, complaints = finish(start(tmp_path, *TORCHRUN, "-m", "corral.cli", "train", "--resume", "run"))
+    onwards = [*TORCHRUN, "-m", "corral.cli", "train", "--resume", "run", "--steps", str(done + 1)]
+    status, printed, complaints = finish(start(tmp_path, *onwards))
     assert status == 0, complaints
     assert printed.count(f"going on after step {done}") == 1
     assert log.read_text().splitlines()[: done + 1] == lines

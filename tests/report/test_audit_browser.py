@@ -69,3 +69,19 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
     heads = "[...document.querySelectorAll('thead th')].map(node => getComputedStyle(node).overflowWrap)"
     assert set(page.evaluate(heads)) == {"break-word"}, "and headings their words"
     assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000
+
+
+def test_a_live_page_is_read_again_unless_told_not_to(open_page: Any, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page_of(tmp_path / "audit", {1: [completion()]}, live=10.0))
+    page = open_page(path)
+    page.clock.install()
+    page.reload()
+    page.get_by_label("Reload every 10 s").uncheck()
+    path.write_text(page_of(tmp_path / "later", {1: [completion()], 2: [completion()]}, live=10.0))
+    page.clock.run_for(60_000)
+    assert page.locator("header .lead").inner_text().startswith("4 tokens")
+    page.get_by_label("Reload every 10 s").check()
+    with page.expect_navigation():
+        page.clock.run_for(10_000)
+    assert page.locator("header .lead").inner_text().startswith("8 tokens")

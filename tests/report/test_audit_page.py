@@ -22,14 +22,16 @@ from corral.run.files import RunError
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>\"'\u202egnp"
 
 
-def page_of(path: Path, completions: dict[int, list[dict[str, Any]]], info: dict[str, Any] | None = None) -> str:
+def page_of(
+    path: Path, completions: dict[int, list[dict[str, Any]]], info: dict[str, Any] | None = None, live: float | None = None
+) -> str:
     folder = AuditFolder(path)
     folder.begin({"what": "compared", "model": "m", "rules": RULES.as_dict(), **(info or {})})
     for update, rows in completions.items():
         folder.add(update, rows)
     folder.close()
     found, table = read_audit(path)
-    return audit_page(found, table, summarise(table, found["rules"]))
+    return audit_page(found, table, summarise(table, found["rules"]), live)
 
 
 def drawn(count: int, vocabulary: int = 12, seed: int = 0, size: float = 0.6, rules: Rules = RULES) -> dict[str, Any]:

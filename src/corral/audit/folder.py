@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from corral.audit.errors import NothingYet
 from corral.audit.rules import read_rules
 from corral.run.files import LockedFolder, RunError, disk_sentence, plain, write_json, write_whole
 from corral.run.folder import versions
@@ -86,7 +87,9 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{folder.table} cannot be read: {str(error).splitlines()[0]}") from error
     if not len(table):
-        raise RunError(f"the audit in {path} has no tokens yet: it is filled after the updates on the first batch of rollouts.")
+        raise NothingYet(
+            f"the audit in {path} has no tokens yet: it is filled after the updates on the first batch of rollouts."
+        )
     missing = [name for name in SCHEMA.names if name not in table.column_names]
     if missing:
         raise RunError(f"{folder.table} has no column {', '.join(missing)}. Was it made by another version of corral?")

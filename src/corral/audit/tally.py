@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from corral.audit.dump.completion import Floats
+from corral.audit.errors import NothingYet
 from corral.audit.histogram import LogHistogram
 from corral.audit.summary import PROBABILITY, PROBABILITY_NAMES
 from corral.audit.threshold import FAMILIES, RuleFamily, Threshold, ThresholdTally
@@ -158,7 +159,7 @@ class Tally:
     def summary(self) -> StreamSummary:
         """Everything counted so far; a RunError if that is nothing."""
         if self.measure is None:
-            raise RunError("there is no token to audit: no completion has one that was trained on and has finite log-probs.")
+            raise NothingYet("there is no token to audit: no completion has one that was trained on and has finite log-probs.")
         by_step = [{"step": step, **sums.row()} for step, sums in sorted(self._by_step.items()) if sums.tokens]
         total = self._all.row()
         return StreamSummary(

@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.cli import INTERRUPTED, check_installed, given_flags, refuse
-from corral.cli.audit_dump import (
-    TEXT_FLAGS,
-    asdict_row,
-    audit_logged,
-    check_files,
-    judge_errors,
-    rescore,
-    write_numbers,
-)  # fmt: skip
+from corral.cli.audit_dump import TEXT_FLAGS, audit_logged, rescore
+from corral.cli.audit_live import check_live, follow
+from corral.cli.audit_measured import measured_audit
+from corral.cli.audit_result import check_files, finish
 from corral.cli.eval import FLAGS, eval_settings
 from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import UNSAFE, quiet_libraries
@@ -40,6 +35,7 @@ Five things can be audited:
   corral audit TEXTS --model A --model B  texts that verl or TRL logged, rescored by the old and the new model
   corral audit RUN                        a run of `corral train`: each checkpoint against the one before
   corral audit --old A --new B --task T   two models: A writes completions, B is measured on their tokens
+With --live the first two are followed while they grow, until Ctrl-C: the page is written again whenever there is more.
 A task's own settings: --set task_config.path=problems.jsonl.
 Exit status: 0 fine, 1 failed, 2 not understood, 3 more than --fail-above, 130 interrupted.
 """
@@ -71,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail-above", metavar="PERCENT", type=float, help="exit with 3 if more of all tokens are blocked inside the KL ball"
     )
+    parser.add_argument("--live", action="store_true", help="of dumps and audits that grow: write the page again and again")
+    parser.add_argument("--interval", metavar="SECONDS", type=float, help="of --live: between two looks at the files (10)")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and the sentences")
 
@@ -84,18 +82,22 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from corral.audit.dump.find import find_dump
 
     path: Path | None = arguments.path
+    check_live(arguments)
+    if arguments.live:
+        _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), "--live loads no model")
+        return follow(arguments, _rules(arguments), lambda: _existing_audit(arguments))
     try:
         if path is not None and (path / "audit.json").is_file():
-            return _show(_existing_audit(arguments), arguments)
+            return finish(measured_audit(_existing_audit(arguments), arguments), arguments)
         if path is None or (path / "config.json").is_file():
-            return _show(_audit_models(arguments), arguments)
+            return finish(measured_audit(_audit_models(arguments), arguments), arguments)
         dump = find_dump(path)
         if dump.texts:
             names = [name for name in _MODEL_FLAGS if name not in TEXT_FLAGS]
             _refuse_flags(arguments, ("old", "new", "tokenizer", *names), f"{path} holds logged texts")
-            return _show(rescore(dump, _rules(arguments), arguments), arguments)
+            return finish(measured_audit(rescore(dump, _rules(arguments), arguments), arguments), arguments)
         _refuse_flags(arguments, ("old", "new", "model", *_MODEL_FLAGS, "out"), f"{path} is a dump of logged tokens")
-        return audit_logged(dump, _rules(arguments), arguments)
+        return finish(audit_logged(dump, _rules(arguments), arguments), arguments)
     except KeyboardInterrupt:
         return refuse("interrupted.", INTERRUPTED)
 
@@ -164,27 +166,3 @@ def _rules(arguments: argparse.Namespace) -> Any:
         return Rules(**given)
     except ValueError as error:
         raise RunError(str(error)) from error
-
-
-def _show(folder: Path, arguments: argparse.Namespace) -> int:
-    """Sentences and tables in the terminal, everything on the page and as JSON; the exit status."""
-    from corral.audit.folder import read_audit
-    from corral.audit.summary import summarise, table_columns
-    from corral.audit.tally import Tally
-    from corral.audit.tokens import audit_tokens
-    from corral.cli.audit_view import show
-    from corral.report.audit.page import write_audit_page
-
-    info, table = read_audit(folder)
-    summary = summarise(table, info["rules"])
-    page = arguments.page or folder / "audit.html"
-    size = write_audit_page(info, table, summary, page)
-    if arguments.json is not None:
-        tally = Tally(info["rules"]["kl_bound"], info["rules"]["tv_bound"])
-        tally.add(audit_tokens(table_columns(table)))
-        tally.sequences = summary.sequences
-        content = {**tally.summary().as_dict(), "verdicts": {name: asdict_row(row) for name, row in summary.verdicts.items()}}
-        write_numbers(arguments.json, {**content, "what": info.get("what"), "rules": info["rules"]})
-    if arguments.json != "-":
-        show(summary, info, f"The page is in {page} ({size / 1e6:.1f} MB).", quiet=arguments.quiet)
-    return judge_errors(summary.verdicts["clipped"]["kl"], arguments.fail_above)

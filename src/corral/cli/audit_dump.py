@@ -1,30 +1,25 @@
-"""`corral audit DUMP`: what any trainer logged of its tokens, with a progress bar; JSON and an exit status for CI."""
+"""`corral audit DUMP`: what any trainer logged of its tokens, with a progress bar."""
 
 import argparse
-import json
-import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corral.cli.audit_result import Audited
 from corral.cli.eval import eval_settings
 from corral.cli.kind import check_kind
 from corral.cli.train import quiet_libraries
-from corral.run.files import RunError, plain, write_json
+from corral.run.files import RunError
 
 if TYPE_CHECKING:
     from corral.audit.dump.find import Dump
     from corral.audit.rules import Rules
-    from corral.audit.summary import Ball
+    from corral.audit.stream import Columns
+    from corral.audit.tally import StreamSummary
 
 TEXT_FLAGS = ("temperature", "device", "problems")
 """Flags of models that matter where logged texts are rescored."""
-
-_ABOVE = 3
-"""Exit status: more tokens are wrongly blocked than --fail-above allows."""
 
 
 def rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path:
@@ -46,73 +41,41 @@ def rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path
         return audit_texts(dump, (names[0], names[1]), settings, rules, out, progress)
 
 
-def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> int:
-    """One pass over a dump; sentences and a table in the terminal, everything on a page and as JSON. The exit status."""
-    from corral.audit.sample import with_texts
+def audit_logged(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Audited:
+    """One pass over a dump."""
     from corral.audit.stream import audit_dump
+
+    with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
+        summary, sample = audit_dump(dump, rules, progress)
+    return describe_dump(dump, rules, summary, sample, arguments)
+
+
+def describe_dump(
+    dump: "Dump", rules: "Rules", summary: "StreamSummary", sample: "Columns", arguments: argparse.Namespace
+) -> Audited:
+    """The numbers of a dump, and what shows them."""
+    from corral.audit.sample import with_texts
     from corral.audit.threshold import AUDITED
     from corral.cli.audit_view import show_stream
     from corral.report.audit.stream_page import write_stream_page
 
-    with _progress_bar(dump.bytes, quiet=arguments.quiet) as progress:
-        summary, sample = audit_dump(dump, rules, progress)
     texts = None if arguments.tokenizer is None else _token_texts(sample["token"].tolist(), arguments.tokenizer)
-    name = dump.path.resolve().name or "dump"
+    shown = with_texts(sample, texts)
     info = {
-        "name": name,
+        "name": dump.path.resolve().name or "dump",
         "what": dump.compared,
         "remarks": dump.remarks,
         "rules": {key: rules.as_dict()[key] for key in ("clip", "own", "kl_bound", "tv_bound")},
         "settings": {"format": dump.format, "files": len(dump.files), "bytes": dump.bytes},
     }
-    page = arguments.page or _default_page(dump.path)
-    size = write_stream_page(summary, with_texts(sample, texts), info, page)
-    if arguments.json is not None:
-        write_numbers(arguments.json, {**summary.as_dict(), **info})
-    if arguments.json != "-":
-        show_stream(summary, info, f"The page is in {page} ({size / 1e6:.1f} MB).", quiet=arguments.quiet)
-    audited = next(row for row in summary.thresholds if row.family == AUDITED)
-    return judge_errors(audited.kl, arguments.fail_above)
-
-
-def check_files(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be read or written, or cannot be meant, before anything is computed."""
-    if arguments.path is not None:
-        try:
-            arguments.path.stat()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise RunError(f"{str(arguments.path)[:200]} cannot be read: {reason}.") from error
-    limit = arguments.fail_above
-    if limit is not None and not (math.isfinite(limit) and 0 <= limit <= 100):
-        raise RunError(f"--fail-above is a percentage from 0 to 100; got {limit:g}.")
-    if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
-        raise RunError(f"there is no folder {Path(arguments.json).parent} to write {Path(arguments.json).name} into.")
-
-
-def judge_errors(ball: "Ball", limit: float | None) -> int:
-    """0, or 3 and a sentence if a larger share of all tokens is blocked inside the KL ball than `limit` per cent."""
-    share = 100 * ball.blocked_inside / ball.tokens
-    if limit is None or share <= limit:
-        return 0
-    sys.stderr.write(
-        f"corral: {share:.3g} % of all tokens are blocked by clipping though inside the KL ball, more than the {limit:g} % of "
-        f"--fail-above.\n"
+    return Audited(
+        page=_default_page(dump.path),
+        write_page=lambda page, live: write_stream_page(summary, shown, info, page, live),
+        numbers=lambda: {**summary.as_dict(), **info},
+        show=lambda last: show_stream(summary, info, last, quiet=arguments.quiet),
+        clipping=next(row for row in summary.thresholds if row.family == AUDITED).kl,
+        newest=f"step {summary.by_step[-1]['step']:,}",
     )
-    return _ABOVE
-
-
-def write_numbers(target: str, content: Mapping[str, Any]) -> None:
-    """JSON into a file, whole or not at all, or to the standard output."""
-    if target == "-":
-        sys.stdout.write(json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
-    else:
-        write_json(Path(target), dict(content))
-
-
-def asdict_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose values may be dataclasses, for JSON."""
-    return {key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for key, value in row.items()}
 
 
 def _token_texts(ids: Iterable[int], name: str) -> dict[int, str]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from corral.audit.dump.completion import LoggedCompletion
 from corral.audit.dump.formats import FORMATS, SAMPLER_IS_OLD, Format
-from corral.audit.dump.lines import read_lines
+from corral.audit.dump.lines import FilePlace, read_lines
 from corral.audit.dump.slime import read_slime
+from corral.audit.errors import NothingYet
 from corral.run.files import RunError
 
 _KNOWN = """corral's own JSON lines (tokens, advantages, logp_old, logp_new), prime-rl's token_exports, open-instruct's \
@@ -31,7 +32,7 @@ class Dump:
     @property
     def bytes(self) -> int:
         """Of all files, for a progress bar."""
-        return sum(path.stat().st_size for path in self.files)
+        return sum(path.stat().st_size for path in self.files if path.exists())
 
     @property
     def texts(self) -> bool:
@@ -49,7 +50,7 @@ def find_dump(path: Path) -> Dump:
     if not lines and tensors:
         return Dump(path, "slime", tensors, "as sampled, compared with the trainer before its update", (SAMPLER_IS_OLD,))
     if not lines:
-        raise RunError(
+        raise NothingYet(
             f"{path} holds nothing to audit: it is no audit (it has no audit.json), no run (it has no config.json) "
             f"and no dump. Known dumps are {_KNOWN}."
         )
@@ -67,17 +68,32 @@ def find_dump(path: Path) -> Dump:
 
 
 def read_completions(
-    dump: Dump, progress: Callable[[int], object], note: Callable[[str], object]
+    dump: Dump,
+    progress: Callable[[int], object],
+    note: Callable[[str], object],
+    places: dict[Path, FilePlace] | None = None,
+    *,
+    growing: bool = False,
 ) -> Iterator[LoggedCompletion]:
-    """Every completion of a dump, one at a time; `progress` and `note` as in `read_lines`."""
+    """Every completion of a dump, one at a time; `progress`, `note` and `growing` as in `read_lines`.
+
+    Args:
+        places: how far each file was read already; moved along.
+    """
     form = next((form for form in FORMATS if form.name == dump.format), None)
+    places = {} if places is None else places
     for path in dump.files:
-        if form is None:
-            yield from read_slime(path)
-            progress(path.stat().st_size)
-        else:
-            for record in read_lines(path, progress, note):
+        place = places.setdefault(path, FilePlace())
+        if form is not None:
+            for record in read_lines(path, progress, note, place, growing=growing):
                 yield from form.read(record)
+        elif not place.bytes:
+            before, place.size = place.size, path.stat().st_size
+            if growing and before != place.size:
+                continue
+            yield from read_slime(path)
+            progress(place.size)
+            place.bytes = place.size
 
 
 def _dump(path: Path, form: Format, files: tuple[Path, ...], *remarks: str) -> Dump:
@@ -95,7 +111,7 @@ def _stable(path: Path, form: Format, files: tuple[Path, ...]) -> Dump:
     open_steps = {file.parent for file in marked if not (file.parent / "STABLE").exists()}
     kept = tuple(file for file in files if file.parent not in open_steps)
     if not kept:
-        raise RunError(f"no step in {path} is complete: none has a file STABLE. Is the run writing its first one?")
+        raise NothingYet(f"no step in {path} is complete: none has a file STABLE. Is the run writing its first one?")
     steps = len(open_steps)
     remark = f"{steps} step{'s' if steps > 1 else ''} without a file STABLE, still being written, left out."
     return _dump(path, form, kept, *([remark] if open_steps else []))
@@ -106,7 +122,7 @@ def _first_fields(files: tuple[Path, ...]) -> frozenset[str]:
     for path in files:
         for record in read_lines(path, lambda _: None, lambda _: None):
             return frozenset(record.content)
-    raise RunError(f"{files[0]} is empty{'' if len(files) == 1 else ', and so are the others'}.")
+    raise NothingYet(f"{files[0]} is empty{'' if len(files) == 1 else ', and so are the others'}.")
 
 
 def _files(path: Path, suffix: str) -> tuple[Path, ...]:

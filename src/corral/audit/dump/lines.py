@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from corral.audit.dump.record import DumpRecord
@@ -11,20 +12,41 @@ _LONGEST = 1 << 28
 """Bytes of a line: 256 MB, a hundred times the longest completion that is trained on today."""
 
 
-def read_lines(path: Path, progress: Callable[[int], object], note: Callable[[str], object]) -> Iterator[DumpRecord]:
+@dataclass
+class FilePlace:
+    """How far a file was read."""
+
+    bytes: int = 0
+    lines: int = 0
+    size: int = -1
+    """Of a file that is read as a whole, when it was last looked at: it is complete once that no longer changes."""
+
+
+def read_lines(
+    path: Path,
+    progress: Callable[[int], object],
+    note: Callable[[str], object],
+    place: FilePlace | None = None,
+    *,
+    growing: bool = False,
+) -> Iterator[DumpRecord]:
     """Each object of a file of JSON lines.
 
     Args:
         progress: told how many bytes a line had.
         note: told, by name, of what was left out: a last line that is cut off, as in a file that is still being written.
+        place: where to go on; it is moved along. None: at the beginning.
+        growing: whether a last line without its end is left for the next time.
     """
-    number = 0
-    for data in _raw_lines(path):
-        number += 1
+    place = FilePlace() if place is None else place
+    for data in _raw_lines(path, place.bytes):
+        if growing and not data.endswith(b"\n"):
+            return
+        place.bytes, place.lines = place.bytes + len(data), place.lines + 1
         progress(len(data))
         if not data.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{path}, line {place.lines}"
         try:
             content = json.loads(data)
         except RecursionError:
@@ -37,9 +59,10 @@ def read_lines(path: Path, progress: Callable[[int], object], note: Callable[[st
         yield DumpRecord(content, where)
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+def _raw_lines(path: Path, start: int) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
+            file.seek(start)
             while data := file.readline(_LONGEST + 1):
                 if len(data) > _LONGEST:
                     raise RunError(f"{path} has a line of more than {_LONGEST >> 20} MB; one completion has a line.")

@@ -1,5 +1,6 @@
 """The page of an audit: one file that asks the network for nothing. Tokens and names are shown as text, whatever they say."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,33 @@ computed here on the very same tokens at the same moment; a run that had been tr
 """
 
 
-def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, out: Path) -> int:
+def write_audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, out: Path, live: float | None = None) -> int:
     """The page, whole or not at all. Returns its size in bytes."""
-    return write_document(audit_page(info, rows, summary), out, "This should not happen: please report it.")
+    return write_document(audit_page(info, rows, summary, live), out, "This should not happen: please report it.")
 
 
-def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary) -> str:
-    """The whole HTML."""
+def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, live: float | None = None) -> str:
+    """The whole HTML; `live`: seconds after which it is written again, and read again by itself."""
     title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
     about = about_figures(info.get("model"), summary.tokens, info.get("what"))
     data = {"about": about, "headline": headline(summary.verdicts["clipped"]["kl"], info["rules"])}
-    return document(title, _body(title, info, rows, summary), data, ["base.js", "audit.js"], ["page.css", "audit.css"])
+    return audit_document(title, _body(title, info, rows, summary, live), data, live)
+
+
+def audit_document(title: str, body: Safe, data: Mapping[str, Any], live: float | None) -> str:
+    """The page of an audit around its body."""
+    scripts, more = (["base.js", "audit.js"], {}) if live is None else (["base.js", "audit.js", "live.js"], {"live": live})
+    return document(title, body, {**data, **more}, scripts, ["page.css", "audit.css"])
+
+
+def live_note(live: float | None) -> Safe | None:
+    """When the page of a live audit was written, and a switch that stops it from being read again."""
+    if live is None:
+        return None
+    switch = tag(
+        "label", tag("input", type="checkbox", id="reload", checked=True), f"Reload every {live:g} s", class_="scripted"
+    )
+    return note(f"Live: as of {time.strftime('%H:%M:%S')}, while the run goes on. ", switch)
 
 
 def about_figures(name: object, tokens: int, what: object) -> str:
@@ -63,7 +80,7 @@ def about_figures(name: object, tokens: int, what: object) -> str:
     return visible(shorten(f"{text} · corral {corral.__version__}", 240))
 
 
-def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary) -> Safe:
+def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary, live: float | None) -> Safe:
     """Header, parts, footer."""
     columns, rules = table_columns(tokens), info["rules"]
     said = sentences(summary, info)
@@ -74,7 +91,13 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
     parts = {
         "findings": (
             "Findings",
-            join(missing, four_cells(summary.verdicts["clipped"]["kl"], rules), found, _verdict_tables(summary, rules)),
+            join(
+                live_note(live),
+                missing,
+                four_cells(summary.verdicts["clipped"]["kl"], rules),
+                found,
+                _verdict_tables(summary, rules),
+            ),
         ),
         "probability": ("By old probability", join(bucket_figure(probability), _bucket_table("Old probability", probability))),
         "threshold": ("Which threshold?", audit_thresholds(columns, rules)),

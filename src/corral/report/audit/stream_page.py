@@ -14,12 +14,11 @@ from corral.audit.words import number, percent
 from corral.report.audit.cells import four_cells, headline
 from corral.report.audit.chart import Axis, curve, legend, plane, sides
 from corral.report.audit.figures import mark
-from corral.report.audit.page import about_figures
+from corral.report.audit.page import about_figures, audit_document, live_note
 from corral.report.audit.thresholds import threshold_section
 from corral.report.audit.tokens import completion_heat
 from corral.report.html import (
     Safe,
-    document,
     join,
     note,
     page_body,
@@ -65,19 +64,28 @@ or reward that fell for good.
 """
 
 
-def write_stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any], out: Path) -> int:
+def write_stream_page(
+    summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any], out: Path, live: float | None = None
+) -> int:
     """The page, whole or not at all. Returns its size in bytes."""
-    return write_document(stream_page(summary, sample, info), out, "This should not happen: please report it.")
+    return write_document(stream_page(summary, sample, info, live), out, "This should not happen: please report it.")
 
 
-def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any]) -> str:
-    """The whole HTML; `sample` holds columns of a few completions, with `text`."""
+def stream_page(
+    summary: StreamSummary, sample: Mapping[str, Column], info: Mapping[str, Any], live: float | None = None
+) -> str:
+    """The whole HTML.
+
+    Args:
+        sample: columns of a few completions, with `text`.
+        live: seconds after which it is written again, and read again by itself.
+    """
     title = f"Audit of {shorten(str(info['name']), 80)}"
     said = stream_sentences(summary, info)
     audited = next((row for row in summary.thresholds if row.family == AUDITED), None)
     found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
     parts = {
-        "findings": ("Findings", join(_cells(audited, summary.measure, info["rules"]), found)),
+        "findings": ("Findings", join(live_note(live), _cells(audited, summary.measure, info["rules"]), found)),
         "threshold": (
             "Which threshold?",
             threshold_section(summary.thresholds, summary.measure, summary.kl_bound, summary.tv_bound),
@@ -94,7 +102,7 @@ def stream_page(summary: StreamSummary, sample: Mapping[str, Column], info: Mapp
     data = {"about": about_figures(info["name"], summary.tokens, info["what"]), "headline": ""}
     if audited is not None:
         data["headline"] = headline(audited.kl, info["rules"], certain=summary.measure == "whole")
-    return document(title, body, data, ["base.js", "audit.js"], ["page.css", "audit.css"])
+    return audit_document(title, body, data, live)
 
 
 def _cells(audited: Threshold | None, measure: str, rules: Mapping[str, Any]) -> Safe | None:

@@ -1,0 +1,64 @@
+"""One run of the evidence: the demo's setting with one arm, a model to start from, and a number of updates per batch.
+
+A plain run has the key that the study of deployed networks gives to the same run, so that it counts for both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from spec import Shipped
+
+COMPLETIONS = 512
+"""Of a batch of rollouts, as the demo has it."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "top-K": {"objective_config": {"estimator": "topk"}},
+    "unprojected": {"objective_config": {"gradient": "unprojected"}},
+    "constant dual": {"objective_config": {"gradient": "constant_dual"}},
+    "no regression": {"objective_config": {"regression": 0.0}},
+    "ε=.01": {"objective_config": {"bound": 0.01}},
+    "ε=.2": {"objective_config": {"bound": 0.2}},
+    "α=.1": {"objective_config": {"regression": 0.1}},
+    "α=.3": {"objective_config": {"regression": 0.3}},
+    "α=3": {"objective_config": {"regression": 3.0}},
+    "α=10": {"objective_config": {"regression": 10.0}},
+    "union": {"support": "union"},
+    "fill": {"objective_config": {"tail": "fill", "vocab_size": 100}},
+    "published": {"objective_config": {"tail": "fill", "vocab_size": 100}, "support": "union", "loss_type": "dapo"},
+    "K=4": {"support_size": 4, "support_mass": 1.0},
+    "K=16": {"support_size": 16, "support_mass": 1.0},
+    "mass .9": {"support_mass": 0.9},
+    "K=4, mass .9": {"support_size": 4, "support_mass": 0.9},
+    "token mean": {"loss_type": "dapo"},
+    "token sum, no std": {"loss_type": "luspo", "advantage": "dr_grpo"},
+}
+"""What an arm changes in its objective and the trainer, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Shipped):
+    """A run of `corral train --recipe demo` with an arm's settings."""
+
+    variant: str = ""
+    """A name of VARIANTS."""
+    model: str = "tiny"
+    """The embedded model, or a folder with another warm start."""
+    updates: int = 8
+    """Of each pass over a batch; with 1 and one pass every objective is the same algorithm."""
+    eval_every: int = 3
+
+    @property
+    def key(self) -> str:
+        """A name that no other run has; the study's own for a plain run."""
+        start = "" if self.model == "tiny" else f"-{self.model.rstrip('/').rpartition('/')[2]}"
+        parts = [f"-{self.variant}" if self.variant else "", f"-m{self.updates}" if self.updates != 8 else "", start]
+        return super().key + "".join(parts)
+
+    def layer(self) -> dict[str, Any]:
+        """Settings on top of the recipe."""
+        given = super().layer() | VARIANTS[self.variant]
+        given |= {} if self.model == "tiny" else {"model": self.model}
+        if self.updates != 8:
+            given |= {"steps_per_generation": self.updates, "per_device_train_batch_size": COMPLETIONS // self.updates}
+        return given

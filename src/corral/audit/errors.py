@@ -1,0 +1,7 @@
+"""What a live audit waits for, and every other one ends with."""
+
+from corral.run.files import RunError
+
+
+class NothingYet(RunError):
+    """There is nothing to audit so far, and there may be later."""
