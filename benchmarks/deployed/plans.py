@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spec import Arm, Shipped, Spec
@@ -38,12 +39,22 @@ ARMS = {
 FIRST = 7
 """The arms, from the first, that are seen with every seed before the others are."""
 
-RATES = (3e-4, 1e-3, 1e-4, 3e-3, 1e-2)
-"""Half decades around the demo's own 2e-4 and upwards, the most telling first."""
-WIDE = 0.08
-"""Four times the bound of `learning_rate="auto"`: where a batch is used several times, a step may go further."""
-_REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
+RATES = (3e-4, 1e-3, 1e-4, 3e-3, 1e-2, 3e-5, 3e-2)
+"""Half decades around the demo's own 2e-4, the most telling first."""
+HELD: dict[str, Any] = {"rate": "auto", "bound": None}
+"""`learning_rate="auto"` with the bound .02."""
 _REUSED = ("troll", "ppo_clip", "dppo")
+_REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
+_CONFIRM: dict[str, Any] = {"eval_every": 2, "eval_size": 1024, "end_size": 4096}
+FRESH = tuple(range(401, 411))
+"""Seeds on which nothing was tuned."""
+CHOSEN: dict[str, dict[str, Any]] = {
+    "troll": {"passes": 4, **HELD},
+    "dppo": {"passes": 8, **HELD},
+    "ppo_clip": {"passes": 4, "rate": 2e-4},
+}
+"""By area over ten steps on the tuning seeds, of 1e-4, 2e-4, 4e-4 (nothing held) and "auto" × 2, 4 and 8 passes, as many
+trials for each objective; clipping of those with nothing held."""
 
 
 def arms(names: Sequence[str], schedule: str, seeds: Sequence[int], objective: str = "ppo_clip") -> list[Spec]:
@@ -76,46 +87,61 @@ def gate0_rest() -> list[Spec]:
     return rivals + arms(("auto_mean", "tuned"), "linear", range(204, 206)) + arms(("auto_mean",), "constant", range(201, 204))
 
 
-def reuse() -> list[Shipped]:
-    """Passes × objectives, at the demo's rate and at "auto"; then passes by the bound.
-
-    Long runs first for each seed, so that a piece ends with short ones.
-    """
-    arms: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": "auto", "bound": None}]
-    plan = [
-        Shipped(objective=objective, seed=seed, passes=passes, **arm, **_REUSE)
-        for seed, passes, arm, objective in itertools.product((301, 302), (8, 4, 2, 1), arms, _REUSED)
-    ]
-    return plan + [
-        Shipped(objective=objective, seed=seed, passes=8, rate=2e-4, bound=0.02, reuse="auto", **_REUSE)
-        for seed, objective in itertools.product((301, 302), _REUSED)
-    ]
-
-
-def reuse_more() -> list[Shipped]:
-    """A wider bound, then a third seed, then other rates, as tuning would try them."""
-    wide: list[dict[str, Any]] = [{"rate": "auto", "bound": WIDE}]
-    other: list[dict[str, Any]] = [{"rate": 1e-4}, {"rate": 4e-4}]
-    arms: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": "auto", "bound": None}]
-    grids = [
-        itertools.product(wide, (301, 302), (8, 4, 1), _REUSED[:2]),
-        itertools.product(arms, (303,), (8, 4, 1), _REUSED),
-        itertools.product(other, (301, 302), (8, 4, 1), _REUSED[:2]),
-    ]
+def shipped(seeds: Sequence[int], objectives: Sequence[str], grid: Sequence[dict[str, Any]], **same: Any) -> list[Shipped]:
+    """Settings × objectives of the trainer as it ships, seeds outermost."""
     return [
-        Shipped(objective=objective, seed=seed, passes=passes, **arm, **_REUSE)
-        for arm, seed, passes, objective in itertools.chain(*grids)
+        Shipped(objective=objective, seed=seed, **arm, **same)
+        for seed, arm, objective in itertools.product(seeds, grid, objectives)
     ]
+
+
+def reuse() -> list[Shipped]:
+    """Passes × objectives, at the demo's rate and at "auto"; long runs first for each seed: a piece ends with short ones."""
+    grid = [{"passes": passes, **arm} for passes in (8, 4, 2, 1) for arm in ({"rate": 2e-4}, HELD)]
+    return shipped((301, 302), _REUSED, grid, **_REUSE)
+
+
+def reuse_auto() -> list[Shipped]:
+    """As many passes as a batch is good for, at the demo's rate."""
+    return shipped((301, 302), _REUSED, [{"passes": 8, "rate": 2e-4, "bound": 0.02, "reuse": "auto"}], **_REUSE)
+
+
+def bound() -> list[Shipped]:
+    """Wider bounds at "auto", where one pass needs no holding and where four do: does a bound cost nothing?"""
+    grid = [{"passes": passes, "rate": "auto", "bound": bound} for passes in (4, 1) for bound in (0.05, 0.1)]
+    return shipped((301, 302), _REUSED, grid, **_REUSE)
+
+
+def tune() -> list[Shipped]:
+    """Other rates × passes with nothing held: with `reuse`, the trials by which settings are chosen to be confirmed."""
+    grid = [{"passes": passes, "rate": rate} for passes in (8, 4, 2) for rate in (1e-4, 4e-4)]
+    return shipped((301, 302), _REUSED, grid, **_REUSE)
+
+
+def confirm_reuse() -> list[Shipped]:
+    """What was chosen, on ten fresh seeds; one-pass clipping at its better rate for twice as many rollouts; clipping held."""
+    long = Shipped(objective="ppo_clip", rate=4e-4, seed=0, steps=20, **_CONFIRM)
+    plan: list[Shipped] = []
+    for seed in FRESH:
+        plan += [Shipped(objective=name, seed=seed, steps=10, **how, **_CONFIRM) for name, how in CHOSEN.items()]
+        plan.append(replace(long, seed=seed))
+    return plan + shipped(FRESH, ("ppo_clip",), [{"passes": 8, **HELD}], steps=10, **_CONFIRM)
+
+
+def confirm_rates() -> list[Shipped]:
+    """Clipping and TROLL with one pass on fresh seeds: at a tuned rate and two too large, held or not, and at "auto"."""
+    grid = [{"rate": 2e-4}, HELD, {"rate": 1e-3}, {"rate": 1e-3, "bound": 0.02}, {"rate": 3e-3, "bound": 0.02}]
+    grid += [{"rate": 2e-4, "bound": 0.02}, {"rate": 3e-3}]
+    return shipped(FRESH, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)
 
 
 def rates() -> list[Shipped]:
-    """Half decades × objectives × off and on × two seeds; on is the bound of `learning_rate="auto"`."""
-    grid = itertools.product(
-        (301, 302), (3e-4, 1e-3, 1e-4, 3e-3, 1e-2), ("ppo_clip", "troll", "dppo", "reinforce"), (math.inf, 0.02)
-    )
-    return [
-        Shipped(objective=objective, rate=rate, seed=seed, bound=bound, eval_every=3) for seed, rate, objective, bound in grid
-    ]
+    """Half decades × objectives × off and on × two seeds, the edges of what is usable first; then the ends of three decades."""
+    plan = []
+    for objectives, tried in itertools.product((("ppo_clip", "troll"), ("dppo", "reinforce")), (RATES[:5], RATES[5:])):
+        grid = [{"rate": rate, "bound": bound} for rate in tried for bound in (math.inf, 0.02)]
+        plan += shipped((301, 302), objectives, grid, eval_every=3)
+    return plan
 
 
 def tiny() -> list[Spec | Shipped]:
@@ -131,7 +157,11 @@ def tiny() -> list[Spec | Shipped]:
 
 PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "reuse": reuse,
-    "reuse-more": reuse_more,
+    "bound": bound,
+    "tune": tune,
+    "reuse-auto": reuse_auto,
+    "confirm-reuse": confirm_reuse,
+    "confirm-rates": confirm_rates,
     "rates": rates,
     "gate0-rest": gate0_rest,
     "gate0": gate0,

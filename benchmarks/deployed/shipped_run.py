@@ -9,9 +9,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from rich.console import Console
 from spec import Shipped
 from transformers.utils import logging as transformers_logging
 
+from corral.llm.eval_view import EvalView
+from corral.llm.evaluate import EvalSettings, evaluate
 from corral.llm.settings import read_recipe, resolve
 from corral.llm.train import train
 from corral.run.folder import RunFolder
@@ -46,6 +49,7 @@ def run(spec: Shipped, deadline: float) -> dict[str, Any]:
             over.set()
             watch.join()
         lines = RunFolder(folder).lines()
+        end = _measure_end(spec, folder) if spec.end_size and stopped == "finished" else None
     dead = stopped == "interrupted" and is_dead(lines)
     return {
         "key": spec.key,
@@ -55,8 +59,17 @@ def run(spec: Shipped, deadline: float) -> dict[str, Any]:
         "dead": dead,
         "seconds": time.monotonic() - began,
         "cpu": time.process_time() - cpu,
+        "end": end,
         "lines": [_shorten(line) for line in lines],
     }
+
+
+def _measure_end(spec: Shipped, folder: Path) -> dict[str, float]:
+    """Held-out success of the last network on more problems than the curve's."""
+    console = Console(quiet=True)
+    asked = EvalSettings(model=str(folder), problems=spec.end_size, samples=1, seed=spec.seed, device="cpu")
+    found = evaluate(asked, EvalView(console, console)).result["estimates"]
+    return {"success": found["pass@1"]["value"], "greedy": found["greedy"]["value"], "problems": spec.end_size}
 
 
 def _interrupt(folder: Path, deadline: float, over: Event) -> None:

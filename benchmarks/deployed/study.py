@@ -1,6 +1,6 @@
 """The study of what holds a deployed network: many runs of the demo side by side, one JSON line each.
 
-    OMP_NUM_THREADS=1 python benchmarks/deployed/study.py --plan reuse rates --workers 16 --minutes 9 --out results
+    OMP_NUM_THREADS=1 python benchmarks/deployed/study.py --plan reuse bound tune --workers 16 --minutes 8 --out results
 
 Runs that a file under --out or --done already has are skipped, so that a study can be done in pieces; those that would not end
 in time are left to the next piece. `--list` says what would run, `--table` what the results are.
@@ -25,7 +25,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="
 import held_run  # after the environment: torch reads it once
 import shipped_run
 from plans import PLANS
-from spec import Shipped, Spec
+from spec import Shipped, Spec, cost_group
 from study_table import finished, print_table
 
 from corral.run.files import append_line
@@ -56,11 +56,11 @@ def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float])
 
 
 def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Seconds that a step of each group may take, a third more than in its median run; a group never run is missing."""
+    """Seconds that a step of each group may take: a fifth more CPU time than in its median run; one never run is missing."""
     taken: dict[str, list[float]] = defaultdict(list)
     for line in runs.values():
-        taken[f"x{line['passes']}" if "passes" in line else line["arm"]].append(line["seconds"] / line["steps"])
-    return {group: 4 / 3 * median(seconds) for group, seconds in taken.items()}
+        taken[cost_group(line) if "passes" in line else line["arm"]].append(line["cpu"] / line["steps"])
+    return {group: 1.2 * median(seconds) for group, seconds in taken.items()}
 
 
 def study(plan: Sequence[Spec | Shipped], workers: int, minutes: float, file: Path, expected: dict[str, float]) -> None:

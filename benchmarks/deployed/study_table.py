@@ -45,8 +45,8 @@ def rewards(run: Row) -> float:
 
 
 def final(run: Row, key: str = "success") -> float:
-    """Success on the held-out problems after the last step, or greedy; 0 of a dead run."""
-    return 0.0 if run["dead"] else run["lines"][-1][key]
+    """Success on the held-out problems after the last step, or greedy, on the most that were asked; 0 of a dead run."""
+    return 0.0 if run["dead"] else (run.get("end") or run["lines"][-1])[key]
 
 
 def certificate(line: Row, name: str) -> float:

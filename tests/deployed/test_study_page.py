@@ -31,6 +31,7 @@ def test_golden_area_of_a_run_and_of_a_dead_one() -> None:
     assert study_table.area(run) == pytest.approx(0.4)
     assert study_table.rewards(run) == pytest.approx(0.25)
     assert (study_table.final(run), study_table.final(run, "greedy")) == (0.6, 0.9)
+    assert study_table.final(run | {"end": {"success": 0.58, "greedy": 0.88}}) == 0.58  # measured again, on more problems
     # Dead after step 2, with .4 a step before: .2 → .4 in one step, → 0 in the next, then 0: (.3 + .2 + 0 + 0) / 4 = .125.
     dead = made(success={0: 0.2, 1: 0.4}, rewards=[0.1, 0.0], dead=True)
     assert study_table.held_out(dead) == [(0, 0.2), (1, 0.4), (2, 0.0), (4, 0.0)]
@@ -63,9 +64,12 @@ def test_plans_name_every_run_once() -> None:
         assert len(keys) == len(set(keys)), name
     runs = plans.reuse()
     assert {run.passes for run in runs} == {1, 2, 4, 8}
+    tuning, fresh = {301, 302}, {*range(401, 411)}
+    for name, seeds in {"bound": tuning, "tune": tuning, "confirm-reuse": fresh, "confirm-rates": fresh}.items():
+        assert {run.seed for run in plans.PLANS[name]()} == seeds, name
     assert isinstance(plans.gate0()[0], Spec)
     spec = Shipped(objective="troll", rate="auto", seed=3, bound=None)
-    assert "deployed_bound" not in spec.layer()  # auto brings its own
+    assert spec.layer()["deployed_bound"] == 0.02  # whatever is the default by now
     assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
 
 
@@ -101,6 +105,7 @@ def test_the_page_says_what_the_raw_data_say() -> None:
 def test_one_slow_run_does_not_keep_others_of_its_group_from_starting() -> None:
     import study  # sets the environment of its processes, as a program may
 
-    runs = {str(seconds): {"passes": 1, "seconds": seconds, "steps": 10} for seconds in (45.0, 60.0, 3000.0)}
-    assert study.durations(runs) == {"x1": pytest.approx(8.0)}
-    assert study.durations({"one": {"arm": "tuned", "seconds": 30.0, "steps": 5}}) == {"tuned": pytest.approx(8.0)}
+    same = {"passes": 1, "eval_size": 512, "eval_every": 5, "steps": 10}
+    runs = {str(seconds): same | {"cpu": seconds} for seconds in (45.0, 60.0, 3000.0)}
+    assert study.durations(runs) == {Shipped(objective="troll", rate=1e-4, seed=1).group: pytest.approx(7.2)}
+    assert study.durations({"one": {"arm": "tuned", "cpu": 30.0, "steps": 5}}) == {"tuned": pytest.approx(7.2)}

@@ -14,6 +14,9 @@ import torch
 from peft import LoraConfig
 from tiny_models import FakeVLLM, even_words, make_trainer, prompts, rollouts, settings, tiny_model, tiny_tokenizer
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -273,8 +276,7 @@ class TestWhatIsAudited:
         inputs["tool_mask"][:, 1] = 0
         numbered = torch.arange(inputs["completion_ids"].numel()).reshape(inputs["completion_ids"].shape)
         inputs["advantages"] = numbered.to(inputs["advantages"])
-        callback.pending.clear()
-        kept = callback._keep(inputs)
+        kept = callback._choose(inputs)
         live = inputs["tool_mask"].bool() & inputs["completion_mask"].bool()
         assert sum(len(one.positions) for one in kept) == int(live.sum())
         for one in kept:
@@ -283,10 +285,10 @@ class TestWhatIsAudited:
             row = int(one.advantages[0]) // live.shape[1]
             assert row != 1
             assert torch.equal(one.advantages, inputs["advantages"][row][live[row]].cpu())
-            assert torch.equal(one.ids[one.positions], inputs["completion_ids"][row][live[row]])
-        assert callback._keep({**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}) == []
+            assert torch.equal(one.ids[one.positions], inputs["completion_ids"][row][live[row]].cpu())
+        assert callback._choose({**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}) == []
         with pytest.raises(RunError, match="images"):
-            callback._keep({**inputs, "pixel_values": torch.zeros(1)})
+            callback._choose({**inputs, "pixel_values": torch.zeros(1)})
 
     def test_choose_is_fair_and_bounded(self) -> None:
         lengths, counts = torch.tensor([2, 0, 6, 4]), torch.zeros(4, 6)
@@ -411,10 +413,16 @@ class TestTroubles:
         with pytest.raises(ValueError, match="takes a GRPOTrainer; got str"):
             audit("trainer")
 
-    def test_a_sharded_model(self, tmp_path: Path) -> None:
+    @pytest.mark.refuses("run: audit of a model sharded by FSDP 1 or ZeRO-3", door="TRL")
+    def test_sharded_in_ways_that_were_never_tested(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = stock(tmp_path)
         trainer.is_fsdp_enabled = True
-        with pytest.raises(ValueError, match="sharded"):
+        monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False)
+        with pytest.raises(ValueError, match="sharded by FSDP 1 is not audited"):
+            audit(trainer, tmp_path / "audit")
+        trainer.is_fsdp_enabled = False
+        monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", SimpleNamespace(zero_stage=3))
+        with pytest.raises(ValueError, match="sharded by ZeRO-3 is not audited"):
             audit(trainer, tmp_path / "audit")
 
 
@@ -437,21 +445,48 @@ def test_what_is_read_of_trl_is_there(tmp_path: Path) -> None:
     assert "self.args.steps_per_generation * self.num_iterations" in source
 
 
+def shard(trainer: GRPOTrainer) -> GRPOTrainer:
+    """FSDP2 over two processes on the CPU, where accelerate itself has none: modules and settings as it leaves them."""
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in trainer.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trainer.model, mesh=mesh)
+    trainer.is_fsdp_enabled = trainer.model._is_fsdp_managed_module = True
+    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
+    trainer.accelerator.prepare_model = lambda model, **_: model
+    return trainer
+
+
 def half_of_a_run(rank: int, folder: Path) -> None:
-    """One of two processes: the same run without and with an audit."""
+    """One of two processes: the same run without and with an audit, whole and sharded; then one whose disk is full."""
     given = {"per_device_train_batch_size": 2, "max_steps": 4}
-    without = trained(stock(folder, **given))
-    trainer = stock(folder, **given)
-    callback = audit(trainer, folder / "audit")
-    audited = trained(trainer)
-    assert callback.failed is None
-    assert all(torch.equal(weight, audited[name]) for name, weight in without.items())
-    torch.save(audited, folder / f"rank {rank}.pt")
+    for kind, wrap in {"whole": lambda trainer: trainer, "sharded": shard}.items():
+        without = trained(wrap(stock(folder, **given)))
+        trainer = wrap(stock(folder, **given))
+        callback = audit(trainer, folder / kind)
+        audited = trained(trainer)
+        assert callback.failed is None
+        assert callback.pending == []
+        for name, weight in without.items():
+            assert torch.equal(*(x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, audited[name]))), name
+    trainer = shard(stock(folder, **given))
+    callback = audit(trainer, folder / "full", every=1)
+    callback.folder.add = lambda *_: (_ for _ in ()).throw(RunError("the disk is full"))  # only the main process writes
+    trained(trainer)
+    assert callback.failed == ("RunError: the disk is full" if rank == 0 else "the main process has stopped it")
+    (folder / f"rank {rank}").touch()
 
 
+@pytest.mark.supports("run: audit of a model sharded by FSDP2", door="TRL")
 def test_of_two_processes_the_main_one_audits(tmp_path: Path) -> None:
     run_two(half_of_a_run, tmp_path)
-    assert all((tmp_path / f"rank {rank}.pt").is_file() for rank in range(2))
-    _, table = read_audit(tmp_path / "audit")
-    assert set(table["update"].to_pylist()) == {2, 4}
-    assert len(set(table["sequence"].to_pylist())) == 4  # its own half of eight completions
+    assert all((tmp_path / f"rank {rank}").is_file() for rank in range(2))
+    _, whole = read_audit(tmp_path / "whole")
+    assert set(whole["update"].to_pylist()) == {2, 4}
+    assert len(set(whole["sequence"].to_pylist())) == 4  # its own half of eight completions
+    columns = table_columns(read_audit(tmp_path / "sharded")[1])
+    for name, column in table_columns(whole).items():
+        if column.dtype.kind == "f":
+            np.testing.assert_allclose(columns[name], column, atol=1e-4, err_msg=name)
+        else:
+            assert columns[name].tolist() == column.tolist(), name

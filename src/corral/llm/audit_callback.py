@@ -3,14 +3,17 @@
 import importlib
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
@@ -19,7 +22,7 @@ from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules
 from corral.audit.summary import outside_ball, token_kinds
-from corral.llm.audit_scoring import choose, logp_at, preserve_state
+from corral.llm.audit_scoring import AuditedCompletion, choose_completions, logp_at, preserve_state
 from corral.llm.models import base_model
 from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import steps_per_batch
@@ -27,6 +30,7 @@ from corral.objective import make_objective
 from corral.run.files import RunError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses of TRL's that clip; the others (cispo, sapo, vespo) weigh tokens instead."""
@@ -70,22 +74,31 @@ def audit(
             f"audit: `alert_above` is a percentage from 0 to 100, of a run with report_to='trackio'; got {alert_above!r} and "
             f"report_to={trainer.args.report_to!r}."
         )
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
-        raise ValueError(
-            "audit: the model is sharded (FSDP or ZeRO-3), and one process alone cannot look at it. Use DDP or ZeRO-2."
-        )
+    sharded = _is_sharded(trainer)
     callback = AuditCallback(
         trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
     )
-    callback.alert_above = alert_above
+    callback.alert_above, callback.sharded = alert_above, sharded
     if trainer.accelerator.is_main_process:
         may_resume = _has_checkpoint(cast(GRPOConfig, trainer.args)) if resume is None else resume
         callback.folder.check(callback.rules.as_dict(), done=int(may_resume))
+    if trainer.accelerator.is_main_process or sharded:
         wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
         trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
         trainer.add_callback(callback)
     return callback
+
+
+def _is_sharded(trainer: GRPOTrainer) -> bool:
+    """Whether every process has to take part in a forward pass, as with FSDP2; a ValueError for what was never tested."""
+    state = trainer.accelerator.state
+    zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
+    if zero3 or (trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2):
+        raise ValueError(
+            f"audit: a model sharded by {'ZeRO-3' if zero3 else 'FSDP 1'} is not audited, as that was never tested. Use FSDP2 "
+            f"(fsdp_version: 2), DDP or ZeRO-2."
+        )
+    return trainer.is_fsdp_enabled
 
 
 def _has_checkpoint(args: GRPOConfig) -> bool:
@@ -131,24 +144,6 @@ def _model_name(model: Any) -> str:
     return Path(name).name if Path(name).is_dir() else name
 
 
-@dataclass(frozen=True, eq=False)
-class _AuditedCompletion:
-    """The old policy at the audited tokens of one completion."""
-
-    ids: Tensor
-    """Prompt and completion without padding, on the model's device."""
-    start: int
-    """Where the completion begins."""
-    positions: Tensor
-    """Of the audited tokens in `ids`."""
-    old: Tensor
-    """log π_old at them [N V], on the CPU."""
-    advantages: Tensor
-    logp_rollout: Tensor | None
-    end: int
-    """The trainer's micro-step after which its batch is done."""
-
-
 class AuditCallback(TrainerCallback):
     """Keeps the old policy at a few completions of a batch, and compares the new one after the batch's last update.
 
@@ -170,11 +165,21 @@ class AuditCallback(TrainerCallback):
         self.trainer, self.folder, self.rules = trainer, folder, rules
         self.args = cast(GRPOConfig, trainer.args)  # transformers types them as its own
         self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
-        self.pending: list[_AuditedCompletion] = []
+        self.pending: list[tuple[AuditedCompletion, Tensor]] = []
+        """Of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
         self.due = 0
         self.alert_above: float | None = None
+        self.sharded = False
+        """Whether all processes take part in each forward pass; the main one measures, on completions of its own."""
         self.failed: str | None = None
         """Why the audit stopped before training did."""
+        self.ended = False
+        """Whether every process knows that."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that measures and writes."""
+        return self.trainer.accelerator.is_main_process
 
     @property
     def model(self) -> nn.Module:
@@ -187,24 +192,28 @@ class AuditCallback(TrainerCallback):
         def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = generate(inputs)
             update = self.trainer.state.global_step
-            if self.model.training and self.failed is None and update >= self.due:
+            if self.model.training and update >= self.due and not self.ended:
                 self.due = update + (self.every or max(1, int(self.trainer.state.logging_steps)))
-                self._run_safely(lambda: self.pending.extend(self._keep(output)))
+                self._begin_batch(output)
             return output
 
         return generate_and_score
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Refuse a folder that holds something else, before anything is sampled."""
-        self.pending, self.due, self.failed = [], state.global_step, None
-        self.folder.begin(self._describe(), done=state.global_step)
+        self.pending, self.due, self.failed, self.ended = [], state.global_step, None, False
+        if self.is_main:
+            self.folder.begin(self._describe(), done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After an update: compare the policies on every batch that is done."""
-        done = [kept for kept in self.pending if self.trainer._step >= kept.end]
-        self.pending = [kept for kept in self.pending if self.trainer._step < kept.end]
-        if done and self.failed is None:
-            self._run_safely(lambda: self._record(state.global_step, self._compare(done)))
+        done = [(kept, old) for kept, old in self.pending if self.trainer._step >= kept.end]
+        self.pending = [(kept, old) for kept, old in self.pending if self.trainer._step < kept.end]
+        if not done:
+            return
+        rows = self._run_safely(lambda: self._compare(done))
+        if rows and self.failed is None:
+            self._run_safely(lambda: self._record(state.global_step, rows))
 
     def _record(self, update: int, completions: list[dict[str, Any]]) -> None:
         """Write down what was measured, and alert trackio if clipping is wrong about more of it than was allowed."""
@@ -227,14 +236,19 @@ class AuditCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What is still pending never had its last update."""
         self.pending = []
-        self.folder.close()
+        if self.is_main:
+            self.folder.close()
 
-    def _run_safely(self, work: Callable[[], object]) -> None:
+    def _run_safely(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None if it failed, which ends the audit."""
         try:
-            work()
+            return work()
         except Exception as error:  # whatever goes wrong in here must not take the training run with it
-            self.failed, self.pending = f"{type(error).__name__}: {error}", []
+            self.failed, self.ended = f"{type(error).__name__}: {error}", not self.sharded
+            if not self.sharded:
+                self.pending = []  # else other processes still wait for this one's share of their passes
             logger.warning("The audit in %s stops here, training goes on. %s", self.folder.path, self.failed)
+            return None
 
     def _describe(self) -> dict[str, Any]:
         trainer, args = self.trainer, self.args
@@ -255,53 +269,65 @@ class AuditCallback(TrainerCallback):
             "command": sys.argv,
         }  # fmt: skip
 
-    def _keep(self, output: dict[str, Any]) -> list[_AuditedCompletion]:
-        """The old policy at a few tokens of a few completions of this batch."""
+    def _begin_batch(self, output: dict[str, Any]) -> None:
+        """Store the old policy at a few tokens of a few completions of this batch; sharded, with every process's help."""
+        chosen = self._run_safely(lambda: self._choose(output)) if self.is_main and self.failed is None else None
+        if self.sharded:
+            (chosen,) = broadcast_object_list([chosen])
+            if chosen is None:
+                self.failed, self.ended = self.failed or "the main process has stopped it", True
+        if chosen is not None:
+            completions = chosen
+            self.pending += self._run_safely(lambda: self._keep(completions)) or []
+
+    def _choose(self, output: dict[str, Any]) -> list[AuditedCompletion]:
+        """A few tokens of a few completions of this process's share of the batch."""
         if "pixel_values" in output:
             raise RunError("completions about images are not audited: the pictures are no tokens.")
-        trainer = self.trainer
-        prompt, completion = output["prompt_mask"].bool(), output["completion_mask"].bool()
-        live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion
-        generator = torch.Generator().manual_seed(self.seed + trainer.state.global_step)
-        chosen = choose(live.sum(-1).cpu(), self.sequences, self.tokens, generator, whole=self.rules.whole_sequences)
+        generator = torch.Generator().manual_seed(self.seed + self.trainer.state.global_step)
         batch = steps_per_batch(self.args)
-        kept = []
-        with preserve_state(self.model), trainer.accelerator.autocast():
-            for row, ranks in chosen:
-                places = live[row].nonzero()[:, 0][ranks.to(live.device)]
-                start = int(prompt[row].sum())
-                ids = torch.cat([output["prompt_ids"][row][prompt[row]], output["completion_ids"][row][completion[row]]])
-                positions = places + start  # completions are padded on the right, so places are those in the sequence
-                advantages, rollout = output["advantages"][row], output.get("sampling_per_token_logps")
-                kept.append(
-                    _AuditedCompletion(
-                        ids,
-                        start,
-                        positions,
-                        logp_at(self.model, ids, positions, trainer.temperature).cpu(),
-                        (advantages.expand(len(live[row])) if advantages.ndim == 0 else advantages)[places].cpu(),
-                        None if rollout is None else rollout[row][places].cpu(),
-                        (trainer._step // batch + 1) * batch,
-                    )
-                )
-        return kept
+        end = (self.trainer._step // batch + 1) * batch
+        return choose_completions(output, self.sequences, self.tokens, generator, end, whole=self.rules.whole_sequences)
 
-    def _compare(self, done: list[_AuditedCompletion]) -> list[dict[str, Any]]:
-        trainer, rows = self.trainer, []
-        processor: Any = trainer.processing_class
-        tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
-        with preserve_state(self.model), trainer.accelerator.autocast():
-            for kept in done:
-                new = logp_at(self.model, kept.ids, kept.positions, trainer.temperature)
-                tokens = kept.ids[kept.positions]
-                columns = measure(tokens, kept.old, new, kept.advantages, self.rules, kept.logp_rollout)
-                rows.append(
-                    {
-                        **columns,
-                        "token": tokens.cpu(),
-                        "text": [tokenizer.decode([token]) for token in tokens.tolist()],
-                        "position": kept.positions.cpu() - kept.start,
-                        "advantage": kept.advantages.float(),
-                    }
-                )
+    def _keep(self, chosen: list[AuditedCompletion]) -> list[tuple[AuditedCompletion, Tensor]]:
+        """The policy as it is now at these tokens; only the main process keeps it."""
+        with self._scoring():
+            return [(kept, self._logp(kept).cpu() if self.is_main else self._logp(kept)[:0]) for kept in chosen]
+
+    def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[dict[str, Any]]:
+        """The policy as it is now against the one that was kept, by the main process; the others take part in the passes."""
+        rows: list[dict[str, Any]] = []
+        with self._scoring():
+            for kept, old in done:
+                new = self._logp(kept)
+                if self.is_main and self.failed is None:
+                    row = self._run_safely(partial(self._measure, kept, old, new))
+                    rows += [] if row is None else [row]
         return rows
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """The model as it scores; weights that FSDP2 has gathered for it are let go."""
+        with preserve_state(self.model), self.trainer.accelerator.autocast():
+            yield
+        if self.sharded:
+            for part in self.model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _logp(self, kept: AuditedCompletion) -> Tensor:
+        """log π [N V] at the audited tokens of a completion, on the model's device."""
+        device = self.trainer.accelerator.device
+        return logp_at(self.model, kept.ids.to(device), kept.positions.to(device), self.trainer.temperature)
+
+    def _measure(self, kept: AuditedCompletion, old: Tensor, new: Tensor) -> dict[str, Any]:
+        processor: Any = self.trainer.processing_class
+        tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+        tokens = kept.ids[kept.positions]
+        return {
+            **measure(tokens.to(new.device), old, new, kept.advantages, self.rules, kept.logp_rollout),
+            "token": tokens,
+            "text": [tokenizer.decode([token]) for token in tokens.tolist()],
+            "position": kept.positions - kept.start,
+            "advantage": kept.advantages.float(),
+        }

@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -81,4 +83,44 @@ def choose(
         if len(ranks):
             chosen.append((row, ranks))
         first = last
+    return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class AuditedCompletion:
+    """Some tokens of one completion; tensors on the CPU."""
+
+    ids: Tensor
+    """Prompt and completion without padding."""
+    start: int
+    """Where the completion begins."""
+    positions: Tensor
+    """Of the audited tokens in `ids`."""
+    advantages: Tensor
+    logp_rollout: Tensor | None
+    end: int
+    """The trainer's micro-step after which its batch is done."""
+
+
+def choose_completions(
+    output: dict[str, Any], sequences: int, tokens: int, generator: torch.Generator, end: int, *, whole: bool
+) -> list[AuditedCompletion]:
+    """Some tokens of some completions of what TRL sampled, by `choose`; those that are trained on alone."""
+    output = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in output.items()}
+    prompt, completion = output["prompt_mask"].bool(), output["completion_mask"].bool()
+    live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion
+    rollout = output.get("sampling_per_token_logps")
+    chosen = []
+    for row, ranks in choose(live.sum(-1), sequences, tokens, generator, whole=whole):
+        places, start, advantages = live[row].nonzero()[:, 0][ranks], int(prompt[row].sum()), output["advantages"][row]
+        chosen.append(
+            AuditedCompletion(
+                ids=torch.cat([output["prompt_ids"][row][prompt[row]], output["completion_ids"][row][completion[row]]]),
+                start=start,
+                positions=places + start,  # completions are padded on the right, so places are those in the sequence
+                advantages=(advantages.expand(len(live[row])) if advantages.ndim == 0 else advantages)[places],
+                logp_rollout=None if rollout is None else rollout[row][places],
+                end=end,
+            )
+        )
     return chosen
