@@ -16,7 +16,7 @@ from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named
 
 FLAGS = {
-    "model": "tiny, smollm2, or a folder or hub id",
+    "model": "tiny, smollm2, gemma, or a folder or hub id",
     "task": "what to learn",
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",
     "seed": "random seed",
