@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from doors import make_batch, rllm_context
 
 import corral
+from corral.engine import rllm
 
 HERE = Path(__file__).parent
 SOURCE = Path(corral.__file__).parent / "engine"
@@ -53,6 +55,15 @@ def test_nemo_rls_keywords_and_prime_rls_fields_are_those_that_ours_reads() -> N
     assert parameters(SOURCE / "nemo_rl.py", "__call__") == whole + more
     read = set(re.findall(r"inputs\.(\w+)", (SOURCE / "prime_rl.py").read_text()))
     assert read <= set(SIGNATURES["prime_rl"]["prime_rl.trainer.rl.loss:LossInputs"])
+
+
+def test_rllms_context_and_settings_are_those_that_ours_reads() -> None:
+    record = SIGNATURES["rllm"]
+    read = set(re.findall(r"ctx\.(\w+)", (SOURCE / "rllm.py").read_text()))
+    assert {"logp_curr", "aggregate"} < read <= set(record["rllm:LossContext"])
+    assert list(rllm.OWN) == record["params that rLLM adds"]
+    context = rllm_context(make_batch(), {}, one=False)  # what test_parity.py passes
+    assert vars(context).keys() == set(record["rllm:LossContext"])
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "signatures").glob("*.json")), ids=lambda path: path.stem)

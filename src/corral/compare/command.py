@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from corral.compare.plan import RATE, Kind, PlannedRun
-from corral.objective import OBJECTIVES
 
 _CONTESTANT: dict[Kind, str] = {"llm": "objective", "robot": "algorithm"}
 """The setting in which contestants differ."""
@@ -57,8 +56,12 @@ def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, A
 def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
     """`troll bound=0.1 support=union` → its objective, and flags: the objective's own settings, or any of a run's."""
     name, *pairs = contestant.split(" ")
+    if not pairs:
+        return name, {}
+    from corral.objective import OBJECTIVES  # and torch with it, which most comparisons do not need to be refused
+
+    own = [item.name for item in fields(OBJECTIVES[name][1])]
     given = dict(pair.split("=", 1) for pair in pairs)
-    own = [item.name for item in fields(OBJECTIVES[name][1])] if given else []
     return name, {f"objective_config.{key}" if key in own else key: value for key, value in given.items()}
 
 

@@ -16,14 +16,17 @@ share.
 Otto et al., "Deep Black-Box Reinforcement Learning with Movement Primitives", 2022 (task and reward).
 """
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import gymnasium
 import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from corral.robot.env.batch import Recording, Scored, Simulated
 from corral.robot.env.drawing import Camera, picture
 from corral.robot.tracking import Array
 
@@ -46,6 +49,13 @@ FALLING, _STANDING, FLYING, DOWN = range(4)
 _CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 
 
+@cache
+def _model() -> mujoco.MjModel:
+    """One for all copies: nobody changes it, and it stays in the processor's cache."""
+    assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
+    return mujoco.MjModel.from_xml_path(str(assets / "hopper.xml"))
+
+
 def next_phase(phase: int, contact: bool) -> int:
     """Falling at first, standing after the first contact, flying once it is lost, down at the next one."""
     waits_for_contact = phase in (FALLING, FLYING)
@@ -53,31 +63,34 @@ def next_phase(phase: int, contact: bool) -> int:
 
 
 def jump_reward(
-    kind: _Reward, *, height: float, highest: float, distance: float, landing: float, healthy: bool, action: Array, last: bool
-) -> float:
-    """The reward of one step, from what was recorded up to it."""
-    cost = 1e-3 * float(np.square(action).sum())
+    kind: _Reward, *, height: Any, highest: Any, distance: Any, landing: Any, healthy: Any, action: Array, last: Any
+) -> Any:
+    """The reward of one step from what was recorded up to it, or of many [*]; actions are [* 3]."""
+    cost = 1e-3 * np.square(action).sum(-1)
     if kind == "dense":
         return 3 * height - 3 * distance + 1.0 * healthy - cost
     return last * (10 * highest - 3 * distance - 2 * landing + 2.0 * healthy) - cost
 
 
-class HopperJump(gymnasium.Env):
+class HopperJump(Simulated):
     """The hopper, its goal, and the memory of its jump."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    STEPS: ClassVar[int] = STEPS
 
     def __init__(self, reward: _Reward = "sparse", render_mode: str | None = None) -> None:
         if reward not in ("sparse", "dense"):
             raise ValueError(f"HopperJump: `reward` is 'sparse' or 'dense'; got {reward!r}.")
         self.reward, self.render_mode = reward, render_mode
-        assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
-        self.model = mujoco.MjModel.from_xml_path(str(assets / "hopper.xml"))
+        self.model = _model()
         self.data = mujoco.MjData(self.model)
         self._torso, self._foot = (self.model.body(name).id for name in ("torso", "foot"))
-        self._pair = {self.model.geom(name).id for name in ("floor", "foot_geom")}
+        self._pair = sorted(self.model.geom(name).id for name in ("floor", "foot_geom"))
+        data, foot = self.data, self._foot
+        self.readings = (data.qpos, data.qvel, data.xpos[self._torso], data.xpos[foot], data.xmat[foot])
+        self._ctrl, self._substeps = data.ctrl, round(DT / self.model.opt.timestep)
         self.time, self.goal, self.phase, self.highest, self.landing, self.takeoff = 0, 0.0, FALLING, 0.0, NEVER, np.nan
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
@@ -92,13 +105,11 @@ class HopperJump(gymnasium.Env):
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         torque = np.clip(np.asarray(action, np.float64), -1.0, 1.0)
-        self.data.ctrl[:] = torque
-        mujoco.mj_step(self.model, self.data, round(DT / self.model.opt.timestep))
-        mujoco.mj_forward(self.model, self.data)  # contacts and positions of the state that is observed, not of the one before
+        contact = self.move(torque)
         self.time += 1
         distance, height = float(np.linalg.norm(self.offset())), float(self.data.xpos[self._torso, 2])
         self.highest = max(self.highest, height)
-        before, self.phase = self.phase, next_phase(self.phase, self.contact())
+        before, self.phase = self.phase, next_phase(self.phase, contact)
         if before == _STANDING and self.phase == FLYING:
             self.takeoff = self.time - 1.0
         if before == FLYING and self.phase == DOWN:
@@ -108,7 +119,40 @@ class HopperJump(gymnasium.Env):
             self.reward, height=height, highest=self.highest, distance=distance, landing=self.landing,
             healthy=self.healthy(), action=torque, last=over,
         )  # fmt: skip
-        return self.observation(), reward, False, over, self.outcome(distance) if over else {}
+        return self.observation(), float(reward), False, over, self.outcome(distance) if over else {}
+
+    def move(self, action: Array) -> bool:
+        """Torques for one Δt; returns whether the foot then touches the floor."""
+        self._ctrl[:] = action
+        mujoco.mj_step(self.model, self.data, self._substeps)
+        mujoco.mj_forward(self.model, self.data)  # contacts and positions of the state that is observed, not of the one before
+        return self.contact()
+
+    @staticmethod
+    def score(copies: "Sequence[HopperJump]", recording: Recording) -> Scored:
+        """The same as `step` would have told, of whole episodes."""
+        readings, contact, actions = recording
+        goal = np.array([[copy.goal] for copy in copies])
+        height, ankle, frame = readings[..., 14], readings[..., 15:18], readings[..., 18:].reshape(*contact.shape, 3, 3)
+        offset = ankle + frame @ _SOLE
+        offset[..., 0] -= goal
+        distance, highest = np.linalg.norm(offset, axis=-1), np.maximum.accumulate(height, 1)
+        stood = np.logical_or.accumulate(contact, 1)
+        left = np.logical_or.accumulate(stood & ~contact, 1)
+        down = np.logical_or.accumulate(left & contact, 1)
+        landing = np.where(down, np.take_along_axis(distance, down.argmax(1)[:, None], 1), NEVER)
+        takeoff = np.where(left[:, -1], left.argmax(1), np.nan)
+        healthy = (readings[..., 1] > 0.5) & (np.abs(readings[..., 2:12]) < 100).all(-1)
+        step = np.arange(1, STEPS + 1)
+        rewards = jump_reward(
+            copies[0].reward, height=height, highest=highest, distance=distance, landing=landing, healthy=healthy,
+            action=actions, last=step == STEPS,
+        )  # fmt: skip
+        columns = (readings[..., :12], offset[..., [0, 2]], *np.broadcast_arrays(goal[..., None], (step / STEPS)[:, None]))
+        success = 1.0 * ((landing[:, -1] < _LANDED) & (highest[:, -1] > _JUMPED))
+        info = {"success": success, "event": takeoff, "highest": highest[:, -1]}
+        info |= {"landing_distance": landing[:, -1], "goal_distance": distance[:, -1]}
+        return Scored(np.concatenate(columns, -1), rewards, info)
 
     def offset(self) -> Array:
         """From the goal to the sole (x, y, z)."""
@@ -117,7 +161,7 @@ class HopperJump(gymnasium.Env):
 
     def contact(self) -> bool:
         """Whether the foot touches the floor."""
-        return any({int(one), int(two)} == self._pair for one, two in self.data.contact.geom)
+        return self.data.ncon > 0 and self._pair in np.sort(self.data.contact.geom).tolist()
 
     def healthy(self) -> bool:
         """The torso above 0.5 m, and no number out of bounds."""
