@@ -59,7 +59,7 @@ def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if tokenizer.pad_token is None:  # which not every transformers finds in the file
         tokenizer.pad_token = tokenizer.eos_token
     if about.begins:
-        tokenizer.add_bos_token = True
+        tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter, which transformers makes on the way
     # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
     config = found.config
     vars(config).pop("quantization_config", None)  # set by the loader, and no field of the class
