@@ -13,11 +13,13 @@ FANCY := .venv-fancy
 RAY := .venv-ray
 VERL := .venv-verl
 ENGINES := .venv-engines
+RELEASE := .venv-release
+DOCS := .venv-docs
 MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -96,16 +98,18 @@ $(VERL)/.ready: pyproject.toml tests/engine/constraints-verl.txt
 		TransferQueue cachetools fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
 	@touch $@
 
-# The thin adapters beside what installs of their engines: Tinker's client, in an environment of its own. A minute.
+# The thin adapters beside what installs of their engines, in an environment of its own: Tinker's client, and SkyRL and OpenRLHF
+# without what they need to train, for their losses. A minute.
 test-engines: $(ENGINES)/.ready
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -W ignore --timeout 300 tests/engine/test_adapters.py \
-		tests/engine/test_signatures.py tests/engine/test_tinker.py
+		tests/engine/test_parity.py tests/engine/test_signatures.py tests/engine/test_their_losses.py tests/engine/test_tinker.py
 	$(ENGINES)/bin/python -m corral.cli doctor --engine tinker
 
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 tinker==0.36.0 pytest pytest-timeout \
-		hypothesis beartype --editable .
+		hypothesis beartype ray==2.60.0 loguru omegaconf pyyaml --editable .
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.3.0 openrlhf==0.11.2
 	@touch $@
 
 # The pages in a real headless Chromium: Debian's own, driven by playwright.
@@ -161,6 +165,25 @@ results: setup
 	$(RUN) benchmarks/head_page.py
 	$(RUN) benchmarks/robot_page.py
 	$(RUN) benchmarks/deployed/study_page.py
+	$(RUN) benchmarks/deployed/headline.py
+
+# The documentation site → site/, warnings and broken links are errors. See it: python -m http.server --directory site
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --clean --quiet
+
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	@touch $@
+
+# What a release must pass: sdist and wheel, in an empty environment on every interpreter found. Minutes and 2 GB each. TAG=v1.2.3 compares it.
+release-check: $(RELEASE)/.ready
+	$(RELEASE)/bin/python scripts/release_check.py --tag "$(TAG)"
+
+$(RELEASE)/.ready:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 check-jsonschema==0.39.0
+	@touch $@
 
 clean:
 	rm -rf $(VENV) dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

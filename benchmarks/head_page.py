@@ -1,4 +1,4 @@
-"""Write what benchmarks/results holds of the head into docs/performance.md, docs/design/head.md and README.md.
+"""Write what benchmarks/results holds of the head into docs/performance.md, docs/design/head.md and docs/results/index.md.
 
 A block between `<!-- measured: NAME -->` and `<!-- /measured -->` is written anew; whatever else a page says stays.
 
@@ -18,7 +18,7 @@ from update_phase import CONTENDERS
 from corral.run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / name for name in ("docs/performance.md", "docs/design/head.md", "README.md"))
+PAGES = tuple(ROOT / name for name in ("docs/performance.md", "docs/design/head.md", "docs/results/index.md"))
 BLOCK = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- /measured -->", re.DOTALL)
 WIDTHS = (4096, 896)
 USUAL = {"N": 8192, "V": 151936, "K": 64}

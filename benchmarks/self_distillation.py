@@ -1,13 +1,14 @@
-"""Does a model learn from itself, shown the solution? Countdown with the embedded model, on one CPU thread.
+"""Does a model learn from itself, shown the solution? Countdown with the embedded model, word problems with another.
 
     python benchmarks/self_distillation.py --out runs/self-distillation             # five minutes, then two for each run
-    python benchmarks/self_distillation.py --model smollm2 --rate 1e-5 --out runs/smollm2       # on a GPU; make smollm2 first
+    python benchmarks/self_distillation.py --model smollm2 --data WORDS.jsonl --rate 1e-5 --out runs/smollm2        # on a GPU
 
 The embedded model has never seen anything before a problem, and is no teacher as it is: shown a solution, it is right at none.
 So it is first taught to read one, supervised: three quarters of the examples are a solution, a line end and its problem, with
 a clean answer; one quarter are problems alone, answered with mistakes, so that it goes on making them there. Then it learns
 from a frozen copy of itself, by `corral train --objective distill`, and is measured on held-out problems alone. A model that
-reads instructions needs no such lesson: any other `--model` is trained as it is.
+reads instructions needs no such lesson: any other `--model` (`make smollm2` fetches that one) is trained as it is, on rows with
+a problem in `input` and a number in `target`, as in MAWPS; a tenth of them is held out.
 """
 
 import argparse
@@ -29,10 +30,8 @@ from corral.task.countdown import Countdown
 LESSONS, BATCH, RATE = 600, 96, 1e-3
 MISTAKES, SHARE = 0.1, 4
 """Probability that a character of an answer to a problem alone is replaced, and one example in so many is one."""
-CHAT = (
-    "Combine the numbers before the > into the number after it: from left to right, with + - and *, each number exactly once.\n"
-    "Write down every result and nothing else. Of 3 7 12>22: you make 3+7=10+12=22\n"
-)
+CHAT = "{problem}\nThink briefly, then end with #### and the number."
+SHOWN = CHAT + " (The right number is {target}.)"
 
 
 def teach_to_read(folder: Path) -> None:
@@ -79,16 +78,17 @@ def shown_success(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *,
     return sum(task.verify(problem, text) for (problem, _), text in zip(rows, texts, strict=True)) / len(rows)
 
 
-def run(model: str, bound: float, seed: int, steps: int, rate: float, out: Path) -> dict[str, Any]:
+def run(model: str, bound: float, seed: int, steps: int, rate: float, data: Path | None, out: Path) -> dict[str, Any]:
     """One run of self-distillation; its summary."""
     settings: dict[str, Any] = {
         "model": model, "task": "countdown", "objective": "distill", "objective_config": {"bound": bound}, "seed": seed,
         "steps": steps, "eval_every": 10, "eval_size": 512, "checkpoint_every": steps, "num_generations": 4,
         "per_device_train_batch_size": 64, "steps_per_generation": 2, "learning_rate": rate, "gradient_checkpointing": False,
     }  # fmt: skip
-    if model == "smollm2":
-        settings |= {"instruction": CHAT + "{problem}", "max_completion_length": 32}
-        settings["teacher_instruction"] = CHAT + "A right answer to the next one is {solution}\n{problem}"
+    if data is not None:
+        columns = {"prompt_column": "input", "answer_column": "target", "verifier": "number"}
+        settings |= {"task": "jsonl", "task_config": {"path": str(data), **columns}, "max_completion_length": 96}
+        settings |= {"instruction": CHAT, "teacher_instruction": SHOWN, "eval_size": 200}
     return train(resolve([settings]), out=out, quiet=True).summary
 
 
@@ -100,7 +100,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rate", type=float, default=2e-4, help="learning rate; 1e-5 is one for SmolLM2")
+    parser.add_argument("--data", type=Path, help="word problems with `input` and `target`, for a model other than tiny")
     args = parser.parse_args()
+    if (args.model == "tiny") == (args.data is not None):
+        parser.error("`--data` goes with a model that reads instructions: the embedded one learns countdown.")
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     model = args.model
@@ -111,7 +114,7 @@ def main() -> None:
     for seed in args.seeds:
         for bound in args.bounds:
             began = time.process_time()
-            found = run(model, bound, seed, args.steps, args.rate, args.out / f"bound-{bound:g}-seed-{seed}")
+            found = run(model, bound, seed, args.steps, args.rate, args.data, args.out / f"bound-{bound:g}-seed-{seed}")
             shown = {name: found[name] for name in ("success_start", "success_final", "stopped")}
             print(
                 json.dumps({"bound": bound, "seed": seed, **shown, "cpu_seconds": round(time.process_time() - began)}),

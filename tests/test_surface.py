@@ -69,13 +69,22 @@ def test_readmes_tree_has_every_unit() -> None:
 def test_public_names_are_sorted_whole_and_importable() -> None:
     assert corral.__all__ == sorted(corral.__all__)
     assert all(getattr(corral, name) is not None for name in corral.__all__)
-    imported = {
-        alias.name
-        for node in ast.parse((SOURCE / "__init__.py").read_text()).body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imported == set(corral.__all__)
+    block = next(node for node in ast.parse((SOURCE / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    found = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    imported = {alias.name: node.module for node in found for alias in node.names}
+    assert set(imported) == set(corral.__all__)
+    for name, module in imported.items():  # what type checkers see is what a program gets
+        assert getattr(corral, name) is resolve_name(f"{module}:{name}")
+    assert set(corral.__all__) <= set(dir(corral))
+    with pytest.raises(AttributeError, match="no attribute 'projekt'"):
+        _ = corral.projekt
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    program = (
+        "import sys, corral, corral.cli.train, corral.llm.settings, corral.robot.settings; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
 
 CONTRACT = """

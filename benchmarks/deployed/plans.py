@@ -48,13 +48,16 @@ _REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
 _CONFIRM: dict[str, Any] = {"eval_every": 2, "eval_size": 1024, "end_size": 4096}
 FRESH = tuple(range(401, 411))
 """Seeds on which nothing was tuned."""
-CHOSEN: dict[str, dict[str, Any]] = {
-    "troll": {"passes": 4, **HELD},
-    "dppo": {"passes": 8, **HELD},
-    "ppo_clip": {"passes": 4, "rate": 2e-4},
-}
-"""By area over ten steps on the tuning seeds, of 1e-4, 2e-4, 4e-4 (nothing held) and "auto" × 2, 4 and 8 passes, as many
-trials for each objective; clipping of those with nothing held."""
+CHOSEN: tuple[dict[str, Any], ...] = (
+    {"objective": "troll", "passes": 4, "rate": "auto", "bound": 0.03},
+    {"objective": "ppo_clip", "passes": 4, "rate": 2e-4},
+    {"objective": "ppo_clip", "passes": 1, "rate": 4e-4, "steps": 20},
+    {"objective": "dppo", "passes": 8, **HELD},
+    {"objective": "ppo_clip", "passes": 8, "rate": "auto", "bound": 0.08},
+    {"objective": "troll", "passes": 4, "rate": 2e-4},
+)
+"""By area over ten steps on the tuning seeds: the best of TROLL; of clipping with nothing held (1e-4, 2e-4, 4e-4 × 2, 4, 8
+passes); its better rate in one pass, with twice the rollouts (gate 0); the best of DPPO, and of clipping held; TROLL unheld."""
 
 
 def arms(names: Sequence[str], schedule: str, seeds: Sequence[int], objective: str = "ppo_clip") -> list[Spec]:
@@ -107,8 +110,8 @@ def reuse_auto() -> list[Shipped]:
 
 
 def bound() -> list[Shipped]:
-    """Wider bounds at "auto", where one pass needs no holding and where four do: does a bound cost nothing?"""
-    grid = [{"passes": passes, "rate": "auto", "bound": bound} for passes in (4, 1) for bound in (0.05, 0.1)]
+    """Wider bounds at "auto", where one pass needs no holding and where more do: which costs nothing?"""
+    grid = [{"passes": passes, "rate": "auto", "bound": bound} for bound in (0.03, 0.05, 0.08) for passes in (8, 4, 1)]
     return shipped((301, 302), _REUSED, grid, **_REUSE)
 
 
@@ -119,20 +122,46 @@ def tune() -> list[Shipped]:
 
 
 def confirm_reuse() -> list[Shipped]:
-    """What was chosen, on ten fresh seeds; one-pass clipping at its better rate for twice as many rollouts; clipping held."""
-    long = Shipped(objective="ppo_clip", rate=4e-4, seed=0, steps=20, **_CONFIRM)
-    plan: list[Shipped] = []
-    for seed in FRESH:
-        plan += [Shipped(objective=name, seed=seed, steps=10, **how, **_CONFIRM) for name, how in CHOSEN.items()]
-        plan.append(replace(long, seed=seed))
-    return plan + shipped(FRESH, ("ppo_clip",), [{"passes": 8, **HELD}], steps=10, **_CONFIRM)
+    """What was chosen, on fresh seeds: ten of the first three, which the main comparison needs, five of the others."""
+    return _chosen(FRESH[:5], CHOSEN[:3]) + _chosen(FRESH[:5], CHOSEN[3:]) + _chosen(FRESH[5:], CHOSEN[:3])
+
+
+def confirm_more() -> list[Shipped]:
+    """The other five seeds of the others."""
+    return _chosen(FRESH[5:], CHOSEN[3:])
+
+
+def _chosen(seeds: Sequence[int], chosen: Sequence[dict[str, Any]]) -> list[Shipped]:
+    """Settings as they were chosen, seeds outermost; ten steps unless they say otherwise."""
+    return [Shipped(seed=seed, **{"steps": 10, **how}, **_CONFIRM) for seed in seeds for how in chosen]
 
 
 def confirm_rates() -> list[Shipped]:
-    """Clipping and TROLL with one pass on fresh seeds: at a tuned rate and two too large, held or not, and at "auto"."""
-    grid = [{"rate": 2e-4}, HELD, {"rate": 1e-3}, {"rate": 1e-3, "bound": 0.02}, {"rate": 3e-3, "bound": 0.02}]
-    grid += [{"rate": 2e-4, "bound": 0.02}, {"rate": 3e-3}]
-    return shipped(FRESH, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)
+    """Clipping and TROLL with one pass on fresh seeds: at a tuned rate and at "auto", then at rates far too large."""
+    blocks: list[list[dict[str, Any]]] = [
+        [{"rate": 2e-4}, {"rate": "auto", "bound": 0.03}],
+        [{"rate": 1e-3, "bound": 0.03}, {"rate": 3e-3, "bound": 0.03}],
+        [{"rate": 1e-3}, {"rate": 3e-3}, {"rate": 2e-4, "bound": 0.03}],
+    ]
+    halves = itertools.product((FRESH[:5], FRESH[5:]), blocks)
+    return [run for seeds, grid in halves for run in shipped(seeds, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)]
+
+
+def tasks() -> list[Shipped]:
+    """Numbers that the start has never seen (greedy success .31), and few of them: the first three that were chosen."""
+    return [replace(run, start=start) for start in ("n_max29", "n_max9") for run in _chosen(FRESH[:3], CHOSEN[:3])]
+
+
+def starts() -> list[Shipped]:
+    """Three other warm starts of the embedded model."""
+    return [replace(run, start=f"start{start}") for start in (1, 2, 3) for run in _chosen(FRESH[:3], CHOSEN[:3])]
+
+
+def smollm2() -> list[Shipped]:
+    """A pretrained model of 135 M parameters: at a rate that suits it and at ten times that, unheld and held, and at "auto"."""
+    grid = [{"passes": passes, **arm} for arm in ({"rate": 1e-5}, {"rate": "auto", "bound": 0.03}) for passes in (1, 4)]
+    grid += [{"rate": 1e-4}, {"rate": 1e-4, "bound": 0.03}]
+    return shipped(FRESH[:5], ("troll", "ppo_clip", "dppo"), grid, start="smollm2", steps=10, eval_every=2, eval_size=1024)
 
 
 def rates() -> list[Shipped]:
@@ -162,7 +191,11 @@ PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "reuse-auto": reuse_auto,
     "confirm-reuse": confirm_reuse,
     "confirm-rates": confirm_rates,
+    "confirm-more": confirm_more,
     "rates": rates,
+    "tasks": tasks,
+    "starts": starts,
+    "smollm2": smollm2,
     "gate0-rest": gate0_rest,
     "gate0": gate0,
     "gate0-troll": lambda: gate0("troll"),

@@ -122,7 +122,8 @@ class TokenBatch:
     logp_rollout: Float[Tensor, "B T"] | None = None
     """What the sampler reported: sampler corrections and `tr/mismatch` read it."""
     dist_teacher: SparseDist | None = None
-    """The policy to learn from, a constant, on the same support [B T K]; `distill` reads it."""
+    """A third policy, a constant, on the same support [B T K]: whom `distill` learns from, or the reference that `troll` with
+    centre="reference" stays near."""
 
 
 @dataclass(frozen=True, eq=False)

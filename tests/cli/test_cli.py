@@ -274,7 +274,7 @@ def test_explain_lists_and_guesses(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out
     assert all(f"  {name} " in listed for name in [*OBJECTIVES, *CORRECTIONS])
     assert main(["explain", "dpo"]) == 2
-    assert "no objective or correction 'dpo'. Did you mean 'dppo'?" in capsys.readouterr().err
+    assert "no objective, recipe, task, algorithm or setting 'dpo'. Did you mean 'dppo'?" in capsys.readouterr().err
     assert main(["explain", "troll", "dppo"]) == 2
 
 

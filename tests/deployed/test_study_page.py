@@ -2,14 +2,18 @@
 
 import ast
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import plans
 import pytest
+import spec
 import study_page
 import study_table
 from spec import Shipped, Spec
+from word_problems import WordProblems
 
 from corral.report.statistics import area_under_curve
 
@@ -68,9 +72,34 @@ def test_plans_name_every_run_once() -> None:
     for name, seeds in {"bound": tuning, "tune": tuning, "confirm-reuse": fresh, "confirm-rates": fresh}.items():
         assert {run.seed for run in plans.PLANS[name]()} == seeds, name
     assert isinstance(plans.gate0()[0], Spec)
-    spec = Shipped(objective="troll", rate="auto", seed=3, bound=None)
-    assert spec.layer()["deployed_bound"] == 0.02  # whatever is the default by now
+    held = Shipped(objective="troll", rate="auto", seed=3, bound=None)
+    assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
     assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
+
+
+def test_golden_word_problems() -> None:
+    task = WordProblems()
+    problem = "Of 40 apples in a crate, 2 are sold. How many apples are left?"
+    assert [task.verify(problem, text) for text in ("38", "40 - 2 = 38 apples.", "1,038", "2", "")] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="none of its problems"):
+        task.verify("3 7 12>22:", "22")
+    assert not {*task.train_prompts(300, 1)} & {*task.held_out_prompts(300, 2)}
+    assert all(task.verify(*pair) == 1.0 and len(pair[0]) <= task.max_prompt_length for pair in task.demonstrations(50, 3))
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps with a random model over bytes in its place, on the CPU."""
+    import shipped_run
+
+    smoke = {"model": "smoke", "device": "cpu", "num_generations": 2, "per_device_train_batch_size": 2}
+    monkeypatch.setitem(spec.STARTS, "smollm2", spec.STARTS["smollm2"] | smoke | {"reward": "corral.llm.smoke:letters"})
+    run = replace(plans.smollm2()[0], steps=2, eval_size=2, end_size=2)
+    found = shipped_run.run(run, math.inf)
+    assert found["finished"]
+    assert len(found["lines"]) == 3
+    assert found["lines"][-1]["tr/step_share"] == 1.0  # the first of the plan is unheld
+    assert found["end"]["problems"] == 2
 
 
 def test_plans_run_where_no_report_can_be_made() -> None:

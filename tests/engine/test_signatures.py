@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from doors import make_batch, rllm_context
 
 import corral
+from corral.engine import rllm
 
 HERE = Path(__file__).parent
 SOURCE = Path(corral.__file__).parent / "engine"
@@ -20,11 +22,13 @@ STAND_INS = {
     ("verl/loss.py", "corral_ppo_loss"): "verl.workers.utils.losses:ppo_loss",
     ("verl/engine.py", "__init__"): _ENGINE + "__init__",
     ("verl/engine.py", "_build_module"): _ENGINE + "_build_module",
+    ("verl/engine.py", "train_batch"): _ENGINE + "train_batch",
     ("verl/engine.py", "prepare_model_inputs"): _ENGINE + "prepare_model_inputs",
     ("verl/engine.py", "prepare_model_outputs"): _ENGINE + "prepare_model_outputs",
     ("verl/trainer.py", "__init__"): _TRAINER + "__init__",
     ("verl/trainer.py", "_setup"): _TRAINER + "_setup",
     ("verl/trainer.py", "_compute_old_log_prob"): _TRAINER + "_compute_old_log_prob",
+    ("verl/trainer.py", "_update_actor"): _TRAINER + "_update_actor",
     ("skyrl.py", "corral_policy_loss"): "skyrl.backends.skyrl_train.utils.ppo_utils:ppo_policy_loss",
     ("slime.py", "policy_loss_function"): "slime.backends.megatron_utils.loss:policy_loss_function",
     ("tinker.py", "corral_loss"): "tinker.lib.public_interfaces.training_client:CustomLossFnV1",
@@ -53,6 +57,15 @@ def test_nemo_rls_keywords_and_prime_rls_fields_are_those_that_ours_reads() -> N
     assert parameters(SOURCE / "nemo_rl.py", "__call__") == whole + more
     read = set(re.findall(r"inputs\.(\w+)", (SOURCE / "prime_rl.py").read_text()))
     assert read <= set(SIGNATURES["prime_rl"]["prime_rl.trainer.rl.loss:LossInputs"])
+
+
+def test_rllms_context_and_settings_are_those_that_ours_reads() -> None:
+    record = SIGNATURES["rllm"]
+    read = set(re.findall(r"ctx\.(\w+)", (SOURCE / "rllm.py").read_text()))
+    assert {"logp_curr", "aggregate"} < read <= set(record["rllm:LossContext"])
+    assert list(rllm.OWN) == record["params that rLLM adds"]
+    context = rllm_context(make_batch(), {}, one=False)  # what test_parity.py passes
+    assert vars(context).keys() == set(record["rllm:LossContext"])
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "signatures").glob("*.json")), ids=lambda path: path.stem)

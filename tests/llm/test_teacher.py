@@ -135,6 +135,29 @@ def test_a_model_that_teaches_itself_stays_as_it_was(tmp_path: Path) -> None:
     assert_close(old.logp[mask].exp(), now.logp[mask].exp(), atol=1e-5, rtol=1e-4)
 
 
+def test_a_ball_around_a_reference_in_the_trainer(tmp_path: Path) -> None:
+    config = {"objective_config": {"bound": 0.02, "centre": "reference"}, "support_size": 40, "support_mass": 1.0}
+    config |= {"gradient_accumulation_steps": 2}  # one update per batch: around the old policy no region would act
+    trainer = CorralTrainer(
+        tiny_model(), even_words, CorralConfig(objective="troll", **settings(tmp_path, **config)), prompts(),
+        processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+    trainer.loss_type = "bnpo"
+    nudge(trainer.model)  # away from the reference, which is the model as it was
+    inputs = rollouts(trainer)[0]
+    loss, _ = loss_and_gradient(trainer, inputs)
+    metrics, mask = measured(trainer), inputs["completion_mask"].bool()
+    reference = teacher_logp(tiny_model().to(DEVICE), inputs, hint=False)
+    new = dense_logp(trainer.model, inputs, 0.9).detach()
+    projection = project_categorical_kl(new, reference, 0.02)
+    sampled = inputs["completion_ids"].cpu()[..., None]
+    ratio = (projection.logp - new).gather(-1, sampled)[..., 0].exp()
+    expected = -ratio * inputs["advantages"].cpu()[:, None] + categorical_kl(new, projection.logp)
+    assert_close(loss.cpu(), expected[mask.cpu()].mean() / 2, atol=1e-5, rtol=1e-4)
+    assert 0 < metrics["tr/active_frac"][-1] <= 1
+    assert metrics["tr/kl_after"][-1] <= 0.02 + 1e-6
+
+
 @pytest.mark.supports("model: distillation of a LoRA adapter", door="TRL")
 def test_an_adapter_learns_from_the_model_without_it(tmp_path: Path) -> None:
     dataset = prompts().add_column("teacher_prompt", [f"{HINT} {text}" for text in prompts()["prompt"]])
@@ -181,7 +204,7 @@ class TestRefusals:
             rollouts(make(tmp_path, hint=False))
 
     def test_another_vocabulary(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="the teacher has a vocabulary of 32 tokens and the student one of 40"):
+        with pytest.raises(ValueError, match="has a vocabulary of 32 tokens and the student one of 40"):
             make(tmp_path, tiny_model(vocab_size=32))
 
     def test_a_teacher_that_nobody_listens_to(self, tmp_path: Path) -> None:
@@ -190,8 +213,8 @@ class TestRefusals:
 
     @pytest.mark.refuses('objective: distill, with `support="union"` or the sampler as anchor', door="TRL")
     def test_other_supports(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ValueError, match="has the union of student and teacher for its support"):
+        with pytest.raises(ValueError, match="has the union of student and teacher, or reference"):
             make(tmp_path, support="union")
         monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
-        with pytest.raises(ValueError, match=r"needs the old policy on the teacher's tokens too. Use anchor='old'"):
+        with pytest.raises(ValueError, match=r"needs the old policy on another model's tokens too. Use anchor='old'"):
             make(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False, anchor="rollout")

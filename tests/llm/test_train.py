@@ -191,7 +191,7 @@ class TestTeacher:
         [
             ({"objective": "distill"}, r"should read {solution}, and the task digits has no such column. Set .*\(none\)"),
             ({"teacher": "tiny"}, "`teacher` is for distillation, and objective='troll' reads no teacher"),
-            ({"teacher_instruction": "{problem}"}, "`teacher_instruction` is for distillation"),
+            ({"teacher_instruction": "{problem}"}, "`teacher_instruction` is for objective='distill'; got 'troll'"),
             ({"objective": "distill", "teacher": "no/such/model"}, "'no/such/model' could not be loaded"),
             ({"objective": "distill", "teacher_instruction": "x" * 40 + "{problem}"}, "a teacher's prompt has 44 tokens"),
         ],

@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn.functional import one_hot
 
-from corral import TokenBatch, categorical_kl, make_objective, project_categorical_kl, reduce_loss, top_k_support
+from corral import (
+    SparseDist,
+    TokenBatch,
+    categorical_kl,
+    gather_support,
+    make_objective,
+    project_categorical_kl,
+    reduce_loss,
+    top_k_support,
+)
 from corral.objective.troll import TROLLConfig
 from tolerance import assert_close
 
@@ -641,6 +650,65 @@ def test_after_the_projection_the_bound_holds(seed, bound, tail):
     assert metrics["tr/kl_after"] <= bound * (1 + 1e-9)
     assert metrics["tr/kl_after"] <= metrics["tr/kl_before"]
     assert metrics["tr/unconverged"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------- around a reference
+
+
+def with_reference(batch: TokenBatch, seed: int = 0, step: float = 1.0) -> TokenBatch:
+    """A third policy on the same support, `step` away from the old one in its log-probs."""
+    noise = torch.randn(batch.dist_old.with_rest().shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logp = (batch.dist_old.with_rest() + step * noise).log_softmax(-1)
+    return replace(batch, dist_teacher=SparseDist(batch.dist_old.ids, logp[..., :-1], logp[..., -1]))
+
+
+def test_golden_the_ball_is_around_the_reference_and_the_ratio_to_the_old_policy():
+    # Odds 1 : 1 of the new policy, 4 : 1 of the reference: halfway, at t = ½, they are 2 : 1, r = (2/3, 1/3). The bound is
+    # KL(r‖reference) = 2/3 ln 5/6 + 1/3 ln 5/3. The old policy has (¼, ¾): ratio (2/3) / ¼ = 8/3, and with Â = 3 a loss of −8;
+    # KL(new‖r) = ½ ln ¾ + ½ ln 3/2 = ½ ln 9/8.
+    batch, logits = policies([[0.5, 0.5]], [[0.25, 0.75]], [3.0], k=1)
+    reference = gather_support(torch.tensor([[[0.8, 0.2]]], dtype=torch.float64).log(), batch.dist_old.ids)
+    bound = 2 / 3 * math.log(5 / 6) + 1 / 3 * math.log(5 / 3)
+    objective = make_objective("troll", centre="reference", bound=bound)
+    out = objective(replace(batch, dist_teacher=reference))
+    assert_close(out.loss, row([-8 + math.log(9 / 8) / 2]))
+    assert_close(out.kl_after, row([bound]))
+    # With two categories the projection does not move along the ball; the pull is ½ · ½ (d − E d), d = ln (5/8, 5/2).
+    (grad,) = torch.autograd.grad(out.loss.sum(), logits)
+    assert_close(grad, per_logit(-math.log(4) / 8, math.log(4) / 8))
+    with pytest.raises(ValueError, match="needs `dist_teacher`"):
+        objective(batch)
+
+
+@given(SEEDS, st.sampled_from([1, 3, 6]), st.sampled_from([1e-3, 0.05, 0.3]))
+def test_around_a_reference_the_bound_holds_there(seed, k, bound):
+    batch, _ = random_batch(2, 4, 6, k, step=1.0, per_token=True, seed=seed)
+    batch = with_reference(batch, seed)
+    out = make_objective("troll", centre="reference", bound=bound)(batch)
+    expected = project_categorical_kl(batch.dist_new.with_rest(), batch.dist_teacher.with_rest(), bound)
+    assert_close(out.kl_after[batch.mask], expected.kl_after[batch.mask])
+    assert (out.kl_after[batch.mask] <= bound * (1 + 1e-9)).all()
+    assert (out.acted == (expected.active & batch.mask)).all()
+
+
+@given(SEEDS, st.sampled_from([1, 3, 6]), st.sampled_from(["all", "outward"]))
+def test_around_the_old_policy_a_reference_changes_nothing(seed, k, project):
+    batch, logits = random_batch(2, 4, 6, k, step=1.0, per_token=True, seed=seed)
+    batch = replace(batch, dist_teacher=batch.dist_old)
+    ours = loss_and_logit_grad(batch, logits, centre="reference", project=project)
+    for found, expected in zip(ours, loss_and_logit_grad(batch, logits, project=project), strict=True):
+        assert torch.equal(found, expected)
+    without = loss_and_logit_grad(with_reference(batch, seed), logits, centre="reference", bound=INF)
+    for found, expected in zip(without, loss_and_logit_grad(batch, logits, "reinforce"), strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_gradcheck_around_a_reference(k):
+    batch, logits = random_batch(2, 3, 4, k, step=1.0, per_token=True, seed=4)
+    batch, objective = with_reference(batch), make_objective("troll", centre="reference", regression=0.0)
+    assert objective(batch).acted.any()
+    assert gradcheck(lambda x: objective(as_batch(x, batch)).loss, logits)
 
 
 # ---------------------------------------------------------------------------------------------------- reduction, edges

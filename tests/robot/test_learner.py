@@ -1,6 +1,7 @@
 """TCE and BBRL as wholes: equal policies have ratio 1, runs repeat and resume, both learn in seconds."""
 
 import io
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -258,6 +259,34 @@ def test_the_entropy_floor_and_the_region(inside: bool) -> None:
     assert (kl <= 0.05 * (1 + 1e-6)) == inside
 
 
+def test_an_equal_entropy_is_a_ceiling_too() -> None:
+    # Half-way from log-deviation 0 to −1 (entropies 1.4189 and 0.4189 per parameter), whatever the network wants.
+    last = 0.5 * math.log(2 * math.pi * math.e) - 1
+    agent = learner("bbrl", iterations=4, entropy_floor=last, entropy_equal=True, cov_bound=10.0)
+    mean, _, old = far_policy(agent)
+    agent.iteration = 2
+    for spread in (0.1, 0.5, 1.0, 2.0):
+        factor = agent.project(mean, spread * old.chol, old)[1]
+        assert_close(factor, math.exp(-0.5) * old.chol, rtol=1e-8)  # the first deviation is 1 up to the rounding of softplus
+
+
+def test_a_critic_of_contexts_sees_no_states() -> None:
+    agent = learner("tce", policy_epochs=1, critic_epochs=1, critic_inputs="context")
+    episodes, _ = agent.sample()
+    seen = agent.states(episodes).reshape(32, 100, -1)
+    assert_close(seen[..., :-1], episodes.observations[:, :1].expand(-1, 100, -1))  # the first one, whatever happened since
+    assert_close(seen[0, :, -1], torch.arange(100).double() / 100)
+    agent.step()
+    with torch.no_grad():  # A = rewards of the segment, less what V(context, time) expected of them
+        agent.begin_batch(agent.policy.cholesky())
+        values = agent.critic(seen)
+        advantages = agent.credit(episodes).advantages
+    a, b = agent.pairs[3].tolist()
+    by_hand = episodes.rewards[:, a:b].sum(-1) + values[:, b] - values[:, a]
+    correlation = torch.corrcoef(torch.stack([by_hand, advantages[:, 3]]))[0, 1]
+    assert correlation == pytest.approx(1.0)  # they are normalised over the batch
+
+
 def test_a_set_covariance_is_the_projected_one_and_moves() -> None:
     agent = learner("bbrl", set_covariance=True, policy_epochs=20, policy_rate=1e-2, cov_bound=0.002)
     old = agent.policy.cholesky().detach()
@@ -432,6 +461,8 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"policy_rate": float("inf")}, "`policy_rate` must be finite and > 0"),
         ({"regression": float("inf")}, "`regression` must be finite and ≥ 0"),
         ({"entropy_floor": float("inf")}, "`entropy_floor` is a finite number, or None; got inf"),
+        ({"entropy_equal": True}, "`entropy_equal` needs an `entropy_floor` to end at; got None"),
+        ({"critic_inputs": "plan"}, "`critic_inputs` is one of"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:

@@ -22,10 +22,11 @@ COMMANDS = {
     "compare": "objectives or algorithms side by side: equal budgets, seeds, a sweep, and what may be claimed",
     "eval": "how well a run or a model does on what is held out: pass@k, or return, success and smoothness, with intervals",
     "audit": "what clipping did to the run you have: true divergences, tokens blocked or passed wrongly, what others would do",
+    "export": "a run's weights as a plain model folder, or a robot's policy as a file that NumPy alone can read",
     "explore": "a page that shows three trust regions around a policy that you drag",
     "report": "runs as one page: curves, intervals, who beats whom, completions, failures",
     "bench": "run a benchmark again on this machine, from a source checkout",
-    "explain": "formula, settings, needs and reference of an objective",
+    "explain": "what an objective, a recipe, a task, an algorithm or a setting is",
     "doctor": "what is installed, what is supported, what is missing and how to get it",
 }
 """Each is a module here with `add_arguments(parser)` and `run(arguments, rest)`, imported when it is called for."""

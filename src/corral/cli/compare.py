@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +113,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     from corral.compare.check import rate_grid, share_reduction
     from corral.compare.plan import make_plan, parse_sweeps
     from corral.compare.record import Comparison
+    from corral.run.folder import default_name
 
     if arguments.retry_failed:
         raise RunError("--retry-failed goes with --resume DIR.")
@@ -133,7 +133,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     if choosing is not None and not sweep:
         raise RunError("--choose-seeds goes with --sweep: without one there is nothing to choose.")
     plan = make_plan(kind, contestants, sweep, seeds=seeds, choosing=2 if choosing is None else choosing, first=first)
-    out = arguments.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare-{training.recipe or kind}"
+    out = arguments.out or default_name(f"compare-{training.recipe or kind}", smoke=arguments.smoke)
     return Comparison(path=out, plan=plan, training=training, command=shlex.join(["corral", *sys.argv[1:]]))
 
 

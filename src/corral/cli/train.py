@@ -6,24 +6,27 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.cli import FAILED, INTERRUPTED, given_flags, refuse
+from corral.cli import FAILED, INTERRUPTED, given_flags, refuse, say
 from corral.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named
+from corral.run.text import columns
 
 FLAGS = {
-    "model": "tiny, smollm2, or a folder or hub id",
-    "task": "what to learn",
+    "model": "tiny, smollm2, a folder, a hub id, or a run: its newest checkpoint",
+    "task": "what to learn (`corral explain TASK`), or module:Class",
+    "instruction": "what the model reads, with {problem} where the task's prompt goes",
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",
     "seed": "random seed",
     "steps": "batches of rollouts",
     "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
     "iterations": "of a robot: batches of episodes",
-    "learning-rate": "of AdamW",
+    "learning-rate": "of AdamW; auto finds one",
+    "lora.r": "rank of an adapter to train instead of all weights; all of peft's LoraConfig: --lora.lora_alpha, …",
     "guard": "on a collapse: warn, stop or off",
     "report-to": "none, tensorboard, wandb, trackio",
 }
@@ -31,27 +34,31 @@ FLAGS = {
 
 _EPILOG = """
 Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
-Settings of a run: corral.llm.settings.Settings. Settings of the trainer: CorralConfig, and so TRL's GRPOConfig.
-Robots: a recipe of theirs, such as via_point, or a file with an `environment`. Settings: corral.robot.settings.Settings.
 Later ones win: recipe, then file, then --smoke, then flags. Without --recipe and --config, the recipe is `demo`.
+`corral explain settings` lists all settings of a run, `corral explain NAME` says what a recipe, task, objective,
+algorithm or setting is. TRL's GRPOConfig has more settings: each of them is a flag too.
+With --resume, --steps (of a robot --iterations) extends a run; --guard, --report-to and --quiet can be changed.
 """
 
 _REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
 
 UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
-_RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {"llm": ("guard", "report_to"), "robot": ("guard",)}
+_RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {"llm": ("guard", "report_to", "steps"), "robot": ("guard", "iterations")}
 """Settings that can be changed when a run is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.epilog = _EPILOG
+    parser.epilog = _EPILOG + _names()
     add_setting_flags(parser, FLAGS)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="resume the run in this folder")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
-    parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run")
+    parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run; under smoke-runs/")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="settings as a file for --config, what would be fetched, memory; trains nothing"
+    )
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
 
 
@@ -65,46 +72,85 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str])
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
 
 
+def _names() -> str:
+    """Recipes and tasks, for the help."""
+    from corral.task import names
+
+    return f"\nrecipes:\n{columns(all_recipes())}\ntasks:\n{columns(names())}\n"
+
+
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Train or resume; the status says how the run ended."""
     try:
         kind = kind_of(arguments)
         check_kind(kind, "training")
-        if kind == "llm":
-            quiet_libraries()
-        summary = (_resume if arguments.resume else _start)(kind, arguments, rest)
+        if arguments.resume:
+            return _exit_status(_resume(kind, arguments, rest))
+        layers = _layers(kind, arguments, rest)
+        if arguments.dry_run:
+            return _rehearse(kind, layers)
+        return _exit_status(_start(kind, layers, arguments))
     except RunError as error:
         if error.__cause__ is not None and type(error).__name__ == "RewardError":
             traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
         raise
     except KeyboardInterrupt:
         return refuse("interrupted before the first step.", INTERRUPTED)
+
+
+def _exit_status(summary: Mapping[str, Any]) -> int:
     return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], FAILED)
 
 
-def _start(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """A new run from layers of settings. Both kinds have the same modules: settings, smoke, train."""
-    settings, smoke, job = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke", "train"))
+def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[Mapping[str, Any]]:
+    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, train, dry_run.
+
+    What is wrong with names and values is said before torch and TRL are imported, where they are not needed to see it.
+    """
+    settings = importlib.import_module(f"corral.{kind}.settings")
     recipe = arguments.recipe or (None if arguments.config else "demo")
     layers = [read_named(recipe, all_recipes())] if recipe else []
     layers += [read_file(arguments.config)] if arguments.config else []
     unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
     given = nested([*given_settings(arguments, rest), *unsafe], settings.TABLES)
-    layers += smoke.smoke_layers([*layers, given]) if arguments.smoke else []
-    return job.train(settings.resolve([*layers, given]), out=arguments.out, quiet=arguments.quiet).summary
+    settings.check_early([*layers, given])
+    if arguments.smoke:
+        layers += importlib.import_module(f"corral.{kind}.smoke").smoke_layers([*layers, given])
+    return [*layers, given]
+
+
+def _start(kind: Kind, layers: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """A new run from layers of settings."""
+    if kind == "llm":
+        quiet_libraries()
+    settings, job = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "train"))
+    resolved = settings.resolve(layers)
+    return job.train(resolved, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
+
+
+def _rehearse(kind: Kind, layers: Sequence[Mapping[str, Any]]) -> int:
+    """Everything that a run checks before it begins; prints its settings, downloads and memory."""
+    if kind == "llm":
+        quiet_libraries()
+    settings, rehearsal = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "dry_run"))
+    say(*rehearsal.rehearse(settings.resolve(layers)))
+    return 0
 
 
 def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Resume with the run's own settings; only what does not change its course can be changed."""
+    """Resume with the run's own settings; only what does not change its course can be changed, and how long it is."""
     given = dict(given_settings(arguments, rest))
     changes = {key: given.pop(key, None) for key in _RESUME_SETTINGS[kind]}
-    named = [name for name in ("recipe", "config", "out", "smoke", "unsafe_code_execution") if vars(arguments)[name]]
+    others = ("recipe", "config", "out", "smoke", "dry_run", "unsafe_code_execution")
+    named = [name.replace("_", "-") for name in others if vars(arguments)[name]]
     if given or named:
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _RESUME_SETTINGS[kind])
         raise RunError(
             f"--resume uses the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
             f"{allowed} and --quiet can."
         )
+    if kind == "llm":
+        quiet_libraries()
     job = importlib.import_module(f"corral.{kind}.train")
     return job.resume(arguments.resume, quiet=arguments.quiet, **changes).summary
 

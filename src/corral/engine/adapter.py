@@ -45,7 +45,10 @@ class EngineObjective:
         """
         objective = make_objective(name, **settings)
         if "dist_teacher" in objective.needs:
-            raise ValueError(f"{engine}: {name} learns from a teacher, and engines hand a loss none. Use the TRL door.")
+            raise ValueError(
+                f"{engine}: {name} with these settings reads a third policy, a teacher or a reference, and engines hand a loss "
+                f"none. Use the TRL door."
+            )
         needs = bool(objective.needs & NEEDS_SUPPORT)
         if needs and not support:
             raise ValueError(
@@ -112,17 +115,24 @@ def check_anchor(engine: str, wanted: EngineObjective, supplies: tuple[Anchor, .
 
 
 def scales_with_advantages(wanted: EngineObjective) -> bool:
-    """Whether twice the advantages make twice the loss of every token: then an engine may write its reduction into them."""
+    """Whether a sequence's advantages times a factor are its losses times that factor, whatever the others' factors are.
+
+    Then an engine may write its reduction into the advantages, each sequence's share of a mean included.
+    """
     draw = torch.Generator().manual_seed(0)
-    old = -3 * torch.rand(4, 16, generator=draw, dtype=torch.float64)
-    new = (old + 0.3 * torch.randn(4, 16, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
-    credit, mask = torch.randn(4, 16, generator=draw, dtype=torch.float64), torch.ones(4, 16, dtype=torch.bool)
-    losses = []
-    for factor in (1.0, 2.0):
+    old = -3 * torch.rand(8, 16, generator=draw, dtype=torch.float64)
+    new = (old + 0.5 * torch.randn(8, 16, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
+    credit, mask = torch.rand(8, 16, generator=draw, dtype=torch.float64), torch.ones(8, 16, dtype=torch.bool)
+    credit[4:] *= -1  # so that either sign outweighs the other under one of the two
+
+    def loss(factors: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):  # some objectives draw
             torch.manual_seed(0)
-            losses.append(wanted.objective(TokenBatch(new, old, factor * credit, mask, logp_rollout=old)).loss)
-    return bool(torch.allclose(2 * losses[0], losses[1], rtol=1e-9, atol=1e-12))
+            return wanted.objective(TokenBatch(new, old, factors * credit, mask, logp_rollout=old)).loss / factors
+
+    rising = torch.logspace(-2, 2, 8, dtype=torch.float64)[:, None]
+    own = loss(torch.ones_like(rising))
+    return all(torch.allclose(own, loss(factors), rtol=1e-9, atol=1e-12) for factors in (rising, rising.flip(0)))
 
 
 def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:

@@ -12,6 +12,7 @@ ENGINES = {
     "verl": "corral.engine.verl.checkup",
     "nemo_rl": "corral.engine.nemo_rl",
     "prime_rl": "corral.engine.prime_rl",
+    "rllm": "corral.engine.rllm",
     "skyrl": "corral.engine.skyrl",
     "slime": "corral.engine.slime",
     "tinker": "corral.engine.tinker",

@@ -12,6 +12,7 @@ from accelerate.utils import is_peft_model
 import corral
 from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
+from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED, REDUCTIONS
 from corral.run.text import count
 
@@ -19,28 +20,28 @@ _NO_REGION = {"reinforce"}
 """Objectives without a trust region."""
 
 
-def banner(settings: Settings, trainer: RunTrainer, where: Path) -> list[tuple[str, str]]:
-    """(name, sentence) of every line, in order."""
+def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = ()) -> list[tuple[str, str]]:
+    """(name, sentence) of every line, in order; `chosen` says what was decided for the user."""
     args, config = trainer.args, trainer.objective.config
     parameters = f"{_short(p.numel() for p in trainer.model.parameters())} parameters"
     if is_peft_model(trainer.model):
         trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         parameters += f", {trained} of them trained (LoRA)"
     updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
-    chosen = ", ".join(f"{name}={value}" for name, value in vars(config).items())
+    settled = ", ".join(f"{name}={value}" for name, value in vars(config).items())
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
-        ("objective", f"{settings.objective}" + (f" ({chosen})" if chosen else "")),
+        ("objective", f"{settings.objective}" + (f" ({settled})" if settled else "")),
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
         ("anchor", _anchor(trainer)),
         ("support", _support(trainer)),
-        *([("teacher", _teacher(settings))] if trainer.teacher is not None else []),
+        *([] if trainer.teacher is None else [_third_policy(trainer.teacher, settings)]),
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", _device(trainer)),
         ("run", str(where)),
     ]
     why = why_inactive(trainer)
-    notes = [args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
+    notes = [*chosen, args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
     return [*lines, *(("note", sentence) for sentence in notes if sentence)]
 
 
@@ -53,10 +54,12 @@ def _anchor(trainer: RunTrainer) -> str:
     return "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
 
 
-def _teacher(settings: Settings) -> str:
-    """Whom the model learns from."""
-    own = "the model itself, as it was before training, shown more than the problem"
-    return settings.teacher or own
+def _third_policy(teacher: Teacher, settings: Settings) -> tuple[str, str]:
+    """Whom the model learns from, or stays near."""
+    own = "the model itself, as it was before training"
+    if teacher.is_reference:
+        return "reference", settings.teacher or own
+    return "teacher", settings.teacher or f"{own}, shown more than the problem"
 
 
 def _support(trainer: RunTrainer) -> str:
@@ -69,7 +72,8 @@ def _support(trainer: RunTrainer) -> str:
     if trainer.rollout_support is not None:
         return f"the sampler's {args.support_size} likeliest tokens, and the mass of all others"
     if trainer.teacher is not None:
-        return f"the {args.support_size} likeliest tokens of student and teacher, and the mass of all others"
+        other = "reference" if trainer.teacher.is_reference else "teacher"
+        return f"the {args.support_size} likeliest tokens of student and {other}, and the mass of all others"
     return f"the {args.support_size} likeliest tokens until they hold {args.support_mass:g}, and the mass of all others"
 
 

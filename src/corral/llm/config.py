@@ -1,7 +1,7 @@
 """Settings of the TRL door: GRPO's own, the axes that corral adds, and what is refused."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -12,7 +12,7 @@ from trl import GRPOConfig
 from corral.advantage import Advantage
 from corral.llm.refusals import generation_refusals, model_refusals, sampler_refusals, trl_refusals
 from corral.llm.trl_api import REDUCTIONS
-from corral.naming import nearest
+from corral.naming import suggest
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
@@ -196,11 +196,6 @@ class CorralConfig(GRPOConfig):
         if sampler == "transformers":
             _raise_first(model_refusals(generation_config))
         _raise_first(sampler_refusals(self, sampler, _settings("generation_kwargs", self.generation_kwargs)))
-
-
-def suggest(key: str, known: Iterable[str]) -> str:
-    """The nearest match, but not the 200 names that there are."""
-    return nearest(key, known).split(" There are:")[0]
 
 
 def _belongs(key: str, settings: Mapping[str, Any]) -> str:

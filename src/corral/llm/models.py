@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from peft import PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from corral.llm.smoke import build_smoke
+from corral.llm.subject import BUILT_IN, find_subject, is_run
 from corral.llm.tiny import load_tiny
 from corral.run.files import RunError
 
@@ -55,10 +56,41 @@ def load_trainable(
     except RunError as error:
         raise RunError(f"{name} is an adapter, and of its base {error}") from error
     except Exception as error:  # transformers, tokenizers, safetensors and the hub have one each
-        raise RunError(
-            f"the model {name!r} could not be loaded. It should be tiny, smollm2, a folder written by save_pretrained, or a "
-            f"name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        ) from error
+        raise _not_loaded(name, error) from error
+
+
+def _not_loaded(name: str, error: Exception) -> RunError:
+    return RunError(
+        f"the model {name!r} could not be loaded. It should be tiny, smollm2, a run, a folder written by save_pretrained, or a "
+        f"name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    )
+
+
+def load_skeleton(name: str) -> _Loaded:
+    """The model without its weights, on torch's `meta` device, and its tokenizer: fetches no weights."""
+    if name in BUILT_IN:
+        return load_model(name)
+    try:
+        base = _base_of_adapter(name) or name
+        if base in BUILT_IN:
+            return load_model(base)[0], AutoTokenizer.from_pretrained(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        return model, AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers, tokenizers and the hub have one each
+        raise _not_loaded(name, error) from error
+
+
+def is_local(name: str) -> bool:
+    """Whether this model comes with corral, with a package, or lies in a folder."""
+    return name in BUILT_IN or Path(name).exists()
+
+
+def newest_checkpoint(name: str) -> str | None:
+    """The newest whole checkpoint of a run's folder; None if this is no run."""
+    if name in BUILT_IN or not Path(name).is_dir():
+        return None
+    return find_subject(name, None).model if is_run(Path(name)) else None
 
 
 def _base_of_adapter(name: str) -> str | None:

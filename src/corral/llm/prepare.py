@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.llm.config import CorralConfig
-from corral.llm.models import choose_device, load_model, load_trainable
+from corral.llm.models import choose_device, load_model, load_trainable, newest_checkpoint
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
@@ -21,6 +22,9 @@ from corral.llm.trl_api import REDUCTIONS, steps_per_batch
 from corral.naming import nearest
 from corral.run.files import RunError, plain
 from corral.task import make_task
+
+_LEAST_ROOM = 16
+"""Tokens that a completion gets at least where a model has too few positions for what the task may need."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +40,31 @@ class Parts:
     rewards: list[Reward]
     teacher: PreTrainedModel | None = None
     """Whom the model learns from, if not from itself."""
+    notes: tuple[str, ...] = ()
+    """What was chosen for the user, in sentences."""
 
 
-def prepare(settings: Settings) -> Parts:
-    """Build what the settings name, or raise RunError."""
+def pin_model(settings: Settings) -> Settings:
+    """Settings whose model, where it is a run, is that run's newest whole checkpoint by name."""
+    return dataclasses.replace(settings, model=newest_checkpoint(settings.model) or settings.model)
+
+
+def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
+    """Build what the settings name, or raise RunError. `load` makes the model and its tokenizer."""
     try:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
         config.check_sampler("vllm" if config.use_vllm else "transformers")
         rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
         taught = _check_teacher(settings, config)
-        model, tokenizer = load_trainable(settings.model)
+        model, tokenizer = load(settings.model)
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
     except ValueError as error:
         raise RunError(str(error)) from error
     if config.max_completion_length is None:
         raise RunError("`max_completion_length` is None, but a run must know how long a completion may be. Give a number.")
-    adapter = _lora_config(settings.lora)
+    adapter = lora_config(settings.lora)
     if adapter is not None and is_peft_model(model):
         raise RunError(
             f"{settings.model} is an adapter, and lora.{next(iter(settings.lora))} asks for another one. Leave lora out to go "
@@ -62,29 +73,45 @@ def prepare(settings: Settings) -> Parts:
         )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
     shown = settings.teacher_instruction or ("" if settings.teacher else f"{{solution}}\n{settings.instruction}")
-    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught else "")
+    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught == "distill" else "")
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
     if settings.reward:
         check_columns(task, held_out[0])
-    problems.check_length([*dataset["problem"], *held_out], model.config, config.max_completion_length)
+    given = "max_completion_length" in settings.trainer or "max_completion_length" in settings.task_config
+    asked = [*dataset["problem"], *held_out]
+    notes = () if given else _fit_length(problems, asked, model.config, config)
+    problems.check_length(asked, model.config, config.max_completion_length)
     problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher)
+    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher, notes)
 
 
-def _check_teacher(settings: Settings, config: CorralConfig) -> bool:
-    """Whether the objective learns from a teacher; ValueError where it does not, and one was named."""
-    taught = "dist_teacher" in config.make_objective().needs
-    given = [name for name in ("teacher", "teacher_instruction") if getattr(settings, name)]  # two of its fields
-    if given and not taught:
+def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, config: CorralConfig) -> tuple[str, ...]:
+    """Shorten a task's own max_completion_length to what the model's positions leave; writes into `config`, and says so."""
+    room = problems.room(asked, model)
+    assert config.max_completion_length is not None  # None is refused before
+    if room is None or config.max_completion_length <= room or room < _LEAST_ROOM:
+        return ()
+    config.max_completion_length = room
+    return (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
+
+
+def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
+    """The objective's name if it reads a third policy; ValueError where it does not read what was named for it."""
+    objective = config.make_objective()
+    taught = objective.name if "dist_teacher" in objective.needs else None
+    if settings.teacher and taught is None:
         raise ValueError(
-            f"`{given[0]}` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill."
+            f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
+            f"reference to stay near, troll with centre='reference'."
         )
+    if settings.teacher_instruction and taught != "distill":
+        raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
     return taught
 
 
-def _lora_config(given: dict[str, Any]) -> LoraConfig | None:
+def lora_config(given: dict[str, Any]) -> LoraConfig | None:
     """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
     known = {item.name for item in dataclasses.fields(LoraConfig) if item.init}
     for key in given:

@@ -89,6 +89,12 @@ class Problems:
             for i, problem in enumerate(problems)
         ]
 
+    def room(self, problems: Sequence[str], config: PreTrainedConfig) -> int | None:
+        """Positions that the longest of these prompts leaves for a completion; None where the model has no limit."""
+        room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
+        longest = sorted(set(problems), key=len)[-_LONGEST:]
+        return None if room is None else room - max(map(len, self.tokens(longest)))
+
     def check_length(self, problems: Sequence[str], config: PreTrainedConfig, max_completion_length: int) -> None:
         """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
         longest = sorted(set(problems), key=len)[-_LONGEST:]

@@ -96,7 +96,10 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
             f"those as they are, or `advantage` out."
         )
     if config.support == "union" and "dist_teacher" in config.make_objective().needs:
-        yield f"objective={config.objective!r} has the union of student and teacher for its support. Leave `support` at 'old'."
+        yield (
+            f"objective={config.objective!r} has the union of student and teacher, or reference, for its support. Leave "
+            f"`support` at 'old'."
+        )
     held = config.deployed_bound is not None and config.deployed_bound < math.inf
     if held and config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
         yield (
@@ -201,7 +204,7 @@ def _support_refusals(config: "CorralConfig", sampler: "Sampler") -> Iterator[st
     """What a sampler's own top-K cannot be asked for."""
     objective = config.make_objective().config
     if "dist_teacher" in objective.needs:
-        yield f"objective={config.objective!r} needs the old policy on the teacher's tokens too. Use anchor='old'."
+        yield f"objective={config.objective!r} needs the old policy on another model's tokens too. Use anchor='old'."
     if isinstance(objective, DPPOConfig) and objective.estimator == "full":
         yield (
             "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "

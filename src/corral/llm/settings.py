@@ -1,4 +1,7 @@
-"""Settings of a run: recipe, file and flags in layers, every key checked, every value of the right type."""
+"""Settings of a run: recipe, file and flags in layers, every key checked, every value of the right type.
+
+Importing this imports neither torch nor TRL: what can be refused without them is refused at once.
+"""
 
 import dataclasses
 import typing
@@ -8,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from corral.llm.config import CorralConfig, suggest
+from corral.llm.known import objective_fields, refuse_unknown, trainer_names
 from corral.llm.rewards import Reward, as_rewards, path_of
-from corral.llm.trl_api import REDUCTIONS
 from corral.naming import nearest
-from corral.objective import OBJECTIVES, make_objective
 from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, coerce, read_named, recipes
 from corral.task import TASKS
@@ -25,7 +26,7 @@ _Device = Literal["auto", "cpu", "cuda"]
 TABLES = ("objective_config", "task_config", "lora")
 """Settings that are tables: layers add to them, key by key."""
 
-_OURS = {
+DECIDED = {
     "output_dir": "--out",
     "max_steps": "steps",
     "num_train_epochs": "steps",
@@ -45,6 +46,15 @@ _OURS = {
     "ignore_data_skip": "nothing: a resumed run continues where it stopped",
 }
 """Settings of TRL's that a run decides itself, and what to use instead."""
+
+_CLIP = "--objective ppo_clip --set objective_config.clip_low=0.2 --set objective_config.clip_high=0.2"
+_OF_OBJECTIVES = {
+    "epsilon": f"{_CLIP}, or another objective's bound: --set objective_config.bound=0.05",
+    "epsilon_high": _CLIP,
+    "delta": "--objective dual_clip --set objective_config.dual_clip=3",
+    "importance_sampling_level": "--objective gspo, or --objective troll --set objective_config.level=sequence",
+}
+"""Settings of TRL's own loss, and the flags of those that take its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +100,8 @@ class Settings:
     instruction: str = "{problem}"
     """What the model reads; {problem} is the task's prompt."""
     teacher: str = ""
-    """Whom `distill` learns from: a name as for `model`, with the same vocabulary. Empty: a copy of itself, shown solutions."""
+    """Whom `distill` learns from, or the reference of `troll` with centre="reference": a name as for `model`, with the same
+    vocabulary. Empty: the model as it was before training, shown solutions if it is to teach."""
     teacher_instruction: str = ""
     """What the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads, after a
     line with the {solution} where the model is its own teacher."""
@@ -106,9 +117,13 @@ class Settings:
         require(self, "seed", "keep_completions", at_least=0, integer=True, name="", error=RunError)
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
-        for kind, name, known in (("objective", self.objective, OBJECTIVES), ("task", self.task, TASKS)):
-            if name not in known and not (kind == "task" and ":" in name):  # a user's own task, module:Class
-                raise RunError(f"there is no {kind} {name!r}.{nearest(name, known)}")
+        if self.task not in TASKS and ":" not in self.task:  # a user's own task, module:Class
+            raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
+        if self.objective not in objective_fields():
+            from corral.objective import OBJECTIVES  # with torch, and with what other packages have registered
+
+            if self.objective not in OBJECTIVES:
+                raise RunError(f"there is no objective {self.objective!r}.{nearest(self.objective, OBJECTIVES)}")
 
     def flat(self) -> dict[str, Any]:
         """As in a file: the run's keys and the trainer's side by side."""
@@ -121,6 +136,38 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
 
     A reduction that came before the objective holds only if it is one of that objective's own.
     """
+    merged, inherited = _merge(layers)
+    hints = _trainer_hints()
+    own = _own_settings(merged, list(hints))
+    trainer = {}
+    for key, value in merged.items():
+        if key == "learning_rate" and value != "auto":  # else a number would stay the text that it is on a command line
+            trainer[key] = coerce(key, value, float)
+        elif key not in own:
+            trainer[key] = coerce(key, value, hints[key])
+    settings = Settings(**own, trainer=trainer)
+    if inherited and not _own_reduction(settings):
+        del settings.trainer["loss_type"]
+    return settings
+
+
+def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse, before TRL is imported, what `resolve` would refuse without it: unknown names, and values of the run's own."""
+    merged, _ = _merge(layers)
+    names = trainer_names()
+    if names is None:
+        return
+    for key, flags in _OF_OBJECTIVES.items():
+        if key in merged:
+            raise RunError(f"`{key}` is a setting of TRL's own loss, and here the objective has it. Use {flags}.")
+    own = _own_settings(merged, names)
+    if own.get("objective", "troll") not in objective_fields():  # nothing else can be registered yet
+        raise RunError(f"there is no objective {own['objective']!r}.{nearest(own['objective'], objective_fields())}")
+    Settings(**own)
+
+
+def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """All layers as one, and whether its reduction came before the objective."""
     merged: dict[str, Any] = {}
     inherited = False
     for layer in layers:
@@ -129,30 +176,28 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
             if name in layer and layer[name] != merged.get(name, layer[name]):
                 merged.pop(f"{name}_config", None)
         add_layer(merged, layer, TABLES)
-    own, trainer = get_type_hints(Settings), _trainer_hints()
-    checked: dict[str, Any] = {"trainer": {}}
+    return merged, inherited
+
+
+def _own_settings(merged: Mapping[str, Any], trainer: list[str]) -> dict[str, Any]:
+    """The run's own settings, each of its type; a RunError for what is neither one of them nor of the trainer's."""
+    hints, found = get_type_hints(Settings), dict[str, Any]()
     for key, value in merged.items():
-        if key in _OURS:
-            raise RunError(f"`{key}` is decided by the run. Use {_OURS[key]}.")
-        if key == "trainer" or (key not in own and key not in trainer):
-            where = "`corral train --help` says where to find them all."
-            raise RunError(f"there is no setting `{key}`.{suggest(key, [*own, *trainer])} {where}")
-        if key == "reward":
-            checked[key] = as_rewards(value)
-        elif key in own:
-            checked[key] = coerce(key, value, own[key])
-        elif key == "learning_rate" and value != "auto":  # else a number would stay the text that it is on a command line
-            checked["trainer"][key] = coerce(key, value, float)
-        else:
-            checked["trainer"][key] = coerce(key, value, trainer[key])
-    settings = Settings(**checked)
-    if inherited and not _own_reduction(settings):
-        del settings.trainer["loss_type"]
-    return settings
+        if key in DECIDED:
+            raise RunError(f"`{key}` is decided by the run. Use {DECIDED[key]}.")
+        if key == "trainer" or (key not in hints and key not in trainer):
+            about = (str(merged.get(name, vars(Settings)[name])) for name in ("objective", "task"))
+            raise RunError(refuse_unknown(key, [*hints, *trainer], *about))
+        if key in hints:
+            found[key] = as_rewards(value) if key == "reward" else coerce(key, value, hints[key])
+    return found
 
 
 def _own_reduction(settings: Settings) -> bool:
     """Whether the objective names this `loss_type` as its own; errors in either are raised later."""
+    from corral.llm.trl_api import REDUCTIONS
+    from corral.objective import make_objective
+
     loss_type = settings.trainer.get("loss_type")
     with suppress(ValueError):
         own = make_objective(settings.objective, **settings.objective_config).config.reductions
@@ -167,5 +212,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 def _trainer_hints() -> dict[str, Any]:
     """Types of CorralConfig's settings that a user may give."""
+    from corral.llm.config import CorralConfig
+
     known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
     return {key: hint for key, hint in typing.get_type_hints(CorralConfig).items() if key in known}

@@ -52,6 +52,11 @@ def find_subject(name: str, checkpoint: str | None) -> Subject:
     return Subject(name=name, model=name, identity={"hub": name})
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run of a language model."""
+    return _run_config(path) is not None
+
+
 def _run_config(path: Path) -> dict[str, Any] | None:
     """The content of a run's config.json; None if this is a model's, or none at all."""
     try:

@@ -1,4 +1,8 @@
-"""The teacher of a distillation: another model, or the policy as it was, shown more; scored on the student's completions."""
+"""The teacher of a distillation, or the reference of a region: another model, or the policy as it was.
+
+It is scored on the student's completions. The policy as it was teaches only what it is shown besides; as a reference it reads
+what the student reads.
+"""
 
 import copy
 from dataclasses import replace
@@ -16,6 +20,7 @@ from corral.llm.models import base_model
 from corral.llm.old_policy import write_support
 from corral.llm.scoring_pass import ScoringPass
 from corral.llm.trl_api import FUSED
+from corral.objective.troll import TROLLConfig
 from corral.types import SparseDist
 
 if TYPE_CHECKING:
@@ -40,13 +45,14 @@ class Teacher:
                 f"not hand over. Install TRL 1.15 or newer."
             )
         self.trainer, self.is_own = trainer, model is None
+        self.is_reference = isinstance(trainer.objective.config, TROLLConfig)
         student = base_model(trainer.model)
         self.model = model = _copy(student) if model is None else model
         own, theirs = (len(x.get_output_embeddings().weight) for x in (student, model))
         if own != theirs:
             raise ValueError(
-                f"CorralTrainer: the teacher has a vocabulary of {theirs} tokens and the student one of {own}. Distillation "
-                f"compares them token by token: use a teacher of the same family."
+                f"CorralTrainer: the teacher or reference has a vocabulary of {theirs} tokens and the student one of {own}. "
+                f"They are compared token by token: use a model of the same family."
             )
         from trl.trainer.utils import add_fused_lm_head  # not in every release that corral supports
 
@@ -64,7 +70,7 @@ class Teacher:
             scoring: the old policy's pass over them, with its hidden states; one that was never run is run here.
         """
         if "pixel_values" in output:
-            raise ValueError("CorralTrainer: distillation reads text alone, and these prompts have images.")
+            raise ValueError("CorralTrainer: a teacher or reference reads text alone, and these prompts have images.")
         trainer = self.trainer
         student = output["prompt_ids"], output["prompt_mask"]
         if not scoring.results:  # with one update on each batch of rollouts, TRL needs no old policy
@@ -74,7 +80,8 @@ class Teacher:
         policy.store(output, scoring)
         old = policy.support(output)
         assert old is not None
-        shown = self._prompts(rows) if self.is_own or TEACHER_PROMPT in rows[0] else student
+        shown_more = not self.is_reference and (self.is_own or TEACHER_PROMPT in rows[0])
+        shown = self._prompts(rows) if shown_more else student
         found = ScoringPass()
         for part in slices(len(old.ids), self._batch_size):  # as TRL would: here each has a support of its own
             some = ScoringPass(support=replace(trainer.own_support(), ids=old.ids[part]))

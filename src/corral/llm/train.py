@@ -12,40 +12,53 @@ from transformers import PrinterCallback, set_seed
 
 from corral.llm.banner import banner
 from corral.llm.guard import GuardCallback
-from corral.llm.prepare import Parts, config_content, prepare
+from corral.llm.prepare import Parts, config_content, pin_model, prepare
 from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
-from corral.run.ending import Outcome, attempt, close, last_words, summarise
+from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
 from corral.run.view import RunView, make_view
 
 
-def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -> Outcome:
-    """Start a run, in `out` or in a new folder under runs/."""
+def train(settings: Settings, *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False) -> Outcome:
+    """Start a run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
+    settings = pin_model(settings)
     parts = prepare(settings)
     folder = None
     if _is_main():
-        folder = RunFolder.create(out, f"{settings.task}-{settings.objective}-{settings.seed}")
+        folder = RunFolder.create(out, f"{settings.task}-{settings.objective}-{settings.seed}", smoke=smoke)
         folder.write_config(config_content(settings, parts))
     return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not _is_main()))
 
 
 def resume(
-    path: Path, *, quiet: bool = False, guard: str | None = None, report_to: str | None = None, reward: Any = None
+    path: Path | str,
+    *,
+    quiet: bool = False,
+    guard: str | None = None,
+    report_to: str | None = None,
+    reward: Any = None,
+    steps: int | str | None = None,
 ) -> Outcome:
     """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
-    `reward` gives the run's own functions again where they cannot be imported, such as those of a notebook.
+    Args:
+        reward: the run's own functions again where they cannot be imported, such as those of a notebook.
+        steps: a new end, to extend the run or to end it earlier; the learning rate follows the schedule of that length.
     """
-    folder = RunFolder.open(path, write=_is_main())
+    folder = RunFolder.open(Path(path), write=_is_main())
     view = make_view(quiet=quiet, silent=not _is_main())
     content = folder.read_config()
-    changes = {"guard": guard, "report_to": report_to, "reward": reward}
-    settings = resolve([content["settings"], {key: value for key, value in changes.items() if value is not None}])
+    changes = {"guard": guard, "report_to": report_to, "reward": reward, "steps": steps}
+    # What was chosen for the run stays: a longer one may have longer prompts.
+    length = {"max_completion_length": content["trainer"]["max_completion_length"]}
+    settings = resolve([length, content["settings"], {key: value for key, value in changes.items() if value is not None}])
     checkpoint, complaints = folder.last_whole_checkpoint()
+    if steps is not None and _is_main():
+        extend(folder, content, {"steps": settings.steps}, checkpoint)
     for sentence in complaints:
         view.warn(sentence)
     if checkpoint is not None and checkpoint.step >= settings.steps:
@@ -106,7 +119,7 @@ def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint |
     settings = session.settings
     with session.stop_on_signals(), _tensorboard_in(where):
         trainer = _build_trainer(session, parts, where)
-        session.view.begin(banner(settings, trainer, where), settings.steps, checkpoint.step if checkpoint else 0)
+        session.view.begin(banner(settings, trainer, where, parts.notes), settings.steps, checkpoint.step if checkpoint else 0)
         trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
     done = session.lines[-1]["step"] == settings.steps
     return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"

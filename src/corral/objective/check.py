@@ -14,12 +14,12 @@ _SHIFT = "Both follow the completion tokens; was the last token dropped twice? S
 _TAKE_LOG_SOFTMAX = "Take log_softmax over the last axis, of logits in float32; check=False takes them as they are."
 
 _ONE_SUPPORT = "Both must stand on one support: gather {} at dist_old.ids."
-_POLICIES = {"dist_new": "the new policy", "dist_teacher": "the teacher"}
+_POLICIES = {"dist_new": "the new policy", "dist_teacher": "the teacher or reference"}
 
 _SUPPLY = {
     "dist_new": "the new policy on the old support: corral.gather_support(logp, dist_old.ids), or corral.lm_head(..., ids=)",
     "dist_old": "the old policy's support: corral.top_k_support(logp, tokens, k), or corral.lm_head(..., top_k=)",
-    "dist_teacher": "the policy to learn from on the same support: corral.gather_support(logp, dist_old.ids)",
+    "dist_teacher": "the teacher, or the frozen reference, on the same support: corral.gather_support(logp, dist_old.ids)",
     "logp_rollout": "the log-probs that the sampler reported for the sampled tokens",
 }
 

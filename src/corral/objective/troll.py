@@ -21,6 +21,7 @@ _Tail = Literal["bucket", "fill"]
 _Level = Literal["token", "sequence"]
 _Gradient = Literal["exact", "constant_dual", "unprojected"]
 _Project = Literal["all", "outward"]
+_Centre = Literal["old", "reference"]
 
 FILL = 1e-12
 """Probability that the published form gives to every token outside the support."""
@@ -31,7 +32,7 @@ class TROLLConfig(ObjectiveConfig):
     action: ClassVar[Action] = "projected"
 
     bound: float = 0.05
-    """ε: KL(projected‖old) of every token, in nats; inf switches the projection off."""
+    """ε: KL(projected‖centre) of every token, in nats; inf switches the projection off."""
     regression: float = 1.0
     """α: how strongly the network is pulled to its own projection; 0 lets it drift."""
     tail: _Tail = "bucket"
@@ -44,13 +45,16 @@ class TROLLConfig(ObjectiveConfig):
     """Through the projection: exact, with the dual held constant, or not at all (the regression alone holds the region)."""
     project: _Project = "all"
     """Which tokens outside the ball: all, or not those whose own gradient step lowers the KL, which are left as they are."""
+    centre: _Centre = "old"
+    """Of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`): that bounds the whole drift."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
     def __post_init__(self) -> None:
         require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
         require(self, "regression", at_least=0, finite=True, what="a weight")
-        for key, choices in (("tail", _Tail), ("level", _Level), ("gradient", _Gradient), ("project", _Project)):
+        words = {"tail": _Tail, "level": _Level, "gradient": _Gradient, "project": _Project, "centre": _Centre}
+        for key, choices in words.items():
             require(self, key, one_of=get_args(choices))
         require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
         if self.tail == "fill" and self.vocab_size is None:
@@ -63,7 +67,7 @@ class TROLLConfig(ObjectiveConfig):
 
     @property
     def plain_on_policy(self) -> bool:
-        return self.ratio_cap is None and self.tail == "bucket"
+        return self.ratio_cap is None and self.tail == "bucket" and self.centre == "old"
 
     @property
     def regresses(self) -> bool:
@@ -75,21 +79,22 @@ class TROLLConfig(ObjectiveConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS | NEEDS_SUPPORT
+        return NEEDS_TOKENS | NEEDS_SUPPORT | ({"dist_teacher"} if self.centre == "reference" else set())
 
 
 def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     """Policy gradient of the projected policy, and a regression that makes the network follow it.
 
-        π̃ = argmin_r KL(r‖π)  s.t.  KL(r‖π_old) ≤ ε          at every token, on the support and its tail
+        π̃ = argmin_r KL(r‖π)  s.t.  KL(r‖π_c) ≤ ε            at every token, on the support and its tail
         L_t = − (π̃(a_t) / π_old(a_t)) Â_t + α KL(π_t‖sg[π̃_t])
 
-    The first term's gradient passes through the projection and has no component out of the ball; the second is zero inside
-    it and purely radial outside. Everything comes from `dist_*`, the tail included; `logp_*` are only checked against it. With
-    project="outward" a token outside whose own step, z ← z + s Â (e_a − π), leads back has the loss of one inside.
+    π_c is π_old, or with centre="reference" a frozen policy. The first term's gradient passes through the projection and has no
+    component out of the ball; the second is zero inside it and purely radial outside. Everything comes from `dist_*`, the tail
+    included; `logp_*` are only checked against it. With project="outward" a token outside whose own step,
+    z ← z + s Â (e_a − π), leads back has the loss of one inside.
 
     Args:
-        batch: advantages and mask [B T], both policies on one support [B T K].
+        batch: advantages and mask [B T], both policies on one support [B T K], and the reference if it is the centre.
         config: bound, regression weight, tail, ratio level, gradient.
     Returns:
         Unreduced loss [B T], the regression's part of it, and metrics.
@@ -98,13 +103,16 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     """
     assert batch.dist_new is not None
     assert batch.dist_old is not None
-    new, old = (zero_padding(_whole(dist, batch.mask, config), batch.mask) for dist in (batch.dist_new, batch.dist_old))
+    middle = batch.dist_teacher if config.centre == "reference" else batch.dist_old
+    assert middle is not None
+    dists = (batch.dist_new, batch.dist_old, middle)
+    new, old, centre = (zero_padding(_whole(dist, batch.mask, config), batch.mask) for dist in dists)
     # Both are normalised once, here and within the projection: twice would move the ratio of equal policies by a digit.
     bound: float | Tensor = config.bound
     if config.project == "outward":
-        bound = torch.where(_leads_back(new, old, batch), torch.inf, new.new_tensor(config.bound))
+        bound = torch.where(_leads_back(new, centre, batch), torch.inf, new.new_tensor(config.bound))
     projection = project_categorical_kl(
-        new, old, bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
+        new, centre.detach(), bound, gradient="constant_dual" if config.gradient == "constant_dual" else "exact"
     )
     plain = (new[..., 0] - old[..., 0]).detach()
     new, old = new.log_softmax(-1), old.detach().log_softmax(-1)
@@ -140,17 +148,17 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
 
 
 @torch.no_grad()
-def _leads_back(new: Tensor, old: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
-    """Where dKL(π‖π_old)/ds < 0 along the token's own step, z ← z + s Â (e_a − π).
+def _leads_back(new: Tensor, centre: Tensor, batch: TokenBatch) -> Bool[Tensor, "B T"]:
+    """Where dKL(π‖π_c)/ds < 0 along the token's own step, z ← z + s Â (e_a − π).
 
-    ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_old, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
-    the old policy rules out what the new one allows: there the KL is infinite.
+    ∂KL/∂z_j = π_j (d_j − KL) with d = log π − log π_c, so that dKL/ds = Â (π_a (d_a − KL) − Σ_j π_j² (d_j − KL)). Never where
+    the centre rules out what the new policy allows: there the KL is infinite.
     """
-    new, old = new.log_softmax(-1), old.log_softmax(-1)
-    common = (new > RULED_OUT) & (old > RULED_OUT)
+    new, centre = new.log_softmax(-1), centre.log_softmax(-1)
+    common = (new > RULED_OUT) & (centre > RULED_OUT)
     p = new.exp()
-    kl = categorical_kl(new, old)
-    force = torch.where(common, p * (torch.where(common, new - old, 0.0) - kl.nan_to_num(posinf=0.0)[..., None]), 0.0)
+    kl = categorical_kl(new, centre)
+    force = torch.where(common, p * (torch.where(common, new - centre, 0.0) - kl.nan_to_num(posinf=0.0)[..., None]), 0.0)
     rise = force[..., 0] - (p * force).sum(-1)
     return kl.isfinite() & (rise * credit(batch) < 0)
 

@@ -47,6 +47,8 @@ class LearnerConfig:
     """Weight of KL(π_θ‖sg π̃), which draws the network into the region."""
     entropy_floor: float | None = None
     """Entropy per parameter that the policy may fall to by the last batch, linearly from its first; none without it."""
+    entropy_equal: bool = False
+    """The floor is a ceiling too: exploration narrows on schedule, also in directions that no reward depends on."""
     floor_in_region: bool = True
     """With projection "kl", the floor never pushes the covariance past `cov_bound`; False as published, where it may."""
     set_covariance: bool = False
@@ -72,6 +74,8 @@ class LearnerConfig:
         require(self, "policy_rate", "critic_rate", above=0, finite=True)
         require(self, "regression", "weight_decay", at_least=0, finite=True)
         require(self, "entropy_floor", finite=True, optional=True)
+        if self.entropy_equal and self.entropy_floor is None:
+            raise ValueError(f"{owner_name(self)}: `entropy_equal` needs an `entropy_floor` to end at; got None.")
         require(self, "hidden", "critic_hidden", each=True, at_least=1, integer=True)
         if not (number_in(self.std, 0) and number_in(self.min_std, 0) and 0 < self.min_std < self.std < math.inf):
             raise ValueError(f"{owner_name(self)}: 0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")

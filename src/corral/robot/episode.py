@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from corral.robot.env.batch import nan_in_step, play_plans, simulated_copies
 from corral.robot.env.vector import reset_each
 from corral.robot.tracking import Array, Tracking
 
@@ -92,6 +93,7 @@ class Plant:
         if type(steps) is not int or steps < 1:
             raise ValueError(f"Plant: `steps` is a whole number ≥ 1; got {steps!r}.")
         self.observation_size, self.action_space = space.shape[0], actions
+        self._copies = simulated_copies(envs, steps)
 
     def rounds(self, count: int) -> list[slice]:
         """Which of `count` episodes are played together."""
@@ -105,7 +107,9 @@ class Plant:
         return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
-        """Follow plans [E T D] from where `start` left off."""
+        """Follow plans [E T D] from where `start` left off: as one batch where the task allows it, else step by step."""
+        if self._copies:
+            return self._play(context, positions, velocities)
         return self.act(context, lambda t, observation: self.tracking.action(positions[:, t], velocities[:, t], observation))
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
@@ -118,7 +122,7 @@ class Plant:
         for t in range(steps):
             action = np.asarray(policy(t, observations[:, t])).clip(space.low, space.high).astype(space.dtype)
             if np.isnan(action[playing]).any():
-                raise ValueError(f"Plant: the policy asked for NaN in step {t}. Have its parameters, or its plans, become NaN?")
+                raise nan_in_step(t)
             observation, reward, over, info = self._step(action)
             mask[:, t], actions[:, t] = playing, np.where(playing[:, None], action, 0.0)
             rewards[:, t] = np.where(playing, reward, 0.0)
@@ -131,6 +135,15 @@ class Plant:
                 break
         check_finite(observations, rewards)
         return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *last_info.values())))
+
+    def _play(self, context: Array, positions: Array, velocities: Array) -> Episodes:
+        """What `act` returns of plans, of tasks whose episodes can be played as a batch."""
+        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, positions, velocities)
+        observations = np.concatenate([context[:, None], scored.observations], 1)
+        check_finite(observations, scored.rewards)
+        mask = np.ones_like(scored.rewards, bool)
+        last_info = (scored.info.get(name, np.full(len(context), np.nan)) for name in _INFO_KEYS)
+        return Episodes(*map(torch.from_numpy, (observations, scored.rewards, mask, actions, *last_info)))
 
     def _step(self, action: Array) -> tuple[Array, Array, _Flags, dict[str, Any]]:
         """Observations, rewards, over or not, of the first len(action) environments, and the info of all."""

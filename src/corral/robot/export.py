@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from corral.robot import exported
 from corral.robot.exported import FORMAT, ExportedPolicy
 from corral.robot.learner import Learner
+from corral.robot.prepare import EPISODIC, prepare
 from corral.robot.prodmp import ProDMP
+from corral.robot.settings import resolve
 from corral.robot.tracking import Array
-from corral.run.files import write_whole
+from corral.robot.train import STATE
+from corral.run.choose import choose_checkpoint
+from corral.run.files import RunError, write_whole
+from corral.run.folder import RunFolder
 
 _Bound = float | Sequence[float]
 """One number for all joints, or one for each."""
@@ -92,6 +97,27 @@ def export_policy(
     about = json.dumps(policy.about, default=lambda x: np.asarray(x).tolist())  # gains may be arrays
     write_whole(path, lambda beside: _save(beside, about=np.array(about), **arrays))
     return found
+
+
+def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
+    """`export_policy` of a run's checkpoint, without limits; its step is returned."""
+    folder = RunFolder.open(run, write=False)
+    settings = resolve([folder.read_config()["settings"]])
+    if settings.algorithm not in EPISODIC:
+        raise RunError(
+            f"{run} was trained with {settings.algorithm}, which has no plans to export. Its policy is in "
+            f"checkpoints/checkpoint-…/{STATE}."
+        )
+    chosen, _ = choose_checkpoint(folder, checkpoint)
+    agent = prepare(settings)
+    try:
+        agent.restore(torch.load(chosen.path / STATE, weights_only=True))
+        export_policy(agent, path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    finally:
+        agent.plant.close()
+    return chosen.step
 
 
 def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:

@@ -88,7 +88,7 @@ class Learner(ABC):
             self.policy = GaussianPolicy(
                 size, prodmp.parameters, config.hidden, activation=activation, std=config.std, min_std=config.min_std
             ).to(dtype)
-            self.critic = Critic(size, config.critic_hidden, activation=activation)
+            self.critic = Critic(self.critic_size(size), config.critic_hidden, activation=activation)
             self.critic.value.to(dtype)
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.policy_rate, weight_decay=config.weight_decay)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_rate, weight_decay=config.weight_decay)
@@ -106,6 +106,10 @@ class Learner(ABC):
     @abstractmethod
     def credit(self, episodes: Episodes) -> Credit:
         """Advantages and critic targets of this batch, from the critic before it is fitted."""
+
+    def critic_size(self, observation: int) -> int:
+        """How many numbers V sees, where an observation has this many."""
+        return observation
 
     def begin_batch(self, chol: Tensor) -> None:  # noqa: B027  # not every learner decides anything
         """Set up what stays fixed during a batch's updates; `chol` is the old policy's."""
@@ -240,7 +244,10 @@ class Learner(ABC):
         floor = self.first_entropy + (last - self.first_entropy) * self.progress
         inside = config.floor_in_region and config.projection == "kl"
         old_chol, cov_bound = (old.chol, config.cov_bound) if inside else (None, None)
-        return projected, project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol
+        factor = project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol
+        if config.entropy_equal:
+            factor = factor * ((floor - gaussian_entropy(factor)) / len(factor)).clamp(max=0).exp()
+        return projected, factor
 
     def state(self) -> dict[str, Any]:
         """A checkpoint: networks, optimizers and counters; a copy, which later steps do not change."""

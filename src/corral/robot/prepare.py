@@ -91,6 +91,11 @@ def _networks(agent: Agent) -> list[torch.nn.Module]:
     return [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
 
 
+def parameters(agent: Agent) -> int:
+    """How many numbers are trained."""
+    return sum(p.numel() for network in _networks(agent) for p in network.parameters())
+
+
 def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
     """The optimizers, by the name of what they train."""
     if isinstance(agent, Learner):
@@ -122,7 +127,7 @@ def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
         },
         "model": {
             "name": model_name(settings),
-            "parameters": sum(p.numel() for network in _networks(agent) for p in network.parameters()),
+            "parameters": parameters(agent),
             "prodmp": asdict(agent.prodmp) if planned else None,
         },
         "command": sys.argv,

@@ -99,6 +99,11 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
     return Settings(**{key: coerce(key, value, hints[key]) for key, value in merged.items()})
 
 
+def check_early(layers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, before torch is imported, what `resolve` refuses."""
+    resolve(layers)
+
+
 def read_recipe(name: str) -> dict[str, Any]:
     """A layer from a recipe for robots that ships with corral."""
     return read_named(name, recipes(RECIPES))

@@ -1,7 +1,7 @@
 """TCE: one plan per episode, credit for each of its segments."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class TCEConfig(LearnerConfig):
     move_to_event: bool = False
     """Where the environment tells of an event, such as a take-off, what is paid after it counts as paid at it; published for
     the hopper."""
+    critic_inputs: Literal["state", "context"] = "state"
+    """What V sees: the state, as published, or the episode's first observation and the elapsed share. The second knows nothing
+    of the plan that was drawn, a baseline that biases no gradient; but no segment has credit for what it changes later."""
     jitter: float = 1e-4
     """Added to a segment's variances, relative to the largest of them."""
     common_jitter: bool = False
@@ -48,6 +51,7 @@ class TCEConfig(LearnerConfig):
         super().__post_init__()
         require(self, "gamma", "lam", at_least=0, at_most=1)
         require(self, "points", at_least=2, integer=True)
+        require(self, "critic_inputs", one_of=("state", "context"))
         require(self, "jitter", above=0, note="at 0 close points make a singular covariance")
 
     @classmethod
@@ -92,13 +96,25 @@ class TCE(Learner):
             jitter = segment_jitter(self.rows.flatten(0, 1)[None], chol, self.config.jitter).expand_as(jitter)
         return segment_log_prob(self.rows, params, mean, chol, jitter)
 
+    def critic_size(self, observation: int) -> int:
+        return observation + (self.config.critic_inputs == "context")
+
     def states(self, episodes: Episodes) -> Tensor:
-        return episodes.observations[:, :-1][episodes.mask]
+        return self._inputs(episodes)[episodes.mask]
+
+    def _inputs(self, episodes: Episodes) -> Tensor:
+        """What V sees at every step [E T ·]."""
+        states = episodes.observations[:, :-1]
+        if self.config.critic_inputs == "state":
+            return states
+        steps = states.shape[1]
+        elapsed = torch.arange(steps, dtype=states.dtype)[:, None] / steps
+        return torch.cat([states[:, :1].expand_as(states), elapsed.expand(*states.shape[:2], 1)], -1)
 
     def credit(self, episodes: Episodes) -> Credit:
         config, played = self.config, episodes.mask
         paid = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
-        rewards, values = paid.to(self.dtype), self.critic(episodes.observations[:, :-1])
+        rewards, values = paid.to(self.dtype), self.critic(self._inputs(episodes))
         advantages, mask = segment_advantages(
             rewards, values, self.pairs, mask=played, gamma=config.gamma, closing_segment=config.closing_segment
         )

@@ -13,7 +13,7 @@ from corral.robot.env import ENVIRONMENTS
 from corral.robot.measure import measure
 from corral.robot.prepare import Agent, describe, model_name, optimizers, prepare, updates_of
 from corral.robot.settings import Settings, resolve
-from corral.run.ending import Outcome, attempt, close, last_words, summarise
+from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder, Stopped, versions
 from corral.run.guard import Guard, drop_gradients, gradient_state
@@ -35,22 +35,29 @@ _WATCHED = ("success", "tr/kl_before", "std")
 standard deviation that it stands for has one."""
 
 
-def train(settings: Settings, *, out: Path | None = None, quiet: bool = False) -> Outcome:
-    """A new run, in `out` or in a new folder under runs/."""
+def train(settings: Settings, *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False) -> Outcome:
+    """A new run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
     agent = prepare(settings)
     name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
-    folder = RunFolder.create(out, f"{name}-{settings.algorithm}-{settings.seed}")
+    folder = RunFolder.create(out, f"{name}-{settings.algorithm}-{settings.seed}", smoke=smoke)
     folder.write_config(describe(settings, agent))
     return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=make_view(quiet=quiet)))
 
 
-def resume(path: Path, *, quiet: bool = False, guard: str | None = None) -> Outcome:
-    """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same."""
+def resume(path: Path | str, *, quiet: bool = False, guard: str | None = None, iterations: int | str | None = None) -> Outcome:
+    """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same.
+
+    `iterations` gives it a new end; rates and bounds that change over a run follow the schedule of that length.
+    """
+    path = Path(path)
     folder = RunFolder.open(path)
     view = make_view(quiet=quiet)
     content = folder.read_config()
-    settings = resolve([content["settings"], {} if guard is None else {"guard": guard}])
+    changes = {"guard": guard, "iterations": iterations}
+    settings = resolve([content["settings"], {key: value for key, value in changes.items() if value is not None}])
     checkpoint, complaints = folder.last_whole_checkpoint()
+    if iterations is not None:
+        extend(folder, content, {"iterations": settings.iterations}, checkpoint)
     for sentence in complaints:
         view.warn(sentence)
     if checkpoint is not None and checkpoint.step >= settings.iterations:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.run.files import RunError, disk_sentence, is_disk_full
-from corral.run.folder import RunFolder, Stopped
+from corral.run.files import RunError, disk_sentence, is_disk_full, write_json
+from corral.run.folder import Checkpoint, RunFolder, Stopped
 from corral.run.text import count
 from corral.run.view import RunView
 
@@ -41,23 +41,26 @@ def summarise(
     *,
     also: str,
 ) -> dict[str, Any]:
-    """The content of summary.json.
+    """The content of summary.json. What is `_final` was measured after the last step: None where that was not.
 
     Args:
         about: objective, task, model and seed.
         lines: metrics of every step.
-        also: what was measured together with `success`; its first and last value are kept too.
+        also: what was measured together with `success`; its first and final value are kept too.
     """
-    measured = [line["success"] for line in lines if line.get("success") is not None]
-    beside = [line[also] for line in lines if line.get(also) is not None]
+    measured = {line["step"]: line["success"] for line in lines if line.get("success") is not None}
+    beside = {line["step"]: line[also] for line in lines if line.get(also) is not None}
+    last, newest = lines[-1]["step"] if lines else 0, max(measured, default=None)
     return {
         **about,
-        "steps": lines[-1]["step"] if lines else 0,
-        "success_start": measured[0] if measured else None,
-        "success_best": max(measured, default=None),
-        "success_final": measured[-1] if measured else None,
-        f"{also}_start": beside[0] if beside else None,
-        f"{also}_final": beside[-1] if beside else None,
+        "steps": last,
+        "success_start": next(iter(measured.values()), None),
+        "success_best": max(measured.values(), default=None),
+        "success_final": measured.get(last),
+        "success_last": measured[newest] if newest is not None else None,
+        "success_last_step": newest,
+        f"{also}_start": next(iter(beside.values()), None),
+        f"{also}_final": beside.get(last),
         "seconds": lines[-1]["seconds"] if lines else 0.0,
         "skipped": lines[-1].get("skipped", 0) if lines else 0,
         "stopped": stopped,
@@ -76,11 +79,29 @@ def close(folder: RunFolder, writes: Sequence[Callable[[], None]], view: RunView
     folder.close()
 
 
+def extend(folder: RunFolder, content: Mapping[str, Any], end: Mapping[str, int], checkpoint: Checkpoint | None) -> None:
+    """Give a run another length: `end` is {"steps": 80}, or a robot's {"iterations": 80}. Earlier ends stay in config.json.
+
+    A RunError where it has gone further already.
+    """
+    ((key, value),) = end.items()
+    before, done = content["settings"][key], checkpoint.step if checkpoint is not None else 0
+    if value < done:
+        folder.close()
+        raise RunError(f"the run in {folder.path} has done {done} steps, more than --{key} {value}. Give a larger number.")
+    if value != before:
+        ends = [*content.get("extended", ()), {"from": before, "to": value, "after": done}]
+        write_json(folder.config, {**content, "settings": {**content["settings"], **end}, "extended": ends})
+
+
 def last_words(summary: Mapping[str, Any], where: Path) -> str:
     """How it ended, in a sentence or two."""
     change = ""
     if summary["success_start"] is not None:
-        change = f"held-out success {summary['success_start']:.1%} → {summary['success_final']:.1%}, "
+        last, step = summary["success_last"], summary["success_last_step"]
+        when = "" if step == summary["steps"] else f" at step {step}, the last measured" if step else " before the first step"
+        moved = f"{summary['success_start']:.1%} → {last:.1%}" if step else f"{last:.1%}"
+        change = f"held-out success {moved}{when}, "
     took = f"{summary['seconds']:.0f} s. The run is in {where}"
     resume = "" if summary["stopped"] == "finished" else f"\nResume with: corral train --resume {where}"
     return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{resume}"

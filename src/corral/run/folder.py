@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -71,9 +72,12 @@ class RunFolder(LockedFolder):
         self._rows: list[dict[str, Any]] = []
 
     @classmethod
-    def create(cls, out: Path | None, label: str) -> "RunFolder":
-        """A new folder: `out`, which must not exist or be empty, or one under runs/ named by the time and `label`."""
-        path = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}" if out is None else out
+    def create(cls, out: Path | str | None, label: str, *, smoke: bool = False) -> "RunFolder":
+        """A new folder: `out`, which must not exist or be empty, or one under runs/ named by the time and `label`.
+
+        Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
+        """
+        path = Path(default_name(label, smoke=smoke) if out is None else out)
         if out is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
             resumable = path.is_dir() and (path / "config.json").exists()
             hint = f"continue that run with --resume {path}, or choose" if resumable else "choose"
@@ -185,6 +189,12 @@ class RunFolder(LockedFolder):
         """Checkpoints, newest first."""
         found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
         return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
+
+
+def default_name(label: str, *, smoke: bool = False) -> Path:
+    """runs/TIME-label, in letters that every file system and shell takes: a task may be module:Class or file.py:Class."""
+    name = re.sub(r"[^\w.+-]+", "-", f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", flags=re.ASCII)
+    return Path("smoke-runs" if smoke else "runs") / name
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Layers of settings from recipes, files and flags, each value converted to its field's type."""
 
+import json
 import re
 import tomllib
 import types
@@ -74,6 +75,38 @@ def _parse(text: str, *, toml: bool) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def toml_lines(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as a file that `read_file` reads: values first, then tables; what is None or empty is left out."""
+    kept = {key: value for key, value in settings.items() if value is not None and value not in ({}, [], (), "")}
+    tables = {key: value for key, value in kept.items() if isinstance(value, Mapping)}
+    lines = [f"{key} = {_toml(value)}" for key, value in kept.items() if key not in tables]
+    for key, table in tables.items():
+        lines += [
+            "",
+            f"[{key}]",
+            *(f"{_toml_key(name)} = {_toml(value)}" for name, value in table.items() if value is not None),
+        ]
+    return lines
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it; JSON's texts are TOML's too, but for DEL."""
+    if isinstance(value, Mapping):
+        inner = (f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{{', '.join(inner)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)  # nan and inf are TOML's too
+    return json.dumps(str(value)).replace("\x7f", "\\u007f")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
 
 
 def recipes(folder: Path) -> dict[str, Path]:

@@ -18,14 +18,17 @@ Observation, 29 numbers: seven angles, seven velocities, box (x, y, z, quaternio
 Otto et al., "Deep Black-Box Reinforcement Learning with Movement Primitives", 2022 (task and rewards).
 """
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import gymnasium
 import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from corral.robot.env.batch import Scored, Simulated
 from corral.robot.env.drawing import Camera, picture
 from corral.robot.tracking import Array
 
@@ -47,49 +50,61 @@ DOWN = np.array([0.0, 1.0, 0.0, 0.0])
 """The hand's orientation with the rod upright."""
 _ABOVE = 0.15
 """Metres from the box to the grip at the start: the rod's end is inside the walls, above the plate."""
+_BAD = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
+"""How the simulator says that a state makes no sense."""
+_XML = str(Path(__file__).with_name("box_pushing.xml"))
 _CAMERA = Camera(centre=(0.3, 0.0, 0.3), width=1.9, azimuth=125.0, elevation=35.0)
 
 
-def rotation_distance(one: Array, other: Array) -> float:
-    """Angle (rad) between two orientations given as unit quaternions: 2 arccos |⟨one, other⟩|."""
-    return float(2 * np.arccos(min(1.0, abs(float(one @ other)))))
+def rotation_distance(one: Array, other: Array) -> Any:
+    """Angle (rad) between two orientations given as unit quaternions [* 4]: 2 arccos |⟨one, other⟩|."""
+    return 2 * np.arccos(np.minimum(1.0, np.abs((one * other).sum(-1))))
 
 
-def limit_excess(q: Array, velocity: Array) -> float:
-    """e: by how much angles and velocities exceed Franka's limits, summed over the joints."""
-    return float(np.maximum(q - HIGH, 0).sum() + np.maximum(LOW - q, 0).sum() + np.maximum(np.abs(velocity) - _SPEED, 0).sum())
+def _distances(box: Array, target: Array) -> tuple[Any, Any]:
+    """Metres and radians between poses [* 7]."""
+    return np.linalg.norm(box[..., :3] - target[..., :3], axis=-1), rotation_distance(box[..., 3:], target[..., 3:])
+
+
+def limit_excess(q: Array, velocity: Array) -> Any:
+    """e: by how much angles and velocities [* 7] exceed Franka's limits, summed over the joints."""
+    return (np.maximum(q - HIGH, 0) + np.maximum(LOW - q, 0) + np.maximum(np.abs(velocity) - _SPEED, 0)).sum(-1)
 
 
 def push_reward(
-    kind: _Reward, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: bool
-) -> float:
-    """The reward of one step. `box` and `target`: position and quaternion [7]; `rod`: quaternion [4]; `torque`: 10 a [7]."""
-    p, theta = float(np.linalg.norm(box[:3] - target[:3])), rotation_distance(box[3:], target[3:]) / np.pi
-    effort, tilt = float(np.square(torque).sum()), rotation_distance(rod, DOWN)
-    reward = -limit_excess(q, velocity) - 2 * max(float(np.linalg.norm(box[:3] - tip)), 0.05)
-    reward -= (tilt > np.pi / 4) * tilt / np.pi
+    kind: _Reward, *, q: Array, velocity: Array, box: Array, target: Array, tip: Array, rod: Array, torque: Array, last: Any
+) -> Any:
+    """The reward of one step, or of many [*].
+
+    `box` and `target`: position and quaternion [* 7]; `rod`: quaternion [* 4]; `torque`: 10 a [* 7].
+    """
+    p, theta = _distances(box, target)
+    theta = theta / np.pi
+    effort, tilt = np.square(torque).sum(-1), rotation_distance(rod, DOWN)
+    reward = -limit_excess(q, velocity) - 2 * np.maximum(np.linalg.norm(box[..., :3] - tip, axis=-1), 0.05)
+    reward = reward - (tilt > np.pi / 4) * tilt / np.pi
     if kind == "dense":
         return reward - 5e-4 * effort - 3.5 * p - theta
-    reward -= 0.02 * effort
-    if not last:
-        return reward
+    reward = reward - 0.02 * effort
     if kind == "temporal_sparse":
-        return reward - 350 * p - 100 * theta - 50 * float(np.linalg.norm(velocity))
-    return reward + (p < 0.1) * (300 - min(1050 * p, 100) - min(150 * theta, 100))
+        return reward - last * (350 * p + 100 * theta + 50 * np.linalg.norm(velocity, axis=-1))
+    return reward + last * (p < 0.1) * (300 - np.minimum(1050 * p, 100) - np.minimum(150 * theta, 100))
 
 
-class BoxPushing(gymnasium.Env):
+class BoxPushing(Simulated):
     """The arm, the box and its target."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (7,), np.float32)
+    STEPS: ClassVar[int] = STEPS
+    FIELDS: ClassVar[tuple[str, ...]] = ("qfrc_bias", "site_xpos", "xquat")
 
     def __init__(self, reward: _Reward = "dense", render_mode: str | None = None) -> None:
         if reward not in get_args(_Reward):
             raise ValueError(f"BoxPushing: `reward` is one of {', '.join(map(repr, get_args(_Reward)))}; got {reward!r}.")
         self.reward, self.render_mode, self.time = reward, render_mode, 0
-        self.model = mujoco.MjModel.from_xml_path(str(Path(__file__).with_name("box_pushing.xml")))
+        self.model = mujoco.MjModel.from_xml_path(_XML)
         self.data = mujoco.MjData(self.model)
         self._hand, self._tip, self._grip = self.model.body("hand").id, self.model.site("tip").id, self.model.site("grip").id
 
@@ -115,7 +130,47 @@ class BoxPushing(gymnasium.Env):
                 self.reward, q=self.data.qpos[:7], velocity=self.data.qvel[:7], box=box, target=target,
                 tip=self.data.site_xpos[self._tip], rod=self.data.xquat[self._hand], torque=torque, last=over,
             )  # fmt: skip
-        return self.observation(), reward, False, over, self.outcome() if over else {}
+        return self.observation(), float(reward), False, over, self.outcome() if over else {}
+
+    @staticmethod
+    @cache
+    def batch_model() -> mujoco.MjModel:
+        """The same scene, but a state that makes no sense begins anew, at time 0: so `advance` sees it."""
+        model = mujoco.MjModel.from_xml_path(_XML)
+        model.opt.disableflags &= ~mujoco.mjtDisableBit.mjDSBL_AUTORESET.value
+        return model
+
+    @staticmethod
+    def advance(batch: Any, actions: Array) -> Sequence[Array]:
+        model, before = batch.model, batch.qpos.copy()
+        batch.ctrl[:] = _TORQUE * actions + batch.qfrc_bias[:, :7]  # clipped by the motors' limits
+        batch.time[:] = 1.0
+        batch.step(nstep=round(DT / model.opt.timestep), stage=mujoco.mjtStage.mjSTAGE_ACC.value)
+        stable = batch.time > 0.5
+        if not stable.all():
+            rows = np.flatnonzero(~stable)
+            target = batch.mocap_pos[rows], batch.mocap_quat[rows]
+            batch.reset(rows, stage=mujoco.mjtStage.mjSTAGE_NONE.value)
+            batch.qpos[rows], (batch.mocap_pos[rows], batch.mocap_quat[rows]) = before[rows], target
+            batch.forward(rows)
+        joints, velocities, box = batch.qpos[:, :7], batch.qvel[:, :7], batch.qpos[:, 7:]
+        tip, rod = batch.site_xpos[:, model.site("tip").id], batch.xquat[:, model.body("hand").id]
+        return joints, velocities, box, tip, rod, 1.0 * stable[:, None]
+
+    @staticmethod
+    def score(copies: "Sequence[BoxPushing]", readings: Array, actions: Array) -> Scored:
+        """The same as `step` would have told."""
+        q, velocity, box, tip, rod, stable = np.split(readings, [7, 14, 21, 24, 28], -1)
+        target, step = np.array([[copy.target()] for copy in copies]), np.arange(1, STEPS + 1)
+        paid = push_reward(
+            copies[0].reward, q=q, velocity=velocity, box=box, target=target, tip=tip, rod=rod, torque=_TORQUE * actions,
+            last=step == STEPS,
+        )  # fmt: skip
+        elapsed = np.broadcast_to((step / STEPS)[:, None], stable.shape)
+        seen = np.concatenate([q, velocity, box, np.broadcast_to(target, box.shape), elapsed], -1)
+        p, theta = _distances(box[:, -1], target[:, 0])
+        info = {"success": 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1])), "distance": p, "rotation_distance": theta}
+        return Scored(seen, np.where(stable[..., 0] > 0, paid, UNSTABLE), info)
 
     def joints_above(self, place: Array, rounds: int = 50) -> Array:
         """Angles [7] that put the grip `_ABOVE` a place with the rod upright, near `_POSTURE`.
@@ -158,9 +213,12 @@ class BoxPushing(gymnasium.Env):
 
     def outcome(self) -> dict[str, float]:
         """Info of the last step: success, and the distances to the target."""
-        box, target = self.box(), self.target()
-        p, theta = float(np.linalg.norm(box[:3] - target[:3])), rotation_distance(box[3:], target[3:])
-        return {"success": float(p < _REACHED[0] and theta < _REACHED[1]), "distance": p, "rotation_distance": theta}
+        p, theta = _distances(self.box(), self.target())
+        return {
+            "success": float(p < _REACHED[0] and theta < _REACHED[1]),
+            "distance": float(p),
+            "rotation_distance": float(theta),
+        }
 
     def render(self) -> NDArray[np.uint8]:
         """From above and from the front, the target translucent; 480 × 360."""
@@ -184,7 +242,3 @@ class BoxPushing(gymnasium.Env):
             self.data.qpos[:], self.data.mocap_pos[0], self.data.mocap_quat[0] = before, target[:3], target[3:]
         mujoco.mj_forward(self.model, self.data)  # positions and compensation of the state that is observed
         return stable
-
-
-_BAD = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
-"""How the simulator says that a state makes no sense."""

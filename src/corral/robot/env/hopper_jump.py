@@ -16,14 +16,17 @@ share.
 Otto et al., "Deep Black-Box Reinforcement Learning with Movement Primitives", 2022 (task and reward).
 """
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import gymnasium
 import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from corral.robot.env.batch import Scored, Simulated
 from corral.robot.env.drawing import Camera, picture
 from corral.robot.tracking import Array
 
@@ -46,6 +49,9 @@ FALLING, _STANDING, FLYING, DOWN = range(4)
 _CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 
 
+_XML = str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / "hopper.xml")
+
+
 def next_phase(phase: int, contact: bool) -> int:
     """Falling at first, standing after the first contact, flying once it is lost, down at the next one."""
     waits_for_contact = phase in (FALLING, FLYING)
@@ -53,28 +59,29 @@ def next_phase(phase: int, contact: bool) -> int:
 
 
 def jump_reward(
-    kind: _Reward, *, height: float, highest: float, distance: float, landing: float, healthy: bool, action: Array, last: bool
-) -> float:
-    """The reward of one step, from what was recorded up to it."""
-    cost = 1e-3 * float(np.square(action).sum())
+    kind: _Reward, *, height: Any, highest: Any, distance: Any, landing: Any, healthy: Any, action: Array, last: Any
+) -> Any:
+    """The reward of one step from what was recorded up to it, or of many [*]; actions are [* 3]."""
+    cost = 1e-3 * np.square(action).sum(-1)
     if kind == "dense":
         return 3 * height - 3 * distance + 1.0 * healthy - cost
     return last * (10 * highest - 3 * distance - 2 * landing + 2.0 * healthy) - cost
 
 
-class HopperJump(gymnasium.Env):
+class HopperJump(Simulated):
     """The hopper, its goal, and the memory of its jump."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    STEPS: ClassVar[int] = STEPS
+    FIELDS: ClassVar[tuple[str, ...]] = ("xpos", "xmat", "sensordata")
 
     def __init__(self, reward: _Reward = "sparse", render_mode: str | None = None) -> None:
         if reward not in ("sparse", "dense"):
             raise ValueError(f"HopperJump: `reward` is 'sparse' or 'dense'; got {reward!r}.")
         self.reward, self.render_mode = reward, render_mode
-        assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
-        self.model = mujoco.MjModel.from_xml_path(str(assets / "hopper.xml"))
+        self.model = mujoco.MjModel.from_xml_path(_XML)
         self.data = mujoco.MjData(self.model)
         self._torso, self._foot = (self.model.body(name).id for name in ("torso", "foot"))
         self._pair = {self.model.geom(name).id for name in ("floor", "foot_geom")}
@@ -108,7 +115,49 @@ class HopperJump(gymnasium.Env):
             self.reward, height=height, highest=self.highest, distance=distance, landing=self.landing,
             healthy=self.healthy(), action=torque, last=over,
         )  # fmt: skip
-        return self.observation(), reward, False, over, self.outcome(distance) if over else {}
+        return self.observation(), float(reward), False, over, self.outcome(distance) if over else {}
+
+    @staticmethod
+    @cache
+    def batch_model() -> mujoco.MjModel:
+        """The same hopper with a sensor that counts the contacts of foot and floor."""
+        spec, geom = mujoco.MjSpec.from_file(_XML), mujoco.mjtObj.mjOBJ_GEOM
+        found = [1 << mujoco.mjtConDataField.mjCONDATA_FOUND.value, 0, 1]
+        pair: dict[str, Any] = {"objtype": geom, "objname": "floor", "reftype": geom, "refname": "foot_geom"}
+        spec.add_sensor(name="contact", type=mujoco.mjtSensor.mjSENS_CONTACT, intprm=found, **pair)
+        return spec.compile()
+
+    @staticmethod
+    def advance(batch: Any, actions: Array) -> Sequence[Array]:
+        torso, foot = (batch.model.body(name).id for name in ("torso", "foot"))
+        batch.ctrl[:] = actions
+        batch.step(nstep=round(DT / batch.model.opt.timestep), stage=mujoco.mjtStage.mjSTAGE_ACC.value)
+        return batch.qpos, batch.qvel, batch.xpos[:, torso], batch.xpos[:, foot], batch.xmat[:, foot], batch.sensordata
+
+    @staticmethod
+    def score(copies: "Sequence[HopperJump]", readings: Array, actions: Array) -> Scored:
+        """The same as `step` would have told."""
+        state, torso, ankle, frame, contacts = np.split(readings, [12, 15, 18, 27], -1)
+        height, contact, goal = torso[..., 2], contacts[..., 0] > 0, np.array([[copy.goal] for copy in copies])
+        offset = ankle + frame.reshape(*frame.shape[:2], 3, 3) @ _SOLE
+        offset[..., 0] -= goal
+        distance, highest = np.linalg.norm(offset, axis=-1), np.maximum.accumulate(height, 1)
+        stood = np.logical_or.accumulate(contact, 1)
+        left = np.logical_or.accumulate(stood & ~contact, 1)
+        down = np.logical_or.accumulate(left & contact, 1)
+        landing = np.where(down, np.take_along_axis(distance, down.argmax(1)[:, None], 1), NEVER)
+        takeoff = np.where(left[:, -1], left.argmax(1), np.nan)
+        healthy = (state[..., 1] > 0.5) & (np.abs(state[..., 2:]) < 100).all(-1)
+        step = np.arange(1, STEPS + 1)
+        rewards = jump_reward(
+            copies[0].reward, height=height, highest=highest, distance=distance, landing=landing, healthy=healthy,
+            action=actions, last=step == STEPS,
+        )  # fmt: skip
+        columns = (state, offset[..., [0, 2]], *np.broadcast_arrays(goal[..., None], (step / STEPS)[:, None]))
+        success = 1.0 * ((landing[:, -1] < _LANDED) & (highest[:, -1] > _JUMPED))
+        info = {"success": success, "event": takeoff, "highest": highest[:, -1]}
+        info |= {"landing_distance": landing[:, -1], "goal_distance": distance[:, -1]}
+        return Scored(np.concatenate(columns, -1), rewards, info)
 
     def offset(self) -> Array:
         """From the goal to the sole (x, y, z)."""

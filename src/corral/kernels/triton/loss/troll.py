@@ -40,7 +40,7 @@ class TrollLoss:
         if getattr(objective, "name", None) != "troll":  # any function of a batch is an objective
             return None
         config = objective.config
-        if config.tail != "bucket" or config.level != "token":
+        if config.tail != "bucket" or config.level != "token" or config.centre != "old":
             return None
         return cls(
             bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap,

@@ -1,0 +1,74 @@
+"""Which robots' runs belong to which study: settings, seeds and steps. `robot_study.py` runs them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TUNED_ON = (100, 101)
+"""Seeds that settings are chosen on; none of them is in a table of results."""
+SEEDS = range(5)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a recipe, what differs from it, and a seed."""
+
+    setting: str
+    """Name of the row, for tables and folders."""
+    recipe: str
+    changes: tuple[tuple[str, str], ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The run's folder."""
+        return f"{self.setting}-{self.seed}"
+
+    def arguments(self) -> list[str]:
+        """Of `corral train`."""
+        flags = [part for key, value in self.changes for part in ("--set", f"{key}={value}")]
+        return ["--recipe", self.recipe, "--seed", str(self.seed), *flags]
+
+
+def jobs(setting: str, recipe: str, seeds: Sequence[int], **changes: Any) -> Iterator[Job]:
+    """One for each seed; `learner__std=0.1` is the setting `learner.std`."""
+    given = tuple((key.replace("__", "."), str(value)) for key, value in changes.items())
+    yield from (Job(setting, recipe, given, seed) for seed in seeds)
+
+
+ARM: Mapping[str, Any] = {
+    "dtype": "float32", "iterations": 500, "eval_every": 20, "checkpoint_every": 100, "keep_checkpoints": 1,
+    "learner__episodes": 256, "learner__hidden": "[128,128]", "learner__policy_rate": 1e-3, "learner__policy_epochs": 15,
+    "learner__mean_bound": 0.1,
+}  # fmt: skip
+TCE_ARM: Mapping[str, Any] = {**ARM, "learner__critic_epochs": 4, "learner__critic_rate": 3e-3}
+NARROW: Mapping[str, Any] = {"learner__entropy_equal": "true", "learner__entropy_floor": -3.0}
+"""Exploration narrows from its first standard deviation to e^(−3 − 1.42) = 0.012."""
+CONTEXT: Mapping[str, Any] = {"learner__critic_inputs": "context"}
+TCE_TRIED: Mapping[str, Mapping[str, Any]] = {
+    "base": {},
+    "context": CONTEXT,
+    "narrow": NARROW,
+    "narrow-context": NARROW | CONTEXT,
+    "narrow2-context": NARROW | CONTEXT | {"learner__entropy_floor": -2.0},
+    "large-context": CONTEXT | {"learner__episodes": 1024, "iterations": 200, "learner__critic_epochs": 2},
+    "slow-context": CONTEXT | {"learner__policy_rate": 3e-4},
+    "near-context": CONTEXT | {"learner__mean_bound": 0.03},
+    "basis3-context": CONTEXT | {"prodmp__basis": 3},
+    "leaky": {"learner__activation": "leaky_relu"},
+    "points10": {"learner__points": 10},
+    "jitter": {"learner__jitter": 1e-2},
+    "set-covariance": {"learner__set_covariance": "true", "learner__regression": 10.0},
+    "narrow-slow-context": NARROW | CONTEXT | {"learner__policy_rate": 3e-4},
+    "narrow-many-context": NARROW | CONTEXT | {"learner__episodes": 64, "iterations": 2000, "learner__policy_epochs": 6},
+    "narrow-leaky-context": NARROW | CONTEXT | {"learner__activation": "leaky_relu"},
+}
+
+
+def arm_explore() -> Iterator[Job]:
+    """Sixteen settings of TCE on the sparse arm, 12.8 million steps each (large: 20)."""
+    for name, changes in TCE_TRIED.items():
+        yield from jobs(f"explore-{name}", "via_point_sparse", TUNED_ON, **{**TCE_ARM, **changes})
+
+
+PLANS = {"arm-explore": arm_explore}

@@ -1,0 +1,161 @@
+"""Many robots' runs side by side, in pieces: a run that a piece does not finish goes on in the next.
+
+    python benchmarks/robot_study.py --plan arm-explore --workers 16 --minutes 8 --out PIECE --done EARLIER …
+    python benchmarks/robot_study.py --plan arm-explore --table --out PIECE        what came out so far
+    python benchmarks/robot_results.py --keep PIECE/runs                           runs → benchmarks/results/robots.json
+
+Every run is one `corral train` on one thread. A piece packs its runs' folders into a few archives, so that they can be carried
+away and brought back: `--done` names folders with archives of earlier pieces. Plans are in robot_plans.py.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from robot_plans import PLANS, Job
+
+_ARCHIVES, _GRACE = 6, 60
+"""Archives that a piece leaves, and seconds that a run may need to reach its next checkpoint."""
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run came to its end."""
+    summary = folder / "summary.json"
+    return summary.is_file() and json.loads(summary.read_text())["stopped"] == "finished"
+
+
+def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
+    """A new run, or the rest of one; what it prints goes to a file beside its folder."""
+    resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
+    arguments = ["--resume", str(folder)] if resume else [*job.arguments(), "--out", str(folder)]
+    command = [sys.executable, "-m", "corral.cli", "train", *arguments, "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if not resume and folder.is_dir():  # killed before its first checkpoint
+        folder.rename(folder.with_name(f"{folder.name}.lost-{time.time_ns()}"))
+    with folder.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def run_jobs(jobs: Sequence[Job], workers: int, minutes: float, root: Path) -> None:
+    """As many at a time as there are workers, in the plan's order; at the end of the time, runs stop at a checkpoint."""
+    began, waiting, running = time.monotonic(), list(jobs), dict[Job, subprocess.Popen[bytes]]()
+    while (waiting or running) and (left := 60 * minutes - (time.monotonic() - began)) > 0:
+        while waiting and len(running) < workers and left > _GRACE:
+            job = waiting.pop(0)
+            running[job] = start(job, root / job.name)
+        for job, process in list(running.items()):
+            if process.poll() is not None:
+                del running[job]
+                print(f"{time.monotonic() - began:5.0f} s  {job.name:40} {outcome(root / job.name)}", flush=True)
+        time.sleep(0.5)
+    for process in running.values():
+        process.send_signal(signal.SIGINT)
+    for job, process in running.items():
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        print(f" stopped {job.name:40} {outcome(root / job.name)}", flush=True)
+
+
+def measured_lines(folder: Path) -> list[dict[str, Any]]:
+    """Lines of metrics with an evaluation."""
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.is_file() else []
+    return [line for line in lines if line.get("return") is not None]
+
+
+def outcome(folder: Path) -> str:
+    """The last measurement of a run, in words."""
+    if not (lines := measured_lines(folder)):
+        return f"nothing measured; see {folder.with_suffix('.log').name}"
+    last = lines[-1]
+    success = "–" if last["success"] is None else f"{last['success']:.3f}"
+    return f"step {last['step']:5}  success {success}  return {last['return']:8.2f}  {last['seconds']:5.0f} s"
+
+
+def pack(folders: Iterable[Path], out: Path) -> None:
+    """Runs' folders in a few archives of about equal size."""
+    sizes: dict[int, int] = dict.fromkeys(range(_ARCHIVES), 0)
+    shares: dict[int, list[Path]] = defaultdict(list)
+    for folder in sorted(folders, key=lambda folder: -folder_size(folder)):
+        smallest = min(sizes, key=lambda index: sizes[index])
+        shares[smallest].append(folder)
+        sizes[smallest] += folder_size(folder)
+    for index, share in shares.items():
+        with tarfile.open(out / f"runs-{index}.tar.gz", "w:gz") as archive:
+            for folder in share:
+                archive.add(folder, folder.name)
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files in it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def unpack(places: Iterable[Path], root: Path) -> None:
+    """Archives of earlier pieces; a run that is already there stays as it is."""
+    for place in places:
+        for file in sorted(place.rglob("runs-*.tar.gz")):
+            with tarfile.open(file) as archive:
+                names = {member.name.split("/")[0] for member in archive.getmembers()}
+                fresh = {name for name in names if not (root / name).exists()}
+                archive.extractall(root, [m for m in archive.getmembers() if m.name.split("/")[0] in fresh], filter="data")
+
+
+def print_table(jobs: Sequence[Job], root: Path) -> None:
+    """Means over the seeds of each setting, of the last measurement."""
+    groups: dict[str, list[Job]] = defaultdict(list)
+    for job in jobs:
+        groups[job.setting].append(job)
+    for setting, members in groups.items():
+        last = [lines[-1] for job in members if (lines := measured_lines(root / job.name))]
+        if last:
+            success = [line["success"] for line in last if line["success"] is not None]
+            each = " ".join(f"{value:.2f}" for value in success)
+            returns, steps, seconds = (mean(line[key] for line in last) for key in ("return", "env_steps", "seconds"))
+            numbers = f"return {returns:8.2f}  {steps / 1e6:5.1f} M  {seconds:4.0f} s"
+            print(f"{setting:40} success {mean(success):.3f} ({each})  {numbers}")
+        else:
+            print(f"{setting:40} not run")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", choices=PLANS, nargs="+", required=True, help="one after the other")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--out", type=Path, default=Path("runs/robot-study"))
+    parser.add_argument("--runs", type=Path, help="where the runs' folders are; in --out by default")
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="folders with archives of earlier pieces")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    jobs = list(dict.fromkeys(job for plan in options.plan for job in PLANS[plan]()))
+    root = options.runs or options.out / "runs"
+    for folder in (root, options.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    unpack([options.out, *options.done], root)
+    left = [job for job in jobs if not is_finished(root / job.name)]
+    if options.list:
+        print("\n".join(" ".join([job.name, *job.arguments()]) for job in left))
+    elif not options.table:
+        print(f"{len(left)} runs to do, {len(jobs) - len(left)} done; {options.workers} at a time, {options.minutes:g} minutes")
+        run_jobs(left, options.workers, options.minutes, root)
+        pack([root / job.name for job in jobs if (root / job.name).is_dir()], options.out)
+    print_table(jobs, root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Plans of many copies of a simulated task, played as one batch: the physics by MuJoCo's own batch, the rest in arrays."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+from corral.robot.env.vector import Threads
+from corral.robot.tracking import Array, Tracking
+
+try:
+    from mujoco.batch import Batch
+except (
+    ImportError
+):  # MuJoCo before 4.0, or none at all, which the planar arm does not need: then plans are followed step by step
+    Batch = None
+
+_PLAIN = (PassiveEnvChecker, OrderEnforcing, TimeLimit)
+"""Wrappers that Gymnasium adds by itself: they change no number."""
+_STATE = ("qpos", "qvel", "mocap_pos", "mocap_quat")
+"""What a reset decides."""
+
+
+class Scored(NamedTuple):
+    """Whole episodes as Gymnasium would have told them, step by step."""
+
+    observations: Array
+    """After every step [E T O]."""
+    rewards: Array
+    """[E T]."""
+    info: dict[str, Array]
+    """Of the last step [E]."""
+
+
+class Simulated(gymnasium.Env):
+    """A task whose physics and rewards can be asked for apart, so that many copies share the calls of both."""
+
+    STEPS: ClassVar[int]
+    """T: steps of an episode."""
+    FIELDS: ClassVar[tuple[str, ...]]
+    """What `advance` reads of MjData besides the state."""
+    data: Any
+    """The MjData of a copy that steps by itself; a batch begins where its reset has left it."""
+    time: int
+
+    @staticmethod
+    @abstractmethod
+    def batch_model() -> Any:
+        """The MjModel of a batch: that of a single copy, perhaps with more sensors."""
+
+    @staticmethod
+    @abstractmethod
+    def advance(batch: Any, actions: Array) -> Sequence[Array]:
+        """Simulate one Δt of all copies under actions [E D] within their limits.
+
+        Returns:
+            Readings, arrays [E ·] that one after the other begin as observations do, up to the joints and their velocities.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def score(copies: Sequence[Any], readings: Array, actions: Array) -> Scored:
+        """Observations, rewards and the last info of whole episodes, from all readings [E T R] and actions [E T D]."""
+
+
+def simulated_copies(envs: VectorEnv, steps: int) -> list[Simulated]:
+    """The copies behind vectorised environments if their episodes of `steps` steps can be played as a batch; else none.
+
+    They cannot where a wrapper stands between that may change what is seen or paid, nor without MuJoCo's batch.
+    """
+    copies: list[Simulated] = []
+    for block in envs.blocks if isinstance(envs, Threads) else [envs]:
+        for env in block.envs if isinstance(block, SyncVectorEnv) else [None]:
+            while isinstance(env, _PLAIN):
+                env = env.env
+            if Batch is None or not isinstance(env, Simulated) or steps != env.STEPS:
+                return []
+            copies.append(env)
+    return copies
+
+
+def play_plans(
+    envs: VectorEnv, copies: Sequence[Simulated], tracking: Tracking, context: Array, positions: Array, velocities: Array
+) -> tuple[Array, Scored]:
+    """Whole episodes of plans [E T D] from the states that a reset has left, whose observations are `context` [E O].
+
+    Python's lock is free while the batch simulates: one call a step moves all copies on as many threads as `envs` has.
+
+    Returns:
+        Actions [E T D], clipped, and what came of them.
+    """
+    (count, steps, _), copies = positions.shape, copies[: len(positions)]
+    if any(copy.time for copy in copies):
+        raise ValueError("play_plans: plans are followed from the beginning of an episode; reset the environments first.")
+    space, task = envs.single_action_space, type(copies[0])
+    assert isinstance(space, gymnasium.spaces.Box)
+    batch = Batch(task.batch_model(), count, len(envs.blocks) if isinstance(envs, Threads) else 1)
+    for name in _STATE:
+        batch.bind(name)[:] = [getattr(copy.data, name) for copy in copies]  # the same fields of both, by name
+    for name in task.FIELDS:
+        batch.bind(name)  # before they are computed: they are 0 until then
+    batch.forward()
+    actions, readings, seen = np.empty(positions.shape), list[Array](), context
+    for t in range(steps):
+        wanted = tracking.action(positions[:, t], velocities[:, t], seen)
+        if np.isnan(wanted).any():
+            raise nan_in_step(t)
+        actions[:, t] = wanted.clip(space.low, space.high).astype(space.dtype)
+        seen = np.concatenate(task.advance(batch, actions[:, t]), -1)
+        readings.append(seen)
+    return actions, task.score(copies, np.stack(readings, 1), actions)
+
+
+def nan_in_step(t: int) -> ValueError:
+    """The error of a policy that does not know what it wants."""
+    return ValueError(f"Plant: the policy asked for NaN in step {t}. Have its parameters, or its plans, become NaN?")

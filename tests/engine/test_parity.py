@@ -1,0 +1,141 @@
+"""One batch through every door: the loss and the gradient of corral alone, for every objective."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from doors import (
+    DOORS,
+    ONE_BY_ONE,
+    SAMPLED_ONLY,
+    SAMPLER_ONLY,
+    TOP_K,
+    VOCABULARY,
+    Batch,
+    alone,
+    make_batch,
+)
+
+import corral
+from corral.engine.adapter import EngineObjective, scales_with_advantages
+from policy_objectives import POLICY_OBJECTIVES
+from tolerance import assert_close
+
+OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in POLICY_OBJECTIVES},
+    "troll": ("troll", {"bound": 0.02}),
+    "dppo": ("dppo", {"bound": 0.1}),
+    "dppo, kl": ("dppo", {"divergence": "kl", "bound": 0.05}),
+    "dppo, topk tv": ("dppo", {"estimator": "topk", "bound": 0.1}),
+}
+"""With bounds that act here."""
+
+MARKS = {"verl": pytest.mark.supports("objective: {what}", door="verl")}
+
+
+def seeded(door: Any, *given: Any) -> Any:
+    """Some objectives draw which tokens they act on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return door(*given)
+
+
+def refused(door: str, wanted: EngineObjective) -> str | None:
+    """What a door says of an objective that its engine cannot run."""
+    if wanted.needs_support and door in SAMPLED_ONLY:
+        return "reads whole distributions on a support"
+    if door == "SkyRL" and not scales_with_advantages(wanted):
+        return "loss is no multiple of them"
+    return None
+
+
+@pytest.mark.parametrize("what", OBJECTIVES)
+@pytest.mark.parametrize("door", [pytest.param(door, marks=MARKS.get(door, ())) for door in DOORS])
+def test_every_adapter_has_the_loss_and_gradient_of_corral_alone(door: str, what: str) -> None:
+    objective, settings = OBJECTIVES[what]
+    batch, wanted = make_batch(), EngineObjective.of("door", objective, settings, support=True)
+    why = refused(door, wanted)
+    if why is not None:
+        with pytest.raises(ValueError, match=why):
+            DOORS[door](objective, settings, batch)
+        return
+    anchor = "rollout" if door in SAMPLER_ONLY else wanted.anchor
+    loss, gradient = seeded(DOORS[door], objective, settings, batch)
+    expected, expected_gradient = seeded(alone_through(door), objective, settings, batch, anchor)
+    assert_close(loss, expected, atol=1e-5)
+    assert_close(gradient, expected_gradient, atol=1e-5)
+    assert gradient.abs().max() > 1e-2
+    assert (gradient[~batch.mask] == 0).all()
+
+
+def alone_through(door: str) -> Any:
+    return lambda *given: alone(*given, one_by_one=door in ONE_BY_ONE)
+
+
+# The TRL door: its trainer on a model whose hidden states are the new policy's logits, before a head that is the identity.
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A CorralTrainer for each kind of objective; the objective itself is exchanged."""
+    pytest.importorskip("trl", reason="needs TRL")
+    from tiny_models import FakeVLLM, make_trainer, tiny_model
+
+    kinds = {
+        "old": ("ppo_clip", {}),
+        "rollout": ("dppo", {}),
+        "support": ("troll", {}),
+        "decoupled": ("decoupled_ppo", {}),
+    }
+    given = {"use_vllm": True, "vllm_importance_sampling_correction": False, "temperature": 1.0, "loss_type": "grpo"}
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
+        for kind, (objective, settings) in kinds.items():
+            model = tiny_model(vocab_size=VOCABULARY, hidden_size=VOCABULARY, head_dim=6)
+            torch.nn.init.eye_(model.lm_head.weight)
+            made[kind] = make_trainer(
+                tmp_path_factory.mktemp(kind), objective, model=model, objective_config=settings, support_size=TOP_K,
+                support_mass=1.0, **given,
+            )  # fmt: skip
+    return made
+
+
+def trl_inputs(batch: Batch, support: bool) -> dict[str, Any]:
+    """The batch as TRL buffers it, behind one prompt token; a token that does not count is a tool's."""
+    lengths = torch.tensor(batch.lengths)[:, None]
+    found: dict[str, Any] = {
+        "prompt_ids": torch.ones(3, 1, dtype=torch.int64), "prompt_mask": torch.ones(3, 1, dtype=torch.int64),
+        "completion_ids": batch.tokens, "completion_mask": (torch.arange(6) < lengths).int(), "tool_mask": batch.mask.int(),
+        "advantages": batch.advantages, "old_per_token_logps": batch.sampled(batch.old),
+        "sampling_per_token_logps": batch.sampled(batch.rollout), "num_items_in_batch": batch.mask.sum(),
+    }  # fmt: skip
+    if support:
+        dist = corral.top_k_support(batch.old, batch.tokens, TOP_K)
+        found |= {"corral_ids": dist.ids, "corral_logp": dist.logp, "corral_rest": dist.rest, "corral_rest_max": dist.rest_max}
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", OBJECTIVES)
+def test_the_trl_door_has_the_loss_and_gradient_of_corral_alone(trainers: dict[str, Any], what: str) -> None:
+    objective, settings = OBJECTIVES[what]
+    batch, wanted = make_batch(), EngineObjective.of("TRL", objective, settings, support=True)
+    kind = "support" if wanted.needs_support else "decoupled" if objective == "decoupled_ppo" else wanted.anchor
+    trainer = trainers[kind]
+    trainer.objective = corral.make_objective(objective, **settings)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A position's hidden state predicts the next token: the prompt's one the first, the last one none.
+        return SimpleNamespace(last_hidden_state=torch.cat([batch.logits, batch.logits[:, :1]], 1), past_key_values=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.model.model, "forward", forward)
+        trainer.current_gradient_accumulation_steps = 1
+        loss = seeded(trainer.compute_loss, trainer.model, trl_inputs(batch, kind == "support"))
+    expected, expected_gradient = seeded(alone, objective, settings, batch, wanted.anchor)
+    found, gradient = batch.gradient(loss)
+    assert_close(found, expected, atol=1e-5)
+    assert_close(gradient, expected_gradient, atol=1e-5)
+    assert gradient.abs().max() > 1e-2
