@@ -188,7 +188,7 @@ $(DOCS)/.ready: docs/requirements.txt
 release-check: $(RELEASE)/.ready
 	$(RELEASE)/bin/python scripts/release_check.py --tag "$(TAG)"
 
-$(RELEASE)/.ready: Makefile
+$(RELEASE)/.ready:
 	$(PYTHON) -m venv $(RELEASE)
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 check-jsonschema==0.39.0
 	@touch $@

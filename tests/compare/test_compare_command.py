@@ -1,17 +1,24 @@
 """`corral compare`: mistakes get a sentence, a dry run says what it would do, and small comparisons run from end to end."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from corral.cli import main
+from corral.compare import local
 from corral.compare.check import Budget, check_plan, rate_grid, resolve_run, share_reduction, trainer_configs
 from corral.compare.command import Training, start_arguments
 from corral.compare.engine import RunJob
 from corral.compare.estimate import duration, seconds_per_step
+from corral.compare.folder import open_log
 from corral.compare.plan import make_plan, make_run
 from corral.compare.record import read
 from corral.report.comparison import FILE
@@ -200,14 +207,19 @@ def test_time_is_judged_by_earlier_runs(tmp_path: Path) -> None:
 SMALL = ["--smoke", "--eval-size", "1", "--jobs", "2"]
 
 
+def run_here(command: list[str], folder: Path, environment: dict[str, str]) -> mock.Mock:
+    """The command of a job in this process, which has imported TRL already; the robots' comparison starts processes."""
+    with os.fdopen(open_log(folder), "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        status = main(command[len(local.PROGRAM) :])
+    return mock.Mock(spec=subprocess.Popen, poll=lambda: status)
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished comparison of two objectives with one seed, and what was printed."""
-    import contextlib
-    import io
-
     out, printed = tmp_path_factory.mktemp("llm") / "out", io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(local, "start_process", run_here)
         assert main(["compare", "--objectives", "ppo_clip,troll", "--seeds", "1", *SMALL, "--out", str(out)]) == 0
     return out, printed.getvalue()
 
