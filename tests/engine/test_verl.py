@@ -76,28 +76,37 @@ def test_every_recipe_was_found() -> None:
     assert [name for name, _ in RECIPES] == ["first", "troll", "dppo"]
 
 
+@pytest.mark.refuses("scale: Megatron, on a support", door="verl")
+@pytest.mark.refuses("other: deployed network, FSDP 1 or sequence parallelism", door="verl")
+@pytest.mark.refuses("kept: `use_fused_kernels`, on a support", door="verl")
 @pytest.mark.parametrize(
     ("what", "override", "match"),
     [
         ("TROLL", "actor_rollout_ref.model.use_fused_kernels=true", "use_fused_kernels=false"),
         ("TROLL", "+actor_rollout_ref.model.model_type=language_model", r"Set \+actor_rollout_ref\.model\.model_type"),
-        ("TROLL", "actor_rollout_ref.actor.strategy=megatron", r"FSDP engines alone; got actor\.strategy=megatron"),
+        ("TROLL", "actor_rollout_ref.actor.strategy=megatron", r"FSDP engines alone have; got actor\.strategy=megatron"),
         ("TROLL", "algorithm.rollout_correction.bypass_mode=true", "bypass_mode makes no pass"),
         ("TROLL", f"+{LOSS}.objective.bund=1", "no setting `bund`"),
         ("DPPO, on the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs=false", "calculate_log_probs=true"),
         ("DPPO, on the sampler's log-probs", "algorithm.rollout_correction.bypass_mode=false", "Set bypass_mode=true"),
         ("DPPO, on the sampler's log-probs", f"++{LOSS}.bypass_mode=false", "Set bypass_mode=true"),
+        ("anything else, such as SPO", f"+{LOSS}.deployed_bound=0.02", r"needs hidden states\. Set \+actor_rollout_ref\.model"),
+        ("TROLL, held", "actor_rollout_ref.actor.strategy=fsdp", r"weights of FSDP2; got actor\.strategy=fsdp"),
+        ("TROLL, held", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size=1"),
+        ("TROLL, held", f"+{LOSS}.deployed_bound=-1", "deployed_bound"),
         ("anything else, such as SPO", f"{LOSS}._target_=verl.workers.config.PolicyLossConfig", "_target_=corral"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_by_the_driver(what: str, override: str, match: str) -> None:
-    lines = [line for line in LINES[what].splitlines() if not line.startswith(override.split("=")[0])]
+    known = LINES | {"TROLL, held": f"{LINES['TROLL']}\n+{LOSS}.deployed_bound=0.02"}
+    lines = [line for line in known[what].splitlines() if not line.startswith(override.split("=")[0])]
     if "_target_=verl" in override:  # which does not know the other keys
         lines = [line for line in lines if "bypass_mode" not in line]
     with pytest.raises(Exception, match=match):
         check_config(composed("\n".join(lines), override))
 
 
+@pytest.mark.supports("anchor: `old` and `rollout`, compared with bypass_mode at start-up", door="verl")
 def test_settings_are_checked_where_verl_makes_them_in_a_worker() -> None:
     made = fixture.actor_config("corral_dppo", bypass_mode=True, objective={"bound": 0.15})
     assert made.policy_loss.corral.resolve().objective.config.bound == 0.15
@@ -246,6 +255,7 @@ def micro_batch(**fields: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
     return {"log_probs": fixture.jagged(whole)}, batch
 
 
+@pytest.mark.refuses("anchor: `rollout` where verl recomputes log-probs, or has none of the sampler", door="verl")
 def test_an_anchor_that_verl_recomputed_is_refused_by_the_numbers() -> None:
     config = fixture.actor_config("corral_dppo", bypass_mode=True)
     loss, metrics = corral_ppo_loss(config, *micro_batch())
