@@ -63,7 +63,7 @@ UNTESTED = (
     ("anchor: `use_transformers_continuous_batching`", "TRL", ""),
     ("scale: more than one GPU", "TRL", f"{LAUNCH}/fsdp2.yaml train.py`"),
     ("scale: more than one GPU", "command line", f"{LAUNCH}/ddp.yaml -m corral.cli train`"),
-    ("scale: a vLLM server itself", "TRL", "`trl vllm-serve --model MODEL`, and `vllm_mode=\"server\"` in train.py"),
+    ("scale: a vLLM server itself", "TRL", '`trl vllm-serve --model MODEL`, and `vllm_mode="server"` in train.py'),
     ("scale: FSDP2, weights offloaded to the CPU", "TRL", f"{LAUNCH}/fsdp2.yaml --fsdp_offload_params true train.py`"),
     ("scale: DeepSpeed, anything offloaded", "TRL", f"{LAUNCH}/zero3.yaml --offload_optimizer_device cpu train.py`"),
     ("scale: FSDP 1", "verl", ""),

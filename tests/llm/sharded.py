@@ -6,6 +6,7 @@ accelerate shards on GPUs alone. Here it is told that the CPU is one: gloo carri
 - `launched(config)`: inside, accelerate reads this file's settings.
 - `train_sharded(config, folder)`: the weights that runs end with under it.
 - `train_served(folder)`: an FSDP2 run that samples from a fake of vLLM's server: weights that it was sent, and the true ones.
+- `split_vocabulary(folder)`: corral's head on a model that transformers has split by tensor parallelism, beside the whole one.
 - `command_line(config, out)`: `corral train` of two steps, and of a third one that resumes it.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
@@ -29,8 +31,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from corral import lm_head
 from corral.cli import main
-from corral.llm import CorralTrainer
+from corral.llm import CorralConfig, CorralTrainer
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "accelerate"
 
@@ -117,12 +120,33 @@ def train_served(folder: Path) -> dict[str, Any]:
         }  # fmt: skip
 
 
+def split_vocabulary(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name, what this process finds with its rows of the head, and what the whole head gives in their place."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "whole heads", tp_plan="auto")
+    shard, ids = model.lm_head.weight, torch.tensor([[5, 6, 7, 8]])
+    states = model.model(input_ids=ids).last_hidden_state.detach()
+    whole = shard.full_tensor().detach()
+    ours, theirs = ((states.clone().requires_grad_(), weight.detach().requires_grad_()) for weight in (shard.to_local(), whole))
+    found = lm_head(*ours, ids, top_k=4, entropy=True, group=shard.device_mesh.get_group())
+    expected = lm_head(*theirs, ids, top_k=4, entropy=True)
+    for head in (found, expected):
+        (head.logp.sum() + head.dist.rest.sum() + head.entropy.sum()).backward()
+    rows = slice(len(ours[1]) * shard.device_mesh.get_local_rank(), None)
+    return {
+        "logp": (found.logp, expected.logp), "ids": (found.dist.ids, expected.dist.ids),
+        "entropy": (found.entropy, expected.entropy), "rest": (found.dist.rest, expected.dist.rest),
+        "hidden": (ours[0].grad, theirs[0].grad), "weight": (ours[1].grad, theirs[1].grad[rows][: len(ours[1])]),
+    }  # fmt: skip
+
+
 def command_line(config: str, out: Path) -> list[int]:
     """Statuses of both. With three held-out problems, one process has one to answer and the other two, one after another."""
-    sizes = "--steps 2 --eval-size 3 --eval-batch-size 1 --num-generations 2 --per-device-train-batch-size 2 --use-cpu false"
-    with launched(config):
+    sizes = "--steps 2 --eval-size 3 --eval-batch-size 1 --num-generations 2 --per-device-train-batch-size 2 --device cpu"
+    # accelerate has no DeepSpeed for trainers that ask for a CPU themselves.
+    on_any_device = mock.patch("corral.llm.prepare.CorralConfig", lambda **given: CorralConfig(**given | {"use_cpu": False}))
+    with launched(config), on_any_device:
         first = main(["train", "--model", "smoke", *sizes.split(), "--out", str(out)])
-    with launched(config):
+    with launched(config), on_any_device:
         return [first, main(["train", "--resume", str(out), "--steps", "3"])]
 
 

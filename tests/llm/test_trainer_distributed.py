@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import train_served, train_sharded
+from sharded import split_vocabulary, train_served, train_sharded
 from tiny_models import gradients, loss_and_gradient, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,6 +93,7 @@ def work(rank: int, folder: Path) -> None:
     results["advantages"], results["rewards"], results["weights"] = trained(folder)
     results["whole runs"] = {config: train_sharded(config, folder) for config in ("ddp", "fsdp1", "fsdp2")}
     results["served"] = train_served(folder)
+    results["split"] = split_vocabulary(folder)
     torch.save(results, folder / f"rank {rank}.pt")
 
 
@@ -120,6 +121,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
         alone[case] = loss_and_gradient(trainer, inputs)[1]
         alone[case, "metrics"] = {name: v for name, v in measured(trainer).items() if name[:3] == "tr/"}
     tiny_model("gemma2").save_pretrained(folder / "model")
+    tiny_model(num_key_value_heads=2).save_pretrained(folder / "whole heads")  # one for each process
     run_two(work, folder)
     return alone, [torch.load(folder / f"rank {rank}.pt") for rank in range(2)]
 
@@ -197,3 +199,12 @@ def test_a_server_samples_with_the_weights_that_were_trained(results: Results) -
         assert torch.equal(rank["ids"][..., 0][live], rank["tokens"][live]), "slot 0 is the sampled token"
         assert int((rank["ids"] >= 0).sum(-1).max()) > 20
         assert any(line.get("tr/kl_max", 0) > 0 for line in rank["log"])
+
+
+@pytest.mark.supports("scale: a head that transformers' tensor parallelism has split, `lm_head(group=…)`", door="import corral")
+def test_a_split_vocabulary_has_the_log_probs_and_gradients_of_the_whole(results: Results) -> None:
+    for rank in results[1]:
+        assert len(rank["split"]["weight"][0]) == 20, "half of the vocabulary"
+        assert float(rank["split"]["weight"][0].abs().max()) > 1e-3
+        for found, expected in rank["split"].values():
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
