@@ -71,4 +71,34 @@ def arm_explore() -> Iterator[Job]:
         yield from jobs(f"explore-{name}", "via_point_sparse", TUNED_ON, **{**TCE_ARM, **changes})
 
 
-PLANS = {"arm-explore": arm_explore}
+LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
+"""A checkpoint a minute or so, since a piece may end at any time."""
+
+
+def hopper_long() -> Iterator[Job]:
+    """Hopper jump at 10 million steps with five seeds, then TCE and BBRL once at the published 48 million."""
+    ten, whole = LONG | {"iterations": 625}, LONG | {"iterations": 3000, "eval_every": 60}
+    for iterations, seeds in ((ten, SEEDS), (whole, SEEDS[:1])):
+        size = f"{iterations['iterations'] * 0.016:.0f}M"
+        yield from jobs(f"hopper-{size}-tce", "hopper_jump", seeds, **iterations)
+        yield from jobs(f"hopper-{size}-tce-takeoff", "hopper_jump", seeds, **iterations, learner__move_to_event="true")
+        yield from jobs(f"hopper-{size}-tce-published", "hopper_jump_published", seeds, **iterations)
+        yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **iterations, algorithm="bbrl")
+    five = LONG | {"iterations": 320, "algorithm": "sb3-ppo"}
+    yield from jobs("hopper-5M-ppo", "hopper_jump", SEEDS, **five)
+    yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
+
+
+def box_long() -> Iterator[Job]:
+    """Box pushing, dense, at 10 million steps with five seeds and once at 40; both sparse rewards with three."""
+    ten = LONG | {"iterations": 1316, "eval_every": 50}
+    for row in ("tce", "bbrl"):
+        yield from jobs(f"box-10M-{row}", "box_pushing", SEEDS, **ten, algorithm=row)
+    for reward in ("temporal_sparse", "temporal_spatial_sparse"):
+        for row in ("tce", "bbrl"):
+            changes = ten | {"algorithm": row, "environment_config__reward": reward}
+            yield from jobs(f"box-10M-{reward}-{row}", "box_pushing", SEEDS[:3], **changes)
+    yield from jobs("box-40M-tce", "box_pushing", SEEDS[:1], **ten | {"iterations": 5264, "eval_every": 100})
+
+
+PLANS = {"arm-explore": arm_explore, "hopper-long": hopper_long, "box-long": box_long}
