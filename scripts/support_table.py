@@ -4,23 +4,26 @@
     python scripts/support_table.py --check    only says whether it is up to date
 
 A test that shows a feature at work carries `@pytest.mark.supports("group: feature", door="TRL")`, one that shows it refused
-`@pytest.mark.refuses(…)`; `{name}` in a feature is the test's parameter of that name. Tests are collected, not run.
+`@pytest.mark.refuses(…)`; `{name}` in a feature is the test's parameter of that name. Tests are collected, not run; files of
+another environment, which are skipped here, are read instead.
 """
 
 import argparse
+import ast
 import contextlib
 import io
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
 
-DOORS = ("import corral", "TRL", "command line", "robots")
+DOORS = ("import corral", "TRL", "verl", "command line", "robots")
 """In the order of the columns; a door that no test goes through has none."""
 
 GROUPS = {
@@ -41,6 +44,7 @@ GROUPS = {
 TARGETS = {
     "gpu": "GPU",
     "vllm": "`make test-vllm`",
+    "verl": "`make test-verl`",
     "trl_versions": "`make test-trl-versions`",
     "slow": "`make test-all`",
 }
@@ -56,6 +60,10 @@ UNTESTED = (
     ("scale: tensor, context and sequence parallelism", "TRL"),
     ("scale: FSDP2", "command line"),
     ("scale: several machines", "command line"),
+    ("scale: FSDP 1", "verl"),
+    ("scale: several machines", "verl"),
+    ("scale: a GPU, NCCL, vLLM in verl", "verl"),
+    ("scale: Megatron, sampled-token objectives", "verl"),
     ("run: `--report-to wandb`", "command line"),
     ("run: `--report-to trackio`", "command line"),
 )
@@ -82,9 +90,13 @@ class SupportError(Exception):
     """A marker, or the list of what is untested, cannot be right."""
 
 
-def collect() -> list[pytest.Item]:
-    """The tests of every file that has one of the markers."""
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text())]
+def marked_files() -> list[Path]:
+    """Files of tests that have one of the markers."""
+    return [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text())]
+
+
+def collect(files: Iterable[Path]) -> list[pytest.Item]:
+    """Their tests."""
 
     class Collected:
         items: list[pytest.Item]
@@ -101,8 +113,24 @@ def collect() -> list[pytest.Item]:
     return collected.items
 
 
-def tabulate(items: Iterable[pytest.Item]) -> Table:
-    """Feature → door → where it is tested, in the order of the tests."""
+def read_markers(path: Path) -> Iterable[tuple[str, str, str]]:
+    """Feature, door and place of every marker of a file that is skipped for want of what its tests need."""
+    text = path.read_text()
+    place = next((place for name, place in TARGETS.items() if f"\npytestmark = pytest.mark.{name}\n" in text), None)
+    if place is None:
+        raise SupportError(f"{path} is skipped whole, and its pytestmark names no target. There are {', '.join(TARGETS)}.")
+    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    for call in calls:
+        name = cast(ast.Attribute, call.func).attr
+        if name in ("supports", "refuses"):
+            feature, door = ast.literal_eval(call.args[0]), ast.literal_eval(call.keywords[0].value)
+            if "{" in feature:
+                raise SupportError(f"{feature!r} in {path} has a parameter, and the file is skipped whole: write them out.")
+            yield feature, door, place if name == "supports" else "refused"
+
+
+def tabulate(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> Table:
+    """Feature → door → where it is tested, in the order of the tests; files that are skipped come last."""
     table: Table = {}
     for item in items:
         where = next((place for marker, place in TARGETS.items() if item.get_closest_marker(marker)), "CI")
@@ -110,6 +138,9 @@ def tabulate(items: Iterable[pytest.Item]) -> Table:
         for marker in ("supports", "refuses"):
             for mark in item.iter_markers(marker):
                 add(table, mark.args[0].format(**parameters), mark.kwargs["door"], where if marker == "supports" else "refused")
+    for path in skipped:
+        for feature, door, where in read_markers(path):
+            add(table, feature, door, where)
     for feature, door in UNTESTED:
         if door in table.get(feature, {}):
             raise SupportError(f"{feature!r} is tested through {door!r}: take it from UNTESTED.")
@@ -151,7 +182,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; the status is 1 if the page is not up to date")
     check = parser.parse_args(argv).check
     try:
-        text = page(tabulate(collect()))
+        files = marked_files()
+        items = collect(files)
+        found = {item.path for item in items}
+        text = page(tabulate(items, [path for path in files if path not in found]))
     except SupportError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -67,3 +67,23 @@ def test_what_is_tested_is_not_untested(script: ModuleType, request: pytest.Fixt
     request.node.add_marker(pytest.mark.supports(feature, door=door))
     with pytest.raises(script.SupportError, match="take it from UNTESTED"):
         script.tabulate([request.node])
+
+
+def test_a_file_that_is_skipped_whole_is_read(script: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "test_other.py"
+    text = """
+pytestmark = pytest.mark.verl
+
+@pytest.mark.{0}("scale: rays", door="verl")
+def test_x(): ...
+"""
+    path.write_text(text.format("supports"))
+    assert list(script.read_markers(path)) == [("scale: rays", "verl", "`make test-verl`")]
+    path.write_text(text.format("refuses"))
+    assert script.tabulate([], [path])["scale: rays"] == {"verl": {"refused"}}
+    path.write_text(text.format("supports").replace("rays", "{what}"))
+    with pytest.raises(script.SupportError, match="write them out"):
+        script.tabulate([], [path])
+    path.write_text(text.format("supports").replace("pytestmark = pytest.mark.verl", ""))
+    with pytest.raises(script.SupportError, match="its pytestmark names no target"):
+        script.tabulate([], [path])

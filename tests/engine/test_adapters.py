@@ -177,7 +177,7 @@ def test_rllms_registry_gets_every_objective_with_the_reduction_that_it_must_hav
     ("objective", "params", "match"),
     [
         ("troll", {}, "reads whole distributions"),
-        ("distill", {}, "learns from a teacher"),
+        ("distill", {}, "reads a third policy"),
         ("dppo", {"delta": 0.2}, "no setting `delta`"),
         ("dppo", {"kl_beta": 0.01}, "kl_beta is a term of rLLM's own losses"),
         ("dppo", {"anchor": "proximal"}, "`anchor` is one of auto, old, rollout; got 'proximal'"),

@@ -76,6 +76,9 @@ def test_every_recipe_was_found() -> None:
     assert [name for name, _ in RECIPES] == ["first", "troll", "dppo"]
 
 
+@pytest.mark.refuses("scale: Megatron, on a support", door="verl")
+@pytest.mark.refuses("other: deployed network, FSDP 1 or sequence parallelism", door="verl")
+@pytest.mark.refuses("kept: `use_fused_kernels`, on a support", door="verl")
 @pytest.mark.parametrize(
     ("what", "override", "match"),
     [
@@ -103,6 +106,7 @@ def test_what_cannot_work_is_refused_by_the_driver(what: str, override: str, mat
         check_config(composed("\n".join(lines), override))
 
 
+@pytest.mark.supports("anchor: `old` and `rollout`, compared with bypass_mode at start-up", door="verl")
 def test_settings_are_checked_where_verl_makes_them_in_a_worker() -> None:
     made = fixture.actor_config("corral_dppo", bypass_mode=True, objective={"bound": 0.15})
     assert made.policy_loss.corral.resolve().objective.config.bound == 0.15
@@ -251,6 +255,7 @@ def micro_batch(**fields: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
     return {"log_probs": fixture.jagged(whole)}, batch
 
 
+@pytest.mark.refuses("anchor: `rollout` where verl recomputes log-probs, or has none of the sampler", door="verl")
 def test_an_anchor_that_verl_recomputed_is_refused_by_the_numbers() -> None:
     config = fixture.actor_config("corral_dppo", bypass_mode=True)
     loss, metrics = corral_ppo_loss(config, *micro_batch())

@@ -94,6 +94,13 @@ def test_log_probs_and_entropy_are_those_of_verls_own_engine(results: list[dict[
         torch.testing.assert_close(found["dppo"]["entropy"], entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.supports("reduction: token-mean", door="verl")
+@pytest.mark.supports("reduction: seq-mean-token-mean", door="verl")
+@pytest.mark.supports("reduction: seq-mean-token-sum", door="verl")
+@pytest.mark.supports("reduction: seq-mean-token-sum-norm", door="verl")
+@pytest.mark.supports("reduction: token-sum", door="verl")
+@pytest.mark.supports("scale: FSDP2", door="verl")
+@pytest.mark.supports("advantage: gae", door="verl")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_and_micro_batches_have_the_updates_of_the_whole_batch(results: list[dict[str, Any]], name: str) -> None:
     objective, settings, agg = CASES[name]
@@ -114,6 +121,7 @@ def test_maxima_are_maxima_over_micro_batches_and_ranks(results: list[dict[str, 
     assert metrics["actor/pg_loss"][0] != 0
 
 
+@pytest.mark.supports("scale: Ulysses, without flash attention", door="verl")
 def test_sequence_parallel_ranks_gather_what_each_found_on_its_share(results: list[dict[str, Any]]) -> None:
     # 40 tokens and 8 of padding over two ranks: supports cut for the update, log-probs and supports gathered after each pass.
     expected, _ = fixture.two_updates_by_corral(make_objective("troll", **TROLL), "token-mean", halves=True)
@@ -123,6 +131,7 @@ def test_sequence_parallel_ranks_gather_what_each_found_on_its_share(results: li
     assert results[0]["ulysses"]["metrics"]["tr/kl_before"][0] == 0
 
 
+@pytest.mark.supports("model: tied embeddings", door="verl")
 def test_a_head_that_is_sharded_with_the_root(results: list[dict[str, Any]]) -> None:
     # Where embeddings are tied, verl shards the head with the root, else by itself: its weight is whole at another time.
     for found in results:
@@ -132,10 +141,13 @@ def test_a_head_that_is_sharded_with_the_root(results: list[dict[str, Any]]) -> 
     assert metrics["tr/kl_before"][1] > 0
 
 
+@pytest.mark.supports("model: with padding and without", door="verl")
 def test_padding_changes_nothing(results: list[dict[str, Any]]) -> None:
     fixture.assert_moved_alike(results[0]["padded"]["weights"], results[0]["troll token-mean"]["weights"])
 
 
+@pytest.mark.supports("model: LoRA", door="verl")
+@pytest.mark.supports("model: bfloat16 autocast", door="verl")
 def test_lora_and_bfloat16(results: list[dict[str, Any]]) -> None:
     for name in ("lora", "half"):
         metrics = results[0][name]["metrics"]
@@ -147,6 +159,8 @@ def test_lora_and_bfloat16(results: list[dict[str, Any]]) -> None:
     assert all(weight.abs().sum() > 0 for weight in adapters)
 
 
+@pytest.mark.supports("other: deployed network, bound held after every step", door="verl")
+@pytest.mark.supports("other: deployed network, FSDP2", door="verl")
 def test_the_deployed_network_is_held_as_corral_alone_holds_it(results: list[dict[str, Any]]) -> None:
     weights, _ = fixture.two_updates_by_corral(make_objective("troll", **TROLL), "token-mean")
     model = fixture.embedded_model()
@@ -167,6 +181,7 @@ def test_the_deployed_network_is_held_as_corral_alone_holds_it(results: list[dic
     assert metrics["tr/deployed_seq_kl_max"][0] > metrics["tr/deployed_seq_kl_mean"][0] > 0
 
 
+@pytest.mark.supports("other: deployed network, bfloat16 autocast", door="verl")
 def test_the_deployed_network_in_bfloat16_and_with_padding(results: list[dict[str, Any]]) -> None:
     fixture.assert_moved_alike(results[0]["deployed padded"]["weights"], results[0]["deployed"]["weights"])
     metrics = results[0]["deployed half"]["metrics"]
@@ -174,6 +189,7 @@ def test_the_deployed_network_in_bfloat16_and_with_padding(results: list[dict[st
     assert metrics["tr/step_share"][0] < 1
 
 
+@pytest.mark.supports("other: deployed network, distance measured after every step", door="verl")
 def test_an_infinite_bound_measures_alone(results: list[dict[str, Any]]) -> None:
     metrics = results[0]["deployed, measured alone"]["metrics"]
     assert metrics["tr/step_share"] == [1.0]

@@ -116,6 +116,12 @@ def test_settings_that_cannot_work_are_refused_at_start_up(given: dict[str, Any]
         VerlSettings(**given)
 
 
+@pytest.mark.refuses("objective: distill", door="verl")
+def test_a_teacher_has_no_loss_mode() -> None:
+    with pytest.raises(ValueError, match=r"loss_mode is 'corral_distill'\. It is one of"):
+        VerlSettings(loss_mode="corral_distill", bypass_mode=False)
+
+
 @pytest.mark.parametrize("loss_mode", loss_modes())
 def test_every_objective_has_settings_that_work(loss_mode: str) -> None:
     anchored_on_sampler = corral.make_objective(loss_mode.removeprefix("corral_")).config.anchor == "rollout"

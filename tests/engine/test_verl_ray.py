@@ -110,6 +110,7 @@ def test_workers_load_the_plug_in_by_importing_verl() -> None:
     assert failed == {}
 
 
+@pytest.mark.supports("scale: two Ray workers", door="verl")
 def test_a_support_goes_from_the_old_pass_over_the_queue_to_the_update(trainer: RegionTrainerSync) -> None:
     fields = fixture.batch_of()
     names = [name for name in fields.keys() if isinstance(fields[name], torch.Tensor)]  # noqa: SIM118 - a TensorDict is no dict

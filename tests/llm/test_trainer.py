@@ -1085,7 +1085,7 @@ class TestContract:
 LOAD_WITHOUT_CORRAL = """
 import sys, torch
 sys.modules["corral"] = None
-from transformers import AutoModelForCausalLM, PrinterCallback, set_seed
+from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 torch.save(model(torch.arange(12).reshape(2, 6)).logits, sys.argv[2])
 try:

@@ -220,6 +220,7 @@ def test_returns_are_those_of_the_environment() -> None:
     assert [row[1] for row in envs.finished] == episodes.success.tolist()
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     agent = baseline("sb3-ppo", envs=16, episodes=16, iterations=12, hidden=(32,), epochs=10, minibatches=10, rate=3e-3)
     seeds = held_out_seeds(16)
