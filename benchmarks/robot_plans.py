@@ -42,26 +42,29 @@ ARM: Mapping[str, Any] = {
     "learner__mean_bound": 0.1,
 }  # fmt: skip
 TCE_ARM: Mapping[str, Any] = {**ARM, "learner__critic_epochs": 4, "learner__critic_rate": 3e-3}
-NARROW: Mapping[str, Any] = {"learner__entropy_equal": "true", "learner__entropy_floor": -3.0}
-"""Exploration narrows from its first standard deviation to e^(−3 − 1.42) = 0.012."""
+HELD: Mapping[str, Any] = {"learner__deployed_bound": 0.2}
+"""Once or twice in a hundred batches the network leaves its region by tens of nats, and what it had learned is gone."""
 CONTEXT: Mapping[str, Any] = {"learner__critic_inputs": "context"}
+NARROW: Mapping[str, Any] = {"learner__entropy_equal": "true", "learner__entropy_floor": -2.0}
+"""Exploration narrows from its first standard deviation to e^(−2 − 1.42) = 0.033."""
+FEW: Mapping[str, Any] = {"learner__episodes": 64, "iterations": 1000}
 TCE_TRIED: Mapping[str, Mapping[str, Any]] = {
     "base": {},
-    "context": CONTEXT,
-    "narrow": NARROW,
-    "narrow-context": NARROW | CONTEXT,
-    "narrow2-context": NARROW | CONTEXT | {"learner__entropy_floor": -2.0},
-    "large-context": CONTEXT | {"learner__episodes": 1024, "iterations": 200, "learner__critic_epochs": 2},
-    "slow-context": CONTEXT | {"learner__policy_rate": 3e-4},
-    "near-context": CONTEXT | {"learner__mean_bound": 0.03},
-    "basis3-context": CONTEXT | {"prodmp__basis": 3},
-    "leaky": {"learner__activation": "leaky_relu"},
-    "points10": {"learner__points": 10},
-    "jitter": {"learner__jitter": 1e-2},
-    "set-covariance": {"learner__set_covariance": "true", "learner__regression": 10.0},
-    "narrow-slow-context": NARROW | CONTEXT | {"learner__policy_rate": 3e-4},
-    "narrow-many-context": NARROW | CONTEXT | {"learner__episodes": 64, "iterations": 2000, "learner__policy_epochs": 6},
-    "narrow-leaky-context": NARROW | CONTEXT | {"learner__activation": "leaky_relu"},
+    "held": HELD,
+    "held-context": HELD | CONTEXT,
+    "held-narrow": HELD | NARROW,
+    "held-narrow-context": HELD | NARROW | CONTEXT,
+    "held-far": {"learner__mean_bound": 0.3, "learner__deployed_bound": 0.5},
+    "held-far-fast": {"learner__mean_bound": 0.3, "learner__deployed_bound": 0.5, "learner__policy_rate": 2e-3},
+    "held-near": {"learner__mean_bound": 0.03, "learner__deployed_bound": 0.07},
+    "held-slow": HELD | {"learner__policy_rate": 3e-4},
+    "held-few": HELD | FEW,
+    "held-large": HELD | {"learner__episodes": 1024, "iterations": 200, "learner__critic_epochs": 2},
+    "held-leaky": HELD | {"learner__activation": "leaky_relu"},
+    "held-wide": HELD | {"learner__hidden": "[256,256]"},
+    "held-basis3": HELD | {"prodmp__basis": 3},
+    "held-basis8": HELD | {"prodmp__basis": 8},
+    "held-spread": HELD | {"learner__cov_bound": 0.05},
 }
 
 
