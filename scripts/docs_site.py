@@ -92,4 +92,7 @@ def _relink(found: re.Match[str], folder: str, here: str) -> str:
 
 def _mathml(found: re.Match[str]) -> str:
     formula = unescape(found[3]).strip().replace(r"\arg\min", r"\operatorname{argmin}")
-    return convert(formula, display="block" if found[2] == "[" else "inline")
+    written = convert(formula, display="block" if found[2] == "[" else "inline")
+    if "\\" in written:
+        raise ValueError(f"latex2mathml left a command of `{formula}` as it was. Write it with others.")
+    return written

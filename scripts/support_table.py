@@ -4,23 +4,27 @@
     python scripts/support_table.py --check    only says whether it is up to date
 
 A test that shows a feature at work carries `@pytest.mark.supports("group: feature", door="TRL")`, one that shows it refused
-`@pytest.mark.refuses(…)`; `{name}` in a feature is the test's parameter of that name. Tests are collected, not run.
+`@pytest.mark.refuses(…)`; `{name}` in a feature is the test's parameter of that name. Tests are collected, not run; files of
+another environment, which are skipped here, are read instead.
+In groups of `EXPLAINED` a row also says which file tests it, a refusal's `why=`, or the command that would try it.
 """
 
 import argparse
+import ast
 import contextlib
 import io
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
 
-DOORS = ("import corral", "TRL", "command line", "robots")
+DOORS = ("import corral", "TRL", "verl", "command line", "robots")
 """In the order of the columns; a door that no test goes through has none."""
 
 GROUPS = {
@@ -38,28 +42,38 @@ GROUPS = {
 }
 """Sections of the page, by the word before the colon."""
 
+EXPLAINED = ("scale",)
+"""Groups with a last column: how it is known, or why it is not to be had."""
+
 TARGETS = {
     "gpu": "GPU",
+    "distributed": "`make test-distributed`",
     "vllm": "`make test-vllm`",
+    "verl": "`make test-verl`",
     "trl_versions": "`make test-trl-versions`",
     "slow": "`make test-all`",
 }
 """Where a test with such a marker runs, the first that it has; without any, in CI."""
 
+LAUNCH = "`accelerate launch --config_file examples/accelerate"
+
 UNTESTED = (
-    ("model: vision-language models", "TRL"),
-    ("model: float16 with a gradient scaler", "TRL"),
-    ("anchor: a vLLM server", "TRL"),
-    ("anchor: `use_transformers_continuous_batching`", "TRL"),
-    ("scale: FSDP 1", "TRL"),
-    ("scale: DeepSpeed ZeRO-2", "TRL"),
-    ("scale: tensor, context and sequence parallelism", "TRL"),
-    ("scale: FSDP2", "command line"),
-    ("scale: several machines", "command line"),
-    ("run: `--report-to wandb`", "command line"),
-    ("run: `--report-to trackio`", "command line"),
+    ("model: vision-language models", "TRL", ""),
+    ("model: float16 with a gradient scaler", "TRL", ""),
+    ("anchor: `use_transformers_continuous_batching`", "TRL", ""),
+    ("scale: more than one GPU", "TRL", f"{LAUNCH}/fsdp2.yaml train.py`"),
+    ("scale: more than one GPU", "command line", f"{LAUNCH}/ddp.yaml -m corral.cli train`"),
+    ("scale: a vLLM server itself", "TRL", '`trl vllm-serve --model MODEL`, and `vllm_mode="server"` in train.py'),
+    ("scale: FSDP2, weights offloaded to the CPU", "TRL", f"{LAUNCH}/fsdp2.yaml --fsdp_offload_params true train.py`"),
+    ("scale: DeepSpeed, anything offloaded", "TRL", f"{LAUNCH}/zero3.yaml --offload_optimizer_device cpu train.py`"),
+    ("scale: FSDP 1", "verl", ""),
+    ("scale: several machines", "verl", ""),
+    ("scale: a GPU, NCCL, vLLM in verl", "verl", ""),
+    ("scale: Megatron, sampled-token objectives", "verl", ""),
+    ("run: `--report-to wandb`", "command line", ""),
+    ("run: `--report-to trackio`", "command line", ""),
 )
-"""What nobody has tried, as far as one might expect it to work."""
+"""What nobody has tried, as far as one might expect it to work: feature, door, and the command that would."""
 
 INTRODUCTION = """# What is supported, and how that is known
 
@@ -82,9 +96,13 @@ class SupportError(Exception):
     """A marker, or the list of what is untested, cannot be right."""
 
 
-def collect() -> list[pytest.Item]:
-    """The tests of every file that has one of the markers."""
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text())]
+def marked_files() -> list[Path]:
+    """Files of tests that have one of the markers."""
+    return [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text())]
+
+
+def collect(files: Iterable[Path]) -> list[pytest.Item]:
+    """Their tests."""
 
     class Collected:
         items: list[pytest.Item]
@@ -101,8 +119,24 @@ def collect() -> list[pytest.Item]:
     return collected.items
 
 
-def tabulate(items: Iterable[pytest.Item]) -> Table:
-    """Feature → door → where it is tested, in the order of the tests."""
+def read_markers(path: Path) -> Iterable[tuple[str, str, str]]:
+    """Feature, door and place of every marker of a file that is skipped for want of what its tests need."""
+    text = path.read_text()
+    place = next((place for name, place in TARGETS.items() if f"\npytestmark = pytest.mark.{name}\n" in text), None)
+    if place is None:
+        raise SupportError(f"{path} is skipped whole, and its pytestmark names no target. There are {', '.join(TARGETS)}.")
+    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    for call in calls:
+        name = cast(ast.Attribute, call.func).attr
+        if name in ("supports", "refuses"):
+            feature, door = ast.literal_eval(call.args[0]), ast.literal_eval(call.keywords[0].value)
+            if "{" in feature:
+                raise SupportError(f"{feature!r} in {path} has a parameter, and the file is skipped whole: write them out.")
+            yield feature, door, place if name == "supports" else "refused"
+
+
+def tabulate(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> Table:
+    """Feature → door → where it is tested, in the order of the tests; files that are skipped come last."""
     table: Table = {}
     for item in items:
         where = next((place for marker, place in TARGETS.items() if item.get_closest_marker(marker)), "CI")
@@ -110,11 +144,36 @@ def tabulate(items: Iterable[pytest.Item]) -> Table:
         for marker in ("supports", "refuses"):
             for mark in item.iter_markers(marker):
                 add(table, mark.args[0].format(**parameters), mark.kwargs["door"], where if marker == "supports" else "refused")
-    for feature, door in UNTESTED:
+    for path in skipped:
+        for feature, door, where in read_markers(path):
+            add(table, feature, door, where)
+    for feature, door, _ in UNTESTED:
         if door in table.get(feature, {}):
             raise SupportError(f"{feature!r} is tested through {door!r}: take it from UNTESTED.")
         add(table, feature, door, "untested")
     return table
+
+
+def explain(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> dict[str, str]:
+    """Feature → how it is known, in the groups that say so."""
+    found: dict[str, dict[str, None]] = {}  # an ordered set for each
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        for marker in ("supports", "refuses"):
+            for mark in item.iter_markers(marker):
+                found.setdefault(mark.args[0].format(**parameters), {})[mark.kwargs.get("why") or link(item.path)] = None
+    for path in skipped:
+        for feature, _, _ in read_markers(path):
+            found.setdefault(feature, {})[link(path)] = None
+    for feature, _, command in UNTESTED:
+        if command:
+            found.setdefault(feature, {})[command] = None
+    return {feature: ", ".join(notes) for feature, notes in found.items() if feature.startswith(EXPLAINED)}
+
+
+def link(path: Path) -> str:
+    """A file of the repository, from the page."""
+    return f"[{path.name}](../{path.relative_to(ROOT).as_posix()})"
 
 
 def add(table: Table, feature: str, door: str, where: str) -> None:
@@ -129,8 +188,8 @@ def add(table: Table, feature: str, door: str, where: str) -> None:
         places.discard(TARGETS["slow"])
 
 
-def page(table: Table) -> str:
-    """The page, a section per group."""
+def page(table: Table, notes: dict[str, str] | None = None) -> str:
+    """The page, a section per group; `notes` of a feature are the last column where a group has any."""
     doors = [door for door in DOORS if any(door in row for row in table.values())]
     places = ["CI", *TARGETS.values(), "refused", "untested"]
     text = INTRODUCTION
@@ -139,9 +198,12 @@ def page(table: Table) -> str:
         if not rows:
             continue
         used = [door for door in doors if any(door in row for row in rows.values())]
-        text += f"\n## {title}\n\n| | {' | '.join(used)} |\n|---|{'---|' * len(used)}\n"
+        told = any(f"{group}: {name}" in (notes or {}) for name in rows)
+        heads = [*used, *(["how it is known"] if told else [])]
+        text += f"\n## {title}\n\n| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}\n"
         for name, row in rows.items():
             cells = [", ".join(place for place in places if place in row.get(door, ())) for door in used]
+            cells += [(notes or {}).get(f"{group}: {name}", "")] if told else []
             text += f"| {name} | {' | '.join(cells)} |\n"
     return text
 
@@ -151,7 +213,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; the status is 1 if the page is not up to date")
     check = parser.parse_args(argv).check
     try:
-        text = page(tabulate(collect()))
+        files = marked_files()
+        items = collect(files)
+        found = {item.path for item in items}
+        skipped = [path for path in files if path not in found]
+        text = page(tabulate(items, skipped), explain(items, skipped))
     except SupportError as error:
         sys.stderr.write(f"{error}\n")
         return 2

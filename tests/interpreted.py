@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton.language.semantic import TritonSemantic
 
 from device import DEVICE
 
@@ -44,6 +45,41 @@ def _patch_builtins_once(place: object, builder: object, scope: object) -> None:
     for name in BUILTINS[place]:
         if tl.core.is_builtin(member := getattr(place, name)):
             interpreter._patch_attr(place, name, member, builder, scope)
+
+
+_patch_language, _UNCHANGED = interpreter._patch_lang, interpreter._LangPatchScope()
+_LANGUAGES: dict[int, frozenset[object]] = {}
+_PATCHED: set[object] = set()
+
+
+def _patch_language_once(function: Any) -> Any:
+    """Triton 3.6 patches its language anew whenever a kernel calls a function: while a kernel runs, it is patched already."""
+    names = function.__globals__
+    if id(names) not in _LANGUAGES:
+        _LANGUAGES[id(names)] = frozenset(value for value in names.values() if value is tl or value is tl.core)
+    missing = _LANGUAGES[id(names)] - _PATCHED
+    if not missing and _LANGUAGES[id(names)]:
+        return _UNCHANGED
+    scope = _patch_language(function)
+    _PATCHED.update(missing)
+    restore = scope.restore
+
+    def restore_all() -> None:
+        restore()
+        _PATCHED.difference_update(missing)
+
+    scope.restore = restore_all
+    return scope
+
+
+def _check_overflow(self: Any, left: tl.tensor, right: tl.tensor, operation: Callable[..., Any]) -> None:
+    """As in Triton, which makes ten tensors for it: a result that its type of integers cannot hold is an error."""
+    kind = left.type.scalar
+    if kind.int_bitwidth < 64:
+        wide = [np.asarray(x.handle.data).astype(np.int64) for x in (left, right)]
+        found = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__](*wide)
+        fits = (found >= kind.get_int_min_value()) & (found <= kind.get_int_max_value())
+        assert fits.all(), f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
 
 
 def _remember_by_name(function: Callable[[tl.dtype], Any]) -> Callable[[tl.dtype], Any]:
@@ -100,6 +136,8 @@ interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_o
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 interpreter._patch_lang_tensor = _patch_tensor_for_numpy
 interpreter._patch_builtin = _patch_builtins_once
+interpreter._patch_lang = _patch_language_once
+TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, columns: int = 16) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from spec import START
 from study_table import Row, certificate, final, finished, steps_of
 
 from corral.report.looks import DARK, LIGHT, SHAPES, assign_looks
@@ -28,7 +29,8 @@ Points = dict[tuple[str, int], list[float]]
 def chosen(runs: Sequence[Row]) -> list[Row]:
     """Ten steps of the demo at its own rate, with nothing held."""
     wanted = {"rate": 2e-4, "arm": "off", "steps": 10, "recipe": "demo"}
-    return [run for run in runs if wanted.items() <= run.items() and not run.get("reuse") and run.get("passes") in PASSES]
+    found = [run for run in runs if wanted.items() <= run.items() and run.get("start", START) == START]
+    return [run for run in found if not run.get("reuse") and run.get("passes") in PASSES]
 
 
 def points(runs: Sequence[Row], value: Callable[[Row], float]) -> Points:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spec import Arm, Shipped, Spec
@@ -146,6 +147,23 @@ def confirm_rates() -> list[Shipped]:
     return [run for seeds, grid in halves for run in shipped(seeds, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)]
 
 
+def tasks() -> list[Shipped]:
+    """Numbers that the start has never seen (greedy success .31), and few of them: the first three that were chosen."""
+    return [replace(run, start=start) for start in ("n_max29", "n_max9") for run in _chosen(FRESH[:3], CHOSEN[:3])]
+
+
+def starts() -> list[Shipped]:
+    """Three other warm starts of the embedded model."""
+    return [replace(run, start=f"start{start}") for start in (1, 2, 3) for run in _chosen(FRESH[:3], CHOSEN[:3])]
+
+
+def smollm2() -> list[Shipped]:
+    """A pretrained model of 135 M parameters: at a rate that suits it and at ten times that, unheld and held, and at "auto"."""
+    grid = [{"passes": passes, **arm} for arm in ({"rate": 1e-5}, {"rate": "auto", "bound": 0.03}) for passes in (1, 4)]
+    grid += [{"rate": 1e-4}, {"rate": 1e-4, "bound": 0.03}]
+    return shipped(FRESH[:5], ("troll", "ppo_clip", "dppo"), grid, start="smollm2", steps=10, eval_every=2, eval_size=1024)
+
+
 def rates() -> list[Shipped]:
     """Half decades × objectives × off and on × two seeds, the edges of what is usable first; then the ends of three decades."""
     plan = []
@@ -175,6 +193,9 @@ PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "confirm-rates": confirm_rates,
     "confirm-more": confirm_more,
     "rates": rates,
+    "tasks": tasks,
+    "starts": starts,
+    "smollm2": smollm2,
     "gate0-rest": gate0_rest,
     "gate0": gate0,
     "gate0-troll": lambda: gate0("troll"),

@@ -67,7 +67,7 @@ def run(spec: Shipped, deadline: float) -> dict[str, Any]:
 def _measure_end(spec: Shipped, folder: Path) -> dict[str, float]:
     """Held-out success of the last network on more problems than the curve's."""
     console = Console(quiet=True)
-    asked = EvalSettings(model=str(folder), problems=spec.end_size, samples=1, seed=spec.seed, device="cpu")
+    asked = EvalSettings(model=str(folder), problems=spec.end_size, samples=1, seed=spec.seed, device=spec.layer()["device"])
     found = evaluate(asked, EvalView(console, console)).result["estimates"]
     return {"success": found["pass@1"]["value"], "greedy": found["greedy"]["value"], "problems": spec.end_size}
 

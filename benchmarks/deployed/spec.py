@@ -9,6 +9,21 @@ LEVEL = {"mean": 1.0, "k3": 1.2, "p999": 115.0, "cvar": 58.0}
 """A statistic's bound in multiples of the mean's, so that arms move the network equally far on average."""
 SECONDS_BY_PROBLEM = 0.0035
 """About what a held-out problem takes, sampled and greedy, on one core."""
+START = "demo"
+STARTS: dict[str, dict[str, Any]] = {
+    START: {},
+    "n_max29": {"task_config": {"n_max": 29}},
+    "n_max9": {"task_config": {"n_max": 9}},
+    **{f"start{seed}": {"model": f"runs/warm-starts/{seed}"} for seed in (1, 2, 3)},
+    "smollm2": {
+        "model": "smollm2",
+        "task": "word_problems:WordProblems",
+        "instruction": "{problem} Answer briefly.",
+        "device": "auto",
+    },
+}
+"""What is trained on what, on top of the demo: numbers that the embedded model has never seen, or few; other warm starts of it,
+made on a GPU (`scripts/warm_start.py --seed 1 --out runs/warm-starts/1`, …); a pretrained model, after `make smollm2`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +110,8 @@ class Shipped:
     end_size: int = 0
     """Held-out problems on which the last network is measured once more, where points are compared; 0: it is not."""
     recipe: str = "demo"
+    start: str = START
+    """One of `STARTS`."""
     schedule: str = "linear"
 
     @property
@@ -107,7 +124,8 @@ class Shipped:
         """A name that no other run has."""
         arm = self.arm.replace(" ", "")
         passes = f"x{self.passes}{self.reuse or ''}"
-        return f"shipped-{self.objective}-{arm}-{self.rate}-{self.schedule}-{passes}-{self.steps}-{self.seed}"
+        name = "shipped" if self.start == START else f"shipped-{self.start}"
+        return f"{name}-{self.objective}-{arm}-{self.rate}-{self.schedule}-{passes}-{self.steps}-{self.seed}"
 
     @property
     def group(self) -> str:
@@ -126,9 +144,11 @@ class Shipped:
         given |= {"num_iterations": self.passes, "lr_scheduler_type": self.schedule, "device": "cpu"}
         given |= {"eval_every": self.eval_every, "eval_size": self.eval_size, "checkpoint_every": self.steps}
         given["deployed_bound"] = 0.02 if self.bound is None else self.bound
-        return given if self.reuse is None else given | {"reuse": self.reuse}
+        given |= {} if self.reuse is None else {"reuse": self.reuse}
+        return given | STARTS[self.start]
 
 
 def cost_group(run: Mapping[str, Any]) -> str:
-    """Runs of the trainer as it ships that cost about the same by step: as often used, as often measured."""
-    return f"x{run['passes']} {run['eval_size']}/{run['eval_every']} {run.get('end_size', 0)}"
+    """Runs of the trainer as it ships that cost about the same by step: the same model, as often used, as often measured."""
+    start = "" if run.get("start", START) == START else f"{run['start']} "
+    return f"{start}x{run['passes']} {run['eval_size']}/{run['eval_every']} {run.get('end_size', 0)}"

@@ -3,7 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/deployed/study.py --plan reuse bound tune --workers 16 --minutes 8 --out results
 
 Runs that a file under --out or --done already has are skipped, so that a study can be done in pieces; those that would not end
-in time are left to the next piece. `--list` says what would run, `--table` what the results are.
+in time are left to the next piece. `--list` says what would run, `--table` what the results are. All plans run on CPUs but
+`smollm2`, whose runs share one GPU (after `make smollm2`):
+
+    CUDA_VISIBLE_DEVICES=0 python benchmarks/deployed/study.py --plan smollm2 --workers 6 --minutes 60 --out results
 """
 
 import argparse
@@ -20,7 +23,8 @@ from queue import Empty
 from statistics import median
 from typing import Any
 
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a plan that needs a GPU says so
 
 import held_run  # after the environment: torch reads it once
 import shipped_run

@@ -39,6 +39,12 @@ def area(run: Row) -> float:
     return below / (points[-1][0] - points[0][0]) if len(points) > 1 else points[0][1]
 
 
+def is_below_start(run: Row) -> bool:
+    """Whether any measurement is below the first."""
+    points = held_out(run)
+    return any(value < points[0][1] for _, value in points)
+
+
 def rewards(run: Row) -> float:
     """Mean success in training over all steps. The warm start knows its split by heart: greedy, it solves all of it."""
     return sum(line["reward"] for line in steps_of(run)) / run["steps"]

@@ -2,14 +2,19 @@
 
 import ast
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import plans
 import pytest
+import spec
+import study_confirm
 import study_page
 import study_table
 from spec import Shipped, Spec
+from word_problems import WordProblems
 
 from corral.report.statistics import area_under_curve
 
@@ -58,6 +63,37 @@ def test_golden_rows_of_the_page() -> None:
     assert study_page.sweep_rows([below])[0].fell_below_start
 
 
+def test_golden_steps_to_a_success() -> None:
+    # .2 → .5 → .7 in four steps each: .6 is halfway between the fourth and the eighth.
+    run = made(success={0: 0.2, 4: 0.5, 8: 0.7}, rewards=[0.1] * 8, steps=8)
+    assert study_confirm.steps_to(run, 0.6) == pytest.approx(6.0)
+    assert study_confirm.steps_to(run, 0.5) == pytest.approx(4.0)
+    assert study_confirm.steps_to(run, 0.71) == math.inf
+
+
+def test_golden_fresh_seeds() -> None:
+    def fresh(place: int, *areas: float) -> list[study_table.Row]:
+        how = {"steps": 10, **plans.CHOSEN[place]}
+        arm = Shipped(seed=0, **how).arm
+        flat = [(seed, {0: x, how["steps"]: x}) for seed, x in zip(plans.FRESH, areas, strict=False)]
+        return [made(seed, success=points, rewards=[0.2] * how["steps"], **how | {"arm": arm}) for seed, points in flat]
+
+    runs = fresh(0, 0.50, 0.53, 0.56) + fresh(1, 0.40, 0.42, 0.44) + fresh(2, 0.40)
+    first, second, third = study_confirm.confirmed(runs)
+    # Deviation .03 of three: 4.303 · .03 / √3 = .0745.
+    assert first[1:4] == ["3", ".530 ± .075", ".530 ± .075"]
+    assert (second[1], third[1], third[2]) == ("3", "1", ".400")
+    # Differences .10 .11 .12: .11 ± 4.303 · .01 / √3 = .11 ± .0248, p = .003; one comparison of one.
+    said = study_confirm.compared(runs).splitlines()
+    assert len(said) == 1
+    assert said[0].endswith("+.110 (+.085 to +.135; 3 seeds): holds.")
+    # One-sided: .01 − 2.920 · .01 / √3 = −.0069.
+    ours, theirs = {"1": 0.40, "2": 0.41, "3": 0.42}, {"1": 0.40, "2": 0.40, "3": 0.40}
+    mean, low, holds = study_confirm.not_worse(ours, theirs)
+    assert (mean, low, holds) == (pytest.approx(0.01), pytest.approx(-0.00686, abs=1e-5), True)
+    assert not study_confirm.not_worse(ours, theirs, margin=0.005)[2]
+
+
 def test_plans_name_every_run_once() -> None:
     for name, plan in plans.PLANS.items():
         keys = [spec.key for spec in plan()]
@@ -68,9 +104,34 @@ def test_plans_name_every_run_once() -> None:
     for name, seeds in {"bound": tuning, "tune": tuning, "confirm-reuse": fresh, "confirm-rates": fresh}.items():
         assert {run.seed for run in plans.PLANS[name]()} == seeds, name
     assert isinstance(plans.gate0()[0], Spec)
-    spec = Shipped(objective="troll", rate="auto", seed=3, bound=None)
-    assert spec.layer()["deployed_bound"] == 0.02  # whatever is the default by now
+    held = Shipped(objective="troll", rate="auto", seed=3, bound=None)
+    assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
     assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
+
+
+def test_golden_word_problems() -> None:
+    task = WordProblems()
+    problem = "Of 40 apples in a crate, 2 are sold. How many apples are left?"
+    assert [task.verify(problem, text) for text in ("38", "40 - 2 = 38 apples.", "1,038", "2", "")] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="none of its problems"):
+        task.verify("3 7 12>22:", "22")
+    assert not {*task.train_prompts(300, 1)} & {*task.held_out_prompts(300, 2)}
+    assert all(task.verify(*pair) == 1.0 and len(pair[0]) <= task.max_prompt_length for pair in task.demonstrations(50, 3))
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps with a random model over bytes in its place, on the CPU."""
+    import shipped_run
+
+    smoke = {"model": "smoke", "device": "cpu", "num_generations": 2, "per_device_train_batch_size": 2}
+    monkeypatch.setitem(spec.STARTS, "smollm2", spec.STARTS["smollm2"] | smoke | {"reward": "corral.llm.smoke:letters"})
+    run = replace(plans.smollm2()[0], steps=2, eval_size=2, end_size=2)
+    found = shipped_run.run(run, math.inf)
+    assert found["finished"]
+    assert len(found["lines"]) == 3
+    assert found["lines"][-1]["tr/step_share"] == 1.0  # the first of the plan is unheld
+    assert found["end"]["problems"] == 2
 
 
 def test_plans_run_where_no_report_can_be_made() -> None:
@@ -97,7 +158,7 @@ def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_raw_data_say() -> None:
     text = study_page.PAGE.read_text()
-    runs = [*study_table.finished([study_page.RESULTS]).values()]
+    runs = study_page.read()
     assert {*study_page.BLOCK.findall(text)} >= {"reuse", "rates", "gate0", "gate0constant"}
     assert study_page.write(text, runs) == text, "the raw data have changed: make results"
 

@@ -162,6 +162,7 @@ def test_a_ratio_is_that_of_a_round() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_folder_without_the_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))
     with pytest.raises(ValueError, match=r"wants a source folder, with corral in it: .* gives"):

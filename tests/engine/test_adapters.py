@@ -177,7 +177,7 @@ def test_rllms_registry_gets_every_objective_with_the_reduction_that_it_must_hav
     ("objective", "params", "match"),
     [
         ("troll", {}, "reads whole distributions"),
-        ("distill", {}, "learns from a teacher"),
+        ("distill", {}, "reads a third policy"),
         ("dppo", {"delta": 0.2}, "no setting `delta`"),
         ("dppo", {"kl_beta": 0.01}, "kl_beta is a term of rLLM's own losses"),
         ("dppo", {"anchor": "proximal"}, "`anchor` is one of auto, old, rollout; got 'proximal'"),
@@ -186,6 +186,15 @@ def test_rllms_registry_gets_every_objective_with_the_reduction_that_it_must_hav
 def test_what_rllm_cannot_run_is_refused(objective: str, params: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         rllm.make_loss(objective)(rllm_context(make_batch(), params, one=False))
+
+
+@pytest.mark.parametrize(("objective", "pinned"), [("gspo", HOW), ("ppo_clip", None)])
+def test_a_sequences_value_is_averaged_over_sequences_whatever_rllm_is_set_to(objective: str, pinned: str | None) -> None:
+    modes: list[str | None] = []
+    context = rllm_context(make_batch(), {}, one=False)
+    context.aggregate = lambda per_token, mask, mode=None: modes.append(mode) or per_token.sum()
+    rllm.make_loss(objective)(context)
+    assert modes == [pinned]
 
 
 def test_rllms_anchor_is_the_one_that_was_meant() -> None:

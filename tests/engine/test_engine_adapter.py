@@ -97,3 +97,5 @@ def test_most_objectives_need_sampled_tokens_alone() -> None:
 def test_a_teacher_is_for_another_door() -> None:
     with pytest.raises(ValueError, match="engine: distill with these settings reads a third policy, a teacher or a reference"):
         EngineObjective.of("engine", "distill", {}, support=True)
+    with pytest.raises(ValueError, match="engine: troll with these settings reads a third policy"):
+        EngineObjective.of("engine", "troll", {"centre": "reference"}, support=True)

@@ -76,28 +76,37 @@ def test_every_recipe_was_found() -> None:
     assert [name for name, _ in RECIPES] == ["first", "troll", "dppo"]
 
 
+@pytest.mark.refuses("scale: Megatron, on a support", door="verl")
+@pytest.mark.refuses("other: deployed network, FSDP 1 or sequence parallelism", door="verl")
+@pytest.mark.refuses("kept: `use_fused_kernels`, on a support", door="verl")
 @pytest.mark.parametrize(
     ("what", "override", "match"),
     [
         ("TROLL", "actor_rollout_ref.model.use_fused_kernels=true", "use_fused_kernels=false"),
         ("TROLL", "+actor_rollout_ref.model.model_type=language_model", r"Set \+actor_rollout_ref\.model\.model_type"),
-        ("TROLL", "actor_rollout_ref.actor.strategy=megatron", r"FSDP engines alone; got actor\.strategy=megatron"),
+        ("TROLL", "actor_rollout_ref.actor.strategy=megatron", r"FSDP engines alone have; got actor\.strategy=megatron"),
         ("TROLL", "algorithm.rollout_correction.bypass_mode=true", "bypass_mode makes no pass"),
         ("TROLL", f"+{LOSS}.objective.bund=1", "no setting `bund`"),
         ("DPPO, on the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs=false", "calculate_log_probs=true"),
         ("DPPO, on the sampler's log-probs", "algorithm.rollout_correction.bypass_mode=false", "Set bypass_mode=true"),
         ("DPPO, on the sampler's log-probs", f"++{LOSS}.bypass_mode=false", "Set bypass_mode=true"),
+        ("anything else, such as SPO", f"+{LOSS}.deployed_bound=0.02", r"needs hidden states\. Set \+actor_rollout_ref\.model"),
+        ("TROLL, held", "actor_rollout_ref.actor.strategy=fsdp", r"weights of FSDP2; got actor\.strategy=fsdp"),
+        ("TROLL, held", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size=1"),
+        ("TROLL, held", f"+{LOSS}.deployed_bound=-1", "deployed_bound"),
         ("anything else, such as SPO", f"{LOSS}._target_=verl.workers.config.PolicyLossConfig", "_target_=corral"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_by_the_driver(what: str, override: str, match: str) -> None:
-    lines = [line for line in LINES[what].splitlines() if not line.startswith(override.split("=")[0])]
+    known = LINES | {"TROLL, held": f"{LINES['TROLL']}\n+{LOSS}.deployed_bound=0.02"}
+    lines = [line for line in known[what].splitlines() if not line.startswith(override.split("=")[0])]
     if "_target_=verl" in override:  # which does not know the other keys
         lines = [line for line in lines if "bypass_mode" not in line]
     with pytest.raises(Exception, match=match):
         check_config(composed("\n".join(lines), override))
 
 
+@pytest.mark.supports("anchor: `old` and `rollout`, compared with bypass_mode at start-up", door="verl")
 def test_settings_are_checked_where_verl_makes_them_in_a_worker() -> None:
     made = fixture.actor_config("corral_dppo", bypass_mode=True, objective={"bound": 0.15})
     assert made.policy_loss.corral.resolve().objective.config.bound == 0.15
@@ -147,17 +156,28 @@ def test_a_loss_that_another_plug_in_took_is_told(monkeypatch: pytest.MonkeyPatc
     assert any("corral_spo is not registered" in line for line in checkup().trouble)
 
 
+@pytest.mark.parametrize("found", ["0.10.1", "0.8.0", "1.0.0rc1", "unknown", None])
 def test_another_release_of_verl_registers_nothing_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str | None
 ) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise plugin.PackageNotFoundError(package)
+        return found
+
     for mode in plugin.LOSSES:
         monkeypatch.delitem(core_algos.POLICY_LOSS_REGISTRY, mode)
     monkeypatch.setattr(plugin, "FAILED", {})
-    monkeypatch.setattr(plugin, "version", lambda package: "0.10.1")
+    monkeypatch.setattr(plugin, "version", version)
     plugin._register()
-    assert "policy losses not registered: corral works with verl >=0.9,<0.10; found 0.10.1" in caplog.text
+    assert f"policy losses not registered: corral works with verl >=0.9,<0.10; found {found or 'a source tree'}" in caplog.text
     with pytest.raises(RuntimeError, match=r"corral_troll is not registered: corral works with verl"):
         fixture.actor_config("corral_troll")
+
+
+@pytest.mark.parametrize("release", ["0.9.0", "0.9.1.post1", "0.9rc2", "0.9.12+local"])
+def test_releases_in_range(release: str) -> None:
+    assert plugin.supported(release)
 
 
 def test_doctor_sees_that_plug_ins_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +266,7 @@ def micro_batch(**fields: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
     return {"log_probs": fixture.jagged(whole)}, batch
 
 
+@pytest.mark.refuses("anchor: `rollout` where verl recomputes log-probs, or has none of the sampler", door="verl")
 def test_an_anchor_that_verl_recomputed_is_refused_by_the_numbers() -> None:
     config = fixture.actor_config("corral_dppo", bypass_mode=True)
     loss, metrics = corral_ppo_loss(config, *micro_batch())

@@ -10,12 +10,15 @@ pytest.importorskip("verl", reason="needs verl (make test-verl)")
 import torch
 import verl_fixture as fixture
 
+import corral
 from corral import make_objective
 from two_processes import run_two
 
 pytestmark = pytest.mark.verl
 
 TROLL = {"bound": 0.01, "regression": 0.5}
+HELD = 1e-3
+"""A bound on the deployed network's mean KL that two updates leave."""
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     **{f"troll {agg}": ("troll", TROLL, agg) for agg in fixture.RATES},
     "dppo": ("dppo", {"estimator": "topk", "bound": 0.01}, "token-mean"),
@@ -47,6 +50,13 @@ def train(rank: int, folder: Path) -> None:
     shared |= {"max_token_len_per_gpu": 64, "infer_max_token_len_per_gpu": 64}
     ulysses = fixture.make_worker("corral_language_model", engine=shared)
     found["ulysses"] = run_case(ulysses, slice(None), fixture.actor_config("corral_troll", objective=TROLL), "token-mean")
+    held = {"deployed_bound": HELD}
+    for name, more in (("deployed", {}), ("deployed half", {"dtype": "bf16"}), ("deployed padded", {"remove_padding": False})):
+        some = worker if name == "deployed" else fixture.make_worker("corral_language_model", **more)
+        config = fixture.actor_config("corral_troll", objective=TROLL, **held)
+        found[name] = run_case(some, mine, config, "token-mean")
+    config = fixture.actor_config("corral_spo", deployed_bound=torch.inf)
+    found["deployed, measured alone"] = run_case(worker, mine, config, "token-mean")
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -60,11 +70,13 @@ def run_case(worker: Any, mine: slice, config: Any, agg: str) -> dict[str, Any]:
         torch.distributed.broadcast_object_list(box, src=0)
         (old,) = box
     worker.set_loss_fn(fixture.loss_of(config))
-    out = worker.train_mini_batch(fixture.with_old(fixture.batch_of(mine), old))
+    batch = fixture.with_old(fixture.batch_of(mine), old)
+    fixture.tensordict_utils.assign_non_tensor(batch, **config.policy_loss.corral.deployed_request())
+    out = worker.train_mini_batch(batch)
     metrics = None if out is None else fixture.tensordict_utils.get(out, "metrics")
     return {
         "weights": fixture.weights_of(worker), "metrics": metrics, "logp": old["log_probs"].values(),
-        "entropy": old["entropy"].values(), "ids": old["corral_old_ids"].values(),
+        "entropy": old["entropy"].values(), "ids": old["corral_old_ids"].values() if "corral_old_ids" in old else None,
     }  # fmt: skip
 
 
@@ -82,6 +94,13 @@ def test_log_probs_and_entropy_are_those_of_verls_own_engine(results: list[dict[
         torch.testing.assert_close(found["dppo"]["entropy"], entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.supports("reduction: token-mean", door="verl")
+@pytest.mark.supports("reduction: seq-mean-token-mean", door="verl")
+@pytest.mark.supports("reduction: seq-mean-token-sum", door="verl")
+@pytest.mark.supports("reduction: seq-mean-token-sum-norm", door="verl")
+@pytest.mark.supports("reduction: token-sum", door="verl")
+@pytest.mark.supports("scale: FSDP2", door="verl")
+@pytest.mark.supports("advantage: gae", door="verl")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_and_micro_batches_have_the_updates_of_the_whole_batch(results: list[dict[str, Any]], name: str) -> None:
     objective, settings, agg = CASES[name]
@@ -102,6 +121,7 @@ def test_maxima_are_maxima_over_micro_batches_and_ranks(results: list[dict[str, 
     assert metrics["actor/pg_loss"][0] != 0
 
 
+@pytest.mark.supports("scale: Ulysses, without flash attention", door="verl")
 def test_sequence_parallel_ranks_gather_what_each_found_on_its_share(results: list[dict[str, Any]]) -> None:
     # 40 tokens and 8 of padding over two ranks: supports cut for the update, log-probs and supports gathered after each pass.
     expected, _ = fixture.two_updates_by_corral(make_objective("troll", **TROLL), "token-mean", halves=True)
@@ -111,6 +131,7 @@ def test_sequence_parallel_ranks_gather_what_each_found_on_its_share(results: li
     assert results[0]["ulysses"]["metrics"]["tr/kl_before"][0] == 0
 
 
+@pytest.mark.supports("model: tied embeddings", door="verl")
 def test_a_head_that_is_sharded_with_the_root(results: list[dict[str, Any]]) -> None:
     # Where embeddings are tied, verl shards the head with the root, else by itself: its weight is whole at another time.
     for found in results:
@@ -120,10 +141,13 @@ def test_a_head_that_is_sharded_with_the_root(results: list[dict[str, Any]]) -> 
     assert metrics["tr/kl_before"][1] > 0
 
 
+@pytest.mark.supports("model: with padding and without", door="verl")
 def test_padding_changes_nothing(results: list[dict[str, Any]]) -> None:
     fixture.assert_moved_alike(results[0]["padded"]["weights"], results[0]["troll token-mean"]["weights"])
 
 
+@pytest.mark.supports("model: LoRA", door="verl")
+@pytest.mark.supports("model: bfloat16 autocast", door="verl")
 def test_lora_and_bfloat16(results: list[dict[str, Any]]) -> None:
     for name in ("lora", "half"):
         metrics = results[0][name]["metrics"]
@@ -133,3 +157,42 @@ def test_lora_and_bfloat16(results: list[dict[str, Any]]) -> None:
     adapters = [weight for key, weight in results[0]["lora"]["weights"].items() if "lora_B" in key]
     assert adapters
     assert all(weight.abs().sum() > 0 for weight in adapters)
+
+
+@pytest.mark.supports("other: deployed network, bound held after every step", door="verl")
+@pytest.mark.supports("other: deployed network, FSDP2", door="verl")
+def test_the_deployed_network_is_held_as_corral_alone_holds_it(results: list[dict[str, Any]]) -> None:
+    weights, _ = fixture.two_updates_by_corral(make_objective("troll", **TROLL), "token-mean")
+    model = fixture.embedded_model()
+    start = fixture.all_log_probs(model)
+    old = corral.snapshot(model)
+    model.load_state_dict(weights)
+    certificate = corral.retract(
+        model, old, lambda: corral.categorical_kl(fixture.all_log_probs(model), start), bound=HELD, statistic="mean"
+    )
+    assert certificate.share < 0.9, "the updates must go too far, or nothing is held"
+    for found in results:
+        fixture.assert_moved_alike(found["deployed"]["weights"], model.state_dict())
+    metrics = results[0]["deployed"]["metrics"]
+    for name, value in certificate.metrics().items():
+        if "seq" not in name and "se" not in name.rpartition("_")[2]:  # corral alone was not told of sequences here
+            assert metrics[name] == [pytest.approx(value, rel=1e-3)], name
+    assert 0.8 * HELD <= metrics["tr/deployed_kl_mean"][0] <= HELD
+    assert metrics["tr/deployed_seq_kl_max"][0] > metrics["tr/deployed_seq_kl_mean"][0] > 0
+
+
+@pytest.mark.supports("other: deployed network, bfloat16 autocast", door="verl")
+def test_the_deployed_network_in_bfloat16_and_with_padding(results: list[dict[str, Any]]) -> None:
+    fixture.assert_moved_alike(results[0]["deployed padded"]["weights"], results[0]["deployed"]["weights"])
+    metrics = results[0]["deployed half"]["metrics"]
+    assert 0 < metrics["tr/deployed_kl_mean"][0] <= HELD
+    assert metrics["tr/step_share"][0] < 1
+
+
+@pytest.mark.supports("other: deployed network, distance measured after every step", door="verl")
+def test_an_infinite_bound_measures_alone(results: list[dict[str, Any]]) -> None:
+    metrics = results[0]["deployed, measured alone"]["metrics"]
+    assert metrics["tr/step_share"] == [1.0]
+    assert metrics["tr/deployed_probes"] == [1.0]
+    assert metrics["tr/deployed_kl_mean"][0] > 0
+    assert "tr/step_share" not in results[0]["troll token-mean"]["metrics"]

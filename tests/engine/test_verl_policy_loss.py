@@ -10,7 +10,7 @@ from torch import Tensor
 import corral
 from corral.engine.verl.policy_loss import BatchExtras, batch_extras, make_policy_loss
 from corral.engine.verl.settings import VerlSettings, loss_modes
-from corral.engine.verl.transport import MASS, TOP_K
+from corral.engine.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, MASS, TOP_K
 from tolerance import assert_close
 
 
@@ -76,6 +76,17 @@ def test_what_verl_has_no_argument_for_is_read_from_the_batch_at_hand() -> None:
         loss_fn(**given, config=config)
 
 
+def test_a_deployed_bound_that_verls_own_trainer_would_not_hold_is_refused() -> None:
+    loss_fn, config = make_policy_loss("corral_spo", aggregate), config_of("corral_spo", deployed_bound=0.02)
+    given = tokens() | {"advantages": torch.ones(1, 4)}
+    with pytest.raises(ValueError, match=r"deployed_bound is held by corral's trainers.*trainer_mode=corral_sync"):
+        loss_fn(**given, config=config)
+    with batch_extras(BatchExtras()):  # as corral's trainers call it
+        loss_fn(**given, config=config)
+    assert config.policy_loss.corral.deployed_request() == {DEPLOYED_BOUND: 0.02, DEPLOYED_STATISTIC: "mean"}
+    assert config_of("corral_spo").policy_loss.corral.deployed_request() == {}
+
+
 def test_verls_own_settings_are_refused() -> None:
     loss_fn = make_policy_loss("corral_spo", aggregate)
     with pytest.raises(
@@ -96,11 +107,19 @@ def test_verls_own_settings_are_refused() -> None:
         ({"loss_mode": "corral_troll", "bypass_mode": True}, r"needs the support of the old policy.*bypass_mode=false"),
         ({"loss_mode": "corral_spo", "bypass_mode": False, "support_size": 0}, "`support_size` is a whole number ≥ 1"),
         ({"loss_mode": "corral_spo", "bypass_mode": False, "objective": {"deployed_bound": 1}}, "no setting `deployed_bound`"),
+        ({"loss_mode": "corral_spo", "bypass_mode": False, "deployed_bound": 0.0}, "`deployed_bound` .*got 0.0"),
+        ({"loss_mode": "corral_spo", "bypass_mode": False, "deployed_statistic": "median"}, "one of mean, p999, cvar, max"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_at_start_up(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         VerlSettings(**given)
+
+
+@pytest.mark.refuses("objective: distill", door="verl")
+def test_a_teacher_has_no_loss_mode() -> None:
+    with pytest.raises(ValueError, match=r"loss_mode is 'corral_distill'\. It is one of"):
+        VerlSettings(loss_mode="corral_distill", bypass_mode=False)
 
 
 @pytest.mark.parametrize("loss_mode", loss_modes())

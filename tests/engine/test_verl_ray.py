@@ -1,6 +1,7 @@
 """verl's trainer, queue and workers on a Ray of its own: driver to two workers and back. `make test-verl` brings verl."""
 
 import functools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,7 @@ def ppo_config(loss_mode: str) -> Any:
     given = {
         "policy_loss": {
             "_target_": CONFIG, "loss_mode": loss_mode, "objective": TROLL, "support_size": fixture.TOP_K, "support_mass": 1.0,
-            "bypass_mode": "${algorithm.rollout_correction.bypass_mode}",
+            "bypass_mode": "${algorithm.rollout_correction.bypass_mode}", "deployed_bound": math.inf,
         },
         "strategy": "fsdp2", "ppo_mini_batch_size": fixture.SEQUENCES, "ppo_epochs": 2, "use_dynamic_bsz": True,
         "ppo_max_token_len_per_gpu": 20, "use_torch_compile": False,
@@ -109,6 +110,7 @@ def test_workers_load_the_plug_in_by_importing_verl() -> None:
     assert failed == {}
 
 
+@pytest.mark.supports("scale: two Ray workers", door="verl")
 def test_a_support_goes_from_the_old_pass_over_the_queue_to_the_update(trainer: RegionTrainerSync) -> None:
     fields = fixture.batch_of()
     names = [name for name in fields.keys() if isinstance(fields[name], torch.Tensor)]  # noqa: SIM118 - a TensorDict is no dict
@@ -128,6 +130,8 @@ def test_a_support_goes_from_the_old_pass_over_the_queue_to_the_update(trainer: 
     assert metrics["actor/tr/kl_before"] > 0
     assert metrics["actor/tr/active_frac"] > 0
     assert 0 < metrics["actor/tr/mismatch"] < 0.01
+    assert metrics["actor/tr/step_share"] == 1  # an infinite bound measures the network after the updates, and undoes nothing
+    assert metrics["actor/tr/deployed_kl_mean"] > 0
 
     after = trainer._compute_old_log_prob(batch, {})
     found = tq.kv_batch_get(keys=after.keys, partition_id="train", select_fields=["old_log_probs"])["old_log_probs"]

@@ -172,6 +172,16 @@ def log_probs(weights: dict[str, Tensor] | None = None) -> list[Tensor]:
     return [policy[0].gather(-1, response[:, None])[:, 0] for policy, response in zip(policies, responses, strict=True)]
 
 
+def embedded_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32)
+
+
+@torch.no_grad()
+def all_log_probs(model: Any) -> Tensor:
+    """log π of every token of every response, one after the other [N V]."""
+    return torch.cat([policy[0] for policy in _policies(model)])
+
+
 def assert_moved_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Whether weights went from the embedded model's to where they should, to a thousandth of the way."""
     start = AutoModelForCausalLM.from_pretrained(TINY_FOLDER, dtype=torch.float32).state_dict()

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from deployed_witness import NAMES, WILD, Witness, certificates
 from peft import LoraConfig
@@ -259,11 +260,12 @@ def test_settings_that_cannot_work_are_refused(tmp_path, given, words):
 
 
 @pytest.mark.refuses("other: deployed network, DeepSpeed", door="TRL")
-@pytest.mark.parametrize(("kind", "why"), [("DEEPSPEED", "master weights"), ("FSDP", "not tested")])
+@pytest.mark.parametrize(("kind", "why"), [("DEEPSPEED", "master weights"), ("FSDP", "version 1 flattens")])
 def test_weights_that_live_elsewhere_are_refused(tmp_path, monkeypatch, kind, why):
     trainer = make_trainer(tmp_path)
     trainer.args.deployed_bound = 0.1
     monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType[kind])
+    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", False)
     with pytest.raises(ValueError, match=why):
         deployed.DeployedCallback(trainer)
 
@@ -278,17 +280,33 @@ def test_a_schedule_that_is_no_multiple_of_its_peak_is_refused(tmp_path):
 
 def work(rank: int, folder: Path) -> None:
     """One of two processes."""
-    found = {}
-    for reuse in ("fixed", "auto"):
+    found: dict[str, Any] = {"sharded": retract_sharded()}
+    for case, given in {"fixed": {}, "auto": {"reuse": "auto"}, "FSDP2": {"fsdp": True, "fsdp_config": {"version": 2}}}.items():
+        if case == "FSDP2":
+            let_accelerate_shard_on_cpus()
         trainer = make_trainer(
-            folder, deployed_bound=0.01, max_steps=4, use_cpu=True, num_iterations=2, reuse=reuse, steps_per_generation=1,
-            **WILD,
-        )  # fmt: skip
+            folder, deployed_bound=0.01, max_steps=4, use_cpu=True, num_iterations=2, steps_per_generation=1, **given, **WILD
+        )
         trainer.train()
-        rate = trainer.optimizer.param_groups[0]["lr"]
-        found[reuse] = certificates(trainer), {**trainer.model.state_dict(), "rate": torch.tensor(rate)}
-    found["FSDP2"] = retract_sharded()
+        assert isinstance(trainer.model.lm_head.weight, DTensor) == (case == "FSDP2")
+        weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.named_parameters()}
+        weights["rate"] = torch.tensor(trainer.optimizer.param_groups[0]["lr"])
+        found[case] = certificates(trainer), {name: p.detach() for name, p in weights.items()}
     torch.save(found, folder / f"{rank}.pt")
+
+
+def let_accelerate_shard_on_cpus() -> None:
+    """Have accelerate take processes on CPUs for ones that FSDP2 may shard over; it knows GPUs alone, torch knows both."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    begin = AcceleratorState.__init__
+
+    def init(self: AcceleratorState, *given: Any, fsdp_plugin: Any = None, **named: Any) -> None:
+        begin(self, *given, fsdp_plugin=fsdp_plugin, **named)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
 
 
 def retract_sharded() -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -333,9 +351,22 @@ def test_two_processes_decide_alike(two, reuse):
     assert [line.get("tr/passes") for line in found] == ([None, None] if reuse == "fixed" else [1.0, 1.0])
 
 
+@pytest.mark.supports("other: deployed network, FSDP2", door="TRL")
+def test_a_network_that_accelerate_shards_is_held_as_a_whole_one(two):
+    (found, weights), (also, _) = (one["FSDP2"] for one in two)
+    (whole, whole_weights), _ = (one["fixed"] for one in two)
+    assert found == also
+    assert 0 < found[0]["tr/step_share"] < 1
+    assert all(line["tr/deployed_kl_mean"] <= 0.01 for line in found)
+    assert found == [pytest.approx(line, rel=1e-3) for line in whole]
+    assert whole_weights.keys() == weights.keys()
+    for name, x in weights.items():
+        assert_close(x, whole_weights[name], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.supports("other: retraction of a network sharded by FSDP2", door="import corral")
 def test_a_sharded_network_is_retracted_as_a_whole_one(two):
-    for lines, weights in (one["FSDP2"] for one in two):
+    for lines, weights in (one["sharded"] for one in two):
         alone, sharded = lines
         assert 0 < alone["tr/step_share"] < 1
         assert sharded == pytest.approx(alone, rel=1e-5)

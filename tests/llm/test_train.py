@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -133,8 +134,22 @@ def test_the_run_learned(reference: Path) -> None:
     assert summary(reference)["success_final"] > summary(reference)["success_start"] + 0.1
 
 
+TRAINED = [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"]  # which needs another sampler
+KINDS = ("ppo_clip", "dppo", "gspo", "troll")
+"""One of each: clipped, masked, by whole sequences, projected."""
+
+
 @pytest.mark.supports("objective: {name}", door="command line")
-@pytest.mark.parametrize("name", [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"])  # needs another sampler
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_objective_trains(name: str, model: str, tmp_path: Path) -> None:
+    settings = small(model, objective=name, steps=1, checkpoint_every=1, eval_every=1, eval_size=1)
+    assert train(settings, out=tmp_path / "run", quiet=True).summary["stopped"] == "finished"
+    (line,) = lines(tmp_path / "run")[-1:]
+    assert math.isfinite(line["tr/kl_max"])
+    assert line["tr/kl_max"] > 0, "the policy has moved between the two updates"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in TRAINED])
 def test_every_objective_learns(name: str, model: str, tmp_path: Path) -> None:
     steps = 16 if name in ("gmpo", "spo", "vespo") else 8  # these are careful
     settings = small(model, objective=name, steps=steps, checkpoint_every=steps, eval_every=steps, eval_size=64)
@@ -583,7 +598,7 @@ def test_what_cannot_run_leaves_no_folder(
     task: type, changes: dict[str, Any], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TASKS, "digits", task)
-    monkeypatch.setattr("corral.llm.models.find_spec", lambda name: None)
+    monkeypatch.setattr("corral.llm.packaged.find_spec", lambda name: None)
     with pytest.raises(RunError, match=message):
         train(small(**{"model": model, **changes}), out=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()

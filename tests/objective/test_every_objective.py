@@ -299,11 +299,11 @@ def test_every_token_of_a_sequence_has_its_value_to_the_last_bit(name, settings)
     assert_close(loss[0, 0], torch.tensor(-math.exp(2.5e-3)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while tracing
-@pytest.mark.parametrize("case", ["dppo, full", pytest.param("troll", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["dppo, full", "troll"])
 def test_compiled_equals_eager_forward_and_backward(case):
-    # Of the two that look at whole distributions. Tracing takes long: of troll, the projection's own test does it each time.
+    # Of the two that look at whole distributions. Tracing takes long: the projection's own test does it each time.
     if passed_unchecked(reduce_loss):
         return
     (batch, leaf), objective = batch_of(case), objective_of(case)

@@ -55,11 +55,17 @@ def test_it_says_what_was_found(tmp_path: Path) -> None:
     assert "There is one audited update" in page
 
 
+def test_one_of_a_thing_is_not_several(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "audit", {1: [completion("tok")]})
+    assert "<span>1 token: blocked, though" in page
+    assert not re.search(r"\b1 tokens", page)
+
+
 def test_the_story_is_four_cells_and_one_number(tmp_path: Path) -> None:
     """One token of each kind but `passed`: half of the blocked ones had hardly moved, one is missed, one on its way back."""
     page = page_of(tmp_path / "audit", {1: [completion("tok")]})
     assert "<strong>50 %</strong> of the tokens that clipping would have blocked had hardly moved" in page
-    cells = re.findall(r'<div class="cell-(\w+) c\d"><b>[\w ]+</b><strong>([\d. %]+)</strong><span>(\d) tokens', page)
+    cells = re.findall(r'<div class="cell-(\w+) c\d"><b>[\w ]+</b><strong>([\d. %]+)</strong><span>(\d) tokens?:', page)
     assert cells == [("false", "25 %", "1"), ("right", "25 %", "1"), ("passed", "0 %", "0"), ("missed", "25 %", "1")]
     assert "25 % more are outside, on their way back" in page
     assert "<rect" not in page.partition('id="probability"')[2].partition("</section>")[0], "no bars on a logarithmic axis"

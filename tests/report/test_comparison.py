@@ -102,6 +102,16 @@ def test_what_a_comparison_planned_and_did_not_run_is_said(report: RunReport) ->
     ]
 
 
+def test_finished_runs_that_were_not_given_did_not_fail_to_finish(compared: Path) -> None:
+    given = [path for path in sorted(compared.iterdir()) if path.name.endswith(("seed2", "seed3"))]
+    runs = read_runs(given)
+    found = make_report(runs, read_comparisons(given, runs)[0]).tables["events"]
+    assert {row["what"] for row in found if row["kind"] == "elsewhere"} == {
+        "finished, and not among the folders of this report."
+    }
+    assert [row["seed"] for row in found if row["kind"] == "left out"] == ["5", "5"]
+
+
 def test_the_page_of_a_comparison(report: RunReport) -> None:
     found = page(report)
     assert "Usable range of learning_rate, by final success and its mean over the run (2 seeds): the lower 95 % bounds" in found

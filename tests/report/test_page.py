@@ -85,6 +85,12 @@ def contents(report: RunReport) -> dict[str, Any]:
     return {"title": report.title, "threshold": rounded(report.threshold), "tables": rounded(dict(report.tables))}
 
 
+def test_the_first_column_of_a_table_stands_under_its_heading() -> None:
+    shown = table([{"age": 0, "n": 5}, {"age": 1, "n": 7}], {"age": "Age", "n": "Tokens"}, lambda key, row: row[key])
+    assert '<th scope="col">Age</th><th scope="col" class="number">Tokens</th>' in shown
+    assert '<th scope="row">0</th><td class="number">5</td>' in shown
+
+
 def test_golden_report() -> None:
     """`python tests/report/test_page.py` writes golden.json anew; look at what changed."""
     assert contents(make_report(read_runs([HERE / "data"]))) == json.loads(GOLDEN.read_text())

@@ -161,10 +161,10 @@ def _check_surroundings(trainer: "CorralTrainer") -> None:
             f"1.15 or newer."
         )
     kind = trainer.accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        why = (
-            "keeps its own master weights, which would undo it"
-            if kind == DistributedType.DEEPSPEED
-            else "is not tested with it"
-        )
-        raise ValueError(f"CorralTrainer: `deployed_bound` acts on the model's weights, and {kind.value} {why}. Use DDP.")
+    if kind == DistributedType.DEEPSPEED:
+        why, instead = "keeps its own master weights, which would undo it", "DDP or FSDP2"
+    elif kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
+        why, instead = "version 1 flattens them", "FSDP2 (`fsdp_config={'version': 2}`)"
+    else:
+        return
+    raise ValueError(f"CorralTrainer: `deployed_bound` acts on the model's weights, and {kind.value} {why}. Use {instead}.")

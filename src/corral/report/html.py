@@ -71,7 +71,8 @@ def shorten(text: str, most: int) -> str:
 def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
     """Rows under the headings of `columns`; `show` makes a cell of a key and a row. Endless texts are cut."""
     cells = [[_cell(show(key, row)) for key in columns] for row in rows[:MOST_ROWS]]
-    numeric = [all(_NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
+    # The first column names its rows, and stands left whatever it holds.
+    numeric = [index > 0 and all(_NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
     wordy = [any(len(str(line[index])) > 12 for line in cells) for index in range(len(columns))]
     kinds = ["number" if digits else "words" if words else None for digits, words in zip(numeric, wordy, strict=True)]
     head = tag(
@@ -84,7 +85,7 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[s
     body = [
         tag(
             "tr",
-            tag("th", line[0], scope="row", class_=kinds[0] if kinds[0] == "words" else None),
+            tag("th", line[0], scope="row", class_=kinds[0]),
             *(tag("td", cell, class_=kind) for cell, kind in zip(line[1:], kinds[1:], strict=True)),
         )
         for line in cells

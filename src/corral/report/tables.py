@@ -70,17 +70,17 @@ def _events(run: Run, again: Sequence[Run]) -> Iterator[_Row]:
 
 
 def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
-    """Planned runs without a folder: not started, or failed at once."""
+    """Planned runs without a folder here: not started, failed at once, or not given to the report."""
     there = {run.path.resolve() for run in runs}
     missing = [entry for plan in comparisons for entry in plan.runs if entry.path.resolve() not in there]
     rows = []
     for entry in missing:
         label = f"{entry.contestant} {setting_text(entry.setting)}".strip()
-        failed = entry.state == "failed"
-        what = (
-            (entry.error or "it failed before it began.") if failed else f"planned, and {entry.state}: not in the statistics."
-        )
-        kind = "failed" if failed else "left out"
+        kind, what = "left out", f"planned, and {entry.state}: not in the statistics."
+        if entry.state == "failed":
+            kind, what = "failed", entry.error or "it failed before it began."
+        elif entry.state == "finished":
+            kind, what = "elsewhere", "finished, and not among the folders of this report."
         rows.append({"objective": label, "seed": str(entry.seed), "step": None, "kind": kind, "what": what})
     return rows
 

@@ -138,12 +138,12 @@ class Plant:
 
     def _play(self, context: Array, positions: Array, velocities: Array) -> Episodes:
         """What `act` returns of plans, of tasks whose episodes can be played as a batch."""
-        recording, scored = play_plans(self.envs, self._copies, self.tracking, context, positions, velocities)
+        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, positions, velocities)
         observations = np.concatenate([context[:, None], scored.observations], 1)
         check_finite(observations, scored.rewards)
         mask = np.ones_like(scored.rewards, bool)
         last_info = (scored.info.get(name, np.full(len(context), np.nan)) for name in _INFO_KEYS)
-        return Episodes(*map(torch.from_numpy, (observations, scored.rewards, mask, recording.actions, *last_info)))
+        return Episodes(*map(torch.from_numpy, (observations, scored.rewards, mask, actions, *last_info)))
 
     def _step(self, action: Array) -> tuple[Array, Array, _Flags, dict[str, Any]]:
         """Observations, rewards, over or not, of the first len(action) environments, and the info of all."""

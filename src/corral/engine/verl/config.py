@@ -18,6 +18,8 @@ class CorralPolicyLossConfig(PolicyLossConfig):
     bypass_mode: bool | None = None
     support_size: int = VerlSettings.support_size
     support_mass: float = VerlSettings.support_mass
+    deployed_bound: float | None = None
+    deployed_statistic: str = VerlSettings.deployed_statistic
 
     def __post_init__(self) -> None:
         self.corral = VerlSettings(
@@ -27,6 +29,8 @@ class CorralPolicyLossConfig(PolicyLossConfig):
             bypass_mode=self.bypass_mode,
             support_size=self.support_size,
             support_mass=self.support_mass,
+            deployed_bound=self.deployed_bound,
+            deployed_statistic=self.deployed_statistic,
         )
         why = missing(self.loss_mode)
         if why is not None:

@@ -9,12 +9,23 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils
+from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from corral.engine.verl.head import HeadCall, SupportHead
+from corral.engine.verl.deployed import DeployedRegion
+from corral.engine.verl.head import HeadCall, HeadWitness, SupportHead
 from corral.engine.verl.settings import MODEL_TYPE
-from corral.engine.verl.transport import MASS, NEW, OLD, TOP_K, local_rows, write_dist
+from corral.engine.verl.transport import (
+    DEPLOYED_BOUND,
+    DEPLOYED_STATISTIC,
+    MASS,
+    NEW,
+    OLD,
+    TOP_K,
+    local_rows,
+    write_dist,
+)
 
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
@@ -27,6 +38,8 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
                 f"corral for verl: model_type={MODEL_TYPE} has a head of its own, and use_fused_kernels puts verl's there. Set "
                 f"actor_rollout_ref.model.use_fused_kernels=false: neither holds all logits."
             )
+        self.witness: HeadWitness | None = None
+        self._deployed: DeployedRegion | None = None
         model_config.model_type = "language_model"  # verl builds the module by this word, and knows two of them
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
@@ -34,6 +47,23 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         module: nn.Module = super()._build_module()
         self.head = SupportHead(module)
         return module
+
+    def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
+        """verl's update; with a deployed bound the network is measured before a batch's first, and held after its last."""
+        bound = tensordict_utils.get_non_tensor_data(data, DEPLOYED_BOUND, None)
+        if bound is not None and self._deployed is None:
+            if self.use_ulysses_sp:
+                raise ValueError(
+                    "corral for verl: deployed_bound measures whole sequences. Set ulysses_sequence_parallel_size=1."
+                )
+            self._deployed = DeployedRegion(self, data)
+        outputs = super().train_batch(data, loss_function)
+        if self._deployed is not None and tensordict_utils.get_non_tensor_data(data, "update_lr_scheduler", False):
+            statistic = tensordict_utils.get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean")
+            metrics = self._deployed.hold(bound, statistic).metrics()
+            self._deployed = None
+            outputs["metrics"] |= {name: Metric(AggregationType.MEAN, value) for name, value in metrics.items()}
+        return outputs
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """verl's; and the head is told what this pass is to find out."""
@@ -54,6 +84,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
                 ids=ids,
                 entropy=bool(tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False)),
                 compare=not self.use_ulysses_sp,
+                witness=self.witness,
             )
         )
         return inputs, output_args

@@ -18,10 +18,29 @@ from corral.kernels import lm_head
 from corral.kernels.dispatch import choose
 from corral.kernels.logits import LogitSpec
 from corral.kernels.policy_loss import TOLERANCE
+from corral.kernels.torch.head_kl import head_kl_both_ways
 from corral.types import SparseDist
 
 _LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
 """Columns of the tensor that forward returns; the support begins at the last."""
+
+
+class HeadWitness:
+    """Compares a network with itself: the first pass's hidden states and head are kept, later ones measured against them."""
+
+    def __init__(self) -> None:
+        self._old: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self.kl: Tensor | None = None
+        """Of the last pass, [N 2]: KL(new‖old) and KL(old‖new) at every position."""
+
+    def see(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec) -> None:
+        """Hidden states [N H] of a pass, and the whole head."""
+        if self._old is None:
+            self._old = (hidden.detach().clone(), weight.detach().clone(), None if bias is None else bias.detach().clone())
+            return
+        old, weight_old, bias_old = self._old
+        both = head_kl_both_ways(hidden, weight, old, weight_old, bias_new=bias, bias_old=bias_old, **vars(spec))
+        self.kl = torch.stack(both, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +58,8 @@ class HeadCall:
     entropy: bool = False
     compare: bool = False
     """Whether the model's own logits may be computed beside, of a few positions, and once."""
+    witness: HeadWitness | None = None
+    """Sees hidden states and head."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +137,8 @@ class SupportHead:
             dtype = torch.get_autocast_dtype(device)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         spec = logit_spec(self.model.config, call.temperature)
+        if call.witness is not None:
+            call.witness.see(hidden, weight, bias, spec)
         with torch.autocast(device, enabled=False):  # half precision goes in, and is for GEMMs alone
             head = lm_head(
                 hidden, weight, call.tokens, bias=bias, top_k=None if call.top_k is None else min(call.top_k, len(weight)),

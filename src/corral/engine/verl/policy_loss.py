@@ -62,6 +62,11 @@ def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tupl
                 f"corral for verl: {loss_mode} reads a support, and verl's own engine keeps none. Set "
                 f"actor_rollout_ref.model.model_type={MODEL_TYPE} and trainer.v1.trainer_mode=corral_sync."
             )
+        if settings.deployed_bound is not None and extras is None:
+            raise ValueError(
+                "corral for verl: deployed_bound is held by corral's trainers, and this one is verl's own. Set "
+                "trainer.v1.trainer_mode=corral_sync."
+            )
         warn_once("corral for verl: loss_agg_mode", wanted.other_reduction(loss_agg_mode))
         if loss_agg_mode == "seq-mean-token-sum-norm" and config.global_batch_info.get("loss_scale_factor") is None:
             warn_once("corral for verl: loss_agg_mode", _NO_LENGTH)

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from corral.deployed.statistics import STATISTICS
 from corral.engine.adapter import POLICY, EngineObjective
-from corral.engine.verl.transport import MASS, TOP_K
+from corral.engine.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, MASS, TOP_K
 from corral.objective import make_objective, objective_names
 from corral.objective.dppo import DPPOConfig
 from corral.validate import require
@@ -21,6 +22,9 @@ CONFIG = "corral.engine.verl.config.CorralPolicyLossConfig"
 """actor_rollout_ref.actor.policy_loss._target_."""
 TRAINERS = ("sync", "colocate_async", "separate_async")
 """verl's trainers, each of which has a namesake with PREFIX."""
+
+WHOLE_SEQUENCES = "deployed_bound measures whole sequences. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
+"""Why sequence parallelism is refused beside it."""
 
 
 def loss_modes() -> list[str]:
@@ -43,6 +47,11 @@ class VerlSettings:
     """How many of the old policy's most likely tokens a support keeps at most."""
     support_mass: float = 1 - 1e-5
     """Probability after which a support keeps no further token."""
+    deployed_bound: float | None = None
+    """δ: after a batch's updates, back towards the old weights until the KL of the network itself is at most this; inf measures
+    alone."""
+    deployed_statistic: str = "mean"
+    """Of the per-token KL: "mean", "p999", "cvar" or "max"."""
 
     def __post_init__(self) -> None:
         if self.loss_mode not in loss_modes():
@@ -52,6 +61,11 @@ class VerlSettings:
             )
         require(self, "support_size", at_least=1, integer=True, name="corral for verl")
         require(self, "support_mass", above=0, at_most=1, name="corral for verl")
+        require(self, "deployed_bound", above=0, optional=True, name="corral for verl")
+        if self.deployed_statistic not in STATISTICS:
+            raise ValueError(
+                f"corral for verl: `deployed_statistic` is one of {', '.join(STATISTICS)}; got {self.deployed_statistic!r}."
+            )
         self._check_anchor()
 
     def resolve(self) -> EngineObjective:
@@ -67,6 +81,12 @@ class VerlSettings:
         if isinstance(wanted.objective.config, DPPOConfig) and wanted.objective.config.estimator == "full":
             return {TOP_K: sys.maxsize, MASS: 1.0}
         return {TOP_K: self.support_size, MASS: self.support_mass}
+
+    def deployed_request(self) -> dict[str, Any]:
+        """For the extra_info of an update after which the deployed region is held; empty where none is."""
+        if self.deployed_bound is None:
+            return {}
+        return {DEPLOYED_BOUND: self.deployed_bound, DEPLOYED_STATISTIC: self.deployed_statistic}
 
     def _check_anchor(self) -> None:
         """Refuse an anchor that is not what verl will hand over."""

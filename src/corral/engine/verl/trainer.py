@@ -8,7 +8,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from corral.engine.verl.config import CorralPolicyLossConfig
 from corral.engine.verl.loss import corral_ppo_loss
-from corral.engine.verl.settings import CONFIG, MODEL_TYPE, PREFIX
+from corral.engine.verl.settings import CONFIG, MODEL_TYPE, PREFIX, WHOLE_SEQUENCES
 
 
 class _WithRegion:
@@ -38,6 +38,12 @@ class _WithRegion:
             result.extra_info.pop(name, None)
         return result
 
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """verl's; where a deployed bound is set, workers are told, and report `tr/deployed_…` and `tr/step_share`."""
+        settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral
+        batch.extra_info |= settings.deployed_request()
+        return super()._update_actor(batch, metrics)  # type: ignore[misc]  # of verl's trainer
+
 
 def check_config(config: Any) -> Any:
     """verl's ActorConfig, if corral's trainers can run this configuration; a ValueError that says what to set if not."""
@@ -59,23 +65,34 @@ def check_config(config: Any) -> Any:
             f"actor_rollout_ref.rollout.calculate_log_probs=true."
         )
     if wanted.needs_support:
-        _check_support(config, settings.loss_mode)
+        _check_support(config, f"{settings.loss_mode} needs a support")
+    if settings.deployed_bound is not None:
+        _check_support(config, "deployed_bound needs hidden states")
+        _check_deployed(config)
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-def _check_support(config: Any, loss_mode: str) -> None:
-    """Refuse what keeps a support from being made."""
+def _check_support(config: Any, why: str) -> None:
+    """Refuse what keeps corral's head from being there."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ValueError(
-            f"corral for verl: {loss_mode} needs a support, which is made by the FSDP engines alone; got actor.strategy="
-            f"{actor.strategy}. Megatron's engine hands over logits of a part of the vocabulary, and no hidden states. Use "
-            f"fsdp2."
+            f"corral for verl: {why}, which the FSDP engines alone have; got actor.strategy={actor.strategy}. Megatron's "
+            f"engine hands over logits of a part of the vocabulary, and no hidden states. Use fsdp2."
         )
     if model.get("model_type", "language_model") != MODEL_TYPE:
-        raise ValueError(f"corral for verl: {loss_mode} needs a support. Set +actor_rollout_ref.model.model_type={MODEL_TYPE}.")
+        raise ValueError(f"corral for verl: {why}. Set +actor_rollout_ref.model.model_type={MODEL_TYPE}.")
     if model.use_fused_kernels:
         raise ValueError("corral for verl: set actor_rollout_ref.model.use_fused_kernels=false; corral's head is in its place.")
+
+
+def _check_deployed(config: Any) -> None:
+    """Refuse what keeps a network from being measured and put back."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy != "fsdp2":
+        raise ValueError(f"corral for verl: deployed_bound holds the weights of FSDP2; got actor.strategy={actor.strategy}.")
+    if max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size) > 1:
+        raise ValueError(f"corral for verl: {WHOLE_SEQUENCES}")
 
 
 @register_trainer(PREFIX + "sync")

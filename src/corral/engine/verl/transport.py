@@ -11,6 +11,8 @@ OLD, NEW = "corral_old", "corral_new"
 """Prefixes of the fields: the old policy's support, and the new policy on it."""
 TOP_K, MASS = "corral_top_k", "corral_mass"
 """In a batch's extra_info, for the pass that is to keep a support."""
+DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_statistic"
+"""In a batch's extra_info, for updates after which the network is held near the one that they began with."""
 _FIELDS = ("ids", "logp", "rest", "rest_max")
 
 

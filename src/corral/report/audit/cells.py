@@ -7,6 +7,7 @@ from corral.audit.summary import Ball
 from corral.audit.words import number, percent
 from corral.report.audit.figures import REGIONS
 from corral.report.html import Safe, join, tag
+from corral.run.text import count
 
 _CELLS = {
     "false": ("False alarm", "blocked, though the policy has hardly moved"),
@@ -40,7 +41,7 @@ def four_cells(ball: Ball, rules: Mapping[str, Any], *, certain: bool = True) ->
             tag(
                 "div",
                 tag("b", name), tag("strong", f"{sign}{percent(counts[kind] / ball.tokens)}"),
-                tag("span", f"{counts[kind]:,} tokens: {words}{more}"),
+                tag("span", f"{count(counts[kind], 'token')}: {words}{more}"),
                 class_=f"cell-{kind} {REGIONS[kind][0]}",
             )
         )  # fmt: skip

@@ -11,6 +11,7 @@ from corral.audit.words import RULES, number, percent
 from corral.report.html import Safe, note, tag
 from corral.report.looks import SHAPES, Look, assign_looks
 from corral.report.svg import NARROW, at, drawn_figure, line, text
+from corral.run.text import count
 
 _NAMES = {"clipped": "ppo_clip", "dppo_binary": "dppo", "dppo_topk": "dppo top-K", "troll": "troll"}
 RULE_LOOKS: dict[str, Look] = dict(zip(_NAMES, assign_looks(_NAMES.values()).values(), strict=True))
@@ -49,7 +50,7 @@ def bucket_figure(rows: Sequence[Row]) -> Safe:
             x = left + (place + 0.5) * each
             parts.append(_distance(row, x, tv, min(14.0, each * 0.3)))
             for index, (name, title) in enumerate(RULES.items()):
-                said = f"{row['name']}: {title} acts on {percent(row[name])} of {row['tokens']:,} tokens"
+                said = f"{row['name']}: {title} acts on {percent(row[name])} of {count(row['tokens'], 'token')}"
                 beside = x + (index - 1.5) * each * 0.2
                 parts.append(mark(RULE_LOOKS[name], beside, share(row[name]), said, hollow=row["tokens"] < _FEW))
             down = 18 + (14 * (place % 2) if narrow else 0)
@@ -78,7 +79,7 @@ def mark(look: Look, x: float, y: float, said: str, *, hollow: bool = False, siz
 def _distance(row: Row, x: float, tv: "LogAxis", half: float) -> Safe:
     """Mean, 99.9th percentile and largest of a bucket's true TV."""
     mean, high, largest = (row["tv"][name] for name in ("mean", "p999", "max"))
-    said = f"{row['name']}: {row['tokens']:,} tokens, true TV mean {number(mean)}, 99.9th percentile {number(high)}, "
+    said = f"{row['name']}: {count(row['tokens'], 'token')}, true TV mean {number(mean)}, 99.9th percentile {number(high)}, "
     marks = [tag("title", f"{said}largest {number(largest)}")]
     if mean > 0:
         marks.append(tag("circle", cx=at(x), cy=at(tv(mean)), r=5, class_="dot"))
@@ -250,8 +251,8 @@ def _cells(index: Column, found: Column) -> tuple[dict[int, dict[str, int]], int
     cells: dict[int, dict[str, int]] = {}
     for kind in REGIONS:
         places, counts = np.unique(index[found == kind], return_counts=True)
-        for cell, count in zip(places.tolist(), counts.tolist(), strict=True):
-            cells.setdefault(cell, dict.fromkeys(REGIONS, 0))[kind] = count
+        for cell, tokens in zip(places.tolist(), counts.tolist(), strict=True):
+            cells.setdefault(cell, dict.fromkeys(REGIONS, 0))[kind] = tokens
     return cells, max((sum(counts.values()) for counts in cells.values()), default=1)
 
 

@@ -109,7 +109,7 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
         "measured": ("How this was measured", _method(info)),
     }
     main = tag("main", *sections(parts).values(), class_="audited-page")
-    return page_body(title, said[0], parts, main, f"{len(tokens):,} audited tokens")
+    return page_body(title, said[0], parts, main, count(len(tokens), "audited token"))
 
 
 def _verdict_tables(summary: Summary, rules: Mapping[str, Any]) -> Safe:

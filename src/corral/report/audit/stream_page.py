@@ -30,7 +30,7 @@ from corral.report.html import (
 )  # fmt: skip
 from corral.report.looks import Look
 from corral.report.svg import at, drawn_figure
-from corral.run.text import visible
+from corral.run.text import count, visible
 
 _DISTANCES = {
     "kl": "KL(new‖old), nats",
@@ -98,7 +98,7 @@ def stream_page(
         "measured": ("How this was measured", _method(info)),
     }
     main = tag("main", *sections(parts).values(), class_="audited-page")
-    body = page_body(title, said[0], parts, main, f"{summary.tokens:,} logged tokens")
+    body = page_body(title, said[0], parts, main, count(summary.tokens, "logged token"))
     data = {"about": about_figures(info["name"], summary.tokens, info["what"]), "headline": ""}
     if audited is not None:
         data["headline"] = headline(audited.kl, info["rules"], certain=summary.measure == "whole")

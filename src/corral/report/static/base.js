@@ -27,6 +27,8 @@ function readable(value, percent = false) {
   return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 7 : 3 }).replace("-", "−");
 }
 
+const several = (count, thing) => `${count.toLocaleString("en")} ${thing}${count === 1 ? "" : "s"}`;
+
 function interquartileMean(values) { // as SciPy's trim_mean(values, 0.25)
   const sorted = [...values].sort((a, b) => a - b), cut = Math.floor(sorted.length / 4);
   const kept = sorted.slice(cut, sorted.length - cut);

@@ -158,17 +158,17 @@ function drawHistogram(figure, group, rows, edges, bin) {
   const body = figure.querySelector(".body"), projects = rows.some(row => row.kl_after), before = rows.flatMap(row => row.kl_before), after = rows.flatMap(row => row.kl_after || []);
   const counts = values => { const found = edges.map(() => 0); for (const value of values) if (finite(value) && value > 0) found[bin(value)] += 1; return found; };
   const full = counts(before), hollow = counts(after), most = Math.max(...full, ...hollow, 1), unmoved = before.filter(value => value !== null && value <= 0).length, bounds = new Set(rows.map(row => row.bound));
-  figure.querySelector("figcaption").textContent = [`${before.length} tokens`, projects ? "filled: as the network wants it, outlined: after the projection" : "as the network wants it", ...(unmoved ? [`${unmoved} that did not move at all are left out`] : []), "logarithmic both ways"].join(" · ");
+  figure.querySelector("figcaption").textContent = [several(before.length, "token"), projects ? "filled: as the network wants it, outlined: after the projection" : "as the network wants it", ...(unmoved ? [`${unmoved} that did not move at all are left out`] : []), "logarithmic both ways"].join(" · ");
   figure.table = () => ({ head: ["kl_from", "kl_to", "tokens_before", "tokens_after"], rows: edges.map((edge, index) => [10 ** edge, 10 ** (edge + 0.5), full[index], projects ? hollow[index] : null]) });
   if (!edges.length) { body.replaceChildren(make("p", { class: "empty" }, "No token has moved.")); return; }
   const width = Math.max(body.clientWidth, 240), height = 210, left = 44, bottom = 36, each = (width - left - 10) / edges.length;
   const bound = projects && bounds.size === 1 ? [...bounds][0] : null, top = bound === null ? 10 : 24;
   const py = count => top + (height - bottom - top) * (1 - (count ? Math.log10(count) + 0.3 : 0) / (Math.log10(most) + 0.3)), px = power => left + (power - edges[0]) * 2 * each;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Histogram of the KL of ${before.length} tokens of ${group.label}${projects ? ", before and after projection" : ""}` });
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Histogram of the KL of ${several(before.length, "token")} of ${group.label}${projects ? ", before and after projection" : ""}` });
   for (let tick = 1; tick <= most; tick *= 10) svg.append(make("line", { class: "grid", x1: left, x2: width - 10, y1: py(tick), y2: py(tick) }), make("text", { x: left - 6, y: py(tick) + 4, "text-anchor": "end" }, readable(tick)));
   const share = projects ? 0.45 : 0.9;
   edges.forEach((edge, index) => {
-    const bar = (count, kind, shift) => count && svg.append(make("g", { class: `c${group.colour}` }, make("rect", { class: `bar ${kind}`, x: left + index * each + shift * each * share + 1, width: Math.max(each * share - 1.5, 1), y: py(count), height: height - bottom - py(count) }, make("title", {}, `${count} tokens, KL ${readable(10 ** edge)}…${readable(10 ** (edge + 0.5))}${kind ? " after" : " before"}`))));
+    const bar = (count, kind, shift) => count && svg.append(make("g", { class: `c${group.colour}` }, make("rect", { class: `bar ${kind}`, x: left + index * each + shift * each * share + 1, width: Math.max(each * share - 1.5, 1), y: py(count), height: height - bottom - py(count) }, make("title", {}, `${several(count, "token")}, KL ${readable(10 ** edge)}…${readable(10 ** (edge + 0.5))}${kind ? " after" : " before"}`))));
     bar(full[index], "", 0);
     if (projects) bar(hollow[index], "after", 1);
   });

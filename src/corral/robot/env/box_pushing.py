@@ -28,7 +28,7 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from corral.robot.env.batch import Recording, Scored, Simulated
+from corral.robot.env.batch import Scored, Simulated
 from corral.robot.env.drawing import Camera, picture
 from corral.robot.tracking import Array
 
@@ -50,15 +50,10 @@ DOWN = np.array([0.0, 1.0, 0.0, 0.0])
 """The hand's orientation with the rod upright."""
 _ABOVE = 0.15
 """Metres from the box to the grip at the start: the rod's end is inside the walls, above the plate."""
-_BAD = slice(mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQACC + 1)
-"""How the simulator says that a state makes no sense: positions, velocities or accelerations."""
+_BAD = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
+"""How the simulator says that a state makes no sense."""
+_XML = str(Path(__file__).with_name("box_pushing.xml"))
 _CAMERA = Camera(centre=(0.3, 0.0, 0.3), width=1.9, azimuth=125.0, elevation=35.0)
-
-
-@cache
-def _model() -> mujoco.MjModel:
-    """One for all copies: nobody changes it, and it stays in the processor's cache."""
-    return mujoco.MjModel.from_xml_path(str(Path(__file__).with_name("box_pushing.xml")))
 
 
 def rotation_distance(one: Array, other: Array) -> Any:
@@ -103,18 +98,15 @@ class BoxPushing(Simulated):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (7,), np.float32)
     STEPS: ClassVar[int] = STEPS
+    FIELDS: ClassVar[tuple[str, ...]] = ("qfrc_bias", "site_xpos", "xquat")
 
     def __init__(self, reward: _Reward = "dense", render_mode: str | None = None) -> None:
         if reward not in get_args(_Reward):
             raise ValueError(f"BoxPushing: `reward` is one of {', '.join(map(repr, get_args(_Reward)))}; got {reward!r}.")
         self.reward, self.render_mode, self.time = reward, render_mode, 0
-        self.model = _model()
+        self.model = mujoco.MjModel.from_xml_path(_XML)
         self.data = mujoco.MjData(self.model)
         self._hand, self._tip, self._grip = self.model.body("hand").id, self.model.site("tip").id, self.model.site("grip").id
-        data, arm, box = self.data, slice(7), slice(7, None)
-        self.readings = (data.qpos[arm], data.qvel[arm], data.qpos[box], data.site_xpos[self._tip], data.xquat[self._hand])
-        self._qpos, self._ctrl, self._bias = data.qpos, data.ctrl, data.qfrc_bias[arm]
-        self._warnings, self._substeps = data.warning.number[_BAD], round(DT / self.model.opt.timestep)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
@@ -128,46 +120,57 @@ class BoxPushing(Simulated):
         return self.observation(), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        clipped = np.clip(np.asarray(action, np.float64), -1.0, 1.0)
-        reward = None if self.move(clipped) else UNSTABLE
+        torque = _TORQUE * np.clip(np.asarray(action, np.float64), -1.0, 1.0)
+        reward = None if self._advance(torque) else UNSTABLE
         self.time += 1
         over = self.time == STEPS
         box, target = self.box(), self.target()
         if reward is None:
             reward = push_reward(
                 self.reward, q=self.data.qpos[:7], velocity=self.data.qvel[:7], box=box, target=target,
-                tip=self.data.site_xpos[self._tip], rod=self.data.xquat[self._hand], torque=_TORQUE * clipped, last=over,
+                tip=self.data.site_xpos[self._tip], rod=self.data.xquat[self._hand], torque=torque, last=over,
             )  # fmt: skip
         return self.observation(), float(reward), False, over, self.outcome() if over else {}
 
-    def move(self, action: Array) -> bool:
-        """Torques for one Δt; False, and the state as it was but at rest, if the simulator could not take it."""
-        before = self._qpos.copy()
-        self._ctrl[:] = _TORQUE * action + self._bias  # clipped by the motors' limits
-        mujoco.mj_step(self.model, self.data, self._substeps)
-        stable = not self._warnings.any()
-        if not stable:
-            target = self.target()
-            mujoco.mj_resetData(self.model, self.data)
-            self.data.qpos[:], self.data.mocap_pos[0], self.data.mocap_quat[0] = before, target[:3], target[3:]
-        mujoco.mj_forward(self.model, self.data)  # positions and compensation of the state that is observed
-        return stable
+    @staticmethod
+    @cache
+    def batch_model() -> mujoco.MjModel:
+        """The same scene, but a state that makes no sense begins anew, at time 0: so `advance` sees it."""
+        model = mujoco.MjModel.from_xml_path(_XML)
+        model.opt.disableflags &= ~mujoco.mjtDisableBit.mjDSBL_AUTORESET.value
+        return model
 
     @staticmethod
-    def score(copies: "Sequence[BoxPushing]", recording: Recording) -> Scored:
-        """The same as `step` would have told, of whole episodes."""
-        readings, stable, actions = recording
-        q, velocity, box, tip, rod = np.split(readings, [7, 14, 21, 24], -1)
+    def advance(batch: Any, actions: Array) -> Sequence[Array]:
+        model, before = batch.model, batch.qpos.copy()
+        batch.ctrl[:] = _TORQUE * actions + batch.qfrc_bias[:, :7]  # clipped by the motors' limits
+        batch.time[:] = 1.0
+        batch.step(nstep=round(DT / model.opt.timestep), stage=mujoco.mjtStage.mjSTAGE_ACC.value)
+        stable = batch.time > 0.5
+        if not stable.all():
+            rows = np.flatnonzero(~stable)
+            target = batch.mocap_pos[rows], batch.mocap_quat[rows]
+            batch.reset(rows, stage=mujoco.mjtStage.mjSTAGE_NONE.value)
+            batch.qpos[rows], (batch.mocap_pos[rows], batch.mocap_quat[rows]) = before[rows], target
+            batch.forward(rows)
+        joints, velocities, box = batch.qpos[:, :7], batch.qvel[:, :7], batch.qpos[:, 7:]
+        tip, rod = batch.site_xpos[:, model.site("tip").id], batch.xquat[:, model.body("hand").id]
+        return joints, velocities, box, tip, rod, 1.0 * stable[:, None]
+
+    @staticmethod
+    def score(copies: "Sequence[BoxPushing]", readings: Array, actions: Array) -> Scored:
+        """The same as `step` would have told."""
+        q, velocity, box, tip, rod, stable = np.split(readings, [7, 14, 21, 24, 28], -1)
         target, step = np.array([[copy.target()] for copy in copies]), np.arange(1, STEPS + 1)
         paid = push_reward(
             copies[0].reward, q=q, velocity=velocity, box=box, target=target, tip=tip, rod=rod, torque=_TORQUE * actions,
             last=step == STEPS,
         )  # fmt: skip
-        elapsed = np.broadcast_to((step / STEPS)[:, None], (*stable.shape, 1))
-        seen = np.concatenate([readings[..., :21], np.broadcast_to(target, box.shape), elapsed], -1)
+        elapsed = np.broadcast_to((step / STEPS)[:, None], stable.shape)
+        seen = np.concatenate([q, velocity, box, np.broadcast_to(target, box.shape), elapsed], -1)
         p, theta = _distances(box[:, -1], target[:, 0])
         info = {"success": 1.0 * ((p < _REACHED[0]) & (theta < _REACHED[1])), "distance": p, "rotation_distance": theta}
-        return Scored(seen, np.where(stable, paid, UNSTABLE), info)
+        return Scored(seen, np.where(stable[..., 0] > 0, paid, UNSTABLE), info)
 
     def joints_above(self, place: Array, rounds: int = 50) -> Array:
         """Angles [7] that put the grip `_ABOVE` a place with the rod upright, near `_POSTURE`.
@@ -226,3 +229,16 @@ class BoxPushing(Simulated):
         x, y = self.np_random.uniform(*REGION)
         yaw = self.np_random.uniform(0, 2 * np.pi)
         return np.array([x, y, _PLATE, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
+
+    def _advance(self, torque: Array) -> bool:
+        """One Δt under these torques; False, and the state as it was but at rest, if the simulator could not take it."""
+        before = self.data.qpos.copy()
+        self.data.ctrl[:] = torque + self.data.qfrc_bias[:7]  # clipped by the motors' limits
+        mujoco.mj_step(self.model, self.data, round(DT / self.model.opt.timestep))
+        stable = not any(self.data.warning[kind].number for kind in _BAD)
+        if not stable:
+            target = self.target()
+            mujoco.mj_resetData(self.model, self.data)
+            self.data.qpos[:], self.data.mocap_pos[0], self.data.mocap_quat[0] = before, target[:3], target[3:]
+        mujoco.mj_forward(self.model, self.data)  # positions and compensation of the state that is observed
+        return stable

@@ -26,7 +26,7 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from corral.robot.env.batch import Recording, Scored, Simulated
+from corral.robot.env.batch import Scored, Simulated
 from corral.robot.env.drawing import Camera, picture
 from corral.robot.tracking import Array
 
@@ -49,11 +49,7 @@ FALLING, _STANDING, FLYING, DOWN = range(4)
 _CAMERA = Camera(centre=(0.6, 0.0, 0.9), width=3.2, azimuth=0.0, elevation=8.0)
 
 
-@cache
-def _model() -> mujoco.MjModel:
-    """One for all copies: nobody changes it, and it stays in the processor's cache."""
-    assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
-    return mujoco.MjModel.from_xml_path(str(assets / "hopper.xml"))
+_XML = str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / "hopper.xml")
 
 
 def next_phase(phase: int, contact: bool) -> int:
@@ -79,18 +75,16 @@ class HopperJump(Simulated):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
     STEPS: ClassVar[int] = STEPS
+    FIELDS: ClassVar[tuple[str, ...]] = ("xpos", "xmat", "sensordata")
 
     def __init__(self, reward: _Reward = "sparse", render_mode: str | None = None) -> None:
         if reward not in ("sparse", "dense"):
             raise ValueError(f"HopperJump: `reward` is 'sparse' or 'dense'; got {reward!r}.")
         self.reward, self.render_mode = reward, render_mode
-        self.model = _model()
+        self.model = mujoco.MjModel.from_xml_path(_XML)
         self.data = mujoco.MjData(self.model)
         self._torso, self._foot = (self.model.body(name).id for name in ("torso", "foot"))
-        self._pair = sorted(self.model.geom(name).id for name in ("floor", "foot_geom"))
-        data, foot = self.data, self._foot
-        self.readings = (data.qpos, data.qvel, data.xpos[self._torso], data.xpos[foot], data.xmat[foot])
-        self._ctrl, self._substeps = data.ctrl, round(DT / self.model.opt.timestep)
+        self._pair = {self.model.geom(name).id for name in ("floor", "foot_geom")}
         self.time, self.goal, self.phase, self.highest, self.landing, self.takeoff = 0, 0.0, FALLING, 0.0, NEVER, np.nan
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
@@ -105,11 +99,13 @@ class HopperJump(Simulated):
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         torque = np.clip(np.asarray(action, np.float64), -1.0, 1.0)
-        contact = self.move(torque)
+        self.data.ctrl[:] = torque
+        mujoco.mj_step(self.model, self.data, round(DT / self.model.opt.timestep))
+        mujoco.mj_forward(self.model, self.data)  # contacts and positions of the state that is observed, not of the one before
         self.time += 1
         distance, height = float(np.linalg.norm(self.offset())), float(self.data.xpos[self._torso, 2])
         self.highest = max(self.highest, height)
-        before, self.phase = self.phase, next_phase(self.phase, contact)
+        before, self.phase = self.phase, next_phase(self.phase, self.contact())
         if before == _STANDING and self.phase == FLYING:
             self.takeoff = self.time - 1.0
         if before == FLYING and self.phase == DOWN:
@@ -121,20 +117,29 @@ class HopperJump(Simulated):
         )  # fmt: skip
         return self.observation(), float(reward), False, over, self.outcome(distance) if over else {}
 
-    def move(self, action: Array) -> bool:
-        """Torques for one Δt; returns whether the foot then touches the floor."""
-        self._ctrl[:] = action
-        mujoco.mj_step(self.model, self.data, self._substeps)
-        mujoco.mj_forward(self.model, self.data)  # contacts and positions of the state that is observed, not of the one before
-        return self.contact()
+    @staticmethod
+    @cache
+    def batch_model() -> mujoco.MjModel:
+        """The same hopper with a sensor that counts the contacts of foot and floor."""
+        spec, geom = mujoco.MjSpec.from_file(_XML), mujoco.mjtObj.mjOBJ_GEOM
+        found = [1 << mujoco.mjtConDataField.mjCONDATA_FOUND.value, 0, 1]
+        pair: dict[str, Any] = {"objtype": geom, "objname": "floor", "reftype": geom, "refname": "foot_geom"}
+        spec.add_sensor(name="contact", type=mujoco.mjtSensor.mjSENS_CONTACT, intprm=found, **pair)
+        return spec.compile()
 
     @staticmethod
-    def score(copies: "Sequence[HopperJump]", recording: Recording) -> Scored:
-        """The same as `step` would have told, of whole episodes."""
-        readings, contact, actions = recording
-        goal = np.array([[copy.goal] for copy in copies])
-        height, ankle, frame = readings[..., 14], readings[..., 15:18], readings[..., 18:].reshape(*contact.shape, 3, 3)
-        offset = ankle + frame @ _SOLE
+    def advance(batch: Any, actions: Array) -> Sequence[Array]:
+        torso, foot = (batch.model.body(name).id for name in ("torso", "foot"))
+        batch.ctrl[:] = actions
+        batch.step(nstep=round(DT / batch.model.opt.timestep), stage=mujoco.mjtStage.mjSTAGE_ACC.value)
+        return batch.qpos, batch.qvel, batch.xpos[:, torso], batch.xpos[:, foot], batch.xmat[:, foot], batch.sensordata
+
+    @staticmethod
+    def score(copies: "Sequence[HopperJump]", readings: Array, actions: Array) -> Scored:
+        """The same as `step` would have told."""
+        state, torso, ankle, frame, contacts = np.split(readings, [12, 15, 18, 27], -1)
+        height, contact, goal = torso[..., 2], contacts[..., 0] > 0, np.array([[copy.goal] for copy in copies])
+        offset = ankle + frame.reshape(*frame.shape[:2], 3, 3) @ _SOLE
         offset[..., 0] -= goal
         distance, highest = np.linalg.norm(offset, axis=-1), np.maximum.accumulate(height, 1)
         stood = np.logical_or.accumulate(contact, 1)
@@ -142,13 +147,13 @@ class HopperJump(Simulated):
         down = np.logical_or.accumulate(left & contact, 1)
         landing = np.where(down, np.take_along_axis(distance, down.argmax(1)[:, None], 1), NEVER)
         takeoff = np.where(left[:, -1], left.argmax(1), np.nan)
-        healthy = (readings[..., 1] > 0.5) & (np.abs(readings[..., 2:12]) < 100).all(-1)
+        healthy = (state[..., 1] > 0.5) & (np.abs(state[..., 2:]) < 100).all(-1)
         step = np.arange(1, STEPS + 1)
         rewards = jump_reward(
             copies[0].reward, height=height, highest=highest, distance=distance, landing=landing, healthy=healthy,
             action=actions, last=step == STEPS,
         )  # fmt: skip
-        columns = (readings[..., :12], offset[..., [0, 2]], *np.broadcast_arrays(goal[..., None], (step / STEPS)[:, None]))
+        columns = (state, offset[..., [0, 2]], *np.broadcast_arrays(goal[..., None], (step / STEPS)[:, None]))
         success = 1.0 * ((landing[:, -1] < _LANDED) & (highest[:, -1] > _JUMPED))
         info = {"success": success, "event": takeoff, "highest": highest[:, -1]}
         info |= {"landing_distance": landing[:, -1], "goal_distance": distance[:, -1]}
@@ -161,7 +166,7 @@ class HopperJump(Simulated):
 
     def contact(self) -> bool:
         """Whether the foot touches the floor."""
-        return self.data.ncon > 0 and self._pair in np.sort(self.data.contact.geom).tolist()
+        return any({int(one), int(two)} == self._pair for one, two in self.data.contact.geom)
 
     def healthy(self) -> bool:
         """The torso above 0.5 m, and no number out of bounds."""

@@ -32,7 +32,7 @@ class Threads(VectorEnv):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**first.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
         self._slices = [slice(*ends) for ends in pairwise(accumulate((block.num_envs for block in blocks), initial=0))]
-        self.pool = ThreadPoolExecutor(len(self.blocks))
+        self._pool = ThreadPoolExecutor(len(self.blocks))
 
     def reset(
         self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
@@ -48,18 +48,18 @@ class Threads(VectorEnv):
                 own = {**(options or {}), "reset_mask": mask[part]}
             return reset_each(block, None if seeds is None else seeds[part], own)
 
-        observations, infos = zip(*self.pool.map(begin, self.blocks, self._slices), strict=True)
+        observations, infos = zip(*self._pool.map(begin, self.blocks, self._slices), strict=True)
         self._seen = np.concatenate(observations)
         return self._seen.copy(), self._join_infos(infos)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        done = self.pool.map(lambda block, part: block.step(actions[part]), self.blocks, self._slices)
+        done = self._pool.map(lambda block, part: block.step(actions[part]), self.blocks, self._slices)
         *arrays, infos = zip(*done, strict=True)
         self._seen, rewards, terminated, truncated = map(np.concatenate, arrays)
         return self._seen.copy(), rewards, terminated, truncated, self._join_infos(infos)
 
     def close_extras(self, **_: Any) -> None:
-        self.pool.shutdown()
+        self._pool.shutdown()
         for block in self.blocks:
             block.close()
 
