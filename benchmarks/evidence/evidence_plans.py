@@ -22,6 +22,8 @@ ARMS = (
 """Objective and variant of the contestants."""
 REUSED = (("ppo_clip", ""), ("troll", ""), ("dppo", ""), ("troll", "unprojected"), ("reinforce", ""))
 """Those with one and with 32 updates per batch."""
+FAMILIES = ("qwen3", "gemma", "moe")
+"""Of other starts than the embedded model's own, as benchmarks/evidence/warm_starts.py makes them."""
 ABLATIONS = (
     "constant dual", "unprojected", "no regression", "α=.1", "α=.3", "α=3", "α=10", "ε=.01", "ε=.2", "union", "fill", "K=4",
     "mass .9", "K=16", "K=4, mass .9",
@@ -63,6 +65,28 @@ def published() -> list[Run]:
     return [run(arm, rate, seed) for seed, rate, arm in itertools.product(SEEDS, (3e-4, 1e-3), PUBLISHED)]
 
 
+def starts() -> list[Run]:
+    """The map's two main contestants and what holds them apart, from other warm starts and families: runs/starts must exist."""
+    folders = [*(f"runs/starts/llama-{seed}" for seed in (1, 2, 3)), *(f"runs/starts/{name}-1" for name in FAMILIES)]
+    arms = (("ppo_clip", ""), ("troll", ""), ("dppo", ""))
+    grid = itertools.product(SEEDS[:3], folders, (1e-3, 3e-4), arms)
+    return [run(arm, rate, seed, model=folder) for seed, folder, rate, arm in grid]
+
+
+def mismatch() -> list[Run]:
+    """Samplers in fp8 and bf16, anchored at what they report and at what the trainer recomputes; then the same precision."""
+    arms = (("dppo", ""), ("troll", ""), ("ppo_clip", ""), ("troll", "unprojected"))
+    grid = itertools.product(SEEDS, ("fp8", "bf16"), ("rollout", "old"), (3e-4,), arms)
+    return [run(arm, rate, seed, sampler=sampler, anchor=anchor) for seed, sampler, anchor, rate, arm in grid]
+
+
+def stability() -> list[Run]:
+    """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
+    anchored = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
+    long: dict[str, Any] = {"steps": 100, "eval_every": 20, "schedule": "constant", "sampler": "fp8"}
+    return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, anchored)]
+
+
 def first() -> list[Run]:
     """Three seeds of the map, then of the ablations where TROLL acts: two hours of one core, eight minutes of sixteen."""
     ablated = [spec for spec in ablations() if spec.rate == 1e-3]
@@ -73,7 +97,9 @@ def tiny() -> list[Run]:
     """Two steps of every variant, and of one update per batch: does it run at all?"""
     small: dict[str, Any] = {"steps": 2, "eval_size": 16, "eval_every": 2}
     arms = dict.fromkeys([*ARMS, *PUBLISHED, *(("troll", variant) for variant in ABLATIONS)])
-    return [run(arm, 1e-3, 1, **small) for arm in arms] + [run(("troll", ""), 1e-3, 1, updates=1, **small)]
+    plan = [run(arm, 1e-3, 1, **small) for arm in arms] + [run(("troll", ""), 1e-3, 1, updates=1, **small)]
+    coarse = itertools.product((("dppo", ""), ("troll", "")), ("rollout", "old"))
+    return plan + [run(arm, 1e-3, 1, sampler="fp8", anchor=anchor, **small) for arm, anchor in coarse]
 
 
 PLANS: dict[str, Callable[[], Sequence[Run]]] = {
@@ -82,6 +108,9 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "a-floor": floor,
     "a-reuse": reused,
     "a-published": published,
+    "a-starts": starts,
     "g": ablations,
+    "f": mismatch,
+    "f-stability": stability,
     "tiny": tiny,
 }

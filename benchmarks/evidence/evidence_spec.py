@@ -46,6 +46,10 @@ class Run(Shipped):
     """The embedded model, or a folder with another warm start."""
     updates: int = 8
     """Of each pass over a batch; with 1 and one pass every objective is the same algorithm."""
+    sampler: str = ""
+    """Precision of the sampler's weights: float32, bf16 or fp8, with log-probs of its own; "" is the trainer itself."""
+    anchor: str = "auto"
+    """`rollout` (what the sampler reported) or `old` (what the trainer recomputes)."""
     eval_every: int = 3
 
     @property
@@ -53,12 +57,14 @@ class Run(Shipped):
         """A name that no other run has; the study's own for a plain run."""
         start = "" if self.model == "tiny" else f"-{self.model.rstrip('/').rpartition('/')[2]}"
         parts = [f"-{self.variant}" if self.variant else "", f"-m{self.updates}" if self.updates != 8 else "", start]
+        parts += [f"-{self.sampler}-{self.anchor}" if self.sampler else ""]
         return super().key + "".join(parts)
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe."""
         given = super().layer() | VARIANTS[self.variant]
         given |= {} if self.model == "tiny" else {"model": self.model}
+        given |= {"anchor": self.anchor} if self.sampler else {}
         if self.updates != 8:
             given |= {"steps_per_generation": self.updates, "per_device_train_batch_size": COMPLETIONS // self.updates}
         return given

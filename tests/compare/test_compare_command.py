@@ -47,6 +47,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--algorithms", "tce,bbrl"], "are objectives: --objectives ppo_clip,troll. For a robot, name its recipe: --recipe"),
         (["--recipe", "dem", "--objectives", "troll,dppo"], "there is no recipe 'dem'. Did you mean 'demo'?"),
         (["--objectives", "troll,troll"], "contestants: troll is there twice"),
+        (["--objectives", "troll:bound,dppo"], "a contestant with settings of its own is troll:KEY=VALUE; got troll:bound."),
+        (["--objectives", "troll:bond=1,dppo"], "there is no setting `bond`"),
+        (["--objectives", "troll:bound=-1,dppo"], "troll bound=-1: `bound` is a KL in nats and must be ≥ 0"),
+        (["--recipe", "via_point", "--algorithms", "tce:x=1,bbrl"], "algorithms have no settings of their own here: tce:x=1"),
         (["--objectives", "troll"], "troll alone has nothing to be compared with"),
         (["--objective", "troll"], "compare takes several: --objectives troll,"),
         (["--objectives", "troll,dppo", "--set", "objective=troll"], "compare takes several: --objectives troll,"),
@@ -315,3 +319,35 @@ def test_a_sweep_of_robots_from_end_to_end(tmp_path: Path, capsys: pytest.Captur
 
 def test_jobs_are_named_by_their_folders() -> None:
     assert RunJob(arguments=["train"], folder=Path("a/b")).name == "b"
+
+
+def test_a_contestant_with_settings_of_its_own() -> None:
+    """The objective's own settings go to its table, others to the run; a sweep's value comes on top."""
+    run = make_run("troll bound=0.1 support=union", {"learning_rate": 1e-3}, 7, "report")
+    words = start_arguments("llm", Training(recipe="demo"), run, Path("x"))
+    assert words[1:-1] == [
+        "--recipe=demo", "--objective=troll", "--objective-config.bound=0.1", "--support=union", "--learning-rate=0.001",
+        "--seed=7",
+    ]  # fmt: skip
+    settings = resolve_run("llm", Training(recipe="demo"), run)
+    assert settings.objective_config == {"bound": 0.1}
+    assert (settings.trainer["support"], settings.trainer["learning_rate"]) == ("union", 1e-3)
+
+
+@pytest.mark.parametrize(("name", "runs"), [("a", 7 * 4 * 2), ("b", 3 * 3 * 2), ("f", 5 * 5), ("g", 15 * 2 * 2), ("h", 5 * 2)])
+def test_recipes_of_the_evidence_say_whom_to_compare(
+    name: str, runs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", "--recipe", f"evidence-{name}", "--smoke", "--dry-run", *out]) == 0
+    labels = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(labels) == runs
+
+
+def test_flags_win_over_what_a_recipe_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--objectives", "troll:bound=0.1,dppo", "--seeds", "2", "--sweep", "learning_rate=1e-4"]
+    assert main(["compare", "--recipe", "evidence-a", *flags, "--choose-seeds", "1", "--dry-run", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "troll bound=0.1 learning_rate=1e-4 seed 0" in printed
+    assert "ppo_clip" not in printed
+    assert "seeds      1, 2; settings are chosen on 0" in printed

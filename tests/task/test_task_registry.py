@@ -13,7 +13,7 @@ from corral.task import TASKS, Task, find_task, make_task, names, verify_all
 from corral.task.countdown import Countdown
 
 OFFLINE = {"arithmetic", "code", "countdown", "expression", "reasoning_gym"}
-OURS = OFFLINE | {"gsm8k", "math500", "aime24", "aime25", "amc", "dapo_math", "jsonl", "humaneval", "mbpp", "apps"}
+OURS = OFFLINE | {"gsm8k", "math500", "aime24", "aime25", "amc", "dapo_math", "jsonl", "humaneval", "mbpp", "apps", "words"}
 
 
 def test_every_promised_name_is_there() -> None:

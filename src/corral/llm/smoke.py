@@ -22,6 +22,7 @@ _DATA = Path(__file__).parent / "recipes" / "smoke"
 
 TASK_CONFIG: dict[str, dict[str, Any]] = {
     "gsm8k": {"path": str(_DATA / "gsm8k")},
+    "words": {"path": str(_DATA / "words")},
     "dapo_math": {"path": str(_DATA / "dapo_math.jsonl"), "held_out": 0.3},
 }
 """A few problems of our own, in the shape of data sets that have to be fetched."""

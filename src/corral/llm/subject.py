@@ -10,7 +10,7 @@ from corral.run.choose import choose_checkpoint
 from corral.run.files import RunError
 from corral.run.folder import RunFolder
 
-BUILT_IN = ("tiny", "smollm2", "smoke")
+BUILT_IN = ("tiny", "smollm2", "gemma", "smoke")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 

@@ -14,6 +14,9 @@ from corral.run.files import RunError
 GuardMode = Literal["warn", "stop", "off"]
 """What to do about a collapse."""
 
+COMPARE = "compare"
+"""The table of a recipe that says whom `corral compare` compares; no setting of a run."""
+
 _LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
 """Of .05, as people write it; TOML wants 0.05."""
 
@@ -118,7 +121,9 @@ def read_named(name: str, known: Mapping[str, Path]) -> dict[str, Any]:
     """A layer from a recipe that ships with corral."""
     if name not in known:
         raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
-    return read_file(known[name])
+    layer = read_file(known[name])
+    layer.pop(COMPARE, None)
+    return layer
 
 
 def guess(text: Any) -> Any:

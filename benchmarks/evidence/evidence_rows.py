@@ -1,0 +1,79 @@
+"""Runs of both studies as the page judges them: cells of equal settings, paired differences, collapses with their bound."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "deployed"))
+
+from scipy import stats  # noqa: E402
+from study_table import Row, area, certificate, final, finished, held_out, steps_of  # noqa: E402
+
+from corral.report.statistics import Difference, difference, has_collapsed  # noqa: E402
+
+PLACES = [HERE / "results", HERE.parent / "deployed/results"]
+_DEFAULTS = {"variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1}
+"""Fields that runs of the other study do not have."""
+
+
+def read_runs() -> list[Row]:
+    """Finished runs in the demo's setting whose network nothing holds."""
+    found = ({**_DEFAULTS, **run} for run in finished(PLACES).values() if "held" not in run)
+    return [run for run in found if run["arm"] == "off" and run["recipe"] == "demo" and not run["reuse"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Settings that runs of one cell share; seeds differ."""
+
+    arm: tuple[str, str]
+    """Objective and variant."""
+    rate: float = 3e-4
+    passes: int = 1
+    steps: int = 15
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def runs(self, runs: Iterable[Row]) -> dict[str, Row]:
+        """By seed."""
+        wanted = {**_DEFAULTS, "schedule": "linear", "rate": self.rate, "passes": self.passes, "steps": self.steps}
+        wanted |= {"objective": self.arm[0], "variant": self.arm[1], **self.others}
+        return {str(run["seed"]): run for run in runs if all(run[key] == value for key, value in wanted.items())}
+
+
+def arm_name(arm: tuple[str, str]) -> str:
+    """`troll`, or `troll, unprojected`."""
+    return ", ".join(filter(None, arm))
+
+
+def collapsed(run: Row) -> bool:
+    """Whether a run lost what it had, or never earned anything again."""
+    return bool(run["dead"]) or has_collapsed(held_out(run), "finished")
+
+
+def most_collapses(count: int, runs: int) -> float:
+    """The largest probability of a collapse that this count does not exclude: 95 %, one-sided (Clopper and Pearson).
+
+    0 of 10 is at most 26 %.
+    """
+    return 1.0 if count == runs else float(stats.beta.ppf(0.95, count + 1, runs - count))
+
+
+def measures(runs: Sequence[Row]) -> dict[str, float]:
+    """Means over seeds: area under the held-out curve, final, greedy, KL of the deployed network, share of tokens acted on."""
+    lines = [line for run in runs for line in steps_of(run)]
+    found = {"area": fmean(map(area, runs)), "final": fmean(map(final, runs))}
+    found |= {"greedy": fmean(final(run, "greedy") for run in runs), "start": fmean(held_out(run)[0][1] for run in runs)}
+    found |= {name: fmean(certificate(line, name) for line in lines) for name in ("mean", "p999", "max")}
+    return found | {"acted": fmean(line.get("tr/active_frac", 0.0) for line in lines)}
+
+
+def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row], float] = area) -> Difference | None:
+    """The paired difference in points of success; None where no seed is shared."""
+    a, b = ours.runs(runs), theirs.runs(runs)
+    if not a.keys() & b.keys():
+        return None
+    return difference(*({seed: 100 * read(run) for seed, run in side.items()} for side in (a, b)))

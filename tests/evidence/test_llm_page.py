@@ -1,0 +1,87 @@
+"""docs/results/llm.md says what the raw runs hold, and verdicts say no more than their seeds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import llm_page
+import pytest
+from evidence_rows import Cell, compare, most_collapses, read_runs
+from llm_claims import CLAIMS, judge
+
+RUNS = read_runs()
+
+
+def test_the_page_holds_the_latest_numbers() -> None:
+    text = llm_page.PAGE.read_text()
+    assert llm_page.write(text, RUNS) == text, "run `make results`"
+
+
+def test_every_block_and_every_claim_is_on_the_page_once() -> None:
+    found = llm_page.BLOCK.findall(llm_page.PAGE.read_text())
+    assert sorted(found) == sorted([*llm_page.BLOCKS, *(f"verdict-{claim.name}" for claim in CLAIMS)])
+
+
+def test_raw_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in (llm_page.HERE / "results").iterdir()) < 3_000_000
+
+
+def made_up(objective: str, seed: int, success: list[float], rate: float = 1e-3, **more: Any) -> dict[str, Any]:
+    """A run of the demo with these measurements, one a step."""
+    lines = [{"step": step, "success": value, "greedy": value, "reward": value} for step, value in enumerate(success)]
+    about = {"objective": objective, "rate": rate, "seed": seed, "passes": 1, "steps": 15, "schedule": "linear", "arm": "off"}
+    about |= {"variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "recipe": "demo"}
+    return {**about, "dead": False, "lines": lines, **more}
+
+
+def test_golden_difference() -> None:
+    # Areas by trapezia: (.2 + .4)/2 = .3 against (.2 + .2)/2 = .2, and .4 against .2: 10 and 20 points, in the mean 15.
+    runs = [made_up("troll", 1, [0.2, 0.4]), made_up("ppo_clip", 1, [0.2, 0.2])]
+    runs += [made_up("troll", 2, [0.2, 0.6]), made_up("ppo_clip", 2, [0.2, 0.2])]
+    cells = [Cell(arm=(name, ""), rate=1e-3) for name in ("troll", "ppo_clip")]
+    found = compare(cells[0], cells[1], runs)
+    assert found is not None
+    assert (found.mean.value, found.seeds, found.p) == (pytest.approx(15.0), 2, None)
+    assert compare(cells[0], Cell(arm=("dppo", "")), runs) is None
+
+
+def test_two_seeds_are_too_few_and_a_clear_difference_of_five_holds() -> None:
+    def pair(seeds: int) -> str:
+        runs = [made_up("troll", seed, [0.2, 0.5 + seed / 100]) for seed in range(seeds)]
+        runs += [made_up("ppo_clip", seed, [0.2, 0.1 - seed / 100]) for seed in range(seeds)]
+        return judge(runs)["troll-hot"].word
+
+    assert [pair(seeds) for seeds in (0, 2, 5)] == ["too few runs", "too few runs", "holds here"]
+
+
+def test_the_opposite_and_a_tie_are_told() -> None:
+    runs = [made_up("troll", seed, [0.2, 0.1 + seed / 100]) for seed in range(5)]
+    runs += [made_up("ppo_clip", seed, [0.2, 0.5 - seed / 100]) for seed in range(5)]
+    assert judge(runs)["troll-hot"].word == "opposite here"
+    runs = [
+        made_up(name, seed, [0.2, 0.5 + seed % 2 / 1000 * (name == "troll")])
+        for name in ("troll", "ppo_clip")
+        for seed in range(6)
+    ]
+    verdict = judge(runs)["troll-hot"]
+    assert verdict.word == "does not show here"
+    assert "neither is worse by 2 points or more" in verdict.sentence
+
+
+@pytest.mark.parametrize(("count", "runs", "most"), [(0, 10, 0.2589), (0, 1, 0.95), (5, 5, 1.0), (1, 10, 0.3942)])
+def test_what_a_count_of_collapses_excludes(count: int, runs: int, most: float) -> None:
+    # 0 of n: 1 − .05^(1/n).
+    assert most_collapses(count, runs) == pytest.approx(most, abs=1e-4)
+
+
+def test_a_run_that_died_counts_as_nothing_from_there_on() -> None:
+    run = made_up("reinforce", 1, [0.2, 0.1], dead=True)
+    row = llm_page._cells("reinforce", [run])
+    assert (row[3], row[-1]) == (".000", "1 of 1, at most 100 %")
+
+
+def test_raw_files_hold_one_run_a_line_and_no_machine(tmp_path: Path) -> None:
+    for path in (llm_page.HERE / "results").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            assert isinstance(json.loads(line), dict)
+            assert "/tmp" not in line
