@@ -951,13 +951,6 @@ class TestRefusals:
         trainer = CorralTrainer(tiny_model(), even_words, train_dataset=prompts(), processing_class=tiny_tokenizer())
         assert trainer.objective.name == "troll"
 
-    @pytest.mark.refuses("scale: DeepSpeed ZeRO-3", door="TRL")
-    def test_zero_3_is_refused(self, tmp_path: Path) -> None:
-        args = CorralConfig(**settings(tmp_path))
-        args.deepspeed_plugin = type("Plugin", (), {"zero_stage": 3})()
-        with pytest.raises(ValueError, match="ZeRO-3 is untested"):
-            CorralTrainer(tiny_model(), even_words, args, prompts(), processing_class=tiny_tokenizer())
-
     @pytest.mark.refuses("model: LoRA on the head", door="TRL")
     @pytest.mark.skipif(not FUSED, reason="this TRL computes all logits, with whatever is on the head")
     def test_an_adapter_on_the_head_is_refused(self, tmp_path: Path) -> None:

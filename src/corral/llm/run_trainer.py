@@ -18,6 +18,7 @@ from corral.llm.models import base_model
 from corral.llm.problems import Problems, answer
 from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
+from corral.llm.sharding import is_sharded, root_weights
 from corral.llm.tokens import CompletionSample, token_rows
 from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import updates_per_step
@@ -136,6 +137,7 @@ class RunTrainer(CorralTrainer):
             with (
                 torch.random.fork_rng(devices=devices),
                 unwrap_model_for_generation(self.model_wrapped, process) as unwrapped,
+                root_weights(self.model_wrapped),
             ):
                 model = base_model(unwrapped)  # an adapter sits inside the layers of its base
                 for greedy in (False, True):
@@ -149,12 +151,15 @@ class RunTrainer(CorralTrainer):
         return dict(zip(("success", "greedy"), total.tolist(), strict=True))
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
-        """Rewards of one completion per problem."""
+        """Rewards of one completion per problem. All processes generate equally often: a sharded model needs all of them."""
         session, size = self.session, self.session.settings.eval_batch_size
-        for start in range(0, len(problems), size):
+        most = math.ceil(len(session.held_out) / self.accelerator.num_processes) if is_sharded(self) else len(problems)
+        for start in range(0, most, size):
             batch = problems[start : start + size]
-            ids = session.problems.tokens(batch)
+            ids = session.problems.tokens(batch or session.held_out[:1])
             texts = answer(model, self.processing_class, ids, self.max_completion_length, greedy=greedy)
+            if not batch:
+                continue
             for text, score in zip(texts, session.success(prompts=batch, completions=texts, problem=batch), strict=True):
                 if score is None:
                     name = session.problems.task.name
