@@ -42,26 +42,29 @@ ARM: Mapping[str, Any] = {
     "learner__mean_bound": 0.1,
 }  # fmt: skip
 TCE_ARM: Mapping[str, Any] = {**ARM, "learner__critic_epochs": 4, "learner__critic_rate": 3e-3}
-NARROW: Mapping[str, Any] = {"learner__entropy_equal": "true", "learner__entropy_floor": -3.0}
-"""Exploration narrows from its first standard deviation to e^(−3 − 1.42) = 0.012."""
+HELD: Mapping[str, Any] = {"learner__deployed_bound": 0.2}
+"""Once or twice in a hundred batches the network leaves its region by tens of nats, and what it had learned is gone."""
 CONTEXT: Mapping[str, Any] = {"learner__critic_inputs": "context"}
+NARROW: Mapping[str, Any] = {"learner__entropy_equal": "true", "learner__entropy_floor": -2.0}
+"""Exploration narrows from its first standard deviation to e^(−2 − 1.42) = 0.033."""
+FEW: Mapping[str, Any] = {"learner__episodes": 64, "iterations": 1000}
 TCE_TRIED: Mapping[str, Mapping[str, Any]] = {
     "base": {},
-    "context": CONTEXT,
-    "narrow": NARROW,
-    "narrow-context": NARROW | CONTEXT,
-    "narrow2-context": NARROW | CONTEXT | {"learner__entropy_floor": -2.0},
-    "large-context": CONTEXT | {"learner__episodes": 1024, "iterations": 200, "learner__critic_epochs": 2},
-    "slow-context": CONTEXT | {"learner__policy_rate": 3e-4},
-    "near-context": CONTEXT | {"learner__mean_bound": 0.03},
-    "basis3-context": CONTEXT | {"prodmp__basis": 3},
-    "leaky": {"learner__activation": "leaky_relu"},
-    "points10": {"learner__points": 10},
-    "jitter": {"learner__jitter": 1e-2},
-    "set-covariance": {"learner__set_covariance": "true", "learner__regression": 10.0},
-    "narrow-slow-context": NARROW | CONTEXT | {"learner__policy_rate": 3e-4},
-    "narrow-many-context": NARROW | CONTEXT | {"learner__episodes": 64, "iterations": 2000, "learner__policy_epochs": 6},
-    "narrow-leaky-context": NARROW | CONTEXT | {"learner__activation": "leaky_relu"},
+    "held": HELD,
+    "held-context": HELD | CONTEXT,
+    "held-narrow": HELD | NARROW,
+    "held-narrow-context": HELD | NARROW | CONTEXT,
+    "held-far": {"learner__mean_bound": 0.3, "learner__deployed_bound": 0.5},
+    "held-far-fast": {"learner__mean_bound": 0.3, "learner__deployed_bound": 0.5, "learner__policy_rate": 2e-3},
+    "held-near": {"learner__mean_bound": 0.03, "learner__deployed_bound": 0.07},
+    "held-slow": HELD | {"learner__policy_rate": 3e-4},
+    "held-few": HELD | FEW,
+    "held-large": HELD | {"learner__episodes": 1024, "iterations": 200, "learner__critic_epochs": 2},
+    "held-leaky": HELD | {"learner__activation": "leaky_relu"},
+    "held-wide": HELD | {"learner__hidden": "[256,256]"},
+    "held-basis3": HELD | {"prodmp__basis": 3},
+    "held-basis8": HELD | {"prodmp__basis": 8},
+    "held-spread": HELD | {"learner__cov_bound": 0.05},
 }
 
 
@@ -71,4 +74,34 @@ def arm_explore() -> Iterator[Job]:
         yield from jobs(f"explore-{name}", "via_point_sparse", TUNED_ON, **{**TCE_ARM, **changes})
 
 
-PLANS = {"arm-explore": arm_explore}
+LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
+"""A checkpoint a minute or so, since a piece may end at any time."""
+
+
+def hopper_long() -> Iterator[Job]:
+    """Hopper jump at 10 million steps with five seeds, then TCE and BBRL once at the published 48 million."""
+    ten, whole = LONG | {"iterations": 625}, LONG | {"iterations": 3000, "eval_every": 60}
+    for iterations, seeds in ((ten, SEEDS), (whole, SEEDS[:1])):
+        size = f"{iterations['iterations'] * 0.016:.0f}M"
+        yield from jobs(f"hopper-{size}-tce", "hopper_jump", seeds, **iterations)
+        yield from jobs(f"hopper-{size}-tce-takeoff", "hopper_jump", seeds, **iterations, learner__move_to_event="true")
+        yield from jobs(f"hopper-{size}-tce-published", "hopper_jump_published", seeds, **iterations)
+        yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **iterations, algorithm="bbrl")
+    five = LONG | {"iterations": 320, "algorithm": "sb3-ppo"}
+    yield from jobs("hopper-5M-ppo", "hopper_jump", SEEDS, **five)
+    yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
+
+
+def box_long() -> Iterator[Job]:
+    """Box pushing, dense, at 10 million steps with five seeds and once at 40; both sparse rewards with three."""
+    ten = LONG | {"iterations": 1316, "eval_every": 50}
+    for row in ("tce", "bbrl"):
+        yield from jobs(f"box-10M-{row}", "box_pushing", SEEDS, **ten, algorithm=row)
+    for reward in ("temporal_sparse", "temporal_spatial_sparse"):
+        for row in ("tce", "bbrl"):
+            changes = ten | {"algorithm": row, "environment_config__reward": reward}
+            yield from jobs(f"box-10M-{reward}-{row}", "box_pushing", SEEDS[:3], **changes)
+    yield from jobs("box-40M-tce", "box_pushing", SEEDS[:1], **ten | {"iterations": 5264, "eval_every": 100})
+
+
+PLANS = {"arm-explore": arm_explore, "hopper-long": hopper_long, "box-long": box_long}

@@ -42,7 +42,7 @@ def row_of(config: Mapping[str, Any]) -> str:
         return "TCE, published rules"
     if algorithm == "tce" and chosen["move_to_event"]:
         return "TCE, paid at take-off"
-    return ROWS[algorithm]
+    return ROWS[algorithm] + (", same controller" if chosen.get("controller_span") else "")
 
 
 def read_run(path: Path) -> Run | None:

@@ -188,6 +188,15 @@ def test_what_rllm_cannot_run_is_refused(objective: str, params: dict[str, Any],
         rllm.make_loss(objective)(rllm_context(make_batch(), params, one=False))
 
 
+@pytest.mark.parametrize(("objective", "pinned"), [("gspo", HOW), ("ppo_clip", None)])
+def test_a_sequences_value_is_averaged_over_sequences_whatever_rllm_is_set_to(objective: str, pinned: str | None) -> None:
+    modes: list[str | None] = []
+    context = rllm_context(make_batch(), {}, one=False)
+    context.aggregate = lambda per_token, mask, mode=None: modes.append(mode) or per_token.sum()
+    rllm.make_loss(objective)(context)
+    assert modes == [pinned]
+
+
 def test_rllms_anchor_is_the_one_that_was_meant() -> None:
     batch = make_batch()
     without = SimpleNamespace(**{**vars(rllm_context(batch, {}, one=False)), "logp_rollout": None})

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from corral.robot.baseline import BASELINES, REPLAY_FIELDS, Baseline, BaselineConfig, StepEnvironments
+from corral.robot.baseline import BASELINES, REPLAY_FIELDS, Baseline, BaselineConfig
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.env.vector import Threads
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
+from corral.robot.step_environments import StepEnvironments
 from corral.robot.tracking import Tracking
 from tolerance import assert_close
 
@@ -141,6 +142,47 @@ def test_episodes_of_different_lengths_begin_anew_one_by_one(blocks: int) -> Non
     again = [second - (4 - first) if first < 4 else second for first, second in zip(lengths[:4], lengths[4:], strict=True)]
     assert seen[:, 0].tolist() == [left or lengths[4 + index] for index, left in enumerate(again)]
     world.close()
+
+
+def test_golden_command_of_the_controller() -> None:
+    # Gains 10 and 1: first at 0.5 rad, now at 0.6 and 0.2 rad/s; a = 0.25 of 0.8 rad asks for 0.7: 10 · 0.1 − 0.2 = 0.8. a = 9
+    # counts as 1, which asks for 1.3 and saturates.
+    envs = StepEnvironments(plant(2), 2, seed=0, controller_span=0.8)
+    first, seen = np.zeros((2, 15)), np.zeros((2, 15))
+    first[:, :5], seen[:, :5], seen[:, 5:10] = 0.5, 0.6, 0.2
+    found = envs.commands(np.array([[0.25] * 5, [9.0] * 5]), first, seen)
+    np.testing.assert_allclose(found, [[0.8] * 5, [1.0] * 5], rtol=1e-6)
+    assert envs.action_space == gymnasium.spaces.Box(-1, 1, (5,), np.float32)
+    np.testing.assert_array_equal(StepEnvironments(plant(2), 2, seed=0).commands(seen[:, :5], first, seen), seen[:, :5])
+
+
+def test_one_action_through_the_controller_is_a_plan_that_stands_still() -> None:
+    world, action = plant(2), np.array([[0.5, -0.2, 0.1, 0.0, 1.0], [-0.3, 0.6, 0.0, 0.2, -1.0]])
+    envs = StepEnvironments(world, 4, seed=7, controller_span=0.8)
+    seeds = episode_seeds(7, 3, 4)
+    context = [world.start(seeds[:2]), world.start(seeds[2:])]
+    plans = [np.repeat((part[:, :5] + 0.8 * action)[:, None], 100, 1) for part in context]
+    expected = [world.follow(world.start(x), plan, 0 * plan) for x, plan in zip((seeds[:2], seeds[2:]), plans, strict=True)]
+    envs.begin(3)
+    seen = [envs.reset()]
+    for _ in range(199):
+        envs.step_async(action)
+        seen.append(envs.step_wait()[0])
+    for episodes, rows in zip(expected, (slice(0, 100), slice(100, 200)), strict=True):
+        found = torch.from_numpy(np.stack(seen[rows], 1))
+        assert_close(found, episodes.observations[:, :100].float())
+
+
+def test_a_policy_is_evaluated_through_the_controller_it_was_trained_with() -> None:
+    agent = baseline("sb3-ppo", envs=2, episodes=4, controller_span=0.5)
+    agent.step()
+    found = agent.evaluate(held_out_seeds(2))
+    context = found.observations[:, 0].numpy()
+    for t in (0, 40):
+        seen = found.observations[:, t].numpy()
+        wanted = agent.model.predict(seen.astype(np.float32), deterministic=True)[0]
+        assert_close(found.actions[:, t], torch.from_numpy(agent.envs.commands(wanted, context, seen)).double())
+    assert found.actions.abs().max() > 0
 
 
 def test_who_says_nothing_of_success_has_not_failed() -> None:

@@ -5,22 +5,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from corral.robot.env.vector import reset_each
-from corral.robot.episode import UPDATES, Episodes, Plant, check_finite, episode_seeds, read_info
+from corral.robot.episode import UPDATES, Episodes, Plant, episode_seeds
 from corral.robot.tracking import Array
 from corral.validate import require
 
 try:
     from stable_baselines3 import PPO, SAC
     from stable_baselines3.common.buffers import ReplayBuffer
-    from stable_baselines3.common.vec_env import VecEnv
+
+    from corral.robot.step_environments import StepEnvironments
 except ImportError as error:
     raise ImportError("corral.robot.baseline needs stable-baselines3: pip install corral[robot].") from error
 
@@ -53,27 +52,31 @@ class BaselineConfig:
     """SAC: for so many steps of the environments …"""
     gradient_steps: int = 8
     """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
+    controller_span: float | None = None
+    """Radians: an action is where the joints should be, so far around where they began, and the controller of plans leads them
+    there. Without it, an action is the environment's own."""
 
     def __post_init__(self) -> None:
         counts = ("iterations", "episodes", "epochs", "minibatches", "train_freq", "gradient_steps")
         require(self, *counts, at_least=1, integer=True)
         require(self, "rate", above=0)
+        require(self, "controller_span", above=0, finite=True, optional=True)
         require(self, "gamma", at_least=0, at_most=1)
 
 
 class Baseline:
     """A policy that chooses an action at every step, trained and evaluated as `Learner`s are.
 
-    Actions are the environment's own: no plan and no controller stand between. An episode's end is an end: the time is part
-    of the observation, so no value is expected beyond it. Training meets the contexts that TCE meets with the same seed, and
-    everything random is a function of (seed, iteration).
+    Actions are the environment's own, or with `controller_span` targets of the controller that plans have. An episode's end is
+    an end: the time is part of the observation, so no value is expected beyond it. Training meets the contexts that TCE meets
+    with the same seed, and everything random is a function of (seed, iteration).
     """
 
     def __init__(self, plant: Plant, algorithm: str, config: BaselineConfig, *, seed: int = 0) -> None:
         if algorithm not in BASELINES:
             raise ValueError(f"baseline: `algorithm` is one of {', '.join(BASELINES)}; got {algorithm!r}.")
         self.plant, self.name, self.config, self.seed, self.iteration = plant, algorithm, config, seed, 0
-        self.envs = StepEnvironments(plant, config.episodes, seed)
+        self.envs = StepEnvironments(plant, config.episodes, seed, config.controller_span)
         kind, gsde = BASELINES[algorithm]
         common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde, "device": "cpu"}
         common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
@@ -136,12 +139,13 @@ class Baseline:
             context = self.plant.start(seeds[rows])
             if self.model.use_sde and not deterministic:
                 (self.model.actor if isinstance(self.model, SAC) else self.model.policy).reset_noise(len(context))
-            parts.append(
-                self.plant.act(
-                    context, lambda _, seen: self.model.predict(seen.astype(np.float32), deterministic=deterministic)[0]
-                )
-            )
+            parts.append(self.plant.act(context, partial(self._act, context, deterministic)))
         return Episodes.cat(parts)
+
+    def _act(self, first: Array, deterministic: bool, _: int, seen: Array) -> Array:
+        """The environments' actions in states [E O] of episodes that began in `first` [E O]."""
+        action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
+        return self.envs.commands(action, first, seen)
 
     def state(self) -> dict[str, Any]:
         """A checkpoint: networks, counters, and of SAC the replay buffer; a copy, which later steps do not change."""
@@ -173,76 +177,6 @@ def _sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
     assert model.replay_buffer is not None
     assert model.log_ent_coef is not None
     return model.replay_buffer, model.log_ent_coef
-
-
-class StepEnvironments(VecEnv):
-    """A `Plant`'s environments as stable-baselines3 wants them: what is over starts anew in the same step."""
-
-    def __init__(self, plant: Plant, episodes: int, seed: int) -> None:
-        space = plant.envs.single_observation_space
-        observed = gymnasium.spaces.Box(-np.inf, np.inf, space.shape, np.float32)
-        self.envs, self.run_seed, self.finished = plant.envs, seed, list[tuple[float, float]]()
-        super().__init__(plant.envs.num_envs, observed, plant.envs.single_action_space)
-        self.rounds, odd = divmod(episodes, self.num_envs)
-        if odd or not self.rounds:
-            raise ValueError(
-                f"baseline: `episodes` must be a multiple of the {self.num_envs} environments; got {episodes}. Use as many "
-                f"environments as episodes, or a divisor of them."
-            )
-
-    def begin(self, iteration: int) -> None:
-        """The contexts of this batch come next."""
-        self.finished.clear()
-        seeds = episode_seeds(self.run_seed, iteration, self.rounds * self.num_envs)
-        self._context_seeds = np.array(seeds).reshape(-1, self.num_envs)
-        self._played = np.zeros(self.num_envs, int)
-
-    def reset(self) -> Array:
-        self._returns = np.zeros(self.num_envs)
-        observation, _ = reset_each(self.envs, self._next_seeds())
-        return np.asarray(observation, np.float32)
-
-    def step_async(self, actions: Array) -> None:
-        self._actions = actions
-
-    def step_wait(self) -> tuple[Array, Array, NDArray[np.bool_], list[dict[str, Any]]]:
-        observation, reward, terminated, truncated, info = self.envs.step(self._actions)
-        observation, over = np.asarray(observation, np.float32), terminated | truncated
-        check_finite(observation, reward)
-        self._returns += reward
-        infos: list[dict[str, Any]] = [{} for _ in over]
-        if over.any():
-            success = read_info(info, "success", self.num_envs)
-            for index in np.flatnonzero(over):
-                infos[index] = {"terminal_observation": observation[index], "TimeLimit.truncated": False}
-                self.finished.append((float(self._returns[index]), float(success[index])))
-            self._returns[over] = 0.0
-            self._played += over
-            options = None if over.all() else {"reset_mask": over}
-            fresh, _ = reset_each(self.envs, self._next_seeds(), options)
-            observation = np.where(over[:, None], np.asarray(fresh, np.float32), observation)
-        return observation, np.asarray(reward, np.float32), over, infos
-
-    def _next_seeds(self) -> list[int]:
-        """Of each environment's next episode; one more than the batch holds begins in its last step, and is never played."""
-        return [int(x) for x in self._context_seeds[self._played.clip(max=self.rounds - 1), np.arange(self.num_envs)]]
-
-    def close(self) -> None:
-        self.envs.close()
-
-    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        # Asked for by stable-baselines3 itself when it looks for a render mode; nothing else is shared by all environments.
-        return [getattr(self.envs, attr_name)] * self.envs.num_envs
-
-    # VecEnv declares the next two abstract; nothing that trains here calls them.
-    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        raise NotImplementedError("StepEnvironments: environments keep the attributes they were made with.")
-
-    def env_method(self, method_name: str, *args: Any, indices: Any = None, **settings: Any) -> list[Any]:
-        raise NotImplementedError("StepEnvironments: environments have no methods of their own here.")
-
-    def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
-        return [False] * self.num_envs
 
 
 @contextmanager

@@ -115,6 +115,7 @@ def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
     """The content of config.json."""
     environment = ENVIRONMENTS[settings.environment]
     planned = isinstance(agent, Learner)
+    controlled = planned or agent.config.controller_span is not None
     return {
         "settings": settings.flat(),
         "objective": {"name": settings.algorithm, **asdict(agent.config)},
@@ -123,7 +124,7 @@ def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
             **settings.environment_config,
             "steps": environment.steps,
             "dt": environment.dt,
-            "tracking": asdict(environment.tracking) if planned else None,
+            "tracking": asdict(environment.tracking) if controlled else None,
         },
         "model": {
             "name": model_name(settings),

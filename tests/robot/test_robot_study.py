@@ -1,0 +1,48 @@
+"""The study of robots in pieces: plans that can be resolved, and runs that travel in archives."""
+
+import json
+from pathlib import Path
+
+import pytest
+import robot_study
+from robot_plans import PLANS, TUNED_ON
+
+from corral.robot.prepare import EPISODIC
+from corral.robot.settings import coerce_fields, read_recipe, resolve
+from corral.run.settings import nested
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan: str) -> None:
+    jobs = list(PLANS[plan]())
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        given = nested([("seed", str(job.seed)), *job.changes], ("environment_config", "prodmp", "learner"))
+        settings = resolve([read_recipe(job.recipe), given])
+        if settings.algorithm in EPISODIC:
+            EPISODIC[settings.algorithm][1](**coerce_fields("learner", EPISODIC[settings.algorithm][1], settings.learner))
+        assert (settings.seed in TUNED_ON) == (plan.endswith(("explore", "tune")))
+
+
+def test_runs_travel_in_archives_and_the_newest_stays(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for name, stopped in (("a-0", "finished"), ("b-0", "interrupted")):
+        (first / name / "checkpoints").mkdir(parents=True)
+        (first / name / "summary.json").write_text(json.dumps({"stopped": stopped}))
+    second.mkdir()
+    robot_study.pack([first / "a-0", first / "b-0"], first)
+    assert len(list(first.glob("runs-*.tar.gz"))) == 2  # one run each, of at most six archives
+    (second / "b-0").mkdir()
+    robot_study.unpack([first], second)
+    assert robot_study.is_finished(second / "a-0")
+    assert not list((second / "b-0").iterdir())  # was there already
+
+
+def test_an_outcome_is_the_last_measurement(tmp_path: Path) -> None:
+    assert "nothing measured" in robot_study.outcome(tmp_path)
+    lines = [
+        {"step": 1, "return": -2.0, "success": 0.5, "seconds": 3.0},
+        {"step": 2, "return": None, "success": None, "seconds": 4.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "ret')  # cut off
+    assert robot_study.outcome(tmp_path).split() == ["step", "1", "success", "0.500", "return", "-2.00", "3", "s"]
