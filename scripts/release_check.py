@@ -10,6 +10,7 @@ A few minutes and 2 GB each.
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +25,9 @@ INTERPRETERS = ("3.11", "3.12", "3.13", "3.14")
 
 def run(*command: object, cwd: Path = ROOT) -> str:
     """What a command printed; the check ends with what it said where it failed."""
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other spin where others work too
+    environment.pop("PYTHONPATH", None)  # what is tried is the wheel
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"$ {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
     return done.stdout
