@@ -138,11 +138,26 @@ def slime_args(objective: str, **more: Any) -> Any:
         (SimpleNamespace(), {}, "set corral_objective"),
         (slime_args("dppo"), {"rollout_log_probs": None}, "anchored on the sampler's log-probs, which is not there"),
         (slime_args("gspo"), {"response_lengths": [3, 6]}, "context parallelism has split them"),
+        (slime_args("ppo_clip", use_rollout_logprobs=True), {"log_probs": None}, r"old policy.*not there.*anchor='rollout'"),
     ],
 )
 def test_what_slime_cannot_run_is_refused(args: Any, other: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         slime.policy_loss_function(args, slime_batch(**other), torch.full((1, 8), -1.0), torch.sum)
+
+
+@pytest.mark.usefixtures("slime_module")
+@pytest.mark.parametrize(
+    ("args", "other"),
+    [
+        (slime_args("ppo_clip"), {"log_probs": None}),  # the only update of a batch: the new policy is the old one
+        (slime_args("ppo_clip", use_rollout_logprobs=True), {}),  # get_mismatch_metrics has it recomputed all the same
+        (slime_args("ppo_clip", use_rollout_logprobs=True, corral_anchor="rollout"), {"log_probs": None}),
+    ],
+)
+def test_slime_has_an_old_policy_wherever_that_is_the_new_one_or_was_recomputed(args: Any, other: dict[str, Any]) -> None:
+    _, log = slime.policy_loss_function(args, slime_batch(**other), torch.full((1, 8), -1.0), torch.mean)
+    assert log["tr/ratio_max"] == 1
 
 
 @pytest.mark.usefixtures("slime_module")

@@ -19,6 +19,7 @@ from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
+from corral.llm.turns import rollout
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
@@ -109,6 +110,8 @@ def _run(
         guard=guard,
         view=view,
         lines=lines,
+        tool=parts.tool,
+        problem_of={str(row["prompt"]): row["problem"] for row in parts.dataset} if parts.tool is not None else {},
     )
     if is_alone_by_mistake():
         view.warn(ALONE)
@@ -144,7 +147,9 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     level = log.level
     log.setLevel(logging.ERROR)  # the banner says the same, in its place
     set_seed(settings.seed)  # the trainer does that too, but an adapter is drawn before
+    played = {} if parts.tool is None else {"rollout_func": rollout}
     try:
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # a rollout_func is; tests run every release that is accepted
         trainer = RunTrainer(
             parts.model,
             parts.rewards,
@@ -153,6 +158,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
             processing_class=parts.problems.tokenizer,
             peft_config=parts.adapter,
             teacher=parts.teacher,
+            **played,
         )
     except ValueError as error:  # what only TRL, peft and the model together can tell
         raise RunError(str(error)) from error
