@@ -90,6 +90,11 @@ def test_skyrl_without_a_samplers_log_probs_or_with_corrections_is_refused() -> 
     assert metrics["clip_ratio"] == metrics["tr/active_frac"]
     with pytest.raises(ValueError, match=r"dppo is anchored on the sampler's log-probs, which is not there"):
         loss(*fields, skyrl_config(), mask)
+    new, _, advantages = fields  # where SkyRL skips the old policy's pass
+    with pytest.raises(ValueError, match=r"ppo_clip is anchored on the old policy.*not there.*anchor='rollout' if"):
+        skyrl.make_policy_loss("ppo_clip")(new, None, advantages, skyrl_config(), mask, rollout)
+    with pytest.raises(ValueError, match=r"which is not there\. Choose another objective\.$"):
+        skyrl.make_policy_loss("ppo_clip")(new, None, advantages, skyrl_config(), mask)
     with pytest.raises(ValueError, match=r"off_policy_correction\.tis_ratio_type is set"):
         loss(*fields, skyrl_config(tis_ratio_type="token"), mask, rollout)
     with pytest.raises(ValueError, match=r"off_policy_correction\.outlier_token_is_threshold_low is set"):
@@ -337,6 +342,22 @@ def test_nemo_rl_without_a_support_is_refused() -> None:
     tokens, new, old = policies()
     with pytest.raises(ValueError, match=r"Call add_old_support before policy\.train"):
         nemo_rl.CorralLoss("troll")(nemo_batch(tokens, old), torch.ones(()), torch.ones(()), student_topk_logprobs=new[..., :4])
+
+
+@pytest.mark.usefixtures("nemo_module")
+def test_nemo_rls_zeros_in_the_place_of_old_log_probs_are_refused() -> None:
+    # force_on_policy_ratio=true: NeMo-RL skips the old pass and fills prev_logprobs with 0.
+    tokens, new, old = policies()
+    data = nemo_batch(tokens, old)
+    data["prev_logprobs"] = torch.zeros(2, 6)
+    logp = new.gather(-1, tokens[..., None])[..., 0]
+    total = (torch.tensor(2.0), torch.tensor(10.0))
+    with pytest.raises(ValueError, match=r"every prev_logprob is 0, as loss_fn\.force_on_policy_ratio=true makes them"):
+        nemo_rl.CorralLoss("ppo_clip")(data, *total, next_token_logprobs=logp)
+    nemo_rl.CorralLoss("dppo")(data, *total, next_token_logprobs=logp)  # reads the sampler's
+    nemo_rl.CorralLoss("ppo_clip")(data, *total, next_token_logprobs=torch.zeros(2, 5))  # a policy that is certain
+    with pytest.raises(ValueError, match="force_on_policy_ratio"):
+        nemo_rl.add_old_support(data, {"topk_logits": old[..., :4], "topk_indices": torch.arange(4).expand(2, 5, 4)})
 
 
 def test_a_tail_of_one_minus_the_rest_has_a_floor() -> None:
