@@ -150,7 +150,7 @@ def sentence(runs: Sequence[Row]) -> str:
     return (
         f"With one pass over each batch TROLL and clipping tie ({percent('troll', first)}, {percent('ppo_clip', first)}). "
         f"With {last}, TROLL has {percent('troll', last)} and moves {nats('troll')} nats a step,\n"
-        f"clipping {percent('ppo_clip', last)} and {nats('ppo_clip')}. (A small model, {few} a point: "
+        f"clipping {percent('ppo_clip', last)} and {nats('ppo_clip')}. (A small model, {few} a point, signs rather than proof: "
         "[the study](docs/deployed.md#the-study); `make results`.)"
     )
 
