@@ -13,7 +13,7 @@ from transformers import Trainer
 from corral.kernels.logits import LogitSpec
 from corral.kernels.packed import Packing
 from corral.llm.processes import is_alone_by_mistake, lost_process, run_together
-from corral.llm.scoring_pass import HeadInputs, ScoringPass
+from corral.llm.scoring_pass import HeadInputs, HeadResult, ScoringPass
 from corral.llm.sharding import check_teacher, is_sharded, parallelism_refusals, root_weights, vocabulary_size
 from corral.run.files import RunError
 
@@ -72,6 +72,10 @@ class TestWeights:
         weight.fill_(1.0)  # by the next update
         assert kept is not None
         assert float(kept.head.weight.sum()) == 0.0
+        scoring.results.append(HeadResult(packing=packing, hidden=kept))
+        second = scoring.keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
+        assert second is not None
+        assert second.head is kept.head
 
     def test_a_model_that_is_whole_needs_nothing(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path)

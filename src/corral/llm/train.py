@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,22 @@ from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
 from corral.run.view import RunView, make_view
 
 
-def train(settings: Settings, *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False) -> Outcome:
+def train(
+    settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
+) -> Outcome:
     """Start a run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
+    given = settings if isinstance(settings, Settings) else resolve([settings])
 
     def begin() -> tuple[Settings, Parts, RunFolder | None]:
-        pinned, folder = pin_model(settings), None
+        pinned, folder = pin_model(given), None
         parts = prepare(pinned)
         if is_main():
-            folder = RunFolder.create(out, f"{settings.task}-{settings.objective}-{settings.seed}", smoke=smoke)
+            folder = RunFolder.create(out, f"{given.task}-{given.objective}-{given.seed}", smoke=smoke)
             folder.write_config(config_content(pinned, parts))
         return pinned, parts, folder
 
-    settings, parts, folder = run_together(begin, cpu=_on_cpu(settings))
-    return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
+    pinned, parts, folder = run_together(begin, cpu=_on_cpu(given))
+    return _run(pinned, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
 
 
 def resume(
