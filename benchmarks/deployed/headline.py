@@ -1,92 +1,106 @@
-"""README's figure, docs/headline.svg, and the sentence below it: what a batch of rollouts is good for. Trains nothing.
+"""README's figure, docs/headline.svg, and the sentence below it: rollouts that a given success takes. Trains nothing.
 
     python benchmarks/deployed/headline.py
 
-From benchmarks/deployed/results: the demo as it ships, ten steps at its own rate, nothing held, one to eight passes a batch.
+From benchmarks/deployed/results: TROLL and clipping as they were tuned, on the fresh seeds of the study.
 """
 
 import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+from typing import NamedTuple
 
-from spec import START
-from study_table import Row, certificate, final, finished, steps_of
+from plans import CHOSEN
+from study_confirm import LEVEL, runs_of, steps_to
+from study_table import Row, certificate, final, finished, held_out, steps_of
 
-from corral.report.looks import DARK, LIGHT, SHAPES, assign_looks
+from corral.report.looks import DARK, LIGHT, assign_looks
 from corral.run.files import write_whole
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results")
-NAMES = {"troll": "TROLL", "dppo": "DPPO", "ppo_clip": "PPO clip"}
-PASSES = (1, 2, 4, 8)
 BLOCK = re.compile(r"<!-- headline -->\n.*?<!-- /headline -->", re.DOTALL)
-Points = dict[tuple[str, int], list[float]]
-"""A value per seed, by objective and passes."""
+LABELS = ("TROLL, 4 passes", "clip, 4 passes", "clip, 1 pass")
+"""The first three of `CHOSEN`."""
+BATCHES = 20
+"""Where the axis ends."""
+Curve = list[tuple[float, float]]
 
 
-def chosen(runs: Sequence[Row]) -> list[Row]:
-    """Ten steps of the demo at its own rate, with nothing held."""
-    wanted = {"rate": 2e-4, "arm": "off", "steps": 10, "recipe": "demo"}
-    found = [run for run in runs if wanted.items() <= run.items() and run.get("start", START) == START]
-    return [run for run in found if not run.get("reuse") and run.get("passes") in PASSES]
+class Line(NamedTuple):
+    """A setting's runs, as curves over batches of rollouts."""
+
+    label: str
+    objective: str
+    dashed: bool
+    curves: list[Curve]
+
+    @property
+    def mean(self) -> Curve:
+        """Over the runs, where all of them have a point."""
+        return [(group[0][0], fmean(y for _, y in group)) for group in zip(*self.curves, strict=False)]
 
 
-def points(runs: Sequence[Row], value: Callable[[Row], float]) -> Points:
-    """Values by objective and passes, each over its seeds."""
-    found: Points = {}
-    for run in runs:
-        if run["objective"] in NAMES:
-            found.setdefault((run["objective"], run["passes"]), []).append(value(run))
-    return found
+def tuned(runs: Sequence[Row]) -> list[list[Row]]:
+    """Runs of each setting on fresh seeds."""
+    return [runs_of(runs, how) for how in CHOSEN[: len(LABELS)]]
 
 
-def moved(run: Row) -> float:
-    """Nats that the network moves in a step, mean over tokens and steps."""
-    return fmean(certificate(line, "mean") for line in steps_of(run))
+def moved(run: Row) -> Curve:
+    """Nats that the network moves in each step."""
+    return [(float(line["step"]), certificate(line, "mean")) for line in steps_of(run)]
+
+
+def lines(groups: Sequence[Sequence[Row]], read: Callable[[Row], Curve]) -> list[Line]:
+    """A line per setting that has runs; one pass is dashed."""
+    return [
+        Line(label, group[0]["objective"], group[0]["passes"] == 1, [read(run) for run in group])
+        for label, group in zip(LABELS, groups, strict=True)
+        if group
+    ]
 
 
 class Panel:
-    """Lines over passes inside a box, a dot per seed; `scale` maps a value to 0 (bottom) … 1 (top)."""
+    """Lines over batches inside a box, each run faint behind its mean; `scale` maps a value to 0 (bottom) … 1 (top)."""
 
-    left, width, top, height = 50.0, 330.0, 44.0, 160.0
+    left, width, top, height = 50.0, 235.0, 44.0, 160.0
 
-    def __init__(self, title: str, found: Points, scale: Callable[[float], float], ticks: dict[str, float]) -> None:
-        self.title, self.found, self.scale, self.ticks = title, found, scale, ticks
+    def __init__(self, title: str, drawn: list[Line], scale: Callable[[float], float], ticks: dict[str, float]) -> None:
+        self.title, self.drawn, self.scale, self.ticks = title, drawn, scale, ticks
 
-    def place(self, passes: int, value: float) -> tuple[float, float]:
-        x = self.left + 16 + (self.width - 112) * math.log2(passes) / math.log2(PASSES[-1])
-        return x, self.top + self.height * (1 - min(max(self.scale(value), 0.0), 1.0))
+    def place(self, batch: float, value: float) -> tuple[float, float]:
+        """Where a point is."""
+        up = min(max(self.scale(value), 0.0), 1.0)
+        return self.left + self.width * batch / BATCHES, self.top + self.height * (1 - up)
+
+    def _path(self, curve: Curve) -> str:
+        return "M" + " ".join("{:.1f} {:.1f}".format(*self.place(*point)) for point in curve)
 
     def svg(self, shift: float) -> str:
+        """The panel, moved to the right by `shift`."""
+        bottom = self.top + self.height
         out = [f'<g transform="translate({shift:g} 0)"><text class="title" x="{self.left:g}" y="22">{self.title}</text>']
         for text, value in self.ticks.items():
-            y = self.place(1, value)[1]
-            out.append(f'<path class="grid" d="M{self.left:g} {y:.1f}h{self.width - 80:g}"/>')
+            y = self.place(0, value)[1]
+            out.append(f'<path class="grid" d="M{self.left:g} {y:.1f}h{self.width:g}"/>')
             out.append(f'<text class="tick" x="{self.left - 8:g}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-        for passes in PASSES:
-            x = self.place(passes, 0)[0]
-            out.append(
-                f'<text class="tick" x="{x:.1f}" y="{self.top + self.height + 20:g}" text-anchor="middle">{passes}</text>'
-            )
-        middle = (self.place(PASSES[0], 0)[0] + self.place(PASSES[-1], 0)[0]) / 2
-        out.append(f'<text class="tick" x="{middle:.1f}" y="{self.top + self.height + 40:g}" text-anchor="middle">')
-        out.append("passes over each batch of rollouts</text>")
-        ends = {name: fmean(self.found[name, PASSES[-1]]) for name in NAMES if (name, PASSES[-1]) in self.found}
-        labels = _apart({name: self.place(PASSES[-1], value)[1] for name, value in ends.items()})
-        for name, (_, marker) in assign_looks(NAMES).items():
-            here = [(passes, self.found[name, passes]) for passes in PASSES if (name, passes) in self.found]
-            line = " ".join("{:.1f} {:.1f}".format(*self.place(passes, fmean(values))) for passes, values in here)
-            out.append(f'<path class="line {name}" d="M{line}"/>')
-            for passes, values in here:
-                dots = [self.place(passes, value) for value in values]
-                out += [f'<circle class="dot {name}" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in dots]
-                x, y = self.place(passes, fmean(values))
-                out.append(f'<path class="mark {name}" transform="translate({x:.1f} {y:.1f})" d="{SHAPES[marker]}"/>')
-            if name in labels:
-                x = self.place(PASSES[-1], 0)[0] + 12
-                out.append(f'<text class="label {name}" x="{x:.1f}" y="{labels[name] + 4:.1f}">{NAMES[name]}</text>')
+        for batch in range(0, BATCHES + 1, 5):
+            x = self.place(batch, 0)[0]
+            out.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 20:g}" text-anchor="middle">{batch}</text>')
+        middle = self.left + self.width / 2
+        out.append(f'<text class="tick" x="{middle:g}" y="{bottom + 40:g}" text-anchor="middle">batches of rollouts</text>')
+        ends = {line.label: line.mean[-1] for line in self.drawn}
+        heights: dict[str, float] = {}
+        for last in {batch for batch, _ in ends.values()}:
+            heights |= _apart({label: self.place(*end)[1] for label, end in ends.items() if end[0] == last})
+        for line in self.drawn:
+            dashed = " dashed" if line.dashed else ""
+            out += [f'<path class="run {line.objective}" d="{self._path(curve)}"/>' for curve in line.curves]
+            out.append(f'<path class="line {line.objective}{dashed}" d="{self._path(line.mean)}"/>')
+            x, y = self.place(line.mean[-1][0], 0)[0] + 7, heights[line.label]
+            out.append(f'<text class="label {line.objective}" x="{x:.1f}" y="{y:.1f}">{line.label}</text>')
         return "".join([*out, "</g>"])
 
 
@@ -99,68 +113,63 @@ def _apart(heights: dict[str, float], least: float = 16.0) -> dict[str, float]:
 
 
 def _decades(value: float) -> float:
-    """Two decades from 0.003 on."""
-    return math.log10(max(value, 1e-9) / 3e-3) / 2
+    """Two decades and a half from 0.0003 on."""
+    return math.log10(max(value, 1e-9) / 3e-4) / 2.5
 
 
 def style() -> str:
     """Colours of the objectives and of the paper, light and dark."""
+    looks = assign_looks(["troll", "ppo_clip"])
 
     def theme(colours: Sequence[str], ink: str, faint: str, grid: str) -> str:
-        of = "".join(f".{name}{{--c:{colours[place]}}}" for name, (place, _) in assign_looks(NAMES).items())
+        of = "".join(f".{name}{{--c:{colours[place]}}}" for name, (place, _) in looks.items())
         return f"{of}.title{{fill:{ink}}}.tick{{fill:{faint}}}.grid{{stroke:{grid}}}"
 
     plain = (
         "text{font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:12px}.title{font-size:13px;font-weight:600}"
-        ".label{font-weight:600;fill:var(--c)}.line{fill:none;stroke:var(--c);stroke-width:2.2}.mark{fill:var(--c)}"
-        ".dot{fill:var(--c);opacity:.45}.grid{fill:none}"
+        ".label{font-weight:600;fill:var(--c)}.line,.run,.grid{fill:none}.line{stroke:var(--c);stroke-width:2.4}"
+        ".run{stroke:var(--c);opacity:.22}.dashed{stroke-dasharray:6 4}"
     )
     light, dark = theme(LIGHT, "#1f2328", "#59636e", "#d1d9e0"), theme(DARK, "#f0f6fc", "#9198a1", "#3d444d")
     return f"<style>{plain}{light}@media (prefers-color-scheme:dark){{{dark}}}</style>"
 
 
-def draw(runs: Sequence[Row]) -> str:
+def draw(groups: Sequence[Sequence[Row]]) -> str:
     """Two panels: what is learned, and how far the network moves for it."""
-    percents = {f"{tick} %": tick / 100 for tick in (40, 50, 60, 70)}
-    learned = Panel(
-        "held-out success after ten batches of rollouts", points(runs, final), lambda v: (v - 0.35) / 0.35, percents
-    )
-    nats = {str(tick): tick for tick in (0.01, 0.03, 0.1, 0.3)}
-    far = Panel("how far a step moves the network, in nats", points(runs, moved), _decades, nats)
-    said = "Held-out success and mean KL per step over one, two, four and eight passes, for TROLL, DPPO and PPO's clip"
+    percents = {f"{tick} %": tick / 100 for tick in (20, 40, 60, 80)}
+    learned = Panel("held-out success", lines(groups, held_out), lambda value: (value - 0.15) / 0.65, percents)
+    nats = {text: float(text) for text in ("0.001", "0.01", "0.1")}
+    far = Panel("how far a step moves the network, in nats", lines(groups, moved), _decades, nats)
+    said = "Held-out success and KL of each step over batches of rollouts, for TROLL and PPO's clip"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 250" role="img" aria-label="{said}">'
-        f"{style()}{learned.svg(0)}{far.svg(396)}</svg>\n"
+        f"{style()}{learned.svg(0)}{far.svg(402)}</svg>\n"
     )
 
 
-def sentence(runs: Sequence[Row]) -> str:
-    """What the figure says, in numbers, with how many runs each rests on."""
-    learned, far = points(runs, final), points(runs, moved)
-    first, last = PASSES[0], PASSES[-1]
-    seeds = sorted({len(values) for values in learned.values()})
-    few = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seeds"
-
-    def percent(name: str, passes: int) -> str:
-        return f"{100 * fmean(learned[name, passes]):.0f} %"
-
-    def nats(name: str) -> str:
-        return f"{fmean(far[name, last]):.2g}"
-
+def sentence(groups: Sequence[Sequence[Row]]) -> str:
+    """What the figure says, in numbers, and on how many seeds."""
+    troll, clip, _ = groups
+    needed = [f"{median(map(steps_to, group)):.2g}" for group in groups]
+    ends = [f"{100 * fmean(map(final, group)):.0f} %" for group in (troll, clip)]
+    far = [fmean(value for run in group for _, value in moved(run)) for group in (troll, clip)]
+    seeds = min(map(len, groups))
     return (
-        f"With one pass over each batch TROLL and clipping tie ({percent('troll', first)}, {percent('ppo_clip', first)}). "
-        f"With {last}, TROLL has {percent('troll', last)} and moves {nats('troll')} nats a step,\n"
-        f"clipping {percent('ppo_clip', last)} and {nats('ppo_clip')}. (A small model, {few} a point, signs rather than proof: "
-        "[the study](docs/deployed.md#the-study); `make results`.)"
+        f"TROLL solves {100 * LEVEL:.0f} % of held-out problems after {needed[0]} batches of rollouts, clipping with its best "
+        f"rate and passes after {needed[1]},\n"
+        f"with one pass after {needed[2]}. After ten it has {ends[0]}, clipping {ends[1]}, and a step moves the network "
+        f"{far[0]:.1g} nats instead of {far[1]:.1g}.\n"
+        f"(Medians and means of {seeds} fresh seeds; a model of a million parameters: "
+        "[the study](docs/deployed.md#fresh-seeds), `make results`.)"
     )
 
 
 def main() -> None:
     """Write the figure and README's sentence."""
-    runs = chosen(list(finished([RESULTS]).values()))
-    write_whole(ROOT / "docs" / "headline.svg", lambda beside: beside.write_text(draw(runs)))
+    groups = tuned(list(finished([RESULTS]).values()))
+    write_whole(ROOT / "docs" / "headline.svg", lambda beside: beside.write_text(draw(groups)))
     readme = ROOT / "README.md"
-    text = BLOCK.sub(lambda _: f"<!-- headline -->\n{sentence(runs)}\n<!-- /headline -->", readme.read_text())
+    text = BLOCK.sub(lambda _: f"<!-- headline -->\n{sentence(groups)}\n<!-- /headline -->", readme.read_text())
     write_whole(readme, lambda beside: beside.write_text(text))
 
 
