@@ -7,26 +7,32 @@ RUN := $(VENV)/bin/python
 # A test that waits for ever is ended after a quarter of an hour, and named.
 PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
 READY := $(VENV)/.ready
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
+EXTRAS := '.[dev,llm,task,robot,report]'
 VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
 RAY := .venv-ray
 VERL := .venv-verl
 ENGINES := .venv-engines
+DISTRIBUTED := .venv-distributed
 RELEASE := .venv-release
 DOCS := .venv-docs
 MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"corral needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12 setup"'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,llm,task,robot,report]'
+	$(INSTALL) --constraint constraints.txt --editable $(EXTRAS) || { \
+		echo "Once more without the pin of Triton: it is for PyTorch's CPU build, and the one for GPUs brings its own."; \
+		grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt && \
+		$(INSTALL) --constraint $(VENV)/constraints.txt --editable $(EXTRAS); }
 	@touch $@
 
 demo: setup
@@ -110,6 +116,18 @@ $(ENGINES)/.ready: pyproject.toml
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 tinker==0.36.0 pytest pytest-timeout \
 		hypothesis beartype ray==2.60.0 loguru omegaconf pyyaml --editable .
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.3.0 openrlhf==0.11.2
+	@touch $@
+
+# DeepSpeed, launchers and several machines, as processes on this CPU: DeepSpeed compiles in an environment of its own (1.5 GB). Minutes.
+test-distributed: $(DISTRIBUTED)/.ready
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PATH=$(CURDIR)/$(DISTRIBUTED)/bin:$$PATH $(DISTRIBUTED)/bin/python -m pytest -W ignore --timeout 900 \
+		-m distributed tests/llm/test_distributed.py
+
+$(DISTRIBUTED)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DISTRIBUTED)
+	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,llm,task]'
+	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check setuptools wheel ninja
+	$(DISTRIBUTED)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
 	@touch $@
 
 # The pages in a real headless Chromium: Debian's own, driven by playwright.

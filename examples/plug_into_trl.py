@@ -1,6 +1,7 @@
 """A stock GRPO script of TRL's, and the three lines that give it a trust region. Ten seconds on one CPU core.
 
     python examples/plug_into_trl.py        needs: pip install 'corral[llm]'
+    torchrun --nproc-per-node 2 examples/plug_into_trl.py
 
 What stock TRL would have in a line's place stands behind it. The model is a random one, built here: it learns even numbers.
 """
@@ -54,6 +55,7 @@ trainer.train()
 
 SHOWN = ("reward", "tr/active_frac", "tr/kl_before", "tr/kl_after")
 history = trainer.state.log_history[:-1]  # the last line is about time
-for row in history:
-    print(f"step {row['step']:>2}", *(f"{name} {row[name]:.4f}" for name in SHOWN if name in row), sep="  ")
-print(f"reward: {history[0]['reward']:.2f} → {history[-1]['reward']:.2f}")
+if trainer.accelerator.is_main_process:
+    for row in history:
+        print(f"step {row['step']:>2}", *(f"{name} {row[name]:.4f}" for name in SHOWN if name in row), sep="  ")
+    print(f"reward: {history[0]['reward']:.2f} → {history[-1]['reward']:.2f}")

@@ -6,6 +6,7 @@
 A test that shows a feature at work carries `@pytest.mark.supports("group: feature", door="TRL")`, one that shows it refused
 `@pytest.mark.refuses(…)`; `{name}` in a feature is the test's parameter of that name. Tests are collected, not run; files of
 another environment, which are skipped here, are read instead.
+In groups of `EXPLAINED` a row also says which file tests it, a refusal's `why=`, or the command that would try it.
 """
 
 import argparse
@@ -41,8 +42,12 @@ GROUPS = {
 }
 """Sections of the page, by the word before the colon."""
 
+EXPLAINED = ("scale",)
+"""Groups with a last column: how it is known, or why it is not to be had."""
+
 TARGETS = {
     "gpu": "GPU",
+    "distributed": "`make test-distributed`",
     "vllm": "`make test-vllm`",
     "verl": "`make test-verl`",
     "trl_versions": "`make test-trl-versions`",
@@ -50,24 +55,25 @@ TARGETS = {
 }
 """Where a test with such a marker runs, the first that it has; without any, in CI."""
 
+LAUNCH = "`accelerate launch --config_file examples/accelerate"
+
 UNTESTED = (
-    ("model: vision-language models", "TRL"),
-    ("model: float16 with a gradient scaler", "TRL"),
-    ("anchor: a vLLM server", "TRL"),
-    ("anchor: `use_transformers_continuous_batching`", "TRL"),
-    ("scale: FSDP 1", "TRL"),
-    ("scale: DeepSpeed ZeRO-2", "TRL"),
-    ("scale: tensor, context and sequence parallelism", "TRL"),
-    ("scale: FSDP2", "command line"),
-    ("scale: several machines", "command line"),
-    ("scale: FSDP 1", "verl"),
-    ("scale: several machines", "verl"),
-    ("scale: a GPU, NCCL, vLLM in verl", "verl"),
-    ("scale: Megatron, sampled-token objectives", "verl"),
-    ("run: `--report-to wandb`", "command line"),
-    ("run: `--report-to trackio`", "command line"),
+    ("model: vision-language models", "TRL", ""),
+    ("model: float16 with a gradient scaler", "TRL", ""),
+    ("anchor: `use_transformers_continuous_batching`", "TRL", ""),
+    ("scale: more than one GPU", "TRL", f"{LAUNCH}/fsdp2.yaml train.py`"),
+    ("scale: more than one GPU", "command line", f"{LAUNCH}/ddp.yaml -m corral.cli train`"),
+    ("scale: a vLLM server itself", "TRL", '`trl vllm-serve --model MODEL`, and `vllm_mode="server"` in train.py'),
+    ("scale: FSDP2, weights offloaded to the CPU", "TRL", f"{LAUNCH}/fsdp2.yaml --fsdp_offload_params true train.py`"),
+    ("scale: DeepSpeed, anything offloaded", "TRL", f"{LAUNCH}/zero3.yaml --offload_optimizer_device cpu train.py`"),
+    ("scale: FSDP 1", "verl", ""),
+    ("scale: several machines", "verl", ""),
+    ("scale: a GPU, NCCL, vLLM in verl", "verl", ""),
+    ("scale: Megatron, sampled-token objectives", "verl", ""),
+    ("run: `--report-to wandb`", "command line", ""),
+    ("run: `--report-to trackio`", "command line", ""),
 )
-"""What nobody has tried, as far as one might expect it to work."""
+"""What nobody has tried, as far as one might expect it to work: feature, door, and the command that would."""
 
 INTRODUCTION = """# What is supported, and how that is known
 
@@ -141,11 +147,33 @@ def tabulate(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> Tabl
     for path in skipped:
         for feature, door, where in read_markers(path):
             add(table, feature, door, where)
-    for feature, door in UNTESTED:
+    for feature, door, _ in UNTESTED:
         if door in table.get(feature, {}):
             raise SupportError(f"{feature!r} is tested through {door!r}: take it from UNTESTED.")
         add(table, feature, door, "untested")
     return table
+
+
+def explain(items: Iterable[pytest.Item], skipped: Iterable[Path] = ()) -> dict[str, str]:
+    """Feature → how it is known, in the groups that say so."""
+    found: dict[str, dict[str, None]] = {}  # an ordered set for each
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        for marker in ("supports", "refuses"):
+            for mark in item.iter_markers(marker):
+                found.setdefault(mark.args[0].format(**parameters), {})[mark.kwargs.get("why") or link(item.path)] = None
+    for path in skipped:
+        for feature, _, _ in read_markers(path):
+            found.setdefault(feature, {})[link(path)] = None
+    for feature, _, command in UNTESTED:
+        if command:
+            found.setdefault(feature, {})[command] = None
+    return {feature: ", ".join(notes) for feature, notes in found.items() if feature.startswith(EXPLAINED)}
+
+
+def link(path: Path) -> str:
+    """A file of the repository, from the page."""
+    return f"[{path.name}](../{path.relative_to(ROOT).as_posix()})"
 
 
 def add(table: Table, feature: str, door: str, where: str) -> None:
@@ -160,8 +188,8 @@ def add(table: Table, feature: str, door: str, where: str) -> None:
         places.discard(TARGETS["slow"])
 
 
-def page(table: Table) -> str:
-    """The page, a section per group."""
+def page(table: Table, notes: dict[str, str] | None = None) -> str:
+    """The page, a section per group; `notes` of a feature are the last column where a group has any."""
     doors = [door for door in DOORS if any(door in row for row in table.values())]
     places = ["CI", *TARGETS.values(), "refused", "untested"]
     text = INTRODUCTION
@@ -170,9 +198,12 @@ def page(table: Table) -> str:
         if not rows:
             continue
         used = [door for door in doors if any(door in row for row in rows.values())]
-        text += f"\n## {title}\n\n| | {' | '.join(used)} |\n|---|{'---|' * len(used)}\n"
+        told = any(f"{group}: {name}" in (notes or {}) for name in rows)
+        heads = [*used, *(["how it is known"] if told else [])]
+        text += f"\n## {title}\n\n| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}\n"
         for name, row in rows.items():
             cells = [", ".join(place for place in places if place in row.get(door, ())) for door in used]
+            cells += [(notes or {}).get(f"{group}: {name}", "")] if told else []
             text += f"| {name} | {' | '.join(cells)} |\n"
     return text
 
@@ -185,7 +216,8 @@ def main(argv: list[str]) -> int:
         files = marked_files()
         items = collect(files)
         found = {item.path for item in items}
-        text = page(tabulate(items, [path for path in files if path not in found]))
+        skipped = [path for path in files if path not in found]
+        text = page(tabulate(items, skipped), explain(items, skipped))
     except SupportError as error:
         sys.stderr.write(f"{error}\n")
         return 2

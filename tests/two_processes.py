@@ -34,6 +34,8 @@ def run_two(work: Callable[[int, Path], None], folder: Path) -> None:
         while not context.join(timeout=max(end - time.monotonic(), 0.0)):
             if time.monotonic() >= end:
                 raise TimeoutError(f"two processes still run after {SECONDS:g} s.\n{_stacks(folder)}")
+    except mp.ProcessExitedException as error:
+        raise RuntimeError(f"{error}.\n{_stacks(folder)}") from error
     finally:
         for process in context.processes:
             process.kill()
@@ -41,6 +43,7 @@ def run_two(work: Callable[[int, Path], None], folder: Path) -> None:
 
 def _one(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
     with _stack_file(folder, rank).open("w") as file:
+        faulthandler.enable(file)
         faulthandler.dump_traceback_later(0.9 * SECONDS, file=file)
         torch.set_num_threads(1)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

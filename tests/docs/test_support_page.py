@@ -45,6 +45,19 @@ def test_golden_page(script: ModuleType) -> None:
     assert "## Models" not in text
 
 
+def test_golden_notes(script: ModuleType, request: pytest.FixtureRequest) -> None:
+    request.node.add_marker(pytest.mark.supports("scale: FSDP2", door="TRL"))
+    request.node.add_marker(pytest.mark.refuses("scale: rings", door="TRL", why="there are none"))
+    request.node.add_marker(pytest.mark.supports("objective: troll", door="TRL"))
+    notes = script.explain([request.node])
+    assert notes["scale: FSDP2"] == "[test_support_page.py](../tests/docs/test_support_page.py)"
+    assert notes["scale: rings"] == "there are none"
+    assert "objective: troll" not in notes
+    text = script.page({"scale: rings": {"TRL": {"refused"}}, "objective: troll": {"TRL": {"CI"}}}, notes)
+    assert "## Several processes\n\n| | TRL | how it is known |\n|---|---|---|\n| rings | refused | there are none |\n" in text
+    assert "| troll | CI |\n" in text
+
+
 def test_what_ci_shows_is_not_sent_to_make_test_all(script: ModuleType) -> None:
     for order in (("CI", "`make test-all`"), ("`make test-all`", "CI")):
         table: dict[str, dict[str, set[str]]] = {}
@@ -63,7 +76,7 @@ def test_markers_that_cannot_be_right(script: ModuleType, feature: str, door: st
 
 
 def test_what_is_tested_is_not_untested(script: ModuleType, request: pytest.FixtureRequest) -> None:
-    feature, door = script.UNTESTED[0]
+    feature, door, _ = script.UNTESTED[0]
     request.node.add_marker(pytest.mark.supports(feature, door=door))
     with pytest.raises(script.SupportError, match="take it from UNTESTED"):
         script.tabulate([request.node])

@@ -119,7 +119,11 @@ class TestSameAsStock:
 
     @pytest.mark.parametrize(
         ("objective", "given", "epsilon"),
-        [("ppo_clip", {}, {}), ("reinforce", {}, UNCLIPPED), ("troll", UNBOUNDED, UNCLIPPED)],
+        [
+            ("ppo_clip", {}, {}),
+            pytest.param("reinforce", {}, UNCLIPPED, marks=pytest.mark.slow),
+            ("troll", UNBOUNDED, UNCLIPPED),
+        ],
         ids=["ppo_clip", "reinforce", "troll"],
     )
     def test_twenty_updates(self, tmp_path: Path, objective: str, given: dict[str, Any], epsilon: dict[str, Any]) -> None:
@@ -208,7 +212,9 @@ class TestSameAsStock:
 
     @pytest.mark.parametrize("features", known(TOGETHER))
     @pytest.mark.parametrize(
-        ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
+        ("objective", "given", "epsilon"),
+        [pytest.param("ppo_clip", {}, {}, marks=pytest.mark.slow), ("troll", UNBOUNDED, UNCLIPPED)],
+        ids=["ppo_clip", "troll"],
     )
     def test_and_many_of_them_together(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, objective: str, given: Any, epsilon: Any
@@ -944,13 +950,6 @@ class TestRefusals:
         monkeypatch.setattr("corral.llm.trainer.CorralConfig", OnTheCPU)
         trainer = CorralTrainer(tiny_model(), even_words, train_dataset=prompts(), processing_class=tiny_tokenizer())
         assert trainer.objective.name == "troll"
-
-    @pytest.mark.refuses("scale: DeepSpeed ZeRO-3", door="TRL")
-    def test_zero_3_is_refused(self, tmp_path: Path) -> None:
-        args = CorralConfig(**settings(tmp_path))
-        args.deepspeed_plugin = type("Plugin", (), {"zero_stage": 3})()
-        with pytest.raises(ValueError, match="ZeRO-3 is untested"):
-            CorralTrainer(tiny_model(), even_words, args, prompts(), processing_class=tiny_tokenizer())
 
     @pytest.mark.refuses("model: LoRA on the head", door="TRL")
     @pytest.mark.skipif(not FUSED, reason="this TRL computes all logits, with whatever is on the head")

@@ -1,4 +1,4 @@
-"""Two processes on gloo, on the CPU: data parallelism and FSDP2 give the gradient of one process, and none waits for ever."""
+"""Two processes on gloo, on the CPU: data parallelism and FSDP give the gradient of one process, and none waits for ever."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded import split_vocabulary, train_served, train_sharded
 from tiny_models import gradients, loss_and_gradient, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,6 +91,9 @@ def work(rank: int, folder: Path) -> None:
             }
             results[case, wrapper, "metrics"] = {name: v for name, v in measured(trainer).items() if name[:3] == "tr/"}
     results["advantages"], results["rewards"], results["weights"] = trained(folder)
+    results["whole runs"] = {config: train_sharded(config, folder) for config in ("ddp", "fsdp1", "fsdp2")}
+    results["served"] = train_served(folder)
+    results["split"] = split_vocabulary(folder)
     torch.save(results, folder / f"rank {rank}.pt")
 
 
@@ -116,6 +120,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
         trainer = prepared(folder, case)
         alone[case] = loss_and_gradient(trainer, inputs)[1]
         alone[case, "metrics"] = {name: v for name, v in measured(trainer).items() if name[:3] == "tr/"}
+    tiny_model("gemma2").save_pretrained(folder / "model")
+    tiny_model(num_key_value_heads=2).save_pretrained(folder / "whole heads")  # one for each process
     run_two(work, folder)
     return alone, [torch.load(folder / f"rank {rank}.pt") for rank in range(2)]
 
@@ -164,3 +170,41 @@ def test_both_processes_end_with_one_policy(results: Results) -> None:
     assert torch.equal(first["weights"], second["weights"])
     assert not torch.equal(first["weights"], tiny_model().lm_head.weight)
     assert len(prompts()) > 4
+
+
+@pytest.mark.supports("scale: {title}", door="TRL")
+@pytest.mark.parametrize(("config", "title"), [("fsdp1", "FSDP 1"), ("fsdp2", "FSDP2")])
+def test_a_sharded_run_ends_with_the_weights_of_data_parallelism(results: Results, config: str, title: str) -> None:
+    runs = results[1][0]["whole runs"]
+    for case, expected in runs["ddp"].items():
+        assert runs[config][case].keys() == expected.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(runs[config][case][name], weight, atol=1e-5, rtol=1e-4)
+    start = tiny_model("gemma2").state_dict()
+    assert max(float((weight - start[name]).abs().max()) for name, weight in runs["ddp"]["kl to a reference"].items()) > 1e-3
+
+
+@pytest.mark.supports("scale: a vLLM server, faked, beside FSDP2", door="TRL")
+def test_a_server_samples_with_the_weights_that_were_trained(results: Results) -> None:
+    first, second = (rank["served"] for rank in results[1])
+    assert [len(first["requests"]), len(second["requests"])] == [2, 0], "the main process asks for all"
+    assert [(asked["n"], asked["logprobs"]) for asked in first["requests"]] == [(4, 30)] * 2
+    (start, later), trained = first["sent"], first["trained"][1]  # two updates lie between
+    assert later.keys() == trained.keys()
+    for name, weight in later.items():
+        torch.testing.assert_close(weight, trained[name], atol=1e-6, rtol=1e-5)
+    assert max(float((weight - start[name]).abs().max()) for name, weight in later.items()) > 1e-3
+    for rank in (first, second):
+        live = rank["mask"].bool()
+        assert torch.equal(rank["ids"][..., 0][live], rank["tokens"][live]), "slot 0 is the sampled token"
+        assert int((rank["ids"] >= 0).sum(-1).max()) > 20
+        assert any(line.get("tr/kl_max", 0) > 0 for line in rank["log"])
+
+
+@pytest.mark.supports("scale: a head that transformers' tensor parallelism has split, `lm_head(group=…)`", door="import corral")
+def test_a_split_vocabulary_has_the_log_probs_and_gradients_of_the_whole(results: Results) -> None:
+    for rank in results[1]:
+        assert len(rank["split"]["weight"][0]) == 20, "half of the vocabulary"
+        assert float(rank["split"]["weight"][0].abs().max()) > 1e-3
+        for found, expected in rank["split"].values():
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from corral.llm.models import base_model
 from corral.llm.old_policy import write_support
+from corral.llm.sharding import vocabulary_size
 from corral.types import SparseDist
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class RolloutSupport:
                 "CorralTrainer: anchor='rollout' on a support is not supported with tools, whose answers stand between the "
                 "sampler's tokens. Use anchor='old', or an objective on sampled tokens."
             )
-        self.vocabulary = len(base_model(trainer.model).get_output_embeddings().weight)
+        self.vocabulary = vocabulary_size(base_model(trainer.model))
         self._report: _Report | None = None
         if trainer.use_vllm:
             trainer.vllm_generation.logprobs = trainer.args.support_size

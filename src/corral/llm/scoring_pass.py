@@ -42,6 +42,11 @@ class HeadInputs:
         assert weight is not None
         return HeadInputs(weight, bias, self.spec)
 
+    def copy(self) -> "HeadInputs":
+        """A copy of everything, with no gradient."""
+        bias = None if self.bias is None else self.bias.detach().clone()
+        return HeadInputs(self.weight.detach().clone(), bias, self.spec)
+
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
@@ -132,7 +137,10 @@ class ScoringPass:
             first = sum(result.packing.shape[0] for result in self.results if result.packing is not None)
             wanted = self.chosen[first + places // packing.shape[1]]
             states, places = states[wanted], places[wanted]
-        return HiddenStates(states.detach(), places, head)
+        earlier = next((result.hidden.head for result in self.results if result.hidden is not None), None)
+        if earlier is None and torch.distributed.is_initialized():  # a sharded head is whole in this pass alone
+            earlier = head.copy()
+        return HiddenStates(states.detach(), places, earlier or head)
 
     def hidden(self) -> HiddenStates | None:
         """The hidden states of all slices, where the pass keeps them."""

@@ -19,6 +19,7 @@ from corral.llm import TEACHER_PROMPT
 from corral.llm.models import base_model
 from corral.llm.old_policy import write_support
 from corral.llm.scoring_pass import ScoringPass
+from corral.llm.sharding import vocabulary_size
 from corral.llm.trl_api import FUSED
 from corral.objective.troll import TROLLConfig
 from corral.types import SparseDist
@@ -48,7 +49,7 @@ class Teacher:
         self.is_reference = isinstance(trainer.objective.config, TROLLConfig)
         student = base_model(trainer.model)
         self.model = model = _copy(student) if model is None else model
-        own, theirs = (len(x.get_output_embeddings().weight) for x in (student, model))
+        own, theirs = vocabulary_size(student), vocabulary_size(model)
         if own != theirs:
             raise ValueError(
                 f"CorralTrainer: the teacher or reference has a vocabulary of {theirs} tokens and the student one of {own}. "

@@ -2,36 +2,46 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
 from corral.llm.banner import banner
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import Parts, config_content, pin_model, prepare
+from corral.llm.processes import ALONE, LOST, is_alone_by_mistake, is_main, lost_process, run_together
 from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
+from corral.llm.turns import rollout
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
 from corral.run.view import RunView, make_view
 
 
-def train(settings: Settings, *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False) -> Outcome:
+def train(
+    settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
+) -> Outcome:
     """Start a run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
-    settings = pin_model(settings)
-    parts = prepare(settings)
-    folder = None
-    if _is_main():
-        folder = RunFolder.create(out, f"{settings.task}-{settings.objective}-{settings.seed}", smoke=smoke)
-        folder.write_config(config_content(settings, parts))
-    return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not _is_main()))
+    given = settings if isinstance(settings, Settings) else resolve([settings])
+
+    def begin() -> tuple[Settings, Parts, RunFolder | None]:
+        pinned, folder = pin_model(given), None
+        parts = prepare(pinned)
+        if is_main():
+            folder = RunFolder.create(out, f"{given.task}-{given.objective}-{given.seed}", smoke=smoke)
+            folder.write_config(config_content(pinned, parts))
+        return pinned, parts, folder
+
+    pinned, parts, folder = run_together(begin, cpu=_on_cpu(given))
+    return _run(pinned, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
 
 
 def resume(
@@ -49,15 +59,15 @@ def resume(
         reward: the run's own functions again where they cannot be imported, such as those of a notebook.
         steps: a new end, to extend the run or to end it earlier; the learning rate follows the schedule of that length.
     """
-    folder = RunFolder.open(Path(path), write=_is_main())
-    view = make_view(quiet=quiet, silent=not _is_main())
+    folder = RunFolder.open(Path(path), write=is_main())
+    view = make_view(quiet=quiet, silent=not is_main())
     content = folder.read_config()
     changes = {"guard": guard, "report_to": report_to, "reward": reward, "steps": steps}
     # What was chosen for the run stays: a longer one may have longer prompts.
     length = {"max_completion_length": content["trainer"]["max_completion_length"]}
     settings = resolve([length, content["settings"], {key: value for key, value in changes.items() if value is not None}])
     checkpoint, complaints = folder.last_whole_checkpoint()
-    if steps is not None and _is_main():
+    if steps is not None and is_main():
         extend(folder, content, {"steps": settings.steps}, checkpoint)
     for sentence in complaints:
         view.warn(sentence)
@@ -70,15 +80,15 @@ def resume(
     else:
         view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
     try:
-        parts = prepare(settings)
+        parts = run_together(lambda: prepare(settings), cpu=_on_cpu(settings))
     except RunError:
         folder.close()  # else this process could not try again
         raise
     lines: list[dict[str, Any]] = []
-    if _is_main():
+    if is_main():
         folder.drop_unfinished()
         lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
-    return _run(settings, parts, folder if _is_main() else None, checkpoint, lines, view)
+    return _run(settings, parts, folder if is_main() else None, checkpoint, lines, view)
 
 
 def _run(
@@ -103,14 +113,21 @@ def _run(
         guard=guard,
         view=view,
         lines=lines,
+        tool=parts.tool,
+        problem_of={str(row["prompt"]): row["problem"] for row in parts.dataset} if parts.tool is not None else {},
     )
+    if is_alone_by_mistake():
+        view.warn(ALONE)
     stopped, error = attempt(lambda: _train(session, parts, Path(where), checkpoint), Path(where))
+    if error is not None and lost_process(error):
+        error = RunError(LOST)
     view.close()
     summary = _summary(settings, session.lines, stopped, guard.collapsed or (str(error) if error else None))
     if folder is not None:
         close(folder, (lambda: folder.write_summary(summary), folder.write_completions), view)
     if error is not None:
-        raise error
+        # Before the first step all processes are refused alike, and one speaks.
+        raise error if is_main() or session.patient or not isinstance(error, RunError) else SystemExit(1)
     view.end(last_words(summary, Path(where)))
     return Outcome(Path(where), summary)
 
@@ -133,7 +150,9 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     level = log.level
     log.setLevel(logging.ERROR)  # the banner says the same, in its place
     set_seed(settings.seed)  # the trainer does that too, but an adapter is drawn before
+    played = {} if parts.tool is None else {"rollout_func": rollout}
     try:
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # a rollout_func is; tests run every release that is accepted
         trainer = RunTrainer(
             parts.model,
             parts.rewards,
@@ -142,6 +161,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
             processing_class=parts.problems.tokenizer,
             peft_config=parts.adapter,
             teacher=parts.teacher,
+            **played,
         )
     except ValueError as error:  # what only TRL, peft and the model together can tell
         raise RunError(str(error)) from error
@@ -165,7 +185,7 @@ def _report_finished(settings: Settings, folder: RunFolder, view: RunView) -> Ou
     """All steps are done: write the summary again, which may be missing if the process was killed."""
     lines = folder.lines()
     summary = _summary(settings, lines, "finished", None)
-    if _is_main():
+    if is_main():
         folder.write_summary(summary)
         folder.close()
     view.end(last_words(summary, folder.path))
@@ -178,9 +198,8 @@ def _summary(settings: Settings, lines: list[dict[str, Any]], stopped: Stopped, 
     return summarise(about, lines, stopped, why, also="greedy")
 
 
-def _is_main() -> bool:
-    """Whether this process writes files: rank 0, which launchers set in RANK."""
-    return int(os.environ.get("RANK", "0")) == 0
+def _on_cpu(settings: Settings) -> bool:
+    return settings.device == "cpu" or not torch.cuda.is_available()
 
 
 @contextmanager

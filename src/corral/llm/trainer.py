@@ -22,8 +22,10 @@ from corral.llm.models import base_model, load_model
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
+from corral.llm.processes import ALONE, is_alone_by_mistake
 from corral.llm.rollout_support import RolloutSupport, check_server
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
+from corral.llm.sharding import check_processes, check_teacher
 from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED, steps_per_batch
 from corral.objective import Objective
@@ -77,7 +79,7 @@ class CorralTrainer(GRPOTrainer):
                 f"CorralTrainer: `args` must be a CorralConfig; got {type(args).__name__}. It takes the same settings: from "
                 f"corral.llm import CorralConfig."
             )
-        _check_surroundings(args)
+        _check_surroundings()
         super().__init__(model, reward_funcs, args, *more, **kwargs)
         base = base_model(self.model)
         self.reports_logps = self.use_vllm or self.rollout_func is not None
@@ -167,6 +169,7 @@ class CorralTrainer(GRPOTrainer):
 
     def _make_teacher(self, teacher: PreTrainedModel | str | None) -> Teacher:
         """The teacher, loaded in the policy's precision where a name was given."""
+        check_teacher(self)
         base = base_model(self.model)
         return Teacher(self, load_model(teacher, base.dtype)[0] if isinstance(teacher, str) else teacher)
 
@@ -178,6 +181,8 @@ class CorralTrainer(GRPOTrainer):
         return SupportRequest(top_k=self.args.support_size, mass=self.args.support_mass)
 
     def _announce(self) -> None:
+        if is_alone_by_mistake():
+            logger.warning(ALONE)
         if self.args.other_reduction:
             logger.warning(self.args.other_reduction)
         if self.on_policy:
@@ -193,6 +198,7 @@ class CorralTrainer(GRPOTrainer):
         if self.args.use_cache is None:
             self.args.use_cache = getattr(self.model.config, "use_cache", False)  # not every family has one
         super().create_accelerator_and_postprocess()
+        check_processes(self)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's, kept for corral's advantages."""
@@ -328,15 +334,10 @@ class CorralTrainer(GRPOTrainer):
             metrics["policy_loss"][-1] += (self.accelerator.gather(policy) * scale).nanmean().item()
 
 
-def _check_surroundings(args: CorralConfig) -> None:
-    """Refuse what would run something else than this trainer, or what was never tested with it."""
+def _check_surroundings() -> None:
+    """Refuse what would run something else than this trainer."""
     if any("unsloth" in f"{cls.__module__}.{cls.__qualname__}".lower() for cls in CorralTrainer.__mro__):
         raise ValueError(
             "CorralTrainer: Unsloth has replaced GRPOTrainer, and corral's methods would never run. Use a process that does "
             "not import it."
-        )
-    if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
-        raise ValueError(
-            "CorralTrainer: DeepSpeed ZeRO-3 is untested, and its partitioned head is gone when corral's backward pass reads "
-            "it again. Use ZeRO-2, or FSDP2."
         )
