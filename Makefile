@@ -7,6 +7,8 @@ RUN := $(VENV)/bin/python
 # A test that waits for ever is ended after a quarter of an hour, and named.
 PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile --jaxtyping-packages corral,typecheck.checked --timeout 900 --timeout-method thread
 READY := $(VENV)/.ready
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
+EXTRAS := '.[dev,llm,task,robot,report]'
 VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
 FANCY := .venv-fancy
@@ -27,7 +29,10 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"corral needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12 setup"'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,llm,task,robot,report]'
+	$(INSTALL) --constraint constraints.txt --editable $(EXTRAS) || { \
+		echo "Once more without the pin of Triton: it is for PyTorch's CPU build, and the one for GPUs brings its own."; \
+		grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt && \
+		$(INSTALL) --constraint $(VENV)/constraints.txt --editable $(EXTRAS); }
 	@touch $@
 
 demo: setup

@@ -1,4 +1,5 @@
-"""Write what benchmarks/results holds of the head into docs/performance.md, docs/design/head.md and docs/results/index.md.
+"""Write what benchmarks/results holds of the head into docs/performance.md, docs/design/head.md, docs/results/index.md
+and README.md.
 
 A block between `<!-- measured: NAME -->` and `<!-- /measured -->` is written anew; whatever else a page says stays.
 
@@ -18,7 +19,7 @@ from update_phase import CONTENDERS
 from corral.run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / name for name in ("docs/performance.md", "docs/design/head.md", "docs/results/index.md"))
+PAGES = tuple(ROOT / name for name in ("docs/performance.md", "docs/design/head.md", "docs/results/index.md", "README.md"))
 BLOCK = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- /measured -->", re.DOTALL)
 WIDTHS = (4096, 896)
 USUAL = {"N": 8192, "V": 151936, "K": 64}
@@ -249,9 +250,25 @@ def in_short(rows: Rows, width: int = 4096) -> str:
     return markdown(["", "time", "peak memory beyond dH and dW", "dH off by"], lines)
 
 
+def in_a_sentence(rows: Rows, width: int = 4096) -> str:
+    """Time and memory of a peaked TROLL update, for README."""
+    spots = (PEAKED, ONE, ("peaked", TROLL, "full logits"))
+    mine, gemm, full = (ours(rows, width, *spot) for spot in spots)
+    if not (mine and gemm and full):
+        return "Not measured yet."
+    times = [figure(row["ms"]) for row in (mine, gemm, full)]
+    memories = [mebibytes(beyond_gradients(row) or 0.0) for row in (mine, full)]
+    return (
+        f"Without the logits, a TROLL update of {USUAL['N']:,} tokens × {USUAL['V']:,} words takes {times[0]} ms on one "
+        f"{mine['gpu']}: one GEMM takes {times[1]}, full logits {times[2]}.\n"
+        f"Beyond the gradients it needs {memories[0]} instead of {memories[1]} "
+        f"(H = {width:,}, peaked policy: [performance](docs/performance.md))."
+    )
+
+
 BLOCKS: dict[str, Callable[[Rows], str]] = {
     "gains": gains, "cpu": on_cpu, "goals": goals, "heads": heads, "updates": updates, "shapes": shapes, "head": in_short,
-    "unions": unions,
+    "unions": unions, "front": in_a_sentence,
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ NAMES = (
 )
 """Of `CHOSEN`, in its order."""
 COMPARED = ((0, 1), (3, 1), (4, 1), (0, 5))
-"""The comparisons that were named before the runs, by their places in `CHOSEN`."""
+"""The comparisons that were named before a run was looked at, by their places in `CHOSEN`."""
 Values = dict[str, float]
 """A number per seed."""
 
@@ -82,7 +82,11 @@ def confirmed(runs: Sequence[Row]) -> list[list[str]]:
         middle = f"{median(took):.1f}" if math.isfinite(median(took)) else f"over {found[0]['steps']}"
         moved = fmean(certificate(line, "mean") for run in found for line in steps_of(run))
         cells = [with_interval([read(run) for run in found]) for read in (area, final)]
-        cells += [short(fmean(final(run, "greedy") for run in found)), f"{middle} ({reached} of {len(found)})", f"{moved:.2g}"]
+        cells += [
+            short(fmean(final(run, "greedy") for run in found)),
+            f"{middle} ({reached} of {len(found)})",
+            f"{moved:.2g}".removeprefix("0"),
+        ]
         lines.append([name, str(len(found)), *cells])
     return lines
 

@@ -94,5 +94,5 @@ def _way_back(axes: Any) -> None:
     ):
         axes.annotate(text, at, color=colour, fontsize="small", ha="left" if "deployed" in text else "right", va="bottom")
     ends = (0, kept, 1)
-    axes.set_xticks(ends, ["θ_old", "s", "θ_new"])
+    axes.set_xticks(ends, [r"$\theta_{old}$", "s", r"$\theta_{new}$"])
     axes.set(ylim=(-0.004, 0.16), ylabel="D(s): mean KL to the old network", xlabel="share of the step that is kept")

@@ -177,7 +177,8 @@ def sweep_rows(runs: Iterable[Row]) -> list[SweepRow]:
 
 def over_rates(runs: Iterable[Row]) -> list[Row]:
     """The runs of the plan over rates."""
-    return [run for run in runs if run.get("passes") == 1 and run["steps"] == 15 and isinstance(run["rate"], float)]
+    some = [run for run in runs if run.get("passes") == 1 and run["steps"] == 15 and run["seed"] not in FRESH]
+    return [run for run in some if isinstance(run["rate"], float)]
 
 
 def rates(runs: Sequence[Row]) -> str:

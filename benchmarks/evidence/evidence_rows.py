@@ -11,19 +11,22 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "deployed"))
 
 from scipy import stats  # noqa: E402
+from spec import START  # noqa: E402
 from study_table import Row, area, certificate, final, finished, held_out, steps_of  # noqa: E402
 
 from corral.report.statistics import Difference, difference, has_collapsed  # noqa: E402
 
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
-_DEFAULTS = {"variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1}
+_DEFAULTS = {
+    "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
+}  # fmt: skip
 """Fields that runs of the other study do not have."""
 
 
 def read_runs() -> list[Row]:
     """Finished runs in the demo's setting whose network nothing holds."""
     found = ({**_DEFAULTS, **run} for run in finished(PLACES).values() if "held" not in run)
-    return [run for run in found if run["arm"] == "off" and run["recipe"] == "demo" and not run["reuse"]]
+    return [run for run in found if run["arm"] == "off" and run["start"] == START and run["recipe"] == "demo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +35,21 @@ class Cell:
 
     arm: tuple[str, str]
     """Objective and variant."""
-    rate: float = 3e-4
+    rate: float | tuple[float, ...] = (2e-4, 3e-4)
+    """Of several, runs are paired within each."""
     passes: int = 1
     steps: int = 15
+    every: int = 5
+    """Batches between measurements: areas of other grids are others."""
     others: dict[str, Any] = field(default_factory=dict)
 
     def runs(self, runs: Iterable[Row]) -> dict[str, Row]:
-        """By seed."""
-        wanted = {**_DEFAULTS, "schedule": "linear", "rate": self.rate, "passes": self.passes, "steps": self.steps}
+        """By seed and rate."""
+        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,)
+        wanted = {**_DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], **self.others}
-        return {str(run["seed"]): run for run in runs if all(run[key] == value for key, value in wanted.items())}
+        same = (run for run in runs if run["rate"] in rates and all(run[key] == value for key, value in wanted.items()))
+        return {f"{run['seed']} at {run['rate']}": run for run in same}
 
 
 def arm_name(arm: tuple[str, str]) -> str:

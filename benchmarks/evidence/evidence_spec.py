@@ -50,7 +50,7 @@ class Run(Shipped):
     """Precision of the sampler's weights: float32, bf16 or fp8, with log-probs of its own; "" is the trainer itself."""
     anchor: str = "auto"
     """`rollout` (what the sampler reported) or `old` (what the trainer recomputes)."""
-    eval_every: int = 3
+    eval_size: int = 1024
 
     @property
     def key(self) -> str:

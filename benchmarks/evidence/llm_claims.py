@@ -9,9 +9,11 @@ from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
 
 MARGIN = 2.0
 """Points of success below which "no worse" is said."""
+TUNED_UP_TO = 400
+"""Settings were chosen on seeds up to here, so they are no evidence."""
 TROLL, CLIP, DPPO, NONE = ("troll", ""), ("ppo_clip", ""), ("dppo", ""), ("reinforce", "")
 _HOT = Cell(arm=TROLL, rate=1e-3)
-_REUSED = Cell(arm=TROLL, rate=2e-4, passes=4, steps=10)
+_REUSED = Cell(arm=TROLL, rate=2e-4, passes=4, steps=10, every=2)
 _FP8 = Cell(arm=TROLL, others={"sampler": "fp8", "anchor": "rollout"})
 
 
@@ -31,13 +33,13 @@ def _claim(name: str, says: str, cell: Cell, ours: tuple[str, str], theirs: tupl
 
 CLAIMS = (
     _claim("troll-tuned", "TROLL beats clipping at a rate that suits both", Cell(arm=TROLL), TROLL, CLIP),
-    _claim("troll-hot", "TROLL beats clipping at three times that rate", _HOT, TROLL, CLIP),
+    _claim("troll-hot", "TROLL beats clipping at five times that rate", _HOT, TROLL, CLIP),
     _claim("troll-reuse", "TROLL beats clipping with four passes over a batch", _REUSED, TROLL, CLIP),
     _claim("dppo-tuned", "DPPO beats clipping at a rate that suits both", Cell(arm=TROLL), DPPO, CLIP),
-    _claim("dppo-hot", "DPPO beats clipping at three times that rate", _HOT, DPPO, CLIP),
+    _claim("dppo-hot", "DPPO beats clipping at five times that rate", _HOT, DPPO, CLIP),
     _claim("dppo-reuse", "DPPO beats clipping with four passes over a batch", _REUSED, DPPO, CLIP),
     _claim("troll-dppo", "TROLL beats DPPO with four passes over a batch", _REUSED, TROLL, DPPO),
-    _claim("region", "Clipping beats no region at all at three times that rate", _HOT, CLIP, NONE),
+    _claim("region", "Clipping beats no region at all at five times that rate", _HOT, CLIP, NONE),
     _claim("topk", "A top-K divergence beats the sampled token's in DPPO", _HOT, ("dppo", "top-K"), DPPO),
     _claim("projection", "The projected gradient beats the regression alone", _HOT, TROLL, ("troll", "unprojected")),
     _claim("exact", "The exact gradient beats a dual held constant", _HOT, TROLL, ("troll", "constant dual")),
@@ -106,7 +108,8 @@ class Verdict:
 
 def judge(runs: Sequence[Row]) -> dict[str, Verdict]:
     """Every claim, under Holm over those that could be looked at."""
-    found = {claim.name: compare(claim.ours, claim.theirs, runs) for claim in CLAIMS}
+    fresh = [run for run in runs if run["seed"] > TUNED_UP_TO]
+    found = {claim.name: compare(claim.ours, claim.theirs, fresh) for claim in CLAIMS}
     looked = [name for name, one in found.items() if one is not None]
     holds = dict(zip(looked, holm([found[name].p for name in looked if found[name] is not None]), strict=True))  # type: ignore[union-attr]
     return {

@@ -12,21 +12,31 @@ from study_table import area
 from corral.report.looks import LIGHT, MARKERS, assign_looks
 from corral.run.files import write_whole
 
-RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+RATES = (1e-4, 2e-4, 3e-4, 1e-3, 3e-3)
+
+
+def figures(runs: Sequence[Row]) -> dict[str, Any]:
+    """Every figure for which there are runs, by name."""
+    from matplotlib.figure import Figure
+
+    found = {}
+    for name, paint in (("map", _paint_map), ("reuse", _paint_reuse), ("ablations", _paint_ablations)):
+        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+        if paint(figure.subplots(), runs):
+            found[name] = figure
+    return found
 
 
 def draw(runs: Sequence[Row], folder: Path) -> None:
-    """Every figure for which there are runs, the same file from the same rows."""
+    """Write them, the same files from the same rows."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "evidence"
-    for name, paint in (("map", _paint_map), ("reuse", _paint_reuse), ("ablations", _paint_ablations)):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-        if paint(figure.subplots(), runs):
-            path = folder / f"llm-{name}.svg"
-            write_whole(path, lambda beside, figure=figure: figure.savefig(beside, format="svg", metadata={"Date": None}))
+    for name, figure in figures(runs).items():
+        write_whole(
+            folder / f"llm-{name}.svg",
+            lambda beside, figure=figure: figure.savefig(beside, format="svg", metadata={"Date": None}),
+        )
 
 
 def _paint_map(axes: Any, runs: Sequence[Row]) -> bool:
@@ -57,11 +67,11 @@ def _lines(axes: Any, runs: Sequence[Row], places: Sequence[float], cell: Callab
 
 
 def _end(axes: Any, ticks: Sequence[float], names: Sequence[str]) -> bool:
-    """Ticks and a legend; False where there was nothing to draw."""
+    """Ticks and a legend; False where there is no line of two points."""
     axes.set_xticks(ticks, names)
     axes.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
-    if not axes.lines:
+    if not any(len(line.get_xdata()) > 1 for line in axes.lines):
         return False
     axes.legend(frameon=False, fontsize="small")
     return True

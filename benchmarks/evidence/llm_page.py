@@ -9,15 +9,16 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from statistics import fmean, stdev
 
-from evidence_plans import ABLATIONS, ARMS, FAMILIES
+from evidence_plans import ABLATIONS, ARMS, FAMILIES, HOT, REUSED, TUNED
 from evidence_rows import HERE, Cell, Row, arm_name, collapsed, compare, measures, most_collapses, read_runs
 from llm_claims import CLAIMS, TROLL, judge
-from llm_figures import draw
+from llm_figures import RATES, draw, figures
 from study_page import markdown, rate_text, short, two_digits
 
-from corral.report.statistics import plain, signed
+from corral.report.statistics import ENOUGH, plain, signed
 from corral.run.files import write_whole
 
 PAGE = HERE.parents[1] / "docs/results/llm.md"
@@ -28,8 +29,6 @@ _HEAD = ("", "n", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted o
 
 def _cells(name: str, found: Sequence[Row]) -> list[str]:
     """A row of a table: means over seeds, and collapses."""
-    if not found:
-        return [name, "0", *["–"] * 8]
     mean = measures(found)
     success = [short(mean[key]) for key in ("area", "final", "greedy")]
     kl = [two_digits(mean[key]) for key in ("mean", "p999", "max")]
@@ -39,36 +38,42 @@ def _cells(name: str, found: Sequence[Row]) -> list[str]:
 
 
 def _table(cells: Iterable[tuple[str, Cell]], runs: Sequence[Row]) -> str:
-    return markdown(_HEAD, [_cells(name, list(cell.runs(runs).values())) for name, cell in cells])
+    """A row for every cell with runs, and the names of those without."""
+    found = [(name, list(cell.runs(runs).values())) for name, cell in cells]
+    missing = [name for name, members in found if not members]
+    lines = [_cells(name, members) for name, members in found if members]
+    absent = f"Not run yet: {'; '.join(missing)}.\n" if missing else ""
+    return "\n".join(filter(None, [markdown(_HEAD, lines) if lines else "", absent]))
 
 
-def _map(runs: Sequence[Row], rate: float) -> str:
+def _map(runs: Sequence[Row], rate: float | tuple[float, ...]) -> str:
     return _table([(arm_name(arm), Cell(arm=arm, rate=rate)) for arm in ARMS], runs)
 
 
 def by_rate(runs: Sequence[Row]) -> str:
     """Area under the held-out curve of every contestant at every rate, with its spread and the number of seeds."""
-    rates = (1e-4, 3e-4, 1e-3, 3e-3)
+    rates = [rate for rate in RATES if any(Cell(arm=arm, rate=rate).runs(runs) for arm in ARMS)]
     lines = []
     for arm in ARMS:
+        if not any(Cell(arm=arm, rate=rate).runs(runs) for rate in rates):
+            continue
         row = [arm_name(arm)]
         for rate in rates:
             areas = [measures([run])["area"] for run in Cell(arm=arm, rate=rate).runs(runs).values()]
             spread = f" ± {short(stdev(areas))}" if len(areas) > 1 else ""
             row.append(f"{short(fmean(areas))}{spread} ({len(areas)})" if areas else "–")
         lines.append(row)
-    return markdown(("", *map(rate_text, rates)), lines)
+    return markdown(("", *map(rate_text, rates)), lines) if lines else "Not run yet.\n"
 
 
 def reused(runs: Sequence[Row]) -> str:
-    """32 updates per batch at every rate there is, and 8 for comparison."""
+    """Passes over a batch at every rate there is; first the fresh seeds, which were measured more often."""
     cells = []
-    for passes in (1, 4, 8):
-        for arm in (("troll", ""), ("dppo", ""), ("ppo_clip", ""), ("troll", "unprojected"), ("reinforce", "")):
-            for rate in (1e-4, 2e-4, 4e-4):
-                cell = Cell(arm=arm, rate=rate, passes=passes, steps=10)
-                if cell.runs(runs):
-                    cells.append((f"{8 * passes} updates, {arm_name(arm)}, {rate_text(rate)}", cell))
+    for every, passes, arm, rate in product((2, 5), (1, 4, 8), REUSED, (1e-4, TUNED, 4e-4)):
+        cell = Cell(arm=arm, rate=rate, passes=passes, steps=10, every=every)
+        if cell.runs(runs):
+            seeds = "fresh" if every == 2 else "tuning"
+            cells.append((f"{arm_name(arm)}, {8 * passes} updates, {rate_text(rate)}, {seeds} seeds", cell))
     return _table(cells, runs)
 
 
@@ -76,8 +81,10 @@ def ablations(runs: Sequence[Row]) -> str:
     """TROLL with one thing changed, paired with TROLL as it is by seed, at both rates."""
     lines = []
     for variant in ABLATIONS:
+        if not any(Cell(arm=("troll", variant), rate=rate).runs(runs) for rate in (TUNED, HOT)):
+            continue
         row = [variant]
-        for rate in (3e-4, 1e-3):
+        for rate in (TUNED, HOT):
             cell = Cell(arm=("troll", variant), rate=rate)
             found = compare(cell, Cell(arm=TROLL, rate=rate), runs)
             if found is None:
@@ -87,7 +94,8 @@ def ablations(runs: Sequence[Row]) -> str:
             interval = "" if mean.low is None or mean.high is None else f" [{plain(mean.low)} … {plain(mean.high)}]"
             row += [short(measures(list(cell.runs(runs).values()))["area"]), f"{signed(mean.value)}{interval} ({found.seeds})"]
         lines.append(row)
-    return markdown(("changed", "area, 3e-4", "points over TROLL", "area, 1e-3", "points over TROLL"), lines)
+    head = ("changed", f"area, {rate_text(TUNED)}", "points over TROLL", f"area, {rate_text(HOT)}", "points over TROLL")
+    return markdown(head, lines) if lines else f"Not run yet: {'; '.join(ABLATIONS)}.\n"
 
 
 def mismatch(runs: Sequence[Row]) -> str:
@@ -98,8 +106,8 @@ def mismatch(runs: Sequence[Row]) -> str:
             for anchor in ("rollout", "old"):
                 others = {"sampler": sampler, "anchor": anchor}
                 cells.append((f"{arm_name(arm)}, {sampler}, `{anchor}`", Cell(arm=arm, others=others)))
-    found = [(name, cell) for name, cell in cells if cell.runs(runs)]
-    return _table(found, runs) if found else "Not run yet.\n"
+    found = any(cell.runs(runs) for _, cell in cells)
+    return _table(cells, runs) if found else "Not run yet.\n"
 
 
 def starts(runs: Sequence[Row]) -> str:
@@ -107,7 +115,7 @@ def starts(runs: Sequence[Row]) -> str:
     lines = []
     for name in [*(f"llama-{seed}" for seed in (1, 2, 3)), *(f"{family}-1" for family in FAMILIES)]:
         others = {"model": f"runs/starts/{name}"}
-        for rate in (3e-4, 1e-3):
+        for rate in (TUNED, HOT):
             cells = [Cell(arm=arm, rate=rate, others=others) for arm in (("troll", ""), ("ppo_clip", ""))]
             found = compare(*cells, runs)
             if found is not None:
@@ -148,6 +156,14 @@ def costs(_: Sequence[Row]) -> str:
     return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)
 
 
+def count(runs: Sequence[Row]) -> str:
+    """How much there is to go by."""
+    judged = [one for one in judge(runs).values() if one.found is not None and one.found.seeds >= ENOUGH]
+    return (
+        f"{len(runs)} runs in all; {len(judged)} of {len(CLAIMS)} claims have the {ENOUGH} fresh seeds that a verdict needs.\n"
+    )
+
+
 def verdicts(runs: Sequence[Row]) -> str:
     """All claims in one table."""
     found = judge(runs)
@@ -162,18 +178,28 @@ def verdicts(runs: Sequence[Row]) -> str:
     return markdown(("claim", "points", "95 %", "seeds", "verdict"), lines)
 
 
+def _figure(name: str, words: str) -> Callable[[Sequence[Row]], str]:
+    """An image, where there are runs to draw."""
+    return lambda runs: (
+        f"![{words}](llm-{name}.svg)\n" if name in figures(runs) else "No figure yet: too few settings were run.\n"
+    )
+
+
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "verdicts": verdicts,
-    "count": lambda runs: f"{len(runs)} runs in all.\n",
+    "count": count,
     "by-rate": by_rate,
-    "tuned": lambda runs: _map(runs, 3e-4),
-    "hot": lambda runs: _map(runs, 1e-3),
+    "tuned": lambda runs: _map(runs, (TUNED, 3e-4)),
+    "hot": lambda runs: _map(runs, HOT),
     "floor": floor,
     "reused": reused,
     "ablations": ablations,
     "mismatch": mismatch,
     "starts": starts,
     "costs": costs,
+    "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
+    "figure-reuse": _figure("reuse", "Area under held-out success by passes over each batch, a line per objective"),
+    "figure-ablations": _figure("ablations", "Differences to TROLL as it is, with intervals"),
 }
 
 

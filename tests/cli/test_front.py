@@ -254,3 +254,22 @@ def test_settings_need_no_torch_to_be_wrong_about() -> None:
     assert Settings(objective="troll").steps == 100
     with pytest.raises(RunError, match="no objective 'trol'"):
         Settings(objective="trol")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--report-to wandb", "`report_to=wandb` needs the package wandb, which is not installed: pip install wandb"),
+        ("--use-vllm", "`use_vllm` needs the package vllm"),
+        ("--deepspeed zero.json", "`deepspeed` needs the package deepspeed"),
+        ("--push-to-hub", "`push_to_hub` is decided by the run. Use `corral export RUN --out DIR`, then `hf upload"),
+        ("--smoke --beta 0.1", "`beta` needs a reference, which TRL loads by name, and smoke is no folder"),
+    ],
+)
+def test_one_sentence_instead_of_a_traceback(
+    flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ("wandb", "vllm", "deepspeed")
+    monkeypatch.setattr("corral.llm.prepare.find_spec", lambda name: None if name in missing else name)
+    assert main(["train", "--steps", "1", "--eval-size", "4", *flags.split()]) == 1
+    assert sentence in capsys.readouterr().err

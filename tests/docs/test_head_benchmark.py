@@ -143,6 +143,7 @@ def test_a_head_of_others_may_fail_and_ours_may_not() -> None:
         head.measure(section(one_GEMM=lambda: None, corral=broken), {})
 
 
+@pytest.mark.slow
 def test_two_trees_take_turns(tmp_path: Path, bench: Callable[..., str]) -> None:
     other, out = tmp_path / "src", tmp_path / "head.jsonl"
     other.symlink_to(SOURCE)

@@ -90,6 +90,11 @@ def test_skyrl_without_a_samplers_log_probs_or_with_corrections_is_refused() -> 
     assert metrics["clip_ratio"] == metrics["tr/active_frac"]
     with pytest.raises(ValueError, match=r"dppo is anchored on the sampler's log-probs, which is not there"):
         loss(*fields, skyrl_config(), mask)
+    new, _, advantages = fields  # where SkyRL skips the old policy's pass
+    with pytest.raises(ValueError, match=r"ppo_clip is anchored on the old policy.*not there.*anchor='rollout' if"):
+        skyrl.make_policy_loss("ppo_clip")(new, None, advantages, skyrl_config(), mask, rollout)
+    with pytest.raises(ValueError, match=r"which is not there\. Choose another objective\.$"):
+        skyrl.make_policy_loss("ppo_clip")(new, None, advantages, skyrl_config(), mask)
     with pytest.raises(ValueError, match=r"off_policy_correction\.tis_ratio_type is set"):
         loss(*fields, skyrl_config(tis_ratio_type="token"), mask, rollout)
     with pytest.raises(ValueError, match=r"off_policy_correction\.outlier_token_is_threshold_low is set"):
@@ -138,11 +143,26 @@ def slime_args(objective: str, **more: Any) -> Any:
         (SimpleNamespace(), {}, "set corral_objective"),
         (slime_args("dppo"), {"rollout_log_probs": None}, "anchored on the sampler's log-probs, which is not there"),
         (slime_args("gspo"), {"response_lengths": [3, 6]}, "context parallelism has split them"),
+        (slime_args("ppo_clip", use_rollout_logprobs=True), {"log_probs": None}, r"old policy.*not there.*anchor='rollout'"),
     ],
 )
 def test_what_slime_cannot_run_is_refused(args: Any, other: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         slime.policy_loss_function(args, slime_batch(**other), torch.full((1, 8), -1.0), torch.sum)
+
+
+@pytest.mark.usefixtures("slime_module")
+@pytest.mark.parametrize(
+    ("args", "other"),
+    [
+        (slime_args("ppo_clip"), {"log_probs": None}),  # the only update of a batch: the new policy is the old one
+        (slime_args("ppo_clip", use_rollout_logprobs=True), {}),  # get_mismatch_metrics has it recomputed all the same
+        (slime_args("ppo_clip", use_rollout_logprobs=True, corral_anchor="rollout"), {"log_probs": None}),
+    ],
+)
+def test_slime_has_an_old_policy_wherever_that_is_the_new_one_or_was_recomputed(args: Any, other: dict[str, Any]) -> None:
+    _, log = slime.policy_loss_function(args, slime_batch(**other), torch.full((1, 8), -1.0), torch.mean)
+    assert log["tr/ratio_max"] == 1
 
 
 @pytest.mark.usefixtures("slime_module")
@@ -186,6 +206,15 @@ def test_rllms_registry_gets_every_objective_with_the_reduction_that_it_must_hav
 def test_what_rllm_cannot_run_is_refused(objective: str, params: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         rllm.make_loss(objective)(rllm_context(make_batch(), params, one=False))
+
+
+@pytest.mark.parametrize(("objective", "pinned"), [("gspo", HOW), ("ppo_clip", None)])
+def test_a_sequences_value_is_averaged_over_sequences_whatever_rllm_is_set_to(objective: str, pinned: str | None) -> None:
+    modes: list[str | None] = []
+    context = rllm_context(make_batch(), {}, one=False)
+    context.aggregate = lambda per_token, mask, mode=None: modes.append(mode) or per_token.sum()
+    rllm.make_loss(objective)(context)
+    assert modes == [pinned]
 
 
 def test_rllms_anchor_is_the_one_that_was_meant() -> None:
@@ -313,6 +342,22 @@ def test_nemo_rl_without_a_support_is_refused() -> None:
     tokens, new, old = policies()
     with pytest.raises(ValueError, match=r"Call add_old_support before policy\.train"):
         nemo_rl.CorralLoss("troll")(nemo_batch(tokens, old), torch.ones(()), torch.ones(()), student_topk_logprobs=new[..., :4])
+
+
+@pytest.mark.usefixtures("nemo_module")
+def test_nemo_rls_zeros_in_the_place_of_old_log_probs_are_refused() -> None:
+    # force_on_policy_ratio=true: NeMo-RL skips the old pass and fills prev_logprobs with 0.
+    tokens, new, old = policies()
+    data = nemo_batch(tokens, old)
+    data["prev_logprobs"] = torch.zeros(2, 6)
+    logp = new.gather(-1, tokens[..., None])[..., 0]
+    total = (torch.tensor(2.0), torch.tensor(10.0))
+    with pytest.raises(ValueError, match=r"every prev_logprob is 0, as loss_fn\.force_on_policy_ratio=true makes them"):
+        nemo_rl.CorralLoss("ppo_clip")(data, *total, next_token_logprobs=logp)
+    nemo_rl.CorralLoss("dppo")(data, *total, next_token_logprobs=logp)  # reads the sampler's
+    nemo_rl.CorralLoss("ppo_clip")(data, *total, next_token_logprobs=torch.zeros(2, 5))  # a policy that is certain
+    with pytest.raises(ValueError, match="force_on_policy_ratio"):
+        nemo_rl.add_old_support(data, {"topk_logits": old[..., :4], "topk_indices": torch.arange(4).expand(2, 5, 4)})
 
 
 def test_a_tail_of_one_minus_the_rest_has_a_floor() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from doors import (
     DOORS,
+    HOW,
     ONE_BY_ONE,
     SAMPLED_ONLY,
     SAMPLER_ONLY,
@@ -16,6 +17,7 @@ from doors import (
     alone,
     make_batch,
 )
+from torch import Tensor
 
 import corral
 from corral.engine.adapter import EngineObjective, scales_with_advantages
@@ -80,7 +82,7 @@ def alone_through(door: str) -> Any:
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A CorralTrainer for each kind of objective; the objective itself is exchanged."""
     pytest.importorskip("trl", reason="needs TRL")
-    from tiny_models import FakeVLLM, make_trainer, tiny_model
+    from tiny_models import FakeVLLM, make_trainer
 
     kinds = {
         "old": ("ppo_clip", {}),
@@ -93,13 +95,32 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLM)
         for kind, (objective, settings) in kinds.items():
-            model = tiny_model(vocab_size=VOCABULARY, hidden_size=VOCABULARY, head_dim=6)
-            torch.nn.init.eye_(model.lm_head.weight)
             made[kind] = make_trainer(
-                tmp_path_factory.mktemp(kind), objective, model=model, objective_config=settings, support_size=TOP_K,
+                tmp_path_factory.mktemp(kind), objective, model=_identity_head(), objective_config=settings, support_size=TOP_K,
                 support_mass=1.0, **given,
             )  # fmt: skip
     return made
+
+
+def _identity_head() -> Any:
+    from tiny_models import tiny_model
+
+    model = tiny_model(vocab_size=VOCABULARY, hidden_size=VOCABULARY, head_dim=6)
+    torch.nn.init.eye_(model.lm_head.weight)
+    return model
+
+
+def trl_loss(trainer: Any, batch: Batch, support: bool = False) -> Tensor:
+    """What a trainer of TRL's makes of the batch."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A position's hidden state predicts the next token: the prompt's one the first, the last one none.
+        return SimpleNamespace(last_hidden_state=torch.cat([batch.logits, batch.logits[:, :1]], 1), past_key_values=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.model.model, "forward", forward)
+        trainer.current_gradient_accumulation_steps = 1
+        return trainer.compute_loss(trainer.model, trl_inputs(batch, support))
 
 
 def trl_inputs(batch: Batch, support: bool) -> dict[str, Any]:
@@ -126,16 +147,58 @@ def test_the_trl_door_has_the_loss_and_gradient_of_corral_alone(trainers: dict[s
     trainer = trainers[kind]
     trainer.objective = corral.make_objective(objective, **settings)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # A position's hidden state predicts the next token: the prompt's one the first, the last one none.
-        return SimpleNamespace(last_hidden_state=torch.cat([batch.logits, batch.logits[:, :1]], 1), past_key_values=None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.model.model, "forward", forward)
-        trainer.current_gradient_accumulation_steps = 1
-        loss = seeded(trainer.compute_loss, trainer.model, trl_inputs(batch, kind == "support"))
+    loss = seeded(trl_loss, trainer, batch, kind == "support")
     expected, expected_gradient = seeded(alone, objective, settings, batch, wanted.anchor)
     found, gradient = batch.gradient(loss)
     assert_close(found, expected, atol=1e-5)
     assert_close(gradient, expected_gradient, atol=1e-5)
+    assert gradient.abs().max() > 1e-2
+
+
+# TRL's own losses
+
+
+TRLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "grpo": ("ppo_clip", {}, {}),
+    "dapo": ("clip_higher", {"clip_high": 0.28}, {"epsilon_high": 0.28}),
+    "cispo": ("cispo", {"cap_high": 1.5}, {"epsilon_high": 1.5}),
+    "sapo": ("sapo", {}, {}),
+    "gspo": ("gspo", {"clip_low": 0.03, "clip_high": 0.04}, {"epsilon_low": 0.03, "epsilon_high": 0.04, "level": "sequence"}),
+    "vespo": ("vespo", {}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pytest.importorskip("trl", reason="needs TRL")
+    from tiny_models import even_words, prompts, settings, tiny_tokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    given = settings(tmp_path_factory.mktemp("stock"), temperature=1.0)
+    return GRPOTrainer(_identity_head(), even_words, GRPOConfig(**given), prompts(), processing_class=tiny_tokenizer())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("theirs", TRLS)
+def test_gradients_are_those_of_trls_own_losses(stock: Any, theirs: str) -> None:
+    objective, settings, change = TRLS[theirs]
+    if theirs == "vespo" and not hasattr(stock, "get_gamma_weights"):
+        pytest.skip("this TRL has no vespo")
+    stock.loss_type = "grpo" if theirs == "gspo" else theirs
+    stock.importance_sampling_level = change.get("level", "token")
+    stock.epsilon_low, stock.epsilon_high = change.get("epsilon_low", 0.2), change.get("epsilon_high", 0.2)
+    batch = make_batch()
+    loss, gradient = batch.gradient(trl_loss(stock, batch))
+    made = corral.make_objective(objective, **settings)
+    seen = corral.TokenBatch(
+        batch.sampled(batch.new), batch.sampled(batch.old), batch.credit, batch.mask, logp_rollout=batch.sampled(batch.rollout)
+    )
+    losses = made(seen).loss
+    if stock.loss_type in ("grpo", "sapo"):
+        expected = corral.reduce_loss(losses, batch.mask, HOW)
+    else:  # over the tokens of a batch of rollouts, of which this is one of two micro-batches
+        expected = corral.reduce_loss(losses, batch.mask, "token-mean") * stock.args.steps_per_generation
+    own, own_gradient = batch.gradient(expected)
+    assert_close(loss, own, atol=1e-5)
+    assert_close(gradient, own_gradient, atol=1e-5)
     assert gradient.abs().max() > 1e-2

@@ -156,17 +156,28 @@ def test_a_loss_that_another_plug_in_took_is_told(monkeypatch: pytest.MonkeyPatc
     assert any("corral_spo is not registered" in line for line in checkup().trouble)
 
 
+@pytest.mark.parametrize("found", ["0.10.1", "0.8.0", "1.0.0rc1", "unknown", None])
 def test_another_release_of_verl_registers_nothing_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str | None
 ) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise plugin.PackageNotFoundError(package)
+        return found
+
     for mode in plugin.LOSSES:
         monkeypatch.delitem(core_algos.POLICY_LOSS_REGISTRY, mode)
     monkeypatch.setattr(plugin, "FAILED", {})
-    monkeypatch.setattr(plugin, "version", lambda package: "0.10.1")
+    monkeypatch.setattr(plugin, "version", version)
     plugin._register()
-    assert "policy losses not registered: corral works with verl >=0.9,<0.10; found 0.10.1" in caplog.text
+    assert f"policy losses not registered: corral works with verl >=0.9,<0.10; found {found or 'a source tree'}" in caplog.text
     with pytest.raises(RuntimeError, match=r"corral_troll is not registered: corral works with verl"):
         fixture.actor_config("corral_troll")
+
+
+@pytest.mark.parametrize("release", ["0.9.0", "0.9.1.post1", "0.9rc2", "0.9.12+local"])
+def test_releases_in_range(release: str) -> None:
+    assert plugin.supported(release)
 
 
 def test_doctor_sees_that_plug_ins_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

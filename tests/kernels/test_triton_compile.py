@@ -10,7 +10,7 @@ import pytest
 import interpreted  # noqa: F401  (skips where there is no Triton)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_kernel_compiles(capability):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")

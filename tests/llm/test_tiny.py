@@ -210,7 +210,7 @@ def test_mistakes_are_made_in_answers_only_and_as_often_as_asked(warm_start: Mod
     assert clean_targets.shape == clean_inputs.shape
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_success_counts_right_answers_sampled_or_greedy_padded_or_not(warm_start: ModuleType, seed: int | None) -> None:
     """A model that has learnt one answer by heart is right on that problem and on no other."""
     model, _ = build_tiny(0)

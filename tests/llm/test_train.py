@@ -34,7 +34,7 @@ from corral.llm.trl_api import FUSED
 from corral.objective import make_objective
 from corral.run.files import RunError
 from corral.task import TASKS
-from policy_objectives import POLICY_OBJECTIVES
+from policy_objectives import POLICY_OBJECTIVES, one_of_each_kind
 from small_runs import Digits, save_model, small
 
 TIMES = ("seconds", "tokens_per_second", "step_time")
@@ -135,8 +135,6 @@ def test_the_run_learned(reference: Path) -> None:
 
 
 TRAINED = [name for name in POLICY_OBJECTIVES if name != "decoupled_ppo"]  # which needs another sampler
-KINDS = ("ppo_clip", "dppo", "gspo", "troll")
-"""One of each: clipped, masked, by whole sequences, projected."""
 
 
 @pytest.mark.supports("objective: {name}", door="command line")
@@ -149,7 +147,7 @@ def test_every_objective_trains(name: str, model: str, tmp_path: Path) -> None:
     assert line["tr/kl_max"] > 0, "the policy has moved between the two updates"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in TRAINED])
+@pytest.mark.parametrize("name", one_of_each_kind(without=("decoupled_ppo",)))
 def test_every_objective_learns(name: str, model: str, tmp_path: Path) -> None:
     steps = 16 if name in ("gmpo", "spo", "vespo") else 8  # these are careful
     settings = small(model, objective=name, steps=steps, checkpoint_every=steps, eval_every=steps, eval_size=64)

@@ -119,7 +119,11 @@ class TestSameAsStock:
 
     @pytest.mark.parametrize(
         ("objective", "given", "epsilon"),
-        [("ppo_clip", {}, {}), ("reinforce", {}, UNCLIPPED), ("troll", UNBOUNDED, UNCLIPPED)],
+        [
+            ("ppo_clip", {}, {}),
+            pytest.param("reinforce", {}, UNCLIPPED, marks=pytest.mark.slow),
+            ("troll", UNBOUNDED, UNCLIPPED),
+        ],
         ids=["ppo_clip", "reinforce", "troll"],
     )
     def test_twenty_updates(self, tmp_path: Path, objective: str, given: dict[str, Any], epsilon: dict[str, Any]) -> None:
@@ -208,7 +212,9 @@ class TestSameAsStock:
 
     @pytest.mark.parametrize("features", known(TOGETHER))
     @pytest.mark.parametrize(
-        ("objective", "given", "epsilon"), [("ppo_clip", {}, {}), ("troll", UNBOUNDED, UNCLIPPED)], ids=["ppo_clip", "troll"]
+        ("objective", "given", "epsilon"),
+        [pytest.param("ppo_clip", {}, {}, marks=pytest.mark.slow), ("troll", UNBOUNDED, UNCLIPPED)],
+        ids=["ppo_clip", "troll"],
     )
     def test_and_many_of_them_together(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, objective: str, given: Any, epsilon: Any

@@ -123,8 +123,11 @@ def test_the_page_of_a_comparison(report: RunReport) -> None:
 
 
 def test_while_the_sweep_is_running_its_runs_are_what_there_is(tmp_path: Path) -> None:
-    report = report_of(write_comparison(tmp_path / "compare", reported=False))
-    assert len(report.groups) == 16
+    folder = write_comparison(tmp_path / "compare", reported=False)
+    for path in folder.glob("*_4_seed*"):
+        shutil.rmtree(path)  # half of them: each is compared with each
+    report = report_of(folder)
+    assert len(report.groups) == 8
     assert report.sweep_groups == []
     (sweep,) = report.sweeps
     assert sweep.chosen == {}

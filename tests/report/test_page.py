@@ -229,9 +229,9 @@ def test_a_page_is_measured_in_bytes_and_one_huge_setting_does_not_block_it(tmp_
     rows = [{"step": step, "prompt": text, "completion": text, "reward": 0.0, "advantage": 0.0} for step in range(64)]
     tokens = {"token": [text[:60]] * 600, "action": [""] * 600, "kl_before": [0.1] * 600, "log_ratio": [0.1] * 600}
     for seed in range(6):
-        path = write_run(tmp_path / str(seed), "troll", seed, completions=rows, instruction="é" * 4_000_000 + str(seed // 3))
+        path = write_run(tmp_path / str(seed), "troll", seed, completions=rows, instruction="é" * 1_000_000 + str(seed // 3))
         pq.write_table(pa.Table.from_pylist([{"step": 1, **tokens}] * 8), path / "tokens.parquet")
-        warnings = [f"warning {index} " + "!" * 2000 for index in range(3000)]
+        warnings = [f"warning {index} " + "!" * 2000 for index in range(1500)]
         (path / "metrics.jsonl").write_text(json.dumps({"step": 1, "success": 0.1, "warnings": warnings}) + "\n")
     report = make_report(read_runs([tmp_path]))
     assert len(report.groups) == 2

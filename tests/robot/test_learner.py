@@ -209,10 +209,10 @@ def test_a_state_stays_as_it_was_taken(algorithm: str) -> None:
     ids=str,
 )
 def test_it_learns(algorithm: str, dtype: torch.dtype) -> None:
-    agent = learner(algorithm, iterations=25, policy_epochs=15, critic_epochs=10, policy_rate=3e-3, cov_bound=0.01, dtype=dtype)
+    agent = learner(algorithm, iterations=14, policy_epochs=15, critic_epochs=10, policy_rate=3e-3, cov_bound=0.01, dtype=dtype)
     seeds = held_out_seeds(32)
     before = agent.evaluate(seeds).returns.mean()
-    for _ in range(25):
+    for _ in range(14):
         metrics = agent.step()
     after = agent.evaluate(seeds).returns.mean()
     assert after > 0.6 * before, f"returns are negative: {before:.1f} → {after:.1f}"

@@ -13,6 +13,7 @@ from corral.cli.audit_dump import describe_dump
 from corral.cli.audit_measured import measured_audit
 from corral.cli.audit_result import Audited, finish, publish
 from corral.run.files import RunError
+from corral.run.text import count
 
 if TYPE_CHECKING:
     from corral.audit.rules import Rules
@@ -116,25 +117,23 @@ class _Followed:
         """Tells how much was read, of a dump that takes a while."""
         done = 0
 
-        def count(size: int) -> None:
+        def add_bytes(size: int) -> None:
             nonlocal done
             before, done = done >> 24, done + size
             if done >> 24 > before:
                 self.tell(f"Reading, {done / 1e9:.2f} GB so far.")
 
-        return count
+        return add_bytes
 
 
 def _status(audited: Audited) -> str:
-    """Where training is, and what the audit says so far."""
+    """Where training is, and what the audit says so far; in 80 columns, for a terminal."""
     from corral.audit.words import percent
 
     ball = audited.clipping
     inside = f", {percent(ball.blocked_inside / ball.blocked)} of these inside the KL ball" if ball.blocked else ""
-    return (
-        f"{time.strftime('%H:%M:%S')}  {audited.newest}, {ball.tokens:,} tokens: clipping blocks "
-        f"{percent(ball.blocked / ball.tokens)}{inside}. Ctrl-C ends."
-    )
+    clipped = percent(ball.blocked / ball.tokens)
+    return f"{time.strftime('%H:%M:%S')}  {audited.newest}, {count(ball.tokens, 'token')}: {clipped} clipped{inside}"
 
 
 class _Say(Protocol):

@@ -107,10 +107,10 @@ class EngineObjective:
 def check_anchor(engine: str, wanted: EngineObjective, supplies: tuple[Anchor, ...]) -> None:
     """Refuse an objective whose anchor the engine does not hand over."""
     if wanted.anchor not in supplies:
-        others = [anchor for anchor in get_args(Anchor) if anchor in supplies]
+        others = [f", or pass anchor='{anchor}' if the {POLICY[anchor]} will do" for anchor in supplies]
         raise ValueError(
             f"{engine}: {wanted.name} is anchored on the {POLICY[wanted.anchor]}, which is not there. Choose another "
-            f"objective, or pass anchor='{others[0]}' if the {POLICY[others[0]]} will do."
+            f"objective{''.join(others)}."
         )
 
 

@@ -67,6 +67,8 @@ class CorralLoss:
             dists = (dist_from_top(ids, student_topk_logprobs), dist_from_top(ids, old_logp))
             new = student_topk_logprobs[..., 0]
         assert new is not None
+        if self.wanted.anchor == "old":
+            _check_old(old[mask], new[mask])
         loss, metrics = self.wanted.token_loss(
             TokenBatch(new, old, data["advantages"][:, 1:], mask, *dists, logp_rollout=rollout)
         )
@@ -74,6 +76,14 @@ class CorralLoss:
         reduced = reduce_loss(loss, mask, self.reduction, total=total)
         found = read_metrics(metrics)
         return reduced, {"loss": float(reduced.detach()), "num_valid_samples": float(data["sample_mask"].sum()), **found}
+
+
+def _check_old(old: Tensor, new: Tensor) -> None:
+    """Refuse the zeros that NeMo-RL puts in the place of log-probs which it did not compute."""
+    if not old.any() and bool((new < -0.01).any()):
+        raise ValueError(
+            "corral for NeMo-RL: every prev_logprob is 0, as loss_fn.force_on_policy_ratio=true makes them. Set it to false."
+        )
 
 
 def add_old_support(data: MutableMapping[str, Any], topk: Any) -> float:
@@ -86,6 +96,7 @@ def add_old_support(data: MutableMapping[str, Any], topk: Any) -> float:
         data: with `input_ids` and `prev_logprobs` [B S]; fields are added.
         topk: what `policy.get_topk_logits(data, k)` returned: `topk_logits` and `topk_indices` [B S k], at temperature 1.
     """
+    _check_old(data["prev_logprobs"], topk["topk_logits"] - topk["topk_logits"].logsumexp(-1, keepdim=True))
     logits, ids = topk["topk_logits"].float(), topk["topk_indices"]
     tokens, logp = (torch.roll(data[name], -1, 1).unsqueeze(-1) for name in ("input_ids", "prev_logprobs"))
     sampled = ids == tokens

@@ -1,8 +1,8 @@
 """rLLM: corral's objectives in its registry of losses, on each of its backends.
 
-rllm.algorithm.loss_plugins: [corral.engine.rllm_plugin]
-rllm.algorithm.loss_fn: corral_dppo
-rllm.algorithm.loss_params: {bound: 0.2}               # settings of the objective, and `anchor`
++rllm.algorithm.loss_plugins=[corral.engine.rllm_plugin]
+rllm.algorithm.loss_fn=corral_dppo
++rllm.algorithm.loss_params.bound=0.2                       # settings of the objective, and `anchor`
 """
 
 import importlib

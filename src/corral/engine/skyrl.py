@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from corral.engine.adapter import EngineObjective, check_anchor, read_metrics, scales_with_advantages
+from corral.objective.config import Anchor
 from corral.types import TokenBatch
 
 REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils"
@@ -31,15 +32,16 @@ def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -
 
     def corral_policy_loss(
         log_probs: Tensor,
-        old_log_probs: Tensor,
+        old_log_probs: Tensor | None,
         advantages: Tensor,
         config: Any,
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         _check_corrections(config)
-        check_anchor("corral for SkyRL", wanted, ("old",) if rollout_logprobs is None else ("old", "rollout"))
-        old = rollout_logprobs if wanted.anchor == "rollout" else old_log_probs
+        policies: dict[Anchor, Tensor | None] = {"old": old_log_probs, "rollout": rollout_logprobs}
+        check_anchor("corral for SkyRL", wanted, tuple(anchor for anchor, logp in policies.items() if logp is not None))
+        old = policies[wanted.anchor]
         assert old is not None
         mask = (log_probs == log_probs) if loss_mask is None else loss_mask.bool()
         batch = TokenBatch(log_probs, old, advantages, mask, logp_rollout=rollout_logprobs)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from corral.engine.adapter import EngineObjective, check_anchor, warn_once
+from corral.objective.config import Anchor
 from corral.types import TokenBatch
 
 LOSS = "slime.backends.megatron_utils.loss"
@@ -37,7 +38,7 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
         **slime.get_rollout_top_p_logprob_kwargs(args, batch),
     )
     new, rollout = found["log_probs"], batch.get("rollout_log_probs")
-    check_anchor("corral for slime", wanted, ("old",) if not rollout else ("old", "rollout"))
+    check_anchor("corral for slime", wanted, _anchors(args, batch))
     lengths = [len(x) for x in new]
     if not wanted.objective.config.tokenwise and lengths != list(batch["response_lengths"]):
         raise ValueError(
@@ -56,6 +57,16 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
     # What slime reports is divided by the number of samples, or of tokens, as the loss is.
     shown = {name: sum_of_sample_mean(torch.full_like(rows, float(value))).detach() for name, value in metrics.items()}
     return reduced, {"loss": reduced.detach().clone(), **shown}
+
+
+def _anchors(args: Any, batch: Any) -> tuple[Anchor, ...]:
+    """Policies whose log-probs slime has.
+
+    It recomputes no old policy with --use-rollout-logprobs, nor for a batch's only update, where the new policy is the old one.
+    """
+    found: tuple[Anchor, ...] = ("rollout",) if batch.get("rollout_log_probs") else ()
+    skipped = vars(args).get("use_rollout_logprobs") and not batch.get("log_probs")
+    return found if skipped else ("old", *found)
 
 
 def _objective(args: Any) -> EngineObjective:

@@ -78,6 +78,7 @@ def lm_head(
         Milakov & Gimelshein 2018, arXiv:1805.02867 (online normaliser). Invariant: equal to top_k_support and gather_support
         on the full log-softmax.
     """
+    check_weight("lm_head", weight)
     spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
     shard = Shard.of(weight, group)
     _check(hidden, weight, tokens, bias, request, ids, joins, shard.vocabulary)
@@ -103,6 +104,15 @@ def lm_head(
         support = ids if ids is not None and top_k is None else support.reshape(*shape, support.shape[-1])
         dist = SparseDist(support, kept.reshape(support.shape), rest.reshape(shape), rest_max.reshape(shape))
     return HeadOutput(logp.reshape(shape), entropies.reshape(shape) if entropy else None, dist, report)
+
+
+def check_weight(owner: str, weight: object) -> None:
+    """Refuse a layer in the place of its weight."""
+    if not isinstance(weight, Tensor):
+        raise ValueError(
+            f"{owner}: `weight` is the head's matrix [V H]; got {type(weight).__name__}. Of a layer pass layer.weight, and its "
+            f"bias as bias=layer.bias."
+        )
 
 
 def _choose(impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, shard: Shard, given: int) -> str:

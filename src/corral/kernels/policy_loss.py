@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from corral.kernels.dispatch import Chosen, choose
-from corral.kernels.head import lm_head
+from corral.kernels.head import check_weight, lm_head
 from corral.kernels.logits import LogitSpec
 from corral.kernels.packed import LossTerms, Packing, TokenObjective, has_token_shapes
 from corral.kernels.precomputed import FusedLoss, with_gradients
@@ -101,6 +101,12 @@ def policy_loss_from_hidden(
     Ref:
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
+    check_weight("policy_loss_from_hidden", weight)
+    if isinstance(objective, str):
+        raise ValueError(
+            f"policy_loss_from_hidden: `objective` is a function; got the name {objective!r}. Pass corral.make_objective("
+            f"{objective!r})."
+        )
     _check(hidden, weight, tokens, batch, weights, policy_weights, on_policy=on_policy)
     _check_union(union, weight, batch)
     weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)

@@ -36,6 +36,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
         ("anchor", _anchor(trainer)),
         ("support", _support(trainer)),
         *([] if trainer.teacher is None else [_third_policy(trainer.teacher, settings)]),
+        *([("tool", f"{settings.tool} answers within completions, and is not trained on")] if settings.tool else []),
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", _device(trainer)),
         ("run", str(where)),

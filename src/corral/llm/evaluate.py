@@ -127,11 +127,11 @@ class EvalJob:
                 yield wanted[start : start + self.batch_size]
 
 
-def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | None = None) -> Evaluation:
+def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None = None) -> Evaluation:
     """Evaluate; resume an incomplete evaluation with the same plan, or return the result of a finished one."""
     job = prepare_evaluation(settings)
     plan = job.plan()
-    folder = EvalFolder(out or _default_folder(job, plan))
+    folder = EvalFolder(Path(out) if out is not None else _default_folder(job, plan))
     done = folder.read_result(plan)
     for sentence in job.subject.complaints:
         view.warn(sentence)

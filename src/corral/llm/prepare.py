@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from corral.llm.trl_api import REDUCTIONS, steps_per_batch
 from corral.naming import nearest
 from corral.run.files import RunError, plain
 from corral.task import make_task
+from corral.task.tool import Tool, make_tool
+
+_WITHOUT_FOLDER = ("smoke", "smollm2")
+"""Models that are built in memory, so that TRL cannot load them again for a reference."""
 
 _LEAST_ROOM = 16
 """Tokens that a completion gets at least where a model has too few positions for what the task may need."""
@@ -42,6 +47,8 @@ class Parts:
     """Whom the model learns from, if not from itself."""
     notes: tuple[str, ...] = ()
     """What was chosen for the user, in sentences."""
+    tool: Tool | None = None
+    """Who answers the model within a completion."""
 
 
 def pin_model(settings: Settings) -> Settings:
@@ -51,10 +58,14 @@ def pin_model(settings: Settings) -> Settings:
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
     """Build what the settings name, or raise RunError. `load` makes the model and its tokenizer."""
+    _check_packages(settings)
     try:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
-        config.check_sampler("vllm" if config.use_vllm else "transformers")
+        tool = make_tool(settings.tool) if settings.tool else None
+        if tool is not None and config.use_vllm:
+            raise ValueError("`tool` plays its turns with the trainer's own model. Leave `use_vllm` out.")
+        config.check_sampler("vllm" if config.use_vllm else "transformers" if tool is None else "rollout_func")
         rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
         taught = _check_teacher(settings, config)
         model, tokenizer = load(settings.model)
@@ -62,6 +73,11 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
     except ValueError as error:
         raise RunError(str(error)) from error
+    if config.beta and not settings.lora and settings.model in _WITHOUT_FOLDER:
+        raise RunError(
+            f"`beta` needs a reference, which TRL loads by name, and {settings.model} is no folder. Leave beta out, or train "
+            f"an adapter (--lora.r 8), whose reference is the model without it."
+        )
     if config.max_completion_length is None:
         raise RunError("`max_completion_length` is None, but a run must know how long a completion may be. Give a number.")
     adapter = lora_config(settings.lora)
@@ -84,7 +100,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     notes = () if given else _fit_length(problems, asked, model.config, config)
     problems.check_length(asked, model.config, config.max_completion_length)
     problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher, notes)
+    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, tool)
 
 
 def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, config: CorralConfig) -> tuple[str, ...]:
@@ -95,6 +111,21 @@ def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, c
         return ()
     config.max_completion_length = room
     return (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
+
+
+def _check_packages(settings: Settings) -> None:
+    """Refuse what needs a package that is not there; the libraries would say so in a traceback, or after minutes."""
+    needed = [
+        (f"report_to={name}", name) for name in settings.report_to.split(",") if name in ("wandb", "trackio", "tensorboard")
+    ]
+    needed += [
+        (key, package) for key, package in (("use_vllm", "vllm"), ("deepspeed", "deepspeed")) if settings.trainer.get(key)
+    ]
+    for setting, package in needed:
+        if find_spec(package) is None:
+            raise RunError(
+                f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
+            )
 
 
 def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:

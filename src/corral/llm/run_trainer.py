@@ -22,12 +22,14 @@ from corral.llm.sharding import is_sharded, root_weights
 from corral.llm.tokens import CompletionSample, token_rows
 from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import updates_per_step
+from corral.llm.turns import converse
 from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
 from corral.run.view import RunView
 from corral.task import text_of
+from corral.task.tool import Tool
 from corral.types import TokenBatch
 
 
@@ -45,6 +47,10 @@ class Session(Interruptible):
     view: RunView
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Lines of metrics.jsonl so far."""
+    tool: Tool | None = None
+    """Who answers the model within a completion."""
+    problem_of: dict[str, str] = field(default_factory=dict)
+    """With a tool: the problem behind each prompt, as text."""
 
     def __post_init__(self) -> None:
         self.started = time.monotonic() - (self.lines[-1]["seconds"] if self.lines else 0.0)
@@ -156,8 +162,8 @@ class RunTrainer(CorralTrainer):
         most = math.ceil(len(session.held_out) / self.accelerator.num_processes) if is_sharded(self) else len(problems)
         for start in range(0, most, size):
             batch = problems[start : start + size]
-            ids = session.problems.tokens(batch or session.held_out[:1])
-            texts = answer(model, self.processing_class, ids, self.max_completion_length, greedy=greedy)
+            asked = batch or session.held_out[:1]
+            texts = self._answers(model, asked, session.problems.tokens(asked), greedy)
             if not batch:
                 continue
             for text, score in zip(texts, session.success(prompts=batch, completions=texts, problem=batch), strict=True):
@@ -165,6 +171,17 @@ class RunTrainer(CorralTrainer):
                     name = session.problems.task.name
                     raise RewardError(f"{name}.verify gave None for {text!r}. Success on held-out problems needs a number.")
                 yield score
+
+    def _answers(self, model: Any, problems: list[str], ids: list[list[int]], greedy: bool) -> list[str]:
+        """One completion per problem, together with the tool where there is one."""
+        tool, tokenizer, longest = self.session.tool, self.processing_class, self.max_completion_length
+        if tool is not None and is_sharded(self):
+            raise RunError("`tool` plays as many turns as a process needs, and a sharded model generates in step. Use DDP.")
+        if tool is None:
+            return answer(model, tokenizer, ids, longest, greedy=greedy)
+        found = converse(model, tokenizer, problems, ids, tool, longest, greedy=greedy)
+        texts: list[str] = tokenizer.batch_decode([one.tokens for one in found], skip_special_tokens=True)
+        return texts
 
     def newest_completions(self, count: int) -> list[dict[str, Any]]:
         """The first completions of the newest rollouts, those of one prompt together."""

@@ -43,6 +43,7 @@ DECIDED = {
     "logging_strategy": "nothing: every step is logged",
     "shuffle_dataset": "seed",
     "data_seed": "seed",
+    "push_to_hub": "`corral export RUN --out DIR`, then `hf upload NAME DIR`",
     "ignore_data_skip": "nothing: a resumed run continues where it stopped",
 }
 """Settings of TRL's that a run decides itself, and what to use instead."""
@@ -108,6 +109,9 @@ class Settings:
     reward: tuple[str | Reward, ...] = ()
     """What is paid for instead of the task's own verdict: functions with TRL's signature, as `module:function`,
     `file.py:function=0.5` with a weight, or themselves. `verifier` is the task's own among them."""
+    tool: str = ""
+    """Who answers the model within a completion, in as many turns as fit: `calculator`, or a class of your own as
+    `module:Class` (corral.task.tool.Tool). What it writes is not trained on."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of CorralConfig, checked but not yet applied."""
 

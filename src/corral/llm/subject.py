@@ -68,6 +68,11 @@ def _run_config(path: Path) -> dict[str, Any] | None:
 
 def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subject:
     chosen, complaints = choose_checkpoint(RunFolder.open(path, write=False), which)
+    if content["settings"].get("tool"):
+        raise RunError(
+            f"{name} was trained with the tool {content['settings']['tool']}, which only training plays so far: its own "
+            f"measurements are in metrics.jsonl. Without the tool, give the checkpoint as a model: {chosen.path}."
+        )
     manifest = json.loads((chosen.path / "manifest.json").read_text())["files"]
     settings = content["settings"]
     return Subject(

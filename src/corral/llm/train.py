@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,29 @@ from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
+from corral.llm.turns import rollout
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
 from corral.run.view import RunView, make_view
 
 
-def train(settings: Settings, *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False) -> Outcome:
+def train(
+    settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
+) -> Outcome:
     """Start a run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
+    given = settings if isinstance(settings, Settings) else resolve([settings])
 
     def begin() -> tuple[Settings, Parts, RunFolder | None]:
-        pinned, folder = pin_model(settings), None
+        pinned, folder = pin_model(given), None
         parts = prepare(pinned)
         if is_main():
-            folder = RunFolder.create(out, f"{settings.task}-{settings.objective}-{settings.seed}", smoke=smoke)
+            folder = RunFolder.create(out, f"{given.task}-{given.objective}-{given.seed}", smoke=smoke)
             folder.write_config(config_content(pinned, parts))
         return pinned, parts, folder
 
-    settings, parts, folder = run_together(begin, cpu=_on_cpu(settings))
-    return _run(settings, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
+    pinned, parts, folder = run_together(begin, cpu=_on_cpu(given))
+    return _run(pinned, parts, folder, None, [], make_view(quiet=quiet, silent=not is_main()))
 
 
 def resume(
@@ -109,6 +113,8 @@ def _run(
         guard=guard,
         view=view,
         lines=lines,
+        tool=parts.tool,
+        problem_of={str(row["prompt"]): row["problem"] for row in parts.dataset} if parts.tool is not None else {},
     )
     if is_alone_by_mistake():
         view.warn(ALONE)
@@ -144,7 +150,9 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     level = log.level
     log.setLevel(logging.ERROR)  # the banner says the same, in its place
     set_seed(settings.seed)  # the trainer does that too, but an adapter is drawn before
+    played = {} if parts.tool is None else {"rollout_func": rollout}
     try:
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # a rollout_func is; tests run every release that is accepted
         trainer = RunTrainer(
             parts.model,
             parts.rewards,
@@ -153,6 +161,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
             processing_class=parts.problems.tokenizer,
             peft_config=parts.adapter,
             teacher=parts.teacher,
+            **played,
         )
     except ValueError as error:  # what only TRL, peft and the model together can tell
         raise RunError(str(error)) from error

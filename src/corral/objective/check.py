@@ -1,5 +1,7 @@
 """Validation of a TokenBatch: shapes, dtypes, finite values, log-probs, one shared support."""
 
+import logging
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -8,6 +10,8 @@ from torch import Tensor
 
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
 from corral.types import SparseDist, TokenBatch
+
+logger = logging.getLogger(__name__)
 
 _SHIFT = "Both follow the completion tokens; was the last token dropped twice? See docs/data-flow.md#shift."
 
@@ -22,6 +26,31 @@ _SUPPLY = {
     "dist_teacher": "the teacher, or the frozen reference, on the same support: corral.gather_support(logp, dist_old.ids)",
     "logp_rollout": "the log-probs that the sampler reported for the sampled tokens",
 }
+
+
+_LARGE_FIRST = 0.5
+"""Mean |log ρ| at an objective's first call above which old and new log-probs are hardly those of one policy."""
+
+
+class FirstCall:
+    """Compares old and new log-probs at an objective's first call, when they should be those of one policy; warns once."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def look(self, name: str, batch: TokenBatch) -> None:
+        """Read the mean |log ρ| of the first batch; one transfer from the device, and none ever after."""
+        if self.over or torch.compiler.is_compiling():
+            return
+        self.over = True
+        gap = torch.where(batch.mask, (batch.logp_new - batch.logp_old).detach().float(), 0.0).abs().sum()
+        mean = float(gap / batch.mask.sum().clamp(min=1))
+        if mean > _LARGE_FIRST:
+            logger.warning(
+                f"{name}: at the first call new and old log-probs differ by {mean:.2f} nats on average; before any update that "
+                f"should be 0. Is one of them shifted by a token, of another temperature, or of another model? logits[:, t] "
+                f"belong to tokens[:, t + 1]. See docs/data-flow.md#shift."
+            )
 
 
 class _Check(NamedTuple):
@@ -63,6 +92,7 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
         per_sequence = field == "advantages" and x.shape == shape[:1]
         if x.shape != shape and not per_sequence:
             forms = f"Credit is {list(shape)}, token by token, or {list(shape[:1])}, one for each completion. "
+            forms += "Use advantages.squeeze(-1). " if x.shape == (shape[0], 1) else ""
             raise ValueError(
                 f"{name}: {field} is {list(x.shape)} but logp_new is {list(shape)}. {forms if field == 'advantages' else ''}"
                 f"{_SHIFT}"
@@ -70,6 +100,13 @@ def _check_shapes(name: str, batch: TokenBatch) -> None:
     for field, x in given.items():
         if field != "mask" and not x.is_floating_point():
             raise ValueError(f"{name}: {field} must be floating point; got {x.dtype}. Convert it with .float().")
+    if batch.logp_old.dtype.itemsize < 4 <= batch.logp_new.dtype.itemsize:
+        short = str(batch.logp_old.dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{name}: logp_old is {short}, which keeps three digits: ratios are off by about 1 % before any update. Keep old "
+            f"log-probs in float32, computed as the new ones are.",
+            stacklevel=4,
+        )
     if batch.mask.dtype != torch.bool:
         raise ValueError(f"{name}: mask must be bool, True where a token is trained on; got {batch.mask.dtype}. Use .bool().")
     for field, dist in _dists(batch):

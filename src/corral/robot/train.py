@@ -35,8 +35,11 @@ _WATCHED = ("success", "tr/kl_before", "std")
 standard deviation that it stands for has one."""
 
 
-def train(settings: Settings, *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False) -> Outcome:
+def train(
+    settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
+) -> Outcome:
     """A new run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
+    settings = settings if isinstance(settings, Settings) else resolve([settings])
     agent = prepare(settings)
     name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
     folder = RunFolder.create(out, f"{name}-{settings.algorithm}-{settings.seed}", smoke=smoke)

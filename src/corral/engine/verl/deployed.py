@@ -4,7 +4,7 @@ before the first update    weights of this rank's shard, and the head's inputs a
 after the last             the same sequences again → KL(new‖old) over the whole vocabulary → corral.retract
 """
 
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from corral.engine.verl.head import HeadWitness
 TOKENS = 3072
 """Tokens of a batch that are measured, about, over all ranks: whole sequences, prompts included."""
 
-Statistic = Literal["mean", "p999", "cvar", "max"]
+_T = TypeVar("_T")
 
 
 class DeployedRegion:
@@ -30,17 +30,17 @@ class DeployedRegion:
 
         Args:
             engine: a SupportFSDPEngine in its train mode.
-            data: the first mini-batch of this rank; sequences that fit into its share of TOKENS are measured, at least one.
+            data: the first mini-batch of this rank, some of whose sequences are measured.
         """
         self.engine = engine
         self.old = snapshot(engine.module)
-        ends = data["input_ids"].offsets()[1:] * engine.get_data_parallel_size()
-        few = max(1, int((ends <= TOKENS).sum()))
-        self.sample = tensordict_utils.index_select_tensor_dict(data, list(range(few)))
+        self.sample = tensordict_utils.index_select_tensor_dict(data, _choose(data, engine.get_data_parallel_size()))
+        self.tokens = sum(self._gather(int(self.sample["response_mask"].values().sum())))
+        """Of all ranks; where there is none, nothing can be measured."""
         self.witness = HeadWitness()
         self._pass()
 
-    def hold(self, bound: float, statistic: Statistic) -> Certificate:
+    def hold(self, bound: float, statistic: str) -> Certificate:
         """Back towards the old weights until a statistic of the tokens' KL is at most the bound."""
         return retract(self.engine.module, self.old, self._measure, bound=bound, statistic=statistic)
 
@@ -58,14 +58,18 @@ class DeployedRegion:
 
     def _of_all_ranks(self, rows: Float[Tensor, "n 3"]) -> BatchKL:
         """The same tokens in the same order everywhere, so that all ranks decide alike."""
-        group, ranks = self.engine.get_data_parallel_group(), self.engine.get_data_parallel_size()
-        everyone = [rows] * ranks
-        if ranks > 1:
-            torch.distributed.all_gather_object(everyone, rows, group=group)
+        everyone = self._gather(rows)
         for rank, others in enumerate(everyone):
             others[:, 2] += rank * 2**32  # sequences of this rank alone; exact in float64
         new_old, old_new, sequence = torch.cat(everyone).unbind(-1)
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long())
+
+    def _gather(self, mine: _T) -> list[_T]:
+        """Of every rank, in their order."""
+        everyone = [mine] * self.engine.get_data_parallel_size()
+        if len(everyone) > 1:
+            torch.distributed.all_gather_object(everyone, mine, group=self.engine.get_data_parallel_group())
+        return everyone
 
     @torch.no_grad()
     def _pass(self) -> None:
@@ -78,3 +82,10 @@ class DeployedRegion:
         finally:
             engine.witness = None
             module.train(was_training)
+
+
+def _choose(data: TensorDict, ranks: int) -> list[int]:
+    """Sequences with a token that counts, the first that fit into a rank's share of TOKENS; one at least, for all take part."""
+    live = [index for index, mask in enumerate(data["response_mask"].unbind()) if bool(mask.any())] or [0]
+    lengths = data["input_ids"].offsets().diff()[live]
+    return live[: max(1, int((lengths.cumsum(0) * ranks <= TOKENS).sum()))]

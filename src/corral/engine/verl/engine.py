@@ -59,10 +59,11 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
             self._deployed = DeployedRegion(self, data)
         outputs = super().train_batch(data, loss_function)
         if self._deployed is not None and tensordict_utils.get_non_tensor_data(data, "update_lr_scheduler", False):
-            statistic = tensordict_utils.get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean")
-            metrics = self._deployed.hold(bound, statistic).metrics()
-            self._deployed = None
-            outputs["metrics"] |= {name: Metric(AggregationType.MEAN, value) for name, value in metrics.items()}
+            region, self._deployed = self._deployed, None
+            if region.tokens:  # else every sequence is masked out, and so was the loss
+                statistic = tensordict_utils.get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean")
+                metrics = region.hold(bound, statistic).metrics()
+                outputs["metrics"] |= {name: Metric(AggregationType.MEAN, value) for name, value in metrics.items()}
         return outputs
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:

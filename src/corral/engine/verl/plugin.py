@@ -7,7 +7,8 @@ logged as errors and remembered, and whoever asks for a part that is missing is 
 import importlib
 import logging
 import os
-from importlib.metadata import version
+import re
+from importlib.metadata import PackageNotFoundError, version
 
 from verl.trainer.ppo import core_algos
 
@@ -33,9 +34,15 @@ def missing(loss_mode: str) -> str | None:
 
 
 def supported(release: str) -> bool:
-    """Whether a release of verl is in range."""
-    low, high = (tuple(map(int, bound.split("."))) for bound in VERL_RANGE)
-    return low <= tuple(int(part) for part in release.split(".")[:2]) < high
+    """Whether a release of verl is in range; one that is no number, such as that of a source tree, is not."""
+    found, low, high = (re.match(r"(\d+)\.(\d+)", text) for text in (release, *VERL_RANGE))
+    assert low is not None
+    assert high is not None
+    return found is not None and _pair(low) <= _pair(found) < _pair(high)
+
+
+def _pair(release: re.Match[str]) -> tuple[int, int]:
+    return int(release[1]), int(release[2])
 
 
 def _register_losses() -> None:
@@ -47,7 +54,10 @@ def _register_losses() -> None:
 
 
 def _register() -> None:
-    release = version("verl")
+    try:
+        release = version("verl")
+    except PackageNotFoundError:
+        release = "a source tree without a release"
     if not supported(release):
         wanted = f"corral works with verl >={VERL_RANGE[0]},<{VERL_RANGE[1]}; found {release}"
         FAILED.update({"policy losses": wanted, "engine": wanted, "trainers": wanted})

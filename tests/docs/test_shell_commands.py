@@ -1,0 +1,113 @@
+"""Every `corral …` in a shell block of README and docs is taken: trainings up to the first step, others up to their flags."""
+
+import argparse
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from corral.cli import COMMANDS, main
+from corral.cli.kind import all_recipes
+from corral.llm.smoke import TASK_CONFIG, build_smoke
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def shell_commands() -> dict[str, str]:
+    """Each command once, with a page that has it; comments and line ends behind backslashes are the shell's."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for block in re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # OMP_NUM_THREADS=1
+                    words = words[1:]
+                if words[:1] == ["corral"] and "…" not in line:
+                    found.setdefault(shlex.join(words[1:]), str(page.relative_to(ROOT)))
+    return found
+
+
+COMMAND_LINES = shell_commands()
+TRAININGS = [line for line in COMMAND_LINES if line.split()[0] == "train" and "--resume" not in line]
+NOT_HERE = ("smollm2", "metaworld")
+"""What this environment does not have."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands of the docs find beside them."""
+    here = tmp_path_factory.mktemp("docs")
+    model, tokenizer = build_smoke()
+    for name in ("path/to/a/model", "chat"):
+        model.save_pretrained(here / name)
+        tokenizer.save_pretrained(here / name)
+    rows = ['{"prompt": "What is 6 times 7?", "answer": "42"}', '{"prompt": "And half of it?", "answer": 21}']
+    chat = '{"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1?"}], "answer": 2}'
+    (here / "mine.jsonl").write_text("\n".join([*rows, chat]))
+    (here / "squares.jsonl").write_text("\n".join(rows))
+    (here / "math_train.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n')
+    (here / "math500.jsonl").write_text('{"problem": "1+2?", "answer": "3"}\n')
+    (here / "mine.toml").write_text('task = "countdown"\n')
+    (here / "robot.toml").write_text('environment = "corral/ViaPointReacher-v0"\n')
+    (here / "rewards.py").write_text("def boxed(completions, **columns):\n    return [0.0] * len(completions)\nshort = boxed\n")
+    (here / "my_rewards.py").write_text((here / "rewards.py").read_text())
+    own = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "tasks.md").read_text(), re.MULTILINE | re.DOTALL)
+    (here / "my_tasks.py").write_text(next(block for block in own if "class Sorting" in block))
+    (here / "my_tools.py").write_text(next(block for block in own if "class Judge" in block))
+    data = Path(str(TASK_CONFIG["gsm8k"]["path"]))
+    (here / "data").mkdir()
+    (here / "data" / "gsm8k").symlink_to(data)
+    return here
+
+
+def on_this_machine(line: str, page: str) -> list[str]:
+    """A training's words, with what it names that only its reader has."""
+    words = shlex.split(line)[1:]
+    recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "demo"
+    if "mine.toml" in words and page == "docs/robots.md":
+        words[words.index("mine.toml")] = "robot.toml"
+    if "robot.toml" in words or all_recipes()[recipe].parents[1].name == "robot":
+        return words
+    words += ["--steps", "1", "--eval-size", "8"]  # the last one counts
+    if "--model runs/" in line or "Qwen/" in line:
+        words += ["--model", "chat"]
+    if recipe not in ("demo", "tool_use"):
+        words += ["--smoke"]  # they want a GPU and the hub
+    if "gsm8k" in words and "--recipe" not in words and "path" not in line:
+        words += ["--set", "task_config.path=data/gsm8k"]
+    return words
+
+
+@pytest.mark.filterwarnings("ignore")  # of libraries, about settings that the docs do not care for
+@pytest.mark.parametrize("line", TRAININGS)
+def test_trainings_are_ready_to_begin(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if any(name in line for name in NOT_HERE):
+        pytest.skip("needs what is not installed here")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    words = on_this_machine(line, COMMAND_LINES[line])
+    assert main(["train", *words, "--dry-run"]) == 0, f"{COMMAND_LINES[line]}: {capsys.readouterr().err}"
+    if any(name in line for name in ("jsonl", "Sorting", "spell_backward", "Judge")):  # and against a chat model
+        assert main(["train", *words, "--model", "chat", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [line for line in COMMAND_LINES if line not in TRAININGS])
+def test_other_commands_have_their_flags(line: str) -> None:
+    name, *words = shlex.split(line)
+    assert name in COMMANDS, f"{COMMAND_LINES[line]} has a command that does not exist"
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    module = importlib.import_module(f"corral.cli.{name}")
+    module.add_arguments(parser)
+    _, rest = parser.parse_known_args(words)
+    if name not in ("compare", "train"):  # those take every setting as a flag
+        assert rest == [], f"{COMMAND_LINES[line]}: {name} has no {rest}"
+
+
+def test_there_are_commands_to_try() -> None:
+    assert len(TRAININGS) > 20
+    assert {"eval", "compare", "audit", "report", "export"} <= {line.split()[0] for line in COMMAND_LINES}
