@@ -249,7 +249,7 @@ def test_lower_precisions(dtype):
 def test_one_token_and_no_teacher():
     batch, logits = taught(1, 1, 5, 2)
     assert gradient(batch, logits).isfinite().all()
-    with pytest.raises(ValueError, match=r"distill: needs `dist_teacher`.* the policy to learn from on the same support"):
+    with pytest.raises(ValueError, match=r"distill: needs `dist_teacher`.* the teacher, or the frozen reference, on the"):
         make_objective("distill")(replace(batch, dist_teacher=None))
 
 
@@ -257,7 +257,7 @@ def test_a_teacher_on_another_support_is_refused():
     batch, _ = taught()
     teacher = batch.dist_teacher
     with pytest.raises(
-        ValueError, match=r"dist_teacher has 2 slots and dist_old 4. Both .* gather the teacher at dist_old.ids"
+        ValueError, match=r"dist_teacher has 2 slots and dist_old 4. Both .* gather the teacher or reference at dist_old.ids"
     ):
         make_objective("distill")(
             replace(batch, dist_teacher=SparseDist(teacher.ids[..., :2], teacher.logp[..., :2], teacher.rest))

@@ -48,6 +48,7 @@ DEFAULTS = {
         "level": "token",
         "gradient": "exact",
         "project": "all",
+        "centre": "old",
         "ratio_cap": None,
     },
 }

@@ -18,10 +18,16 @@ try:
     import imageio.v3 as imageio
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from PIL import Image, ImageDraw, ImageFont  # imageio's own
 except ImportError as error:
     raise ImportError("corral.robot.picture needs matplotlib and imageio: pip install corral[robot].") from error
 
 _Image = NDArray[np.uint8]
+
+_BAR = 32
+"""Pixels below a film's pictures, for words."""
+_HOLD = 0.8
+"""Seconds for which a film shows what came of an episode."""
 
 _BLUE, _RED = "#2563eb", "#dc2626"
 _COLOURS = (_BLUE, _RED, "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
@@ -128,7 +134,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 
 def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path: str | Path, *, every: int = 1) -> int:
-    """Play episodes again and film them, one after the other.
+    """Play episodes again and film them, one after the other: each picture with its time, each end with what came of it.
 
     Args:
         env: made with render_mode="rgb_array".
@@ -144,20 +150,40 @@ def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path:
         raise ValueError(f"render_video: make the environment with render_mode='rgb_array'; got {env.render_mode!r}.")
     if len(seeds) != len(actions) or every < 1:
         raise ValueError(f"render_video: one seed per episode and every ≥ 1; got {len(seeds)} seeds, {len(actions)} episodes.")
-    fps = env.metadata.get("render_fps", 50) / every
+    rate = env.metadata.get("render_fps", 50)
+    fps = rate / every
     frames: list[_Image] = []
-    for seed, episode in zip(seeds, actions, strict=True):
+    for number, (seed, episode) in enumerate(zip(seeds, actions, strict=True), 1):
         env.reset(seed=seed)
-        frames.append(np.asarray(env.render()))
+        title = f"episode {number} of {len(seeds)}   "
+        frames.append(caption(env.render(), f"{title}0.00 s"))
         for t, action in enumerate(np.asarray(episode, env.action_space.dtype)):
-            _, _, terminated, truncated, _ = env.step(action)
-            over = terminated or truncated
+            _, _, terminated, truncated, info = env.step(action)
+            over, words = terminated or truncated, f"{title}{(t + 1) / rate:.2f} s"
             if (t + 1) % every == 0 or over:
-                frames.append(np.asarray(env.render()))
+                frames.append(caption(env.render(), words))
             if over:
+                success = info.get("success")
+                last = caption(env.render(), words, None if success is None else bool(success))
+                frames += [last] * round(_HOLD * fps)
                 break
     _write(frames, path, fps)
     return len(frames)
+
+
+def caption(picture: Any, words: str, success: bool | None = None) -> _Image:
+    """A picture [Y X 3] with a line of words below it, and at the end of an episode what came of it, in words and colour."""
+    image = np.asarray(picture)
+    height, width = image.shape[:2]
+    out = Image.new("RGB", (width, height + _BAR), "white")
+    out.paste(Image.fromarray(image), (0, 0))
+    draw, font = ImageDraw.Draw(out), ImageFont.load_default(size=_BAR // 2)
+    draw.text((8, height + _BAR // 2), words, fill="black", font=font, anchor="lm")
+    if success is not None:
+        text, colour = ("success", "#0a7d33") if success else ("missed", "#b3261e")
+        draw.rectangle((0, 0, width - 1, height - 1), outline=colour, width=4)
+        draw.text((width - 8, height + _BAR // 2), text, fill=colour, font=font, anchor="rm")
+    return np.asarray(out)
 
 
 def _write(frames: list[_Image], path: Path, fps: float) -> None:
