@@ -1,107 +1,137 @@
-"""README's figure, docs/headline.svg, and the sentence below it: rollouts that a given success takes. Trains nothing.
+"""README's figure, docs/headline.svg, and the sentence below it: what a batch of rollouts is good for. Trains nothing.
 
     python benchmarks/deployed/headline.py
 
-From benchmarks/deployed/results: TROLL and clipping as they were tuned, on the fresh seeds of the study.
+From benchmarks/deployed/results. Left: success over batches of rollouts, on seeds on which nothing was chosen. Right: the demo
+as it ships, ten batches at its own rate, nothing held, one to eight passes over each.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
 
 from plans import CHOSEN
+from spec import START
 from study_confirm import LEVEL, runs_of, steps_to
-from study_table import Row, certificate, final, finished, held_out, steps_of
+from study_table import Row, certificate, finished, held_out, steps_of
 
-from corral.report.looks import DARK, LIGHT, assign_looks
+from corral.report.looks import DARK, LIGHT, SHAPES, assign_looks
 from corral.run.files import write_whole
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results")
+NAMES = {"troll": "TROLL", "dppo": "DPPO", "ppo_clip": "PPO clip"}
+PASSES = (1, 2, 4, 8)
+ARMS = (("troll", "TROLL, 4 passes", CHOSEN[0]), ("ppo_clip", "clip, 4 passes", CHOSEN[1]), ("once", "clip, 1 pass", CHOSEN[2]))
+"""Curves on the left: colour, label, setting; of clipping, the best of those that were tried, and the best with one pass."""
 BLOCK = re.compile(r"<!-- headline -->\n.*?<!-- /headline -->", re.DOTALL)
-LABELS = ("TROLL, 4 passes", "clip, 4 passes", "clip, 1 pass")
-"""The first three of `CHOSEN`."""
-BATCHES = 20
-"""Where the axis ends."""
-Curve = list[tuple[float, float]]
+Values = Mapping[float, Sequence[float]]
+"""A value per seed, by place on the axis."""
 
 
-class Line(NamedTuple):
-    """A setting's runs, as curves over batches of rollouts."""
+@dataclass(frozen=True)
+class Line:
+    """One curve: the mean over seeds of every place, and a dot per seed."""
 
+    look: str
+    """Its class in the style sheet."""
     label: str
-    objective: str
-    dashed: bool
-    curves: list[Curve]
-
-    @property
-    def mean(self) -> Curve:
-        """Over the runs, where all of them have a point."""
-        return [(group[0][0], fmean(y for _, y in group)) for group in zip(*self.curves, strict=False)]
+    values: Values
+    marker: str
 
 
-def tuned(runs: Sequence[Row]) -> list[list[Row]]:
-    """Runs of each setting on fresh seeds."""
-    return [runs_of(runs, how) for how in CHOSEN[: len(LABELS)]]
+def curves(runs: Sequence[Row]) -> list[Line]:
+    """Held-out success over batches of rollouts, on fresh seeds."""
+    markers, lines = assign_looks(NAMES), []
+    for look, label, how in ARMS:
+        found: dict[float, list[float]] = {}
+        for run in runs_of(runs, how):
+            for step, success in held_out(run):
+                found.setdefault(step, []).append(success)
+        lines.append(Line(look, label, found, markers["ppo_clip" if look == "once" else look][1]))
+    return lines
 
 
-def moved(run: Row) -> Curve:
-    """Nats that the network moves in each step."""
-    return [(float(line["step"]), certificate(line, "mean")) for line in steps_of(run)]
+def distances(runs: Sequence[Row]) -> list[Line]:
+    """Nats that the network moves in a step, mean over tokens and steps, over passes."""
+    wanted = {"rate": 2e-4, "arm": "off", "steps": 10, "recipe": "demo"}
+    of_demo = [run for run in runs if wanted.items() <= run.items() and run.get("start", START) == START]
+    found: dict[str, dict[float, list[float]]] = {name: {} for name in NAMES}
+    for run in of_demo:
+        if run["objective"] in NAMES and not run.get("reuse") and run.get("passes") in PASSES:
+            moved = fmean(certificate(line, "mean") for line in steps_of(run))
+            found[run["objective"]].setdefault(run["passes"], []).append(moved)
+    looks = assign_looks(NAMES)
+    return [Line(name, label, found[name], looks[name][1]) for name, label in NAMES.items()]
 
 
-def lines(groups: Sequence[Sequence[Row]], read: Callable[[Row], Curve]) -> list[Line]:
-    """A line per setting that has runs; one pass is dashed."""
-    return [
-        Line(label, group[0]["objective"], group[0]["passes"] == 1, [read(run) for run in group])
-        for label, group in zip(LABELS, groups, strict=True)
-        if group
-    ]
-
-
+@dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Lines over batches inside a box, each run faint behind its mean; `scale` maps a value to 0 (bottom) … 1 (top)."""
+    """Lines inside a box; `across` and `up` map a value to 0 … 1."""
 
-    left, width, top, height = 50.0, 235.0, 44.0, 160.0
+    title: str
+    axis: str
+    lines: Sequence[Line]
+    across: Callable[[float], float]
+    up: Callable[[float], float]
+    ticks: Mapping[str, float]
+    places: Sequence[int]
+    key: tuple[float, float] | None = None
+    """Where a key to the lines begins; without one, labels stand at their ends."""
+    left: float = 50.0
+    width: float = 330.0
+    top: float = 44.0
+    height: float = 160.0
 
-    def __init__(self, title: str, drawn: list[Line], scale: Callable[[float], float], ticks: dict[str, float]) -> None:
-        self.title, self.drawn, self.scale, self.ticks = title, drawn, scale, ticks
+    def place(self, x: float, value: float) -> tuple[float, float]:
+        inside = self.top + self.height * (1 - min(max(self.up(value), 0.0), 1.0))
+        return self.left + 10 + (self.width - 118) * self.across(x), inside
 
-    def place(self, batch: float, value: float) -> tuple[float, float]:
-        """Where a point is."""
-        up = min(max(self.scale(value), 0.0), 1.0)
-        return self.left + self.width * batch / BATCHES, self.top + self.height * (1 - up)
-
-    def _path(self, curve: Curve) -> str:
-        return "M" + " ".join("{:.1f} {:.1f}".format(*self.place(*point)) for point in curve)
+    def ends(self) -> dict[str, tuple[float, float]]:
+        """Where labels stand."""
+        if self.key is not None:
+            x, y = self.place(*self.key)
+            return {line.look: (x, y + 20 * row) for row, line in enumerate(self.lines)}
+        found = {line.look: self.place(*_last(line)) for line in self.lines}
+        heights = _apart({look: y for look, (_, y) in found.items()})
+        return {look: (x + 10, heights[look]) for look, (x, _) in found.items()}
 
     def svg(self, shift: float) -> str:
-        """The panel, moved to the right by `shift`."""
-        bottom = self.top + self.height
         out = [f'<g transform="translate({shift:g} 0)"><text class="title" x="{self.left:g}" y="22">{self.title}</text>']
         for text, value in self.ticks.items():
             y = self.place(0, value)[1]
-            out.append(f'<path class="grid" d="M{self.left:g} {y:.1f}h{self.width:g}"/>')
+            out.append(f'<path class="grid" d="M{self.left:g} {y:.1f}h{self.width - 94:g}"/>')
             out.append(f'<text class="tick" x="{self.left - 8:g}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-        for batch in range(0, BATCHES + 1, 5):
-            x = self.place(batch, 0)[0]
-            out.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 20:g}" text-anchor="middle">{batch}</text>')
-        middle = self.left + self.width / 2
-        out.append(f'<text class="tick" x="{middle:g}" y="{bottom + 40:g}" text-anchor="middle">batches of rollouts</text>')
-        ends = {line.label: line.mean[-1] for line in self.drawn}
-        heights: dict[str, float] = {}
-        for last in {batch for batch, _ in ends.values()}:
-            heights |= _apart({label: self.place(*end)[1] for label, end in ends.items() if end[0] == last})
-        for line in self.drawn:
-            dashed = " dashed" if line.dashed else ""
-            out += [f'<path class="run {line.objective}" d="{self._path(curve)}"/>' for curve in line.curves]
-            out.append(f'<path class="line {line.objective}{dashed}" d="{self._path(line.mean)}"/>')
-            x, y = self.place(line.mean[-1][0], 0)[0] + 7, heights[line.label]
-            out.append(f'<text class="label {line.objective}" x="{x:.1f}" y="{y:.1f}">{line.label}</text>')
+        under = self.top + self.height + 20
+        for x in self.places:
+            out.append(f'<text class="tick" x="{self.place(x, 0)[0]:.1f}" y="{under:g}" text-anchor="middle">{x}</text>')
+        middle = (self.place(self.places[0], 0)[0] + self.place(self.places[-1], 0)[0]) / 2
+        out.append(f'<text class="tick" x="{middle:.1f}" y="{under + 20:g}" text-anchor="middle">{self.axis}</text>')
+        ends = self.ends()
+        for line in self.lines:
+            means = [(x, fmean(values)) for x, values in sorted(line.values.items())]
+            path = " ".join("{:.1f} {:.1f}".format(*self.place(*point)) for point in means)
+            out.append(f'<path class="line {line.look}" d="M{path}"/>')
+            for x, values in line.values.items():
+                dots = [self.place(x, value) for value in values]
+                out += [f'<circle class="dot {line.look}" cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in dots]
+            for point in means:
+                x, y = self.place(*point)
+                out.append(f'<path class="mark {line.look}" transform="translate({x:.1f} {y:.1f})" d="{SHAPES[line.marker]}"/>')
+            x, y = ends[line.look]
+            if self.key is not None:  # beside a piece of its line
+                out.append(f'<path class="line {line.look}" d="M{x - 28:.1f} {y:.1f}h22"/>')
+            out.append(f'<text class="label {line.look}" x="{x:.1f}" y="{y + 4:.1f}">{line.label}</text>')
         return "".join([*out, "</g>"])
+
+
+def _last(line: Line) -> tuple[float, float]:
+    """Where a curve ends."""
+    x = max(line.values)
+    return x, fmean(line.values[x])
 
 
 def _apart(heights: dict[str, float], least: float = 16.0) -> dict[str, float]:
@@ -112,64 +142,62 @@ def _apart(heights: dict[str, float], least: float = 16.0) -> dict[str, float]:
     return placed
 
 
-def _decades(value: float) -> float:
-    """Two decades and a half from 0.0003 on."""
-    return math.log10(max(value, 1e-9) / 3e-4) / 2.5
-
-
 def style() -> str:
-    """Colours of the objectives and of the paper, light and dark."""
-    looks = assign_looks(["troll", "ppo_clip"])
+    """Colours of the objectives and of the paper, light and dark; clipping with one pass is clipping, dashed."""
 
     def theme(colours: Sequence[str], ink: str, faint: str, grid: str) -> str:
-        of = "".join(f".{name}{{--c:{colours[place]}}}" for name, (place, _) in looks.items())
-        return f"{of}.title{{fill:{ink}}}.tick{{fill:{faint}}}.grid{{stroke:{grid}}}"
+        of = {name: colours[place] for name, (place, _) in assign_looks(NAMES).items()}
+        of["once"] = of["ppo_clip"]
+        rules = "".join(f".{name}{{--c:{colour}}}" for name, colour in of.items())
+        return f"{rules}.title{{fill:{ink}}}.tick{{fill:{faint}}}.grid{{stroke:{grid}}}"
 
     plain = (
         "text{font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:12px}.title{font-size:13px;font-weight:600}"
-        ".label{font-weight:600;fill:var(--c)}.line,.run,.grid{fill:none}.line{stroke:var(--c);stroke-width:2.4}"
-        ".run{stroke:var(--c);opacity:.22}.dashed{stroke-dasharray:6 4}"
+        ".label{font-weight:600;fill:var(--c)}.line{fill:none;stroke:var(--c);stroke-width:2.2}.mark{fill:var(--c)}"
+        ".dot{fill:var(--c);opacity:.35}.grid{fill:none}.line.once{stroke-dasharray:5 4}.mark.once{display:none}"
     )
     light, dark = theme(LIGHT, "#1f2328", "#59636e", "#d1d9e0"), theme(DARK, "#f0f6fc", "#9198a1", "#3d444d")
     return f"<style>{plain}{light}@media (prefers-color-scheme:dark){{{dark}}}</style>"
 
 
-def draw(groups: Sequence[Sequence[Row]]) -> str:
-    """Two panels: what is learned, and how far the network moves for it."""
-    percents = {f"{tick} %": tick / 100 for tick in (20, 40, 60, 80)}
-    learned = Panel("held-out success", lines(groups, held_out), lambda value: (value - 0.15) / 0.65, percents)
-    nats = {text: float(text) for text in ("0.001", "0.01", "0.1")}
-    far = Panel("how far a step moves the network, in nats", lines(groups, moved), _decades, nats)
-    said = "Held-out success and KL of each step over batches of rollouts, for TROLL and PPO's clip"
+def draw(runs: Sequence[Row]) -> str:
+    """Two panels: what rollouts buy, and how far the network moves for it."""
+    learned = Panel(
+        title="held-out success", axis="batches of rollouts", lines=curves(runs), across=lambda x: x / 20,
+        up=lambda value: (value - 0.15) / 0.6, ticks={f"{tick} %": tick / 100 for tick in (20, 40, 60)},
+        places=(0, 5, 10, 15, 20), key=(12, 0.365),
+    )  # fmt: skip
+    far = Panel(
+        title="how far a batch moves the network, in nats", axis="passes over each batch", lines=distances(runs),
+        across=lambda x: math.log2(max(x, 1)) / 3, up=lambda value: math.log10(max(value, 1e-9) / 3e-3) / 2,
+        ticks={str(tick): tick for tick in (0.01, 0.03, 0.1, 0.3)}, places=PASSES,
+    )  # fmt: skip
+    said = "Held-out success over batches of rollouts for TROLL and PPO's clip; mean KL per step over passes, for DPPO too"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 250" role="img" aria-label="{said}">'
-        f"{style()}{learned.svg(0)}{far.svg(402)}</svg>\n"
+        f"{style()}{learned.svg(0)}{far.svg(410)}</svg>\n"
     )
 
 
-def sentence(groups: Sequence[Sequence[Row]]) -> str:
-    """What the figure says, in numbers, and on how many seeds."""
-    troll, clip, _ = groups
-    needed = [f"{median(map(steps_to, group)):.2g}" for group in groups]
-    ends = [f"{100 * fmean(map(final, group)):.0f} %" for group in (troll, clip)]
-    far = [fmean(value for run in group for _, value in moved(run)) for group in (troll, clip)]
-    seeds = min(map(len, groups))
+def sentence(runs: Sequence[Row]) -> str:
+    """What the figure says, in numbers, with how many runs each rests on."""
+    found = [runs_of(runs, how) for *_, how in ARMS]
+    ours, tuned, once = (median(map(steps_to, some)) for some in found)
+    seeds = sorted({len(some) for some in found})
+    assert len(seeds) == 1
     return (
-        f"TROLL solves {100 * LEVEL:.0f} % of held-out problems after {needed[0]} batches of rollouts, clipping with its best "
-        f"rate and passes after {needed[1]},\n"
-        f"with one pass after {needed[2]}. After ten it has {ends[0]}, clipping {ends[1]}, and a step moves the network "
-        f"{far[0]:.1g} nats instead of {far[1]:.1g}.\n"
-        f"(Medians and means of {seeds} fresh seeds; a model of a million parameters: "
-        "[the study](docs/deployed.md#fresh-seeds), `make results`.)"
+        f"TROLL, with four passes over each batch, has {100 * LEVEL:.0f} % success after {ours:.1f} batches of rollouts; "
+        f"PPO's clip, tuned over rate and passes,\nafter {tuned:.1f}, with one pass after {once:.0f}. (Medians of {seeds[0]} "
+        "fresh seeds; one task, a small model: [the study](docs/deployed.md#fresh-seeds); `make results`.)"
     )
 
 
 def main() -> None:
     """Write the figure and README's sentence."""
-    groups = tuned(list(finished([RESULTS]).values()))
-    write_whole(ROOT / "docs" / "headline.svg", lambda beside: beside.write_text(draw(groups)))
+    runs = list(finished([RESULTS]).values())
+    write_whole(ROOT / "docs" / "headline.svg", lambda beside: beside.write_text(draw(runs)))
     readme = ROOT / "README.md"
-    text = BLOCK.sub(lambda _: f"<!-- headline -->\n{sentence(groups)}\n<!-- /headline -->", readme.read_text())
+    text = BLOCK.sub(lambda _: f"<!-- headline -->\n{sentence(runs)}\n<!-- /headline -->", readme.read_text())
     write_whole(readme, lambda beside: beside.write_text(text))
 
 

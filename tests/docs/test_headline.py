@@ -1,49 +1,65 @@
 """README's figure and its sentence say what the runs of the study found."""
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import headline
 import pytest
+from plans import CHOSEN
+from spec import Shipped
 from study_table import Row
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-def run(objective: str, passes: int, curve: list[float], kl: float) -> Row:
-    """Success after every second step, and the same KL of every step."""
-    after = [{"step": 2 * place, "success": value, "tr/deployed_kl_mean": kl} for place, value in enumerate(curve)]
-    return {"objective": objective, "passes": passes, "seed": 401, "dead": False, "steps": 10, "lines": after}
+def run(how: Mapping[str, Any], seed: int, *success: float, kl: float = 0.01) -> Row:
+    """A run of the study with a measurement every second step."""
+    spec = Shipped(**{"seed": seed, "steps": 10, **how})
+    about = {name: getattr(spec, name) for name in ("objective", "passes", "rate", "arm", "steps", "recipe", "seed")}
+    lines = [{"step": 2 * place, "success": value, "tr/deployed_kl_mean": kl} for place, value in enumerate(success)]
+    return {**about, "dead": False, "lines": lines}
 
 
-GROUPS = [
-    [run("troll", 4, [0.2, 0.5, 0.7], 0.01), run("troll", 4, [0.2, 0.4, 0.6], 0.03)],
-    [run("ppo_clip", 4, [0.2, 0.4, 0.5, 0.6], 0.06)],
-    [run("ppo_clip", 1, [0.2, 0.3, 0.4, 0.5, 0.7], 0.03)],
+FRESH = [
+    run(how, seed, 0.2, *success)
+    for how, success in zip(CHOSEN, ((0.5, 0.7), (0.4, 0.5, 0.6), (0.3, 0.4, 0.5, 0.7)), strict=False)
+    for seed in (401, 402)
+]
+DEMO = {"rate": 2e-4, "passes": 8}
+DEMOS = [
+    run({"objective": name, **DEMO}, 1, 0.2, 0.5, kl=kl) for name, kl in (("troll", 0.02), ("dppo", 0.2), ("ppo_clip", 0.1))
 ]
 
 
-def test_the_sentence_has_medians_and_means() -> None:
-    said = headline.sentence(GROUPS)
-    # .6 is reached after 2 + 2 · .1 / .2 = 3 and after 4 steps, 3.5 in the middle; after 6; after 6 + 2 · .1 / .2 = 7
-    assert "60 % of held-out problems after 3.5 batches" in said
-    assert "passes after 6,\nwith one pass after 7." in said
-    # (.7 + .6) / 2 = .65; (.01 + .03) / 2 = .02
-    assert "it has 65 %, clipping 60 %, and a step moves the network 0.02 nats instead of 0.06." in said
-    assert "1 fresh seeds" in said
+def test_golden_sentence() -> None:
+    # .5 → .7 between steps 2 and 4: .6 after 3. Clipping is there at step 6; with one pass .5 → .7 from 6 to 8: after 7.
+    said = headline.sentence(FRESH)
+    assert "60 % success after 3.0 batches of rollouts" in said
+    assert "tuned over rate and passes,\nafter 6.0, with one pass after 7. (Medians of 2 fresh seeds" in said
 
 
-def test_a_mean_is_over_the_runs_of_a_setting() -> None:
-    first = headline.lines(GROUPS, headline.held_out)[0]
-    assert [y for _, y in first.mean] == pytest.approx([0.2, 0.45, 0.65])
-    assert [line.dashed for line in headline.lines(GROUPS, headline.held_out)] == [False, False, True]
+def test_golden_curves_and_distances() -> None:
+    troll, clip, once = headline.curves([*FRESH, *DEMOS])
+    assert [troll.values, clip.values[6], once.values[8]] == [{0: [0.2] * 2, 2: [0.5] * 2, 4: [0.7] * 2}, [0.6] * 2, [0.7] * 2]
+    moved = {line.look: line.values for line in headline.distances([*FRESH, *DEMOS])}
+    assert {name: values[8] for name, values in moved.items()} == {"troll": [0.02], "dppo": [0.2], "ppo_clip": [0.1]}
+
+
+@pytest.mark.parametrize("change", [{"arm": "on"}, {"rate": 4e-4}, {"steps": 20}, {"reuse": "auto"}, {"passes": 3}])
+def test_other_runs_move_nothing(change: dict[str, object]) -> None:
+    other = run({"objective": "troll", **DEMO}, 1, 0.2, 0.5, kl=9.0) | change
+    assert headline.distances([*DEMOS, other]) == headline.distances(DEMOS)
 
 
 def test_a_point_is_where_its_value_is() -> None:
-    panel = headline.Panel("", [], lambda value: value, {})
-    bottom, middle, top = (panel.place(0, value)[1] for value in (0.0, 0.5, 1.0))
+    panel = headline.Panel(
+        title="", axis="", lines=(), across=lambda x: x / 20, up=lambda value: value, ticks={}, places=(0, 20)
+    )
+    bottom, middle, top = (panel.place(1, value)[1] for value in (0.0, 0.5, 1.0))
     assert bottom - middle == middle - top > 0
-    assert panel.place(10, 0)[0] - panel.place(0, 0)[0] == pytest.approx(panel.width / 2)
+    assert panel.place(4, 0)[0] - panel.place(2, 0)[0] == pytest.approx(panel.place(20, 0)[0] - panel.place(18, 0)[0])
 
 
 def test_labels_do_not_overlap() -> None:
@@ -51,9 +67,9 @@ def test_labels_do_not_overlap() -> None:
 
 
 def test_the_figure_is_whole_and_has_a_dark_form() -> None:
-    drawn = headline.draw(GROUPS)
+    drawn = headline.draw([*FRESH, *DEMOS])
     ElementTree.fromstring(drawn)
-    assert drawn.count('class="run troll"') == 2 * 2
+    assert drawn.count('class="dot troll"') == 2 * 3 + 1
     assert "prefers-color-scheme:dark" in drawn
 
 
