@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 TUNED_ON = (100, 101)
@@ -36,42 +37,50 @@ def jobs(setting: str, recipe: str, seeds: Sequence[int], **changes: Any) -> Ite
     yield from (Job(setting, recipe, given, seed) for seed in seeds)
 
 
-ARM: Mapping[str, Any] = {
-    "dtype": "float32", "iterations": 500, "eval_every": 20, "checkpoint_every": 100, "keep_checkpoints": 1,
-    "learner__episodes": 256, "learner__hidden": "[128,128]", "learner__policy_rate": 1e-3, "learner__policy_epochs": 15,
-    "learner__mean_bound": 0.1,
-}  # fmt: skip
-TCE_ARM: Mapping[str, Any] = {**ARM, "learner__critic_epochs": 4, "learner__critic_rate": 3e-3}
-HELD: Mapping[str, Any] = {"learner__deployed_bound": 0.2}
-"""Once or twice in a hundred batches the network leaves its region by tens of nats, and what it had learned is gone."""
-CONTEXT: Mapping[str, Any] = {"learner__critic_inputs": "context"}
-NARROW: Mapping[str, Any] = {"learner__entropy_equal": "true", "learner__entropy_floor": -2.0}
-"""Exploration narrows from its first standard deviation to e^(−2 − 1.42) = 0.033."""
-FEW: Mapping[str, Any] = {"learner__episodes": 64, "iterations": 1000}
-TCE_TRIED: Mapping[str, Mapping[str, Any]] = {
-    "base": {},
-    "held": HELD,
-    "held-context": HELD | CONTEXT,
-    "held-narrow": HELD | NARROW,
-    "held-narrow-context": HELD | NARROW | CONTEXT,
-    "held-far": {"learner__mean_bound": 0.3, "learner__deployed_bound": 0.5},
-    "held-far-fast": {"learner__mean_bound": 0.3, "learner__deployed_bound": 0.5, "learner__policy_rate": 2e-3},
-    "held-near": {"learner__mean_bound": 0.03, "learner__deployed_bound": 0.07},
-    "held-slow": HELD | {"learner__policy_rate": 3e-4},
-    "held-few": HELD | FEW,
-    "held-large": HELD | {"learner__episodes": 1024, "iterations": 200, "learner__critic_epochs": 2},
-    "held-leaky": HELD | {"learner__activation": "leaky_relu"},
-    "held-wide": HELD | {"learner__hidden": "[256,256]"},
-    "held-basis3": HELD | {"prodmp__basis": 3},
-    "held-basis8": HELD | {"prodmp__basis": 8},
-    "held-spread": HELD | {"learner__cov_bound": 0.05},
+ARM_TRIED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "tce": {
+        "as-it-is": {},
+        "cov-0.01": {"learner__cov_bound": 0.01},
+        "cov-0.001": {"learner__cov_bound": 0.001},
+        "rate-1e-3": {"learner__policy_rate": 1e-3},
+        "critic-state": {"learner__critic_inputs": "state"},
+        "not-held": {"learner__deployed_bound": "inf"},
+    },
+    "bbrl": {
+        "as-it-is": {"learner__policy_rate": 5e-4, "learner__cov_bound": 0.003},
+        "held": {"learner__policy_rate": 5e-4, "learner__cov_bound": 0.003, "learner__deployed_bound": 0.15},
+        "held-far": {"learner__policy_rate": 5e-4, "learner__mean_bound": 0.1, "learner__deployed_bound": 0.15},
+        "held-cov-0.001": {"learner__policy_rate": 5e-4, "learner__cov_bound": 0.001, "learner__deployed_bound": 0.15},
+        "held-rate-1e-3": {"learner__policy_rate": 1e-3, "learner__cov_bound": 0.003, "learner__deployed_bound": 0.15},
+        "set-covariance": {"learner__policy_rate": 5e-4, "learner__set_covariance": "true", "learner__regression": 10.0},
+    },
+    "sb3-ppo": {
+        "as-it-is": {},
+        "gamma-1": {"learner__gamma": 1.0},
+        "rate-1e-3-gamma-1": {"learner__rate": 1e-3, "learner__gamma": 1.0},
+        "controller": {"learner__gamma": 1.0, "learner__controller_span": 1.5},
+        "controller-rate-1e-3": {"learner__rate": 1e-3, "learner__gamma": 1.0, "learner__controller_span": 1.5},
+        "wide": {"learner__gamma": 1.0, "learner__hidden": "[128,128]"},
+    },
 }
+"""Six settings for every row, changes of the recipe via_point_long: 10.2 million steps each."""
+ARM_CHOSEN: Mapping[str, Mapping[str, Any]] = {"tce": {}}
+"""The settings of the final runs; a row is added once `arm-tune` has been run for it."""
 
 
-def arm_explore() -> Iterator[Job]:
-    """Sixteen settings of TCE on the sparse arm, 12.8 million steps each (large: 20)."""
-    for name, changes in TCE_TRIED.items():
-        yield from jobs(f"explore-{name}", "via_point_sparse", TUNED_ON, **{**TCE_ARM, **changes})
+def arm_tune() -> Iterator[Job]:
+    """Six settings of every row on both of the arm's rewards, on one seed."""
+    for row, tried in ARM_TRIED.items():
+        for (name, changes), reward in product(tried.items(), ("sparse", "dense")):
+            about = {"algorithm": row, "environment_config__reward": reward, "keep_checkpoints": 1}
+            yield from jobs(f"arm-tune-{row}-{reward}-{name}", "via_point_long", TUNED_ON[:1], **about, **changes)
+
+
+def arm_final() -> Iterator[Job]:
+    """Five fresh seeds of what was chosen."""
+    for (row, changes), reward in product(ARM_CHOSEN.items(), ("sparse", "dense")):
+        about = {"algorithm": row, "environment_config__reward": reward, "keep_checkpoints": 1}
+        yield from jobs(f"arm-{row}-{reward}", "via_point_long", SEEDS, **about, **changes)
 
 
 LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
@@ -104,4 +113,4 @@ def box_long() -> Iterator[Job]:
     yield from jobs("box-40M-tce", "box_pushing", SEEDS[:1], **ten | {"iterations": 5264, "eval_every": 100})
 
 
-PLANS = {"arm-explore": arm_explore, "hopper-long": hopper_long, "box-long": box_long}
+PLANS = {"arm-tune": arm_tune, "arm-final": arm_final, "hopper-long": hopper_long, "box-long": box_long}

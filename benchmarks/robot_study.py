@@ -1,7 +1,7 @@
 """Many robots' runs side by side, in pieces: a run that a piece does not finish goes on in the next.
 
-    python benchmarks/robot_study.py --plan arm-explore --workers 16 --minutes 8 --out PIECE --done EARLIER …
-    python benchmarks/robot_study.py --plan arm-explore --table --out PIECE        what came out so far
+    python benchmarks/robot_study.py --plan arm-tune --workers 16 --minutes 8 --out PIECE --done EARLIER …
+    python benchmarks/robot_study.py --plan arm-tune --table --out PIECE        what came out so far
     python benchmarks/robot_results.py --keep PIECE/runs                           runs → benchmarks/results/robots.json
 
 Every run is one `corral train` on one thread. A piece packs its runs' folders into a few archives, so that they can be carried

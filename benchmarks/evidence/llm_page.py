@@ -18,7 +18,7 @@ from llm_claims import CLAIMS, TROLL, judge
 from llm_figures import RATES, draw, figures
 from study_page import markdown, rate_text, short, two_digits
 
-from corral.report.statistics import plain, signed
+from corral.report.statistics import ENOUGH, plain, signed
 from corral.run.files import write_whole
 
 PAGE = HERE.parents[1] / "docs/results/llm.md"
@@ -95,7 +95,7 @@ def ablations(runs: Sequence[Row]) -> str:
             row += [short(measures(list(cell.runs(runs).values()))["area"]), f"{signed(mean.value)}{interval} ({found.seeds})"]
         lines.append(row)
     head = ("changed", f"area, {rate_text(TUNED)}", "points over TROLL", f"area, {rate_text(HOT)}", "points over TROLL")
-    return markdown(head, lines) if lines else f"Not run yet: {', '.join(ABLATIONS)}.\n"
+    return markdown(head, lines) if lines else f"Not run yet: {'; '.join(ABLATIONS)}.\n"
 
 
 def mismatch(runs: Sequence[Row]) -> str:
@@ -156,6 +156,14 @@ def costs(_: Sequence[Row]) -> str:
     return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)
 
 
+def count(runs: Sequence[Row]) -> str:
+    """How much there is to go by."""
+    judged = [one for one in judge(runs).values() if one.found is not None and one.found.seeds >= ENOUGH]
+    return (
+        f"{len(runs)} runs in all; {len(judged)} of {len(CLAIMS)} claims have the {ENOUGH} fresh seeds that a verdict needs.\n"
+    )
+
+
 def verdicts(runs: Sequence[Row]) -> str:
     """All claims in one table."""
     found = judge(runs)
@@ -179,7 +187,7 @@ def _figure(name: str, words: str) -> Callable[[Sequence[Row]], str]:
 
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "verdicts": verdicts,
-    "count": lambda runs: f"{len(runs)} runs in all.\n",
+    "count": count,
     "by-rate": by_rate,
     "tuned": lambda runs: _map(runs, (TUNED, 3e-4)),
     "hot": lambda runs: _map(runs, HOT),

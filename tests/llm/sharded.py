@@ -24,6 +24,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from fake_server import serving
+from peft import LoraConfig
 from tiny_models import make_trainer, tiny_model
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -87,13 +88,19 @@ CASES: dict[str, dict[str, Any]] = {
 _GROUPS = {"num_generations": 4, "per_device_train_batch_size": 2, "steps_per_generation": 1, "num_iterations": 2}
 
 
-def train_sharded(config: str, folder: Path) -> dict[str, dict[str, Tensor]]:
+LORA: dict[str, dict[str, Any]] = {
+    "LoRA": {**CASES["union"], "trainer_kwargs": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])}}
+}
+"""A head that is not trained is split like any other weight."""
+
+
+def train_sharded(config: str, folder: Path, cases: dict[str, dict[str, Any]] = CASES) -> dict[str, dict[str, Tensor]]:
     """By case, the weights after two batches of rollouts and four updates of the model in `folder`, whose head is tied.
 
     TRL loads a reference of such runs from there too.
     """
     found = {}
-    for case, given in CASES.items():
+    for case, given in cases.items():
         with launched(config):
             model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
             trainer = make_trainer(folder, model=model, use_cpu=False, max_steps=4, **_GROUPS, **given)

@@ -231,14 +231,16 @@ def test_a_rate_of_auto_works_for_every_objective(tmp_path, objective):
     trainer = make_trainer(tmp_path, objective, learning_rate="auto", loss_type="auto", max_steps=2)
     trainer.train()
     (line,) = certificates(trainer)
-    assert line["tr/deployed_kl_mean"] <= trainer.args.deployed_bound == 0.02
+    assert line["tr/deployed_kl_mean"] <= trainer.args.deployed_bound == 0.03
 
 
 def test_auto_is_a_rate_and_a_bound_and_a_word_in_settings(tmp_path):
     config = CorralConfig(output_dir=str(tmp_path), learning_rate="auto", use_cpu=True, bf16=False)
-    assert (config.learning_rate, config.deployed_bound) == (1e-3, 0.02)
+    assert (config.learning_rate, config.deployed_bound) == (1e-3, 0.03)
     config = CorralConfig(output_dir=str(tmp_path), learning_rate="auto", deployed_bound=0.1, use_cpu=True, bf16=False)
     assert config.deployed_bound == 0.1
+    both = CorralConfig(output_dir=str(tmp_path), learning_rate="auto", reuse="auto", use_cpu=True, bf16=False)
+    assert both.deployed_bound == 0.02  # eight passes were measured at this one
     assert resolve([{"learning_rate": "auto"}]).flat()["learning_rate"] == "auto"
     assert resolve([{"learning_rate": "2e-4"}]).flat()["learning_rate"] == 2e-4
     train(small(save_model(tmp_path / "model"), learning_rate="auto", steps=1), out=tmp_path / "run", quiet=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, CONFIGS, command_line, train_sharded
+from sharded import CASES, CONFIGS, LORA, command_line, train_sharded
 from tiny_models import tiny_model
 
 from two_processes import run_two
@@ -31,7 +31,8 @@ pytestmark = [
 
 
 def work(rank: int, folder: Path) -> None:
-    runs = {config: train_sharded(config, folder) for config in ("ddp", "zero2", "zero3")}
+    runs = {config: train_sharded(config, folder, CASES | LORA) for config in ("ddp", "zero2", "zero3")}
+    runs |= {config: train_sharded(config, folder, LORA) for config in ("fsdp1", "fsdp2")}
     torch.save(runs, folder / f"runs {rank}.pt")
     statuses = {config: command_line(config, folder / config) for config in ("fsdp2", "zero2", "zero3")}
     (folder / f"statuses {rank}.json").write_text(json.dumps(statuses))
@@ -51,24 +52,39 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"runs {rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.supports("scale: {title}", door="TRL")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("config", "title"), [("zero2", "DeepSpeed ZeRO-2"), ("zero3", "DeepSpeed ZeRO-3")])
-def test_deepspeed_ends_with_the_weights_of_data_parallelism(
-    runs: list[dict[str, Any]], config: str, title: str, case: str
-) -> None:
-    expected, start = runs[0]["ddp"][case], tiny_model("gemma2").state_dict()
-    assert max(float((weight - start[name]).abs().max()) for name, weight in expected.items()) > 1e-3
+def check_weights(runs: list[dict[str, Any]], config: str, case: str) -> None:
+    """Those of data parallelism, in every process."""
+    expected = runs[0]["ddp"][case]
     for rank in runs:
         assert rank[config][case].keys() == expected.keys()
         for name, weight in expected.items():
             torch.testing.assert_close(rank[config][case][name], weight, atol=1e-5, rtol=1e-4)
 
 
+TITLES = {"fsdp1": "FSDP 1", "fsdp2": "FSDP2", "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3"}
+
+
+@pytest.mark.supports("scale: {title}", door="TRL")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("config", "title"), [(config, TITLES[config]) for config in ("zero2", "zero3")])
+def test_deepspeed_ends_with_the_weights_of_data_parallelism(
+    runs: list[dict[str, Any]], config: str, title: str, case: str
+) -> None:
+    start = tiny_model("gemma2").state_dict()
+    assert max(float((weight - start[name]).abs().max()) for name, weight in runs[0]["ddp"][case].items()) > 1e-3
+    check_weights(runs, config, case)
+
+
+@pytest.mark.supports("scale: LoRA with {title}", door="TRL")
+@pytest.mark.parametrize(("config", "title"), TITLES.items())
+def test_adapters_end_with_the_weights_of_data_parallelism(runs: list[dict[str, Any]], config: str, title: str) -> None:
+    trained = runs[0]["ddp"]["LoRA"]
+    assert max(float(weight.abs().max()) for name, weight in trained.items() if "lora_B" in name) > 1e-3  # 0 at the start
+    check_weights(runs, config, "LoRA")
+
+
 @pytest.mark.supports("scale: {title}", door="command line")
-@pytest.mark.parametrize(
-    ("config", "title"), [("fsdp2", "FSDP2"), ("zero2", "DeepSpeed ZeRO-2"), ("zero3", "DeepSpeed ZeRO-3")]
-)
+@pytest.mark.parametrize(("config", "title"), [(config, TITLES[config]) for config in ("fsdp2", "zero2", "zero3")])
 def test_a_sharded_run_writes_its_folder_and_is_resumed(folder: Path, config: str, title: str) -> None:
     for rank in range(2):
         assert json.loads((folder / f"statuses {rank}.json").read_text())[config] == [0, 0]

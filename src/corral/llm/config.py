@@ -23,7 +23,7 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 
 AUTO_PASSES = 8
 """Passes over a batch that `reuse="auto"` makes at most, where `num_iterations` is TRL's default of 1."""
-AUTO_RATE, AUTO_BOUND = 1e-3, 0.02
+AUTO_RATE, AUTO_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.02
 """What `learning_rate="auto"` stands for: a rate to start from, and the `deployed_bound` that brings it where it belongs."""
 
 
@@ -81,7 +81,7 @@ class CorralConfig(GRPOConfig):
     learning_rate: float | str = field(  # type: ignore[assignment]  # transformers has no word
         default=1e-6,
         metadata={
-            "help": "Peak learning rate; `auto` starts at 1e-3 and lets `deployed_bound`, .02 unless given, find the rate."
+            "help": "Peak learning rate; `auto` starts at 1e-3 and lets `deployed_bound`, .03 unless given, find the rate."
         },
     )
     deployed_bound: float | None = field(
@@ -122,9 +122,10 @@ class CorralConfig(GRPOConfig):
             self.loss_type = next(name for name, how in REDUCTIONS.items() if how == first)
         if self.learning_rate == "auto":  # transformers wants a number
             self.learning_rate = AUTO_RATE
-            self.deployed_bound = AUTO_BOUND if self.deployed_bound is None else self.deployed_bound
+            if self.deployed_bound is None:
+                self.deployed_bound = REUSE_BOUND if self.reuse == "auto" else AUTO_BOUND
         if self.reuse == "auto":
-            self.deployed_bound = AUTO_BOUND if self.deployed_bound is None else self.deployed_bound
+            self.deployed_bound = REUSE_BOUND if self.deployed_bound is None else self.deployed_bound
             self.num_iterations = AUTO_PASSES if self.num_iterations == 1 else self.num_iterations
         super().__post_init__()
         self.make_objective()
