@@ -160,7 +160,7 @@ def test_a_run_is_extended(finished: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_run_is_a_model_to_go_on_from(finished: Path, tmp_path: Path) -> None:
-    done = train(small(str(finished), steps=1), out=str(tmp_path / "next"), quiet=True)
+    done = train(small(str(finished), steps=1).flat(), out=str(tmp_path / "next"), quiet=True)  # settings as a dict
     content = json.loads((done.path / "config.json").read_text())
     assert content["settings"]["model"] == str(finished / "checkpoints" / "checkpoint-2"), "named, so that it stays the same"
 
