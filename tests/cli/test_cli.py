@@ -21,7 +21,7 @@ from corral.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve
 from corral.objective import OBJECTIVES, make_objective
 from corral.objective.correction import CORRECTIONS
 from corral.objective.troll import TROLLConfig
-from corral.run.settings import nested, read_file
+from corral.run.settings import nested
 from small_runs import save_model
 
 SMALL = "--task digits --eval-size 8 --per-device-train-batch-size 4 --steps-per-generation 2 --num-generations 4 --device cpu"
@@ -161,7 +161,7 @@ def test_recipes_fit_on_a_screen_and_resolve() -> None:
     assert recipes
     for path in recipes:
         assert len(path.read_text().splitlines()) <= 40
-        resolve([read_file(path)])
+        resolve([read_recipe(path.stem)])
 
 
 def test_settings_survive_being_saved() -> None:
@@ -262,10 +262,10 @@ def test_explain_knows_every_objective_and_correction(name: str, capsys: pytest.
 def test_explain_shows_defaults_and_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain", "troll"])
     text = capsys.readouterr().out
-    assert "  bound = 0.05\n      ε: KL(projected‖old) of every token" in text
+    assert "  bound = 0.05\n      ε: KL(projected‖centre) of every token" in text
     assert "L_t = − (π̃(a_t) / π_old(a_t)) Â_t" in text
     assert set(field_docs(TROLLConfig)) == {
-        "bound", "regression", "tail", "vocab_size", "level", "gradient", "ratio_cap", "project",
+        "bound", "regression", "tail", "vocab_size", "level", "gradient", "ratio_cap", "project", "centre",
     }  # fmt: skip
 
 
