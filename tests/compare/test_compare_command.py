@@ -49,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--objectives", "troll,troll"], "contestants: troll is there twice"),
         (["--objectives", "troll:bound,dppo"], "a contestant with settings of its own is troll:KEY=VALUE; got troll:bound."),
         (["--objectives", "troll:bond=1,dppo"], "there is no setting `bond`"),
-        (["--objectives", "troll:bound=-1,dppo"], "troll bound=-1: `bound` is a KL in nats and must be ≥ 0"),
+        (["--objectives", "troll:bound=-1,dppo"], "`bound` is a KL in nats and must be ≥ 0"),
         (["--recipe", "via_point", "--algorithms", "tce:x=1,bbrl"], "algorithms have no settings of their own here: tce:x=1"),
         (["--objectives", "troll"], "troll alone has nothing to be compared with"),
         (["--objective", "troll"], "compare takes several: --objectives troll,"),
