@@ -129,11 +129,16 @@ def test_every_objective_has_settings_that_work(loss_mode: str) -> None:
     assert settings.support_request() == ({TOP_K: 64, MASS: 1 - 1e-5} if loss_mode == "corral_troll" else {})
 
 
+def _of_verl(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the door says; the objective itself notices that these two policies are far apart at its first call."""
+    return [record.message for record in caplog.records if record.name != "corral.objective.check"]
+
+
 def test_a_reduction_of_another_gradient_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     given = tokens() | {"advantages": torch.tensor([[1.0] * 4])}
     for _ in range(2):
         make_policy_loss("corral_gspo", aggregate)(**given, config=config_of("corral_gspo"))
-    assert [record.message for record in caplog.records] == [
+    assert _of_verl(caplog) == [
         "corral for verl: loss_agg_mode: token-mean gives gspo another gradient than its own. Use seq-mean-token-mean."
     ]
 
@@ -142,7 +147,7 @@ def test_a_length_that_depends_on_the_split_is_told(caplog: pytest.LogCaptureFix
     config, loss_fn = config_of("corral_dppo", anchor="old"), make_policy_loss("corral_dppo", aggregate)
     config.global_batch_info["loss_scale_factor"] = 4096
     loss_fn(**tokens(), config=config, loss_agg_mode="seq-mean-token-sum-norm")
-    assert caplog.records == []
+    assert _of_verl(caplog) == []
     config.global_batch_info["loss_scale_factor"] = None
     loss_fn(**tokens(), config=config, loss_agg_mode="seq-mean-token-sum-norm")
     assert "Set it to data.max_response_length" in caplog.text

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from corral.task.answer import one_number
-from corral.task.dataset import Rows
+from corral.task.dataset import Hub, Rows
 from corral.task.draws import digest
 from corral.task.gsm8k import GSM8K
 from corral.task.rows import Malformed, Row, find_split, read_file, read_hub, text_column
@@ -36,6 +36,7 @@ class WordProblems(GSM8K):
     """
 
     name: ClassVar[str] = "words"
+    HUB: ClassVar[Hub | None] = None  # there are three, named above
 
     part: _Part = "all"
     """Of the training problems: all, or one of two halves, so that a supervised warm-up and reinforcement share none."""
