@@ -3,10 +3,14 @@
 A plain run has the key that the study of deployed networks gives to the same run, so that it counts for both.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from spec import Shipped
+sys.path.insert(0, str(Path(__file__).parents[1] / "deployed"))
+
+from spec import Shipped  # of the other study, found by the line above
 
 COMPLETIONS = 512
 """Of a batch of rollouts, as the demo has it."""

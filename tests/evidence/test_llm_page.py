@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ def test_the_page_holds_the_numbers_of_its_runs() -> None:
     shown = int(re.findall(r"^(\d+) runs in all", text, re.MULTILINE)[0])
     # The other study adds runs that count here too; until `make results` the page is of those it had.
     assert shown < len(RUNS) or llm_page.write(text, RUNS) == text, "run `make results`"
+
+
+def test_it_runs_as_a_program_of_its_own() -> None:
+    # `make results` starts it in its own folder; pytest's path has more.
+    code = f"import sys; sys.path.insert(0, {str(llm_page.HERE)!r}); import llm_page"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120, cwd=llm_page.HERE)
 
 
 def test_every_block_and_every_claim_is_on_the_page_once() -> None:
