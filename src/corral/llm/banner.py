@@ -28,10 +28,10 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
         trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         parameters += f", {trained} of them trained (LoRA)"
     updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
-    settled = ", ".join(f"{name}={value}" for name, value in vars(config).items())
+    objective_settings = ", ".join(f"{name}={value}" for name, value in vars(config).items())
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
-        ("objective", f"{settings.objective}" + (f" ({settled})" if settled else "")),
+        ("objective", f"{settings.objective}" + (f" ({objective_settings})" if objective_settings else "")),
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
         ("anchor", _anchor(trainer)),
         ("support", _support(trainer)),

@@ -131,6 +131,30 @@ def answer(
     return texts
 
 
+def plain_sampling(
+    tokenizer: PreTrainedTokenizerBase,
+    ends: set[int],
+    max_new_tokens: int,
+    *,
+    greedy: bool,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> GenerationConfig:
+    """Settings for transformers' generation that sample from the policy itself, or take its likeliest token.
+
+    What is not given here comes from the model's folder, and some come with a penalty that is no part of the policy.
+    """
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p, "min_p": 0.0}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=sorted(ends) or None,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        **({"do_sample": False} if greedy else sampling),
+    )
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -145,16 +169,7 @@ def generate(
     """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     ends = end_tokens(model, tokenizer)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p, "min_p": 0.0}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(ends) or None,
-        # What is not given here comes from the model's folder, and some come with a penalty that is no part of the policy.
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        **({"do_sample": False} if greedy else sampling),
-    )
+    config = plain_sampling(tokenizer, ends, max_new_tokens, greedy=greedy, temperature=temperature, top_p=top_p)
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
     return [cut_at_end(row, ends) for row in tokens]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -21,7 +20,7 @@ from transformers import (
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.models import base_model
-from corral.llm.problems import end_tokens
+from corral.llm.problems import end_tokens, plain_sampling
 from corral.llm.rewards import RewardError
 from corral.task.tool import Tool
 
@@ -109,15 +108,7 @@ def _turn(
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     start = batch["input_ids"].shape[1]
     stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(temperature)
-    config = GenerationConfig(
-        max_new_tokens=room,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(ends) or None,
-        # What is not given here comes from the model's folder; the temperature is `_Scores`' own.
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        **({"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}),
-    )
+    config = plain_sampling(tokenizer, ends, room, greedy=greedy)  # the temperature is `_Scores`' own
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     out = writer.generate(
         **batch,

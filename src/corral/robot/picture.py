@@ -134,7 +134,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 
 def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path: str | Path, *, every: int = 1) -> int:
-    """Play episodes again and film them, one after the other: each picture with its time, each end with what came of it.
+    """Play episodes again and film them, one after the other: each picture with its time, each end with success or not.
 
     Args:
         env: made with render_mode="rgb_array".
@@ -172,7 +172,7 @@ def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path:
 
 
 def caption(picture: Any, words: str, success: bool | None = None) -> _Image:
-    """A picture [Y X 3] with a line of words below it, and at the end of an episode what came of it, in words and colour."""
+    """A picture [Y X 3] with a line of words below it, and at the end of an episode success or not, in words and colour."""
     image = np.asarray(picture)
     height, width = image.shape[:2]
     out = Image.new("RGB", (width, height + _BAR), "white")

@@ -14,9 +14,7 @@ from corral.robot.tracking import Array, Tracking
 
 try:
     from mujoco.batch import Batch
-except (
-    ImportError
-):  # MuJoCo before 4.0, or none at all, which the planar arm does not need: then plans are followed step by step
+except ImportError:  # MuJoCo before 4.0, or none, which the planar arm does not need: plans are then followed step by step
     Batch = None
 
 _PLAIN = (PassiveEnvChecker, OrderEnforcing, TimeLimit)
