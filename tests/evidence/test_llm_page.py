@@ -61,6 +61,10 @@ def test_a_run_on_a_gpu_is_no_pair_of_one_on_a_cpu() -> None:
     runs = [made_up("troll", 1, [0.2, 0.4], device="cuda"), made_up("ppo_clip", 1, [0.2, 0.2])]
     cells = [Cell(arm=(name, ""), rate=1e-3) for name in ("troll", "ppo_clip")]
     assert compare(cells[0], cells[1], runs) is None
+    runs += [made_up("ppo_clip", 1, [0.2, 0.1], device="cuda"), made_up("troll", 1, [0.2, 0.9])]
+    found = compare(cells[0], cells[1], runs)  # (.4 − .1)/2 on the GPU, which is asked first; never .4 against .2
+    assert found is not None
+    assert (found.mean.value, found.seeds) == (pytest.approx(15.0), 1)
 
 
 def test_a_seed_at_two_rates_counts_once() -> None:
