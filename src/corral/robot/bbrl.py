@@ -44,6 +44,8 @@ class BBRL(Learner):
 
     def credit(self, episodes: Episodes) -> Credit:
         contexts, returns = self.states(episodes), episodes.returns.to(self.dtype)
+        mask = torch.ones_like(returns[:, None], dtype=torch.bool)
+        if self.config.plans_per_context > 1:
+            return self.credit_among_plans(returns[:, None], mask)
         advantages = (returns - self.critic(contexts))[:, None]
-        mask = torch.ones_like(advantages, dtype=torch.bool)
         return Credit(normalise_advantages(advantages, mask), mask, contexts, returns)
