@@ -40,15 +40,15 @@ demo: setup
 	$(RUN) -m corral.cli report runs --out runs/report.html
 
 test: setup
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not browser'
 
 # And what is marked `slow`: more sizes and precisions of what `make test` shows already, models of their real size.
 test-all: setup
-	$(PYTEST)
+	$(PYTEST) -m 'not browser'
 
 # `make test` with a table of lines that no test reaches: about half as long again.
 coverage: setup
-	$(PYTEST) -m 'not slow' --cov --cov-report term
+	$(PYTEST) -m 'not slow and not browser' --cov --cov-report term
 
 # The TRL door with the oldest and the newest release that it accepts, each in an environment of its own. Ten to twenty minutes.
 test-trl-versions: setup

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evidence_spec import Run
+from evidence_spec import Pretrained, Run
 
 SEEDS = (401, 402, 403, 404, 405)
 """Those on which the study of deployed networks confirms what it found."""
@@ -30,6 +30,10 @@ ABLATIONS = (
     "constant dual", "unprojected", "no regression", "α=.1", "α=.3", "α=3", "α=10", "ε=.01", "ε=.2", "union", "fill", "K=4",
     "mass .9", "K=16", "K=4, mass .9",
 )  # fmt: skip
+WORD_RATES = (1e-5, 3e-5, 1e-4)
+"""Of a pretrained model, half decades around that of the pilot; 3e-6 if the smallest turns out to be the best."""
+WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
+"""Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
 PUBLISHED = (("troll", "published"), ("troll", "token mean"), ("ppo_clip", "token mean"), ("dppo", "token sum, no std"))
 """Objectives as their papers run them, where that differs from the common form: sums over a fixed length for all."""
 
@@ -89,6 +93,24 @@ def stability() -> list[Run]:
     return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, anchored)]
 
 
+def words() -> list[Pretrained]:
+    """A pretrained model: three seeds of four arms × three rates, then clipping with four passes, then two more seeds."""
+    again = (("ppo_clip", 4),)
+    blocks = (
+        (SEEDS[:3], WORD_RATES[:2], WORD_ARMS),
+        (SEEDS[:3], WORD_RATES[2:], WORD_ARMS),
+        (SEEDS[:3], WORD_RATES, again),
+        (SEEDS[3:], WORD_RATES, (*WORD_ARMS, *again)),
+    )
+    return [_pretrained(arm, rate, seed) for block in blocks for seed, rate, arm in itertools.product(*block)]
+
+
+def _pretrained(arm: tuple[str, int], rate: float, seed: int, **others: Any) -> Pretrained:
+    """Each seed has a start of its own, so that seeds vary more than the noise of reinforcement learning."""
+    given = {"model": f"runs/word-starts/{seed - SEEDS[0] + 1}", **others}
+    return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, **given)
+
+
 def first() -> list[Run]:
     """Three seeds of the map, then of the ablations where TROLL acts: two hours of one core, eight minutes of sixteen."""
     ablated = [spec for spec in ablations() if spec.rate == HOT]
@@ -112,7 +134,10 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "a-published": published,
     "a-starts": starts,
     "g": ablations,
+    "b": words,
+    "b-low": lambda: [_pretrained(arm, 3e-6, seed) for seed in SEEDS[:3] for arm in WORD_ARMS],
     "f": mismatch,
     "f-stability": stability,
     "tiny": tiny,
+    "b-tiny": lambda: [_pretrained(arm, 1e-5, 401, steps=2, eval_size=16, eval_every=2) for arm in WORD_ARMS],
 }

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch
 import corral
 from corral.cli import doctor, main
 from corral.cli.explain import field_docs
+from corral.llm import IncompatibleTRL
 from corral.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve
 from corral.objective import OBJECTIVES, make_objective
 from corral.objective.correction import CORRECTIONS
@@ -296,11 +297,23 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
     text = capsys.readouterr().out
     assert f"missing: trl{doctor.TRAINING['trl']}: pip install 'corral[llm]'" in text
     assert "missing: transformers>=5.17,<6, found 5.1.0" in text
-    known |= {"transformers": "6.0.0", "trl": "1.17.0"}
+    known |= {"transformers": "6.0.0", "trl": "2.0.0"}
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "missing: transformers>=5.17,<6, found 6.0.0" in text
-    assert f"missing: trl{doctor.TRAINING['trl']}, found 1.17.0" in text
+    assert f"missing: trl{doctor.TRAINING['trl']}, found 2.0.0" in text
+    known |= {"trl": "1.17.0"}
+    main(["doctor"])
+    assert "\ntrl               1.17.0         newer than 1.7 to 1.16, which were tested\n" in capsys.readouterr().out
+
+
+def test_a_trl_that_does_not_fit_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run_with_another_trl(*_: object) -> NoReturn:
+        raise IncompatibleTRL("tested with others.")
+
+    monkeypatch.setattr("corral.cli.train.run", run_with_another_trl)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err == "corral: tested with others.\n"
 
 
 def test_doctor_and_the_project_want_the_same() -> None:

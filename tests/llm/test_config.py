@@ -320,11 +320,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="Unsloth rewrites GRPOTrainer's methods"):
             config()
 
-    def test_releases_of_trl(self) -> None:
+    def test_releases_of_trl(self, caplog: pytest.LogCaptureFixture) -> None:
         low, high = TRL_RANGE
         for version in (low, f"{low}.1", "1.16.0", "1.16.5"):
             check_trl(version)
-        for version in ("0.29.1", "1.6.0", high, f"{high}.0", "2.0.0"):
+        assert not caplog.records
+        for version in ("0.29.1", "1.6.0"):
             with pytest.raises(ImportError, match=rf"found {version}.*pip install 'trl>={low},<{high}'"):
                 check_trl(version)
 

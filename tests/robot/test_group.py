@@ -61,6 +61,8 @@ def test_a_batch_is_a_whole_number_of_contexts() -> None:
         TCEConfig(plans_per_context=5)
     with pytest.raises(ValueError, match="plans_per_context"):
         TCEConfig(plans_per_context=0)
+    with pytest.raises(ValueError, match="contexts of their own; got 4 and replan_every=50"):
+        TCEConfig(plans_per_context=4, replan_every=50)
     with pytest.raises(ValueError, match="even and at least 4; got 2"):
         TCEConfig(plans_per_context=2, mirrored=True)
 
@@ -74,7 +76,7 @@ def test_plans_of_a_context_share_it_and_are_credited_against_each_other(algorit
     assert (contexts == contexts[:, :1]).all()
     assert not torch.equal(contexts[0], contexts[1])
     assert len({tuple(row) for row in plans.params.tolist()}) == 8
-    agent.begin_batch(plans.chol)
+    agent.begin_batch(plans)
     credit = agent.credit(episodes)
     if algorithm == "tce":
         ends = [(a, 100 if n == len(agent.pairs) - 1 else b) for n, (a, b) in enumerate(agent.pairs.tolist())]

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import corral
+from corral.llm import IncompatibleTRL
 from corral.naming import nearest
 from corral.run.files import RunError
 from corral.run.text import visible
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
-    """Parse what follows the command, and do it; a RunError becomes a sentence and status 1."""
+    """Parse what follows the command, and do it; a RunError or a TRL that does not fit becomes a sentence and status 1."""
     parser = argparse.ArgumentParser(
         prog=f"corral {name}",
         description=COMMANDS[name],
@@ -65,7 +66,7 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
     try:
         return int(module.run(arguments, rest))
-    except RunError as error:
+    except (RunError, IncompatibleTRL) as error:
         return refuse(str(error), FAILED)
 
 

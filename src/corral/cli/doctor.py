@@ -14,7 +14,7 @@ import torch
 import corral
 from corral.cli import refuse
 from corral.engine.checkup import ENGINES, run_checkup
-from corral.llm import TRL_RANGE
+from corral.llm import LAST_TESTED, TRL_RANGE, is_untested
 from corral.run.cores import cores
 from corral.run.text import count
 from corral.task.sandbox import SandboxUnavailable, available_backend, memory_bound
@@ -22,7 +22,7 @@ from corral.task.sandbox import SandboxUnavailable, available_backend, memory_bo
 _PACKAGE = Path(__file__).parents[1]
 NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}
 TRAINING = {
-    "trl": ">={},<{}".format(*TRL_RANGE),
+    "trl": f">={TRL_RANGE[0]},<2",
     "transformers": ">=5.17,<6",
     "accelerate": ">=1.10",
     "datasets": ">=4",
@@ -127,7 +127,8 @@ def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> t
     objection = _trl_error() if name == "trl" else None
     if objection is not None:
         trouble.append(objection)
-    return have, objection or ""
+    untested = name == "trl" and is_untested(have)
+    return have, objection or (f"newer than {TRL_RANGE[0]} to {LAST_TESTED}, which were tested" if untested else "")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Language models: the embedded one, and the door to TRL."""
 
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,26 @@ if TYPE_CHECKING:
 __all__ = ["TRL_RANGE", "CorralConfig", "CorralTrainer", "audit"]
 
 TRL_RANGE = ("1.7", "1.17")
-"""First release of TRL that works, and the first that is unknown. Reading it imports nothing."""
+"""First release of TRL that works, and the first that was never tested. Reading it imports nothing."""
+
+LAST_TESTED = "1.16"
+"""Releases of TRL up to this minor version are run by `make test-trl-versions`."""
 
 TEACHER_PROMPT = "teacher_prompt"
 """A dataset's column that the teacher of a distillation reads in the place of `prompt`."""
 
 _MODULES = {"CorralConfig": "config", "CorralTrainer": "trainer", "audit": "audit_callback"}
+
+
+class IncompatibleTRL(ImportError):
+    """This TRL is too old, or changed what corral builds on."""
+
+
+def is_untested(version: str) -> bool:
+    """Whether a release of TRL, or what leads up to it, is newer than those that were tested."""
+    major, minor = (int(part) for part in TRL_RANGE[1].split("."))
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is None or (int(found[1]), int(found[2])) >= (major, minor)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,8 @@ _ALSO_CALLED = {
     "algorithm": "--objective, or for a robot a recipe of its own beside it, such as --recipe via_point",
     "iterations": "--steps, or for a robot a recipe of its own beside it, such as --recipe via_point",
     "loss": "--objective",
+    "environment": "--environment-factory module:Class, or for a robot a recipe of its own, such as --recipe via_point",
+    "rollout_func": "--tool module:Class, or --tools and --environment-factory of a chat model",
     "dataset": "--task jsonl --set task_config.path=FILE",
     "data": "--task jsonl --set task_config.path=FILE",
     "train_file": "--task jsonl --set task_config.path=FILE",
@@ -55,8 +57,8 @@ def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str
 
 @cache
 def trainer_names() -> list[str] | None:
-    """Settings of CorralConfig; None where TRL is another than the tested ones, whose source may be elsewhere."""
-    if not _numbers(TRL_RANGE[0]) <= _numbers(version("trl")) < _numbers(TRL_RANGE[1]):
+    """Settings of CorralConfig; None where TRL is older than the tested ones, or keeps its source elsewhere."""
+    if _numbers(version("trl")) < _numbers(TRL_RANGE[0]):
         return None
     names = class_fields(_HERE / "config.py").get("CorralConfig", [])
     for package, path, name in _CONFIGS:

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def mirror(noise: Float[Tensor, "E W"]) -> Float[Tensor, "E W"]:
+def mirror(noise: Float[Tensor, "E *w"]) -> Float[Tensor, "E *w"]:
     """Every second row the negative of the one before it, so that plans come in pairs μ ± L ε.
 
     Each is drawn from the policy, though not independently: what a pair earns alike says nothing of where the mean should go,

@@ -1,0 +1,175 @@
+"""What corral leans on inside TRL and transformers, checked where their release was never tested.
+
+A trainer that overrides private methods breaks silently when those change. Their source says whether they have: the parameters
+that a method takes, the names that it reads and writes, the order of what it returns.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Clause:
+    """What one function, method or class of TRL's must keep: words of a string are its names."""
+
+    parameters: str
+    """In order. A final `*` lets others follow, each with a default: corral's override passes on whatever it is given."""
+
+    names: str = ""
+    """Attributes, keys and functions that appear in its code; of a class, parameters in any order."""
+
+    returns: str = ""
+    """Names in its last `return`, in order. A final `*` lets others follow."""
+
+
+_ROLLOUTS = "prompt_ids prompt_mask completion_ids completion_mask advantages old_per_token_logps"
+"""Keys of a batch of rollouts that corral reads; others are there in some runs alone."""
+
+CONTRACT = {
+    "trl.GRPOConfig": Clause(
+        "*",
+        "beta num_iterations steps_per_generation gradient_accumulation_steps loss_type epsilon epsilon_high delta temperature "
+        "max_completion_length num_generations importance_sampling_level top_entropy_quantile scale_rewards reward_weights "
+        "use_vllm vllm_mode vllm_importance_sampling_correction use_bias_correction_kl off_policy_mask_threshold "
+        "cast_lm_head_to_fp32 multi_objective_aggregation",
+    ),
+    "trl.GRPOTrainer.__init__": Clause(
+        "self model reward_funcs args *",
+        "beta temperature ref_model rollout_func tools use_vllm vllm_generation num_generations num_generations_eval "
+        "num_iterations reward_weights loss_type epsilon_low epsilon_high importance_sampling_level top_entropy_quantile "
+        "max_completion_length aux_loss_enabled vllm_importance_sampling_correction _tokenizer _step _metrics _logs train eval "
+        "prompt completion rewards advantages add_fused_lm_head",
+    ),
+    "trl.GRPOTrainer._calculate_rewards": Clause("self inputs prompts completions completion_ids_list", "rewards_per_func"),
+    "trl.GRPOTrainer._generate_and_score_completions": Clause(
+        "self inputs",
+        f"{_ROLLOUTS} num_items_in_batch sampling_per_token_logps importance_sampling_ratio tool_mask pixel_values _logs "
+        "_get_per_token_logps_and_entropies _calculate_rewards gradient_accumulation_steps steps_per_generation num_iterations",
+        returns="output",
+    ),
+    "trl.GRPOTrainer._get_per_token_logps_and_entropies": Clause(
+        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy *",
+        "labels fused_lm_head log_probs entropy",
+        returns="logps entropies *",
+    ),
+    "trl.GRPOTrainer._compute_loss": Clause(
+        "self model inputs",
+        f"{_ROLLOUTS} num_items_in_batch compute_entropy _get_per_token_logps_and_entropies _metrics beta top_entropy_quantile "
+        "current_gradient_accumulation_steps grpo bnpo dr_grpo dapo luspo",
+        returns="loss",
+    ),
+    "trl.GRPOTrainer.get_high_entropy_mask": Clause("self entropies mask threshold"),
+    "trl.GRPOTrainer.training_step": Clause("self model inputs num_items_in_batch *", "_step _metrics", returns="output"),
+    "trl.GRPOTrainer.log": Clause("self logs start_time *", "_metrics"),
+    "trl.GRPOTrainer._tokenize_prompts": Clause("self prompts *", returns="prompt_ids *"),
+    "trl.GRPOTrainer._generate": Clause("self prompts *", "rollout_func env_mask logprobs completion_ids vllm_generation"),
+    "trl.GRPOTrainer._save_checkpoint": Clause("self model trial", "_save_checkpoint"),
+    "trl.GRPOTrainer.create_model_card": Clause("self *"),
+    "trl.trainer.utils._ChunkedLogProbFunction.forward": Clause(
+        "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    ),
+    "trl.trainer.utils.add_fused_lm_head": Clause(
+        "model temperature cast_lm_head_to_fp32 *",
+        "_ChunkedLogProbFunction apply labels fused_lm_head log_probs entropy log_sum_sq_probs mean_logits is_top1",
+    ),
+    "trl.trainer.utils.pad": Clause("tensors padding_value padding_side *"),
+    "trl.models.utils.unwrap_model_for_generation": Clause("model accelerator *"),
+    "trl.generation.vllm_generation.VLLMGeneration.generate": Clause(
+        "self prompts images num_generations *", returns="prompt_ids completion_ids logprobs logprob_token_ids"
+    ),
+    "transformers.Trainer.__init__": Clause("self *", "callback_handler model_wrapped state lr_scheduler processing_class"),
+    "transformers.Trainer.create_accelerator_and_postprocess": Clause("self", "accelerator is_fsdp_enabled"),
+    "transformers.Trainer.get_tp_size": Clause("self"),
+    "transformers.Trainer._get_output_dir": Clause("self trial"),
+    "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
+}
+"""As in the newest release that was tested; older ones have forms of their own, which the tests run."""
+
+
+def breaches() -> list[str]:
+    """What the installed TRL and transformers do otherwise than corral's overrides assume, each as half a sentence."""
+    return [f"{place} {what}" for place, clause in CONTRACT.items() for what in _breaches(place, clause)]
+
+
+def _breaches(place: str, clause: Clause) -> Iterator[str]:
+    """What one place does otherwise: nothing else is said of one that is gone."""
+    found = _find(place)
+    if found is None:
+        yield "is gone"
+        return
+    signature = inspect.signature(found)
+    if isinstance(found, type):
+        missing = [name for name in clause.names.split() if name not in signature.parameters]
+        if missing:
+            yield f"has no {', '.join(missing)}"
+        return
+    if not _takes(signature, clause.parameters):
+        yield f"takes ({', '.join(signature.parameters)}), not ({', '.join(clause.parameters.split())})"
+    if clause.names or clause.returns:
+        body = _parse(found)
+        missing = sorted(set(clause.names.split()) - _names(body))
+        if missing:
+            yield f"does without {', '.join(missing)}"
+        if clause.returns and not _is_prefix(clause.returns, returned := _returned(body)):
+            yield f"returns ({', '.join(returned)}), not ({', '.join(clause.returns.split())})"
+
+
+def _find(place: str) -> Any | None:
+    """A module's attribute, or an attribute of that, by its dotted name; None where any part is gone."""
+    parts = place.split(".")
+    found: Any = import_module(parts[0])
+    for index, part in enumerate(parts[1:], start=2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = import_module(".".join(parts[:index]))
+            except ModuleNotFoundError:
+                return None
+    return found
+
+
+def _takes(signature: inspect.Signature, expected: str) -> bool:
+    """Whether a function takes these parameters first, and others only where they may follow, with a default."""
+    count = len(expected.removesuffix("*").split())
+    more = list(signature.parameters.values())[count:]
+    optional = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in more)
+    return _is_prefix(expected, list(signature.parameters)) and optional
+
+
+def _is_prefix(expected: str, found: list[str]) -> bool:
+    """Whether `found` is what was expected, up to its `*`."""
+    names = expected.removesuffix("*").split()
+    return found[: len(names)] == names and (expected.endswith("*") or len(found) == len(names))
+
+
+def _parse(function: Any) -> ast.AST:
+    """A function's source below its decorators, parsed."""
+    source = inspect.getsource(inspect.unwrap(function))
+    return ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+
+
+def _names(body: ast.AST) -> set[str]:
+    """Variables, attributes, keyword arguments and strings of a piece of source."""
+    found: set[str] = set()
+    for node in ast.walk(body):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.Constant(value=str(name)):
+                found.add(name)
+            case ast.keyword(arg=str(name)):
+                found.add(name)
+            case _:
+                pass
+    return found
+
+
+def _returned(body: ast.AST) -> list[str]:
+    """Names in the last `return` of a function; `?` for what is no name."""
+    last = max((node for node in ast.walk(body) if isinstance(node, ast.Return)), key=lambda node: node.lineno, default=None)
+    value = None if last is None else last.value
+    parts = value.elts if isinstance(value, ast.Tuple) else [] if value is None else [value]
+    return [part.id if isinstance(part, ast.Name) else "?" for part in parts]
