@@ -21,7 +21,7 @@ PRETRAINED = "evidence-b"
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
 _DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
-    "recipe": "demo",
+    "recipe": "demo", "device": "cpu",
 }  # fmt: skip
 """Fields that runs of the other study do not have."""
 
@@ -58,8 +58,8 @@ class Cell:
         """By seed and rate."""
         wanted = {**_DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, **self.others}
-        if self.recipe == PRETRAINED:
-            del wanted["model"]
+        for key in ("device", *(["model"] if self.recipe == PRETRAINED else [])):
+            wanted.pop(key)
         same = (run for run in runs if run["rate"] in self.rates and all(run[key] == value for key, value in wanted.items()))
         return {(run["seed"], run["rate"]): run for run in same}
 
@@ -92,8 +92,13 @@ def measures(runs: Sequence[Row]) -> dict[str, float]:
 
 
 def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row], float] = area) -> Difference | None:
-    """The paired difference in points of success, a number per seed; None where no seed is shared."""
-    a, b = ({place: 100 * read(run) for place, run in cell.runs(runs).items()} for cell in (ours, theirs))
+    """The paired difference in points of success, a number per seed; None where no seed is shared.
+
+    One seed draws other numbers on a GPU than on a CPU: two runs that differ in that are no pair.
+    """
+    found = [cell.runs(runs) for cell in (ours, theirs)]
+    apart = {place for place in found[0].keys() & found[1].keys() if found[0][place]["device"] != found[1][place]["device"]}
+    a, b = ({place: 100 * read(run) for place, run in side.items() if place not in apart} for side in found)
     if ours.best:
         sides = at_best(a, ours.rates), at_best(b, theirs.rates)
     else:
