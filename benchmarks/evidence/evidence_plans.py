@@ -111,6 +111,19 @@ def _pretrained(arm: tuple[str, int], rate: float, seed: int, **others: Any) -> 
     return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, **given)
 
 
+def claims() -> list[Run]:
+    """What the claims on the embedded model compare, and nothing else: 18 runs and 1,100 seconds of one core for each seed."""
+    hot = [*ARMS[:6], ("troll", "constant dual"), ("troll", "no regression")]
+    again: dict[str, Any] = {"passes": 4, "steps": 10, "eval_every": 2}
+    plan = []
+    for seed in SEEDS:
+        plan += [run(arm, HOT, seed) for arm in hot]
+        plan += [run(arm, TUNED, seed, **again) for arm in ARMS[:3]] + [run(arm, TUNED, seed) for arm in ARMS[:3]]
+        anchored = itertools.product((("troll", ""), ("dppo", "")), ("rollout", "old"))
+        plan += [run(arm, TUNED, seed, sampler="fp8", anchor=anchor) for arm, anchor in anchored]
+    return plan
+
+
 def first() -> list[Run]:
     """Three seeds of the map, then of the ablations where TROLL acts: two hours of one core, eight minutes of sixteen."""
     ablated = [spec for spec in ablations() if spec.rate == HOT]
@@ -127,6 +140,7 @@ def tiny() -> list[Run]:
 
 
 PLANS: dict[str, Callable[[], Sequence[Run]]] = {
+    "claims": claims,
     "first": first,
     "a": the_map,
     "a-floor": floor,

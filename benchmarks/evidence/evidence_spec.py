@@ -80,7 +80,7 @@ class Run(Shipped):
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained(Run):
-    """A run of a pretrained model on word problems, from a start that word_starts.py made. On a GPU, which several share."""
+    """A run of a pretrained model on word problems, from a start of word_starts.py; bf16 on a GPU, which several share."""
 
     recipe: str = "evidence-b"
     steps: int = int(WORDS["steps"])
@@ -99,4 +99,4 @@ class Pretrained(Run):
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe."""
-        return super().layer() | {"device": "auto", "task_config": WORDS["task_config"]}
+        return super().layer() | {"bf16": self.device == "cuda", "task_config": WORDS["task_config"]}
