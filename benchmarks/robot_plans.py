@@ -85,6 +85,20 @@ LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_check
 """A checkpoint a minute or so, since a piece may end at any time."""
 
 
+STEP_BASED: Mapping[str, Mapping[str, Any]] = {
+    "ppo-pink": {"algorithm": "sb3-ppo-pink"},
+    "ppo-half-pink": {"algorithm": "sb3-ppo-pink", "learner__noise_colour": 0.5},
+    "trpl": {"algorithm": "sb3-trpl"},
+}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "one-plan": {},
+    "replan-50": {"learner__replan_every": 50},
+    "replan-25": {"learner__replan_every": 25},
+    "replan-50-state": {"learner__replan_every": 50, "learner__replan_from": "state"},
+    "contextual": {"learner__contextual_covariance": "true"},
+}
+
+
 def hopper_long(_: Score) -> Iterator[Job]:
     """Hopper jump at 10 million steps with five seeds, then TCE and BBRL once at the published 48 million."""
     ten, whole = LONG | {"iterations": 625}, LONG | {"iterations": 3000, "eval_every": 60}
@@ -99,6 +113,26 @@ def hopper_long(_: Score) -> Iterator[Job]:
     yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
 
 
+def hopper_steps(_: Score) -> Iterator[Job]:
+    """Hopper jump at 5 million steps with the other step-based rows: coloured noise and TRPL, with torques and through the
+    controller of plans."""
+    for name, changes in STEP_BASED.items():
+        yield from jobs(f"hopper-5M-{name}", "hopper_jump", SEEDS[:3], **LONG, iterations=320, **changes)
+        through = changes | {"learner__controller_span": 1.0}
+        yield from jobs(f"hopper-5M-{name}-controller", "hopper_jump", SEEDS[:3], **LONG, iterations=320, **through)
+
+
+def variants(_: Score) -> Iterator[Job]:
+    """What several plans per episode and a covariance of the context change: the arm and the hopper, recipes as they are."""
+    for name, changes in VARIANTS.items():
+        for recipe in ("via_point", "via_point_sparse"):
+            yield from jobs(f"{recipe}-{name}", recipe, SEEDS, **LONG, **changes)
+    for every in (125, 50):
+        yield from jobs(
+            f"hopper-5M-replan-{every}", "hopper_jump", SEEDS[:3], **LONG, iterations=320, learner__replan_every=every
+        )
+
+
 def box_long(_: Score) -> Iterator[Job]:
     """Box pushing, dense, at 10 million steps with five seeds and once at 40; both sparse rewards with three."""
     ten = LONG | {"iterations": 1316, "eval_every": 50}
@@ -111,4 +145,11 @@ def box_long(_: Score) -> Iterator[Job]:
     yield from jobs("box-40M-tce", "box_pushing", SEEDS[:1], **ten | {"iterations": 5264, "eval_every": 100})
 
 
-PLANS = {"arm-tune": arm_tune, "arm-final": arm_final, "hopper-long": hopper_long, "box-long": box_long}
+PLANS = {
+    "arm-tune": arm_tune,
+    "arm-final": arm_final,
+    "hopper-long": hopper_long,
+    "hopper-steps": hopper_steps,
+    "box-long": box_long,
+    "variants": variants,
+}
