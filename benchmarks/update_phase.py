@@ -2,7 +2,7 @@
 
 TRL's defaults, gradient checkpointing among them. Rollouts are drawn once, then the weights move a little, so that the old
 policy is an old one; nothing is sampled afterwards. Weights are random: "peaked" models have a final norm large enough for a
-few tokens to hold all mass, "flat" ones are as random weights are. Of the large ones there are a few layers. Timed by head.py.
+few tokens to hold all mass, "flat" ones are as random weights are. Of the largest there are a few layers. Timed by head.py.
 """
 
 import copy
@@ -28,8 +28,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
     }),
-    "Qwen2.5-0.5B, 6 of 24 layers": ("Qwen2", {
-        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 6,
+    "Qwen2.5-0.5B": ("Qwen2", {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
     }),
     "SmolLM2-135M": ("Llama", {

@@ -27,8 +27,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.llm.tiny import EOS, build_tiny, build_tokenizer
+from corral.task.arithmetic import Arithmetic
 from corral.task.countdown import OPERATORS, Countdown
+from corral.task.draws import ProceduralTask
 
+TASKS: dict[str, ProceduralTask] = {"countdown": Countdown(), "arithmetic": Arithmetic(operations="+-", digits=3)}
+"""What a model may be warmed up for; the embedded one knows countdown."""
 MISTAKES = f"0123456789{OPERATORS}="
 """What a character may be replaced by: never the end of the sequence, nor is that ever replaced, so that every answer ends."""
 
@@ -56,9 +60,9 @@ class Demonstrations:
 
 
 def demonstrate(
-    task: Countdown, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, device: torch.device
+    task: ProceduralTask, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, device: torch.device
 ) -> Demonstrations:
-    """Draw the demonstrations. With the default task there are 165 thousand of them to draw from, prompts in every order."""
+    """Draw the demonstrations. Of countdown there are 165 thousand of them to draw from, prompts in every order."""
     pairs = task.demonstrations(count, seed)
     texts = [prompt + answer + EOS for prompt, answer in pairs]
     rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
@@ -72,7 +76,7 @@ def demonstrate(
 
 @torch.no_grad()
 def success(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Countdown, prompts: list[str], seed: int | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: ProceduralTask, prompts: list[str], seed: int | None
 ) -> float:
     """Fraction of prompts answered rightly, sampled at temperature 1; greedily if `seed` is None."""
     generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
@@ -96,7 +100,11 @@ def success(
 
 
 def train(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Countdown, data: Demonstrations, args: argparse.Namespace
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: ProceduralTask,
+    data: Demonstrations,
+    args: argparse.Namespace,
 ) -> None:
     """AdamW with a linear warm-up and a cosine down to 0, on the tokens after the prompt."""
     # Vectors are norms' scales, which have no reason to shrink.
@@ -156,6 +164,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         description="Make the embedded model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
+    parser.add_argument("--task", choices=TASKS, default="countdown")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=2048, help="demonstrations per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
@@ -175,7 +184,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     """Draw, train, measure, write."""
     args = parse_arguments(argv)
-    task = Countdown()
+    task = TASKS[args.task]
     model, tokenizer = build_tiny(args.seed)
     model.to(args.device)
     start = time.perf_counter()

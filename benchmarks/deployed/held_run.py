@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from measure import FEW, ROWS, Measure, summarise
-from spec import LEVEL, Spec
+from spec import LEVEL, Spec, placed
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -54,7 +54,7 @@ class StudyTrainer(CorralTrainer):
         """TRL's; nothing where the batch is over: without gradients the optimizer moves nothing."""
         if self.stopped and self._step % self.args.steps_per_generation:
             self._step += 1
-            return torch.zeros(())
+            return torch.zeros((), device=self.args.device)
         return super().training_step(*args, **kwargs)
 
     def again(self, factor: float) -> None:
@@ -192,7 +192,7 @@ class Hold(TrainerCallback):
         if self.spec.held.ema is not None:
             raw = snapshot(trainer.model)
             restore(trainer.model, begun.ema)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[] if self.spec.device == "cpu" else None):
             torch.manual_seed(self.spec.seed)
             for start in range(0, len(self.parts.held_out), 512):
                 batch = self.parts.held_out[start : start + 512]
@@ -211,8 +211,8 @@ def run(spec: Spec, deadline: float) -> dict[str, Any]:
     scheduler = "linear" if spec.schedule == "linear" else "constant_with_warmup"
     settings = resolve([
         read_recipe("demo"),
-        {"objective": spec.objective, "seed": spec.seed, "steps": spec.steps, "learning_rate": spec.rate, "device": "cpu"},
-        {"eval_size": spec.eval_size, "lr_scheduler_type": scheduler, **calm},
+        {"objective": spec.objective, "seed": spec.seed, "steps": spec.steps, "learning_rate": spec.rate},
+        {**placed(spec.device), "eval_size": spec.eval_size, "lr_scheduler_type": scheduler, **calm},
     ])  # fmt: skip
     parts = prepare(settings)
     set_seed(spec.seed)

@@ -36,16 +36,18 @@ ARMS = {
     "k3": Arm(retract="k3"),
 }
 """What is compared, the most telling first. Prodigy and schedule-free AdamW are packages that the study does without."""
-FIRST = 7
-"""The arms, from the first, that are seen with every seed before the others are."""
 
 RATES = (3e-4, 1e-3, 1e-4, 3e-3, 1e-2, 3e-5, 3e-2)
 """Half decades around the demo's own 2e-4, the most telling first."""
+BOUNDS = (0.01, 0.1, 0.03, 0.003, 0.3)
+"""Half decades of the mean KL, the most telling first."""
 HELD: dict[str, Any] = {"rate": "auto", "bound": None}
 """`learning_rate="auto"` with the bound .02."""
 _REUSED = ("troll", "ppo_clip", "dppo")
 _REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
 _CONFIRM: dict[str, Any] = {"eval_every": 2, "eval_size": 1024, "end_size": 4096}
+TUNING = (301, 302, 303)
+"""Seeds that settings are chosen on; the third for what cannot be told from two."""
 FRESH = tuple(range(401, 411))
 """Seeds on which nothing was tuned."""
 CHOSEN: tuple[dict[str, Any], ...] = (
@@ -72,22 +74,15 @@ def arms(names: Sequence[str], schedule: str, seeds: Sequence[int], objective: s
     return plan
 
 
-def gate0(objective: str = "ppo_clip") -> list[Spec]:
-    """Every arm × two rates far too large × two schedules × five seeds, and nothing at rates that suit it."""
-    some, others = ("tuned", *tuple(ARMS)[:FIRST]), tuple(ARMS)[FIRST:-2]
-    early, late = range(201, 204), range(204, 206)
-    blocks = [
-        ("linear", some, early), ("linear", others, early), ("constant", some, early), ("linear", some, late),
-        ("constant", others, early), ("constant", some, late), ("linear", others, late), ("constant", others, late),
-        ("linear", tuple(ARMS)[-2:], (*early, *late)),
-    ]  # fmt: skip
-    return [spec for schedule, names, seeds in blocks for spec in arms(names, schedule, seeds, objective)]
+def gate0(schedule: str = "linear", objective: str = "ppo_clip") -> list[Spec]:
+    """Every arm × two rates far too large × five seeds, and nothing at rates that suit it; seeds outermost."""
+    plan = arms(("tuned", *ARMS), schedule, range(201, 206), objective)
+    return [replace(spec, steps=10, eval_every=2, eval_size=1024) for spec in plan]
 
 
-def gate0_rest() -> list[Spec]:
-    """What a first reading of gate 0 lacks: the rivals that were never run, and five seeds of what ships and of its rivals."""
-    rivals = arms(("accept", "stop", "ema", "calm", "none"), "linear", range(201, 204))
-    return rivals + arms(("auto_mean", "tuned"), "linear", range(204, 206)) + arms(("auto_mean",), "constant", range(201, 204))
+def both_schedules(plan: Callable[..., Sequence[Spec | Shipped]], seeds: Sequence[int]) -> list[Spec | Shipped]:
+    """Runs of a plan with some seeds: linear ones first, then constant."""
+    return [run for schedule in ("linear", "constant") for run in plan(schedule) if run.seed in seeds]
 
 
 def shipped(seeds: Sequence[int], objectives: Sequence[str], grid: Sequence[dict[str, Any]], **same: Any) -> list[Shipped]:
@@ -105,14 +100,17 @@ def reuse() -> list[Shipped]:
 
 
 def reuse_auto() -> list[Shipped]:
-    """As many passes as a batch is good for, at the demo's rate."""
-    return shipped((301, 302), _REUSED, [{"passes": 8, "rate": 2e-4, "bound": 0.02, "reuse": "auto"}], **_REUSE)
+    """As many passes as a batch is good for, at the demo's rate and at "auto"."""
+    grid = [{"passes": 8, "rate": rate, "bound": 0.02, "reuse": "auto"} for rate in (2e-4, "auto")]
+    return shipped((301, 302), _REUSED, grid, **_REUSE)
 
 
 def bound() -> list[Shipped]:
-    """Wider bounds at "auto", where one pass needs no holding and where more do: which costs nothing?"""
-    grid = [{"passes": passes, "rate": "auto", "bound": bound} for bound in (0.03, 0.05, 0.08) for passes in (8, 4, 1)]
-    return shipped((301, 302), _REUSED, grid, **_REUSE)
+    """Bounds at "auto" over two decades with one pass, then with the passes that were chosen: how far off may one be?"""
+    one = [{"passes": 1, "rate": "auto", "bound": bound} for bound in BOUNDS]
+    many = [{"passes": passes, "rate": "auto", "bound": bound} for bound in (0.01, 0.03, 0.05) for passes in (4, 8)]
+    runs = shipped(TUNING, _REUSED, one, end_size=4096, **_REUSE)
+    return runs + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
 
 
 def tune() -> list[Shipped]:
@@ -137,24 +135,29 @@ def _chosen(seeds: Sequence[int], chosen: Sequence[dict[str, Any]]) -> list[Ship
 
 
 def confirm_rates() -> list[Shipped]:
-    """Clipping and TROLL with one pass on fresh seeds: at a tuned rate and at "auto", then at rates far too large."""
-    blocks: list[list[dict[str, Any]]] = [
-        [{"rate": 2e-4}, {"rate": "auto", "bound": 0.03}],
-        [{"rate": 1e-3, "bound": 0.03}, {"rate": 3e-3, "bound": 0.03}],
-        [{"rate": 1e-3}, {"rate": 3e-3}, {"rate": 2e-4, "bound": 0.03}],
-    ]
-    halves = itertools.product((FRESH[:5], FRESH[5:]), blocks)
-    return [run for seeds, grid in halves for run in shipped(seeds, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)]
+    """Clipping and TROLL with one pass on five fresh seeds: at a tuned rate, at "auto", and at rates far too large."""
+    return _rates_on(FRESH[:5])
 
 
-def tasks() -> list[Shipped]:
-    """Numbers that the start has never seen (greedy success .31), and few of them: the first three that were chosen."""
-    return [replace(run, start=start) for start in ("n_max29", "n_max9") for run in _chosen(FRESH[:3], CHOSEN[:3])]
+def confirm_rates_more() -> list[Shipped]:
+    """The same on the other five."""
+    return _rates_on(FRESH[5:])
 
 
-def starts() -> list[Shipped]:
-    """Three other warm starts of the embedded model."""
-    return [replace(run, start=f"start{start}") for start in (1, 2, 3) for run in _chosen(FRESH[:3], CHOSEN[:3])]
+def _rates_on(seeds: Sequence[int]) -> list[Shipped]:
+    """Three rates off and on, "auto", and the rate that was best in gate 0; seeds outermost."""
+    grid: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": 4e-4}, {"rate": "auto", "bound": 0.03}]
+    grid += [{"rate": rate, "bound": bound} for rate in (1e-3, 3e-3) for bound in (0.03, math.inf)]
+    grid += [{"rate": 2e-4, "bound": 0.03}]
+    return shipped(seeds, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)
+
+
+def elsewhere() -> list[Shipped]:
+    """The two of the main comparison on other tasks, from other warm starts and in another family; seeds outermost."""
+    places = ("n_max29", "arithmetic", "start1", "start2", "start3", "gemma")
+    few: dict[str, Any] = {"eval_every": 5}  # the curve is not compared
+    runs = [replace(run, start=start, **few) for run in _chosen(FRESH[:3], CHOSEN[:2]) for start in places]
+    return runs + [replace(run, start="n_max9", **few) for run in _chosen(FRESH[:3], CHOSEN[:2])]
 
 
 def smollm2() -> list[Shipped]:
@@ -164,13 +167,11 @@ def smollm2() -> list[Shipped]:
     return shipped(FRESH[:5], ("troll", "ppo_clip", "dppo"), grid, start="smollm2", steps=10, eval_every=2, eval_size=1024)
 
 
-def rates() -> list[Shipped]:
-    """Half decades × objectives × off and on × two seeds, the edges of what is usable first; then the ends of three decades."""
-    plan = []
-    for objectives, tried in itertools.product((("ppo_clip", "troll"), ("dppo", "reinforce")), (RATES[:5], RATES[5:])):
-        grid = [{"rate": rate, "bound": bound} for rate in tried for bound in (math.inf, 0.02)]
-        plan += shipped((301, 302), objectives, grid, eval_every=3)
-    return plan
+def rates(schedule: str = "linear") -> list[Shipped]:
+    """Half decades × objectives × off and on × three seeds, the edges of what is usable first."""
+    grid = [{"rate": rate, "bound": bound} for rate in RATES for bound in (0.03, math.inf)]
+    objectives = ("ppo_clip", "troll", "dppo", "reinforce")
+    return shipped(TUNING, objectives, grid, schedule=schedule, end_size=4096, **_REUSE)
 
 
 def tiny() -> list[Spec | Shipped]:
@@ -191,13 +192,14 @@ PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "reuse-auto": reuse_auto,
     "confirm-reuse": confirm_reuse,
     "confirm-rates": confirm_rates,
+    "confirm-rates-more": confirm_rates_more,
     "confirm-more": confirm_more,
-    "rates": rates,
-    "tasks": tasks,
-    "starts": starts,
+    "rates": lambda: both_schedules(rates, TUNING[:2]),
+    "rates-more": lambda: both_schedules(rates, TUNING[2:]),
+    "elsewhere": elsewhere,
     "smollm2": smollm2,
-    "gate0-rest": gate0_rest,
-    "gate0": gate0,
-    "gate0-troll": lambda: gate0("troll"),
+    "gate0": lambda: both_schedules(gate0, range(201, 204)),
+    "gate0-more": lambda: both_schedules(gate0, range(204, 206)),
+    "gate0-troll": lambda: gate0(objective="troll"),
     "tiny": tiny,
 }

@@ -4,23 +4,28 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from rich.console import Console
+import torch
 from spec import Shipped
 from transformers.utils import logging as transformers_logging
 
-from corral.llm.eval_view import EvalView
-from corral.llm.evaluate import EvalSettings, evaluate
+from corral.llm.evaluate import EvalSettings, prepare_evaluation
+from corral.llm.models import load_model
+from corral.llm.problems import Problems, generate
+from corral.llm.rewards import verifier
 from corral.llm.settings import read_recipe, resolve
 from corral.llm.train import train
 from corral.run.folder import RunFolder
 
 DEAD = 4
 """Steps in a row without any reward after which nothing can be learned any more."""
+GREEDY = 1024
+"""Held-out problems that are answered greedily at the end."""
 KEPT = ("step", "reward", "success", "greedy", "learning_rate", "entropy", "grad_norm", "seconds", "completions/mean_length")
 """Of a line of metrics, besides everything under tr/."""
 
@@ -65,11 +70,29 @@ def run(spec: Shipped, deadline: float) -> dict[str, Any]:
 
 
 def _measure_end(spec: Shipped, folder: Path) -> dict[str, float]:
-    """Held-out success of the last network on more problems than the curve's."""
-    console = Console(quiet=True)
-    asked = EvalSettings(model=str(folder), problems=spec.end_size, samples=1, seed=spec.seed, device=spec.layer()["device"])
-    found = evaluate(asked, EvalView(console, console)).result["estimates"]
-    return {"success": found["pass@1"]["value"], "greedy": found["greedy"]["value"], "problems": spec.end_size}
+    """Held-out success of the last network on more problems than the curve's; greedy on some of them."""
+    found = measure(EvalSettings(model=str(folder), problems=spec.end_size, seed=spec.seed, device=spec.layer()["device"]))
+    return {"success": found[1.0], "greedy": found[0.0], "problems": spec.end_size}
+
+
+def measure(settings: EvalSettings, temperatures: Sequence[float] = (1.0,)) -> dict[float, float]:
+    """Success by temperature, one sample a problem in float32; at 0, greedy, on the first `GREEDY` problems."""
+    job = prepare_evaluation(settings)
+    model, tokenizer = load_model(job.subject.model)
+    model.to(job.device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    problems, success = Problems(task=job.task, tokenizer=tokenizer, instruction=job.instruction), verifier(job.task)
+    found = {}
+    for temperature in (0.0, *temperatures):
+        asked, right = job.held_out if temperature else job.held_out[:GREEDY], 0.0
+        torch.manual_seed(settings.seed)
+        for start in range(0, len(asked), 512):
+            batch = asked[start : start + 512]
+            ids, longest = problems.tokens(batch), job.sampling.max_tokens
+            tokens = generate(model, tokenizer, ids, longest, greedy=not temperature, temperature=temperature or 1.0)
+            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            right += sum(success(prompts=batch, completions=texts, problem=batch))
+        found[temperature] = right / len(asked)
+    return found
 
 
 def _interrupt(folder: Path, deadline: float, over: Event) -> None:

@@ -9,12 +9,16 @@ LEVEL = {"mean": 1.0, "k3": 1.2, "p999": 115.0, "cvar": 58.0}
 """A statistic's bound in multiples of the mean's, so that arms move the network equally far on average."""
 SECONDS_BY_PROBLEM = 0.0035
 """About what a held-out problem takes, sampled and greedy, on one core."""
+GUESS = {"cpu": 1.0, "cuda": 0.3}
+"""Seconds on a device, as a share of those on one core."""
 START = "demo"
 STARTS: dict[str, dict[str, Any]] = {
     START: {},
     "n_max29": {"task_config": {"n_max": 29}},
     "n_max9": {"task_config": {"n_max": 9}},
-    **{f"start{seed}": {"model": f"runs/warm-starts/{seed}"} for seed in (1, 2, 3)},
+    "arithmetic": {"model": "runs/starts/arithmetic-1", "task": "arithmetic", "task_config": {"operations": "+-", "digits": 3}},
+    **{f"start{seed}": {"model": f"runs/starts/llama-{seed}"} for seed in (1, 2, 3)},
+    "gemma": {"model": "runs/starts/gemma-1"},
     "smollm2": {
         "model": "smollm2",
         "task": "word_problems:WordProblems",
@@ -22,8 +26,9 @@ STARTS: dict[str, dict[str, Any]] = {
         "device": "auto",
     },
 }
-"""What is trained on what, on top of the demo: numbers that the embedded model has never seen, or few; other warm starts of it,
-made on a GPU (`scripts/warm_start.py --seed 1 --out runs/warm-starts/1`, …); a pretrained model, after `make smollm2`."""
+"""What is trained on what, on top of the demo: numbers that the embedded model has never seen, or few; sums and differences of
+three digits, with a start of their own; three other warm starts and another family, all made on a GPU (docs/deployed.md has the
+commands); a pretrained model, after `make smollm2`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,8 @@ class Spec:
     """Mean KL per token and batch at which arms aim; the linear schedule takes it down as (1 − k/K)²."""
     eval_every: int = 4
     eval_size: int = 512
+    device: str = "cpu"
+    """Where it trains, in float32 on either."""
 
     @property
     def key(self) -> str:
@@ -78,12 +85,12 @@ class Spec:
     @property
     def group(self) -> str:
         """Runs that cost about the same by step."""
-        return self.arm
+        return cost_group(asdict(self))
 
     @property
     def seconds(self) -> float:
         """A guess at the seconds that one step takes, for a group that was never run."""
-        return 10.0 if self.held.redo else 6.0
+        return (10.0 if self.held.redo else 6.0) * GUESS[self.device]
 
     def aim(self, step: int) -> float:
         """The mean KL that step 0, 1, … is meant to have."""
@@ -113,6 +120,8 @@ class Shipped:
     start: str = START
     """One of `STARTS`."""
     schedule: str = "linear"
+    device: str = "cpu"
+    """Where it trains, in float32 on either; a start may say otherwise."""
 
     @property
     def arm(self) -> str:
@@ -136,19 +145,27 @@ class Shipped:
     def seconds(self) -> float:
         """A guess at the seconds that one step takes, for a group that was never run."""
         measured = (self.eval_size / self.eval_every + self.end_size / self.steps) * SECONDS_BY_PROBLEM
-        return 2.0 + 2.7 * self.passes + measured
+        return (2.0 + 2.7 * self.passes + measured) * GUESS[self.device]
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe."""
         given = {"objective": self.objective, "learning_rate": self.rate, "seed": self.seed, "steps": self.steps}
-        given |= {"num_iterations": self.passes, "lr_scheduler_type": self.schedule, "device": "cpu"}
+        given |= {"num_iterations": self.passes, "lr_scheduler_type": self.schedule, **placed(self.device)}
         given |= {"eval_every": self.eval_every, "eval_size": self.eval_size, "checkpoint_every": self.steps}
         given["deployed_bound"] = 0.02 if self.bound is None else self.bound
         given |= {} if self.reuse is None else {"reuse": self.reuse}
         return given | STARTS[self.start]
 
 
+def placed(device: str) -> dict[str, Any]:
+    """Settings of a device: the same precision on all of them."""
+    return {"device": device} | ({} if device == "cpu" else {"bf16": False})
+
+
 def cost_group(run: Mapping[str, Any]) -> str:
-    """Runs of the trainer as it ships that cost about the same by step: the same model, as often used, as often measured."""
-    start = "" if run.get("start", START) == START else f"{run['start']} "
-    return f"{start}x{run['passes']} {run['eval_size']}/{run['eval_every']} {run.get('end_size', 0)}"
+    """Runs that cost about the same by step: one arm, or the same model, as often used and measured; on one device."""
+    words = [run["device"]] if run.get("device", "cpu") != "cpu" else []
+    if "passes" not in run:
+        return " ".join([run["arm"], *words])
+    words += [run["start"]] if run.get("start", START) != START else []
+    return " ".join([*words, f"x{run['passes']} {run['eval_size']}/{run['eval_every']} {run.get('end_size', 0)}"])

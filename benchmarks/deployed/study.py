@@ -3,10 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/deployed/study.py --plan reuse bound tune --workers 16 --minutes 8 --out results
 
 Runs that a file under --out or --done already has are skipped, so that a study can be done in pieces; those that would not end
-in time are left to the next piece. `--list` says what would run, `--table` what the results are. All plans run on CPUs but
-`smollm2`, whose runs share one GPU (after `make smollm2`):
+in time are left to the next piece, and so are those whose warm start is not there. `--list` says what would run, `--table` what
+the results are. With `--device cuda` all workers share one GPU, in float32 as on a CPU; under NVIDIA's MPS that is four to five
+times as fast as one core each:
 
-    CUDA_VISIBLE_DEVICES=0 python benchmarks/deployed/study.py --plan smollm2 --workers 6 --minutes 60 --out results
+    nvidia-cuda-mps-control -d
+    OMP_NUM_THREADS=1 python benchmarks/deployed/study.py --plan rates --device cuda --workers 15 --minutes 8 --out results
 """
 
 import argparse
@@ -24,7 +26,6 @@ from statistics import median
 from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a plan that needs a GPU says so
 
 import held_run  # after the environment: torch reads it once
 import shipped_run
@@ -36,17 +37,20 @@ from corral.run.files import append_line
 
 STARTUP = 15
 """Seconds that a process may need for its imports."""
+FAILURES = 2
+"""Runs in a row that failed, after which a process takes no more: its device may be at fault, and would waste the plan."""
 
 
-def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float]) -> None:
-    """Runs one after another, none that would not be finished in time."""
+def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float], device: str) -> None:
+    """Runs one after another on a device, none that would not be finished in time."""
     import torch
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
-    while time.time() < deadline:
+    failed = 0
+    while time.time() < deadline and failed < FAILURES:
         try:
-            spec = jobs.get(timeout=1)
+            spec = replace(jobs.get(timeout=1), device=device)
         except Empty:
             return
         began, left = time.monotonic(), deadline - time.time()
@@ -54,8 +58,10 @@ def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float])
             continue
         try:
             found = (shipped_run.run if isinstance(spec, Shipped) else held_run.run)(spec, began + left)
+            failed = 0
         except Exception:  # whatever went wrong belongs to this run alone, and is written down
             found = {"key": spec.key, "finished": False, "error": traceback.format_exc()}
+            failed += 1
         results.put(found)
 
 
@@ -63,17 +69,23 @@ def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Seconds that a step of each group may take: a fifth more CPU time than in its median run; one never run is missing."""
     taken: dict[str, list[float]] = defaultdict(list)
     for line in runs.values():
-        taken[cost_group(line) if "passes" in line else line["arm"]].append(line["cpu"] / line["steps"])
+        taken[cost_group(line)].append(line["cpu"] / line["steps"])
     return {group: 1.2 * median(seconds) for group, seconds in taken.items()}
 
 
-def study(plan: Sequence[Spec | Shipped], workers: int, minutes: float, file: Path, expected: dict[str, float]) -> None:
+def study(
+    plan: Sequence[Spec | Shipped], device: str, workers: int, minutes: float, file: Path, expected: dict[str, float]
+) -> None:
     """Runs side by side until the plan or the time is over; each is appended whole as it ends."""
     deadline, context = time.time() + 60 * minutes, mp.get_context("spawn")
     jobs, results = context.Queue(), context.Queue()
     for spec in plan:
         jobs.put(spec)
-    pool = [context.Process(target=worker, args=(jobs, results, deadline, expected), daemon=True) for _ in range(workers)]
+    pool = [
+        context.Process(target=worker, args=(jobs, results, deadline, expected, device), daemon=True) for _ in range(workers)
+    ]
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of all of them
     for process in pool:
         process.start()
     done = 0
@@ -95,11 +107,23 @@ def study(plan: Sequence[Spec | Shipped], workers: int, minutes: float, file: Pa
         process.terminate()  # at most what is still busy after the deadline
 
 
+def can_start(spec: Spec | Shipped) -> bool:
+    """Whether the model that it starts from is there: some are made first, in folders."""
+    model = start_of(spec)
+    return "/" not in model or Path(model).exists()
+
+
+def start_of(spec: Spec | Shipped) -> str:
+    """The model that it starts from."""
+    return str(spec.layer().get("model", "tiny")) if isinstance(spec, Shipped) else "tiny"
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=PLANS, nargs="+", default=["gate0"], help="one after the other")
     parser.add_argument("--steps", type=int, help="other than the plan's, to try it out")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=Path("runs/deployed"))
@@ -111,6 +135,9 @@ def main() -> None:
     plan = [spec for name in options.plan for spec in PLANS[name]()]
     plan = plan if options.steps is None else [replace(spec, steps=options.steps) for spec in plan]
     plan = [spec for spec in dict.fromkeys(plan) if spec.key not in have]
+    plan, waiting = [spec for spec in plan if can_start(spec)], [spec for spec in plan if not can_start(spec)]
+    if waiting:
+        print(f"{len(waiting)} runs wait for {', '.join(sorted({start_of(spec) for spec in waiting}))}", flush=True)
     if options.table:
         print_table(have)
     elif options.list:
@@ -118,7 +145,8 @@ def main() -> None:
     else:
         options.out.mkdir(parents=True, exist_ok=True)
         print(f"{len(plan)} runs to do, {len(have)} done; {options.workers} workers, {options.minutes:g} minutes", flush=True)
-        study(plan, options.workers, options.minutes, options.out / f"{'+'.join(options.plan)}.jsonl", durations(have))
+        file = options.out / f"{'+'.join(options.plan)}.jsonl"
+        study(plan, options.device, options.workers, options.minutes, file, durations(have))
         print_table(finished([options.out, *options.done]))
 
 

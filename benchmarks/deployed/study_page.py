@@ -101,7 +101,7 @@ def kl(runs: Sequence[Row], name: str) -> str:
 
 def gate0(runs: Sequence[Row], schedule: str) -> str:
     """Every arm at every rate: held-out areas, final success and how far the network went."""
-    found = group((run for run in runs if "held" in run and run["schedule"] == schedule), "arm", "rate")
+    found = group((run for run in runs if "held" in run and (run["schedule"], run["steps"]) == (schedule, 20)), "arm", "rate")
     lines, before = [], ""
     for arm, name in ARMS.items():
         for rate in sorted(rate for of, rate in found if of == arm):
@@ -122,7 +122,7 @@ def gate0(runs: Sequence[Row], schedule: str) -> str:
 def tuning(runs: Iterable[Row]) -> list[Row]:
     """Ten steps with fixed passes on the seeds that settings were chosen by; a bound that was not given is .02."""
     some = [run for run in runs if "passes" in run and run["steps"] == 10 and run["seed"] not in FRESH and not run.get("reuse")]
-    return [run | {"bound": run["bound"] or 0.02} for run in some]
+    return [run | {"bound": run["bound"] or 0.02} for run in some if run["schedule"] == "linear"]
 
 
 def reuse(runs: Sequence[Row]) -> str:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evidence_spec import Run
+from evidence_spec import Pretrained, Run
 
 SEEDS = (401, 402, 403, 404, 405)
 """Those on which the study of deployed networks confirms what it found."""
@@ -30,6 +30,10 @@ ABLATIONS = (
     "constant dual", "unprojected", "no regression", "α=.1", "α=.3", "α=3", "α=10", "ε=.01", "ε=.2", "union", "fill", "K=4",
     "mass .9", "K=16", "K=4, mass .9",
 )  # fmt: skip
+WORD_RATES = (1e-5, 3e-5, 1e-4)
+"""Of a pretrained model, half decades around that of the pilot; 3e-6 if the smallest turns out to be the best."""
+WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
+"""Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
 PUBLISHED = (("troll", "published"), ("troll", "token mean"), ("ppo_clip", "token mean"), ("dppo", "token sum, no std"))
 """Objectives as their papers run them, where that differs from the common form: sums over a fixed length for all."""
 
@@ -82,11 +86,54 @@ def mismatch() -> list[Run]:
     return [run(arm, rate, seed, sampler=sampler, anchor=anchor) for seed, sampler, anchor, rate, arm in grid]
 
 
+def bounds() -> list[Run]:
+    """DPPO with smaller bounds, beside .2 and clipping's ε of the map."""
+    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("", "δ=.1", "δ=.15"))
+    return [run(("dppo", variant), rate, seed) for seed, rate, variant in grid]
+
+
+def estimators() -> list[Run]:
+    """TROLL and clipping under other advantages than the group's standardised ones."""
+    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("rloo", "no std", "reinforce++"), ("troll", "ppo_clip"))
+    return [run((objective, variant), rate, seed) for seed, rate, variant, objective in grid]
+
+
 def stability() -> list[Run]:
     """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
     anchored = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
     long: dict[str, Any] = {"steps": 100, "eval_every": 20, "schedule": "constant", "sampler": "fp8"}
     return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, anchored)]
+
+
+def words() -> list[Pretrained]:
+    """A pretrained model: three seeds of four arms × three rates, then clipping with four passes, then two more seeds."""
+    again = (("ppo_clip", 4),)
+    blocks = (
+        (SEEDS[:3], WORD_RATES[:2], WORD_ARMS),
+        (SEEDS[:3], WORD_RATES[2:], WORD_ARMS),
+        (SEEDS[:3], WORD_RATES, again),
+        (SEEDS[3:], WORD_RATES, (*WORD_ARMS, *again)),
+    )
+    return [_pretrained(arm, rate, seed) for block in blocks for seed, rate, arm in itertools.product(*block)]
+
+
+def _pretrained(arm: tuple[str, int], rate: float, seed: int, **others: Any) -> Pretrained:
+    """Each seed has a start of its own, so that seeds vary more than the noise of reinforcement learning."""
+    given = {"model": f"runs/word-starts/{seed - SEEDS[0] + 1}", **others}
+    return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, **given)
+
+
+def claims() -> list[Run]:
+    """What the claims on the embedded model compare, and nothing else: 18 runs and 1,100 seconds of one core for each seed."""
+    hot = [*ARMS[:6], ("troll", "constant dual"), ("troll", "no regression")]
+    again: dict[str, Any] = {"passes": 4, "steps": 10, "eval_every": 2}
+    plan = []
+    for seed in SEEDS:
+        plan += [run(arm, HOT, seed) for arm in hot]
+        plan += [run(arm, TUNED, seed, **again) for arm in ARMS[:3]] + [run(arm, TUNED, seed) for arm in ARMS[:3]]
+        anchored = itertools.product((("troll", ""), ("dppo", "")), ("rollout", "old"))
+        plan += [run(arm, TUNED, seed, sampler="fp8", anchor=anchor) for arm, anchor in anchored]
+    return plan
 
 
 def first() -> list[Run]:
@@ -105,6 +152,7 @@ def tiny() -> list[Run]:
 
 
 PLANS: dict[str, Callable[[], Sequence[Run]]] = {
+    "claims": claims,
     "first": first,
     "a": the_map,
     "a-floor": floor,
@@ -112,7 +160,12 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "a-published": published,
     "a-starts": starts,
     "g": ablations,
+    "b": words,
+    "b-low": lambda: [_pretrained(arm, 3e-6, seed) for seed in SEEDS[:3] for arm in WORD_ARMS],
     "f": mismatch,
+    "f-bounds": bounds,
     "f-stability": stability,
+    "c": estimators,
     "tiny": tiny,
+    "b-tiny": lambda: [_pretrained(arm, 1e-5, 401, steps=2, eval_size=16, eval_every=2) for arm in WORD_ARMS],
 }

@@ -1,7 +1,8 @@
 """Runs of both studies as the page judges them: cells of equal settings, paired differences, collapses with their bound."""
 
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -12,21 +13,28 @@ sys.path.insert(0, str(HERE.parent / "deployed"))
 
 from scipy import stats  # noqa: E402
 from spec import START  # noqa: E402
-from study_table import Row, area, certificate, final, finished, held_out, steps_of  # noqa: E402
+from study_table import Row, area, certificate, final, held_out, steps_of  # noqa: E402
 
 from corral.report.statistics import Difference, difference, has_collapsed  # noqa: E402
 
+PRETRAINED = "evidence-b"
+"""The recipe of pretrained models, each seed of which has a start of its own."""
+DEVICES = ("cuda", "cpu")
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
 _DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
+    "recipe": "demo", "device": "cpu",
 }  # fmt: skip
 """Fields that runs of the other study do not have."""
 
 
 def read_runs() -> list[Row]:
-    """Finished runs in the demo's setting whose network nothing holds."""
-    found = ({**_DEFAULTS, **run} for run in finished(PLACES).values() if "held" not in run)
-    return [run for run in found if run["arm"] == "off" and run["start"] == START and run["recipe"] == "demo"]
+    """Finished runs of the demo and of pretrained models whose network nothing holds; one of each key and device."""
+    files = [file for place in PLACES for file in sorted(place.glob("*.jsonl"))]
+    lines = [{**_DEFAULTS, **json.loads(line)} for file in files for line in file.read_text().splitlines()]
+    ours = [run for run in lines if run.get("finished") and "held" not in run]
+    found = {(run["key"], run["device"]): run for run in ours}.values()
+    return [run for run in found if run["arm"] == "off" and run["start"] == START and run["recipe"] in ("demo", PRETRAINED)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +44,29 @@ class Cell:
     arm: tuple[str, str]
     """Objective and variant."""
     rate: float | tuple[float, ...] = (2e-4, 3e-4)
-    """Of several, runs are paired within each."""
+    """Of several, runs are paired within each, and a seed counts once, with the mean over rates."""
+    best: bool = False
+    """Of several rates, count each seed at the one that is best in the mean over the other seeds, which it had no part in."""
+    recipe: str = "demo"
     passes: int = 1
     steps: int = 15
     every: int = 5
     """Batches between measurements: areas of other grids are others."""
     others: dict[str, Any] = field(default_factory=dict)
 
-    def runs(self, runs: Iterable[Row]) -> dict[str, Row]:
-        """By seed and rate."""
-        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,)
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """All of them."""
+        return self.rate if isinstance(self.rate, tuple) else (self.rate,)
+
+    def runs(self, runs: Iterable[Row]) -> dict[tuple[int, float, str], Row]:
+        """By seed, rate and device."""
         wanted = {**_DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
-        wanted |= {"objective": self.arm[0], "variant": self.arm[1], **self.others}
-        same = (run for run in runs if run["rate"] in rates and all(run[key] == value for key, value in wanted.items()))
-        return {f"{run['seed']} at {run['rate']}": run for run in same}
+        wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, **self.others}
+        for key in ("device", *(["model"] if self.recipe == PRETRAINED else [])):
+            wanted.pop(key)
+        same = (run for run in runs if run["rate"] in self.rates and all(run[key] == value for key, value in wanted.items()))
+        return {(run["seed"], run["rate"], run["device"]): run for run in same}
 
 
 def arm_name(arm: tuple[str, str]) -> str:
@@ -80,8 +97,37 @@ def measures(runs: Sequence[Row]) -> dict[str, float]:
 
 
 def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row], float] = area) -> Difference | None:
-    """The paired difference in points of success; None where no seed is shared."""
-    a, b = ours.runs(runs), theirs.runs(runs)
-    if not a.keys() & b.keys():
-        return None
-    return difference(*({seed: 100 * read(run) for seed, run in side.items()} for side in (a, b)))
+    """The paired difference in points of success, a number per seed; None where no seed is shared.
+
+    One seed draws other numbers on a GPU than on a CPU, so pairs are of one device: of the one that has more of them.
+    """
+    found: list[Difference] = []
+    for device in DEVICES:
+        a, b = (
+            {(seed, rate): 100 * read(run) for (seed, rate, where), run in cell.runs(runs).items() if where == device}
+            for cell in (ours, theirs)
+        )
+        shared = a.keys() & b.keys()
+        if ours.best:
+            sides = [at_best(a, ours.rates), at_best(b, theirs.rates)]
+        else:
+            sides = [_mean_by_seed({place: side[place] for place in shared}) for side in (a, b)]
+        found += [difference(*sides)] if sides[0].keys() & sides[1].keys() else []
+    return max(found, key=lambda one: one.seeds, default=None)
+
+
+def at_best(values: Mapping[tuple[int, float], float], rates: Sequence[float]) -> dict[str, float]:
+    """Each seed's number at the rate that is best over the other seeds; seeds that lack a rate are left out."""
+    seeds = sorted({seed for seed, _ in values if all((seed, rate) in values for rate in rates)})
+    found = {}
+    for seed in seeds if len(seeds) > 1 else ():
+        others = [other for other in seeds if other != seed]
+        best = max(rates, key=lambda rate, others=others: fmean(values[other, rate] for other in others))
+        found[str(seed)] = values[seed, best]
+    return found
+
+
+def _mean_by_seed(values: Mapping[tuple[int, float], float]) -> dict[str, float]:
+    """Over rates: runs of one seed share their problems, and are no independent evidence."""
+    seeds = sorted({seed for seed, _ in values})
+    return {str(seed): fmean(value for (one, _), value in values.items() if one == seed) for seed in seeds}

@@ -12,6 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "deployed"))
 
 from spec import Shipped  # of the other study, found by the line above
 
+from corral.llm.settings import read_recipe
+
+WORDS = {**read_recipe("evidence-b"), "task_config": {"path": "runs/words", "part": "rl"}}
+"""Settings of a pretrained model's runs; runs/words has asdiv, mawps and svamp, the half for reinforcement is trained on."""
 COMPLETIONS = 512
 """Of a batch of rollouts, as the demo has it."""
 
@@ -27,6 +31,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "α=.3": {"objective_config": {"regression": 0.3}},
     "α=3": {"objective_config": {"regression": 3.0}},
     "α=10": {"objective_config": {"regression": 10.0}},
+    "δ=.1": {"objective_config": {"bound": 0.1}},
+    "δ=.15": {"objective_config": {"bound": 0.15}},
+    "rloo": {"advantage": "rloo"},
+    "no std": {"advantage": "dr_grpo"},
+    "reinforce++": {"advantage": "reinforce++"},
     "union": {"support": "union"},
     "fill": {"objective_config": {"tail": "fill", "vocab_size": 100}},
     "published": {"objective_config": {"tail": "fill", "vocab_size": 100}, "support": "union", "loss_type": "dapo"},
@@ -72,3 +81,27 @@ class Run(Shipped):
         if self.updates != 8:
             given |= {"steps_per_generation": self.updates, "per_device_train_batch_size": COMPLETIONS // self.updates}
         return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained(Run):
+    """A run of a pretrained model on word problems, from a start of word_starts.py; bf16 on a GPU, which several share."""
+
+    recipe: str = "evidence-b"
+    steps: int = int(WORDS["steps"])
+    eval_every: int = int(WORDS["eval_every"])
+    eval_size: int = int(WORDS["eval_size"])
+
+    @property
+    def key(self) -> str:
+        """A name that no other run has."""
+        return f"words-{super().key}"
+
+    @property
+    def seconds(self) -> float:
+        """A guess at the seconds of a step where five runs share an H200."""
+        return 3.0 + 2.5 * self.passes
+
+    def layer(self) -> dict[str, Any]:
+        """Settings on top of the recipe."""
+        return super().layer() | {"bf16": self.device == "cuda", "task_config": WORDS["task_config"]}

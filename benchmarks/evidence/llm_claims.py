@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from evidence_rows import Cell, Row, arm_name, compare
+from evidence_plans import WORD_RATES
+from evidence_rows import PRETRAINED, Cell, Row, arm_name, compare
 
 from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
 
@@ -14,6 +15,7 @@ TUNED_UP_TO = 400
 TROLL, CLIP, DPPO, NONE = ("troll", ""), ("ppo_clip", ""), ("dppo", ""), ("reinforce", "")
 _HOT = Cell(arm=TROLL, rate=1e-3)
 _REUSED = Cell(arm=TROLL, rate=2e-4, passes=4, steps=10, every=2)
+_WORDS = Cell(arm=TROLL, rate=WORD_RATES, best=True, recipe=PRETRAINED, steps=12, every=3)
 _FP8 = Cell(arm=TROLL, others={"sampler": "fp8", "anchor": "rollout"})
 
 
@@ -35,6 +37,20 @@ CLAIMS = (
     _claim("troll-tuned", "TROLL beats clipping at a rate that suits both", Cell(arm=TROLL), TROLL, CLIP),
     _claim("troll-hot", "TROLL beats clipping at five times that rate", _HOT, TROLL, CLIP),
     _claim("troll-reuse", "TROLL beats clipping with four passes over a batch", _REUSED, TROLL, CLIP),
+    _claim("words-troll", "TROLL beats clipping on SmolLM2, each at its best rate", _WORDS, TROLL, CLIP),
+    _claim("words-dppo", "DPPO beats clipping on SmolLM2, each at its best rate", _WORDS, DPPO, CLIP),
+    Claim(
+        name="words-reuse",
+        says="TROLL with four passes beats clipping with one on SmolLM2, each at its best rate, at equal rollouts",
+        ours=replace(_WORDS, passes=4),
+        theirs=replace(_WORDS, arm=CLIP),
+    ),
+    Claim(
+        name="words-passes",
+        says="TROLL beats clipping on SmolLM2 with four passes over a batch, each at its best rate",
+        ours=replace(_WORDS, passes=4),
+        theirs=replace(_WORDS, arm=CLIP, passes=4),
+    ),
     _claim("dppo-tuned", "DPPO beats clipping at a rate that suits both", Cell(arm=TROLL), DPPO, CLIP),
     _claim("dppo-hot", "DPPO beats clipping at five times that rate", _HOT, DPPO, CLIP),
     _claim("dppo-reuse", "DPPO beats clipping with four passes over a batch", _REUSED, DPPO, CLIP),
@@ -85,9 +101,12 @@ class Verdict:
 
     def _numbers(self) -> str:
         found = self.found
-        names = [arm_name(cell.arm) for cell in (self.claim.ours, self.claim.theirs)]
-        if names[0] == names[1]:
-            anchors = [cell.others["anchor"] for cell in (self.claim.ours, self.claim.theirs)]
+        cells = (self.claim.ours, self.claim.theirs)
+        names = [arm_name(cell.arm) for cell in cells]
+        if cells[0].passes != cells[1].passes:
+            names = [f"{name} × {cell.passes}" for name, cell in zip(names, cells, strict=True)]
+        elif names[0] == names[1]:
+            anchors = [cell.others["anchor"] for cell in cells]
             names = [f"{name} at `{anchor}`" for name, anchor in zip(names, anchors, strict=True)]
         if found is None:
             return f"No run of {names[0]} and {names[1]} shares a seed yet."

@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from evidence_plans import ABLATIONS, ARMS
-from evidence_rows import Cell, Row, arm_name, compare
+from evidence_plans import ABLATIONS, ARMS, WORD_ARMS, WORD_RATES
+from evidence_rows import PRETRAINED, Cell, Row, arm_name, compare
 from study_table import area
 
 from corral.report.looks import LIGHT, MARKERS, assign_looks
@@ -20,7 +20,8 @@ def figures(runs: Sequence[Row]) -> dict[str, Any]:
     from matplotlib.figure import Figure
 
     found = {}
-    for name, paint in (("map", _paint_map), ("reuse", _paint_reuse), ("ablations", _paint_ablations)):
+    paints = {"map": _paint_map, "reuse": _paint_reuse, "ablations": _paint_ablations, "words": _paint_words}
+    for name, paint in paints.items():
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         if paint(figure.subplots(), runs):
             found[name] = figure
@@ -54,16 +55,47 @@ def _paint_reuse(axes: Any, runs: Sequence[Row]) -> bool:
     return _end(axes, passes, [str(count) for count in passes])
 
 
+def _paint_words(axes: Any, runs: Sequence[Row]) -> bool:
+    """Area of a pretrained model by learning rate."""
+    same: dict[str, Any] = {"recipe": PRETRAINED, "steps": 12, "every": 3}
+    for objective, passes in (*WORD_ARMS, ("ppo_clip", 4)):
+        name = objective if passes == 1 else f"{objective} × {passes} passes"
+        look = (*assign_looks([arm for arm, _ in WORD_ARMS])[objective], "-" if passes == 1 else "--")
+        _line(
+            axes,
+            runs,
+            WORD_RATES,
+            lambda rate, arm=(objective, ""), passes=passes: Cell(arm=arm, rate=rate, passes=passes, **same),
+            name,
+            look,
+        )
+    axes.set(xscale="log", xlabel="learning rate", ylabel="area under success on SVAMP, 12 batches")
+    return _end(axes, WORD_RATES, [f"{rate:.0e}".replace("e-0", "e-") for rate in WORD_RATES])
+
+
 def _lines(axes: Any, runs: Sequence[Row], places: Sequence[float], cell: Callable[[tuple[str, str], float], Cell]) -> None:
-    """A line per contestant through its means, a dot per run."""
+    """A line per contestant."""
     looks = assign_looks([" ".join(filter(None, (arm[0], arm[1].replace(" ", "-")))) for arm in ARMS])
-    for arm, (colour, marker) in zip(ARMS, looks.values(), strict=True):
-        found = [(place, area(run)) for place in places for run in cell(arm, place).runs(runs).values()]
-        means = [(place, fmean(y for x, y in found if x == place)) for place in places if any(x == place for x, _ in found)]
-        if not means:
-            continue
-        axes.plot(*zip(*means, strict=True), color=LIGHT[colour], label=arm_name(arm), linestyle="--" if arm[1] else "-")
-        axes.scatter(*zip(*found, strict=True), color=LIGHT[colour], marker=MARKERS[marker], s=12, alpha=0.55, linewidth=0)
+    for arm, look in zip(ARMS, looks.values(), strict=True):
+        _line(axes, runs, places, lambda place, arm=arm: cell(arm, place), arm_name(arm), (*look, "--" if arm[1] else "-"))
+
+
+def _line(
+    axes: Any,
+    runs: Sequence[Row],
+    places: Sequence[float],
+    cell: Callable[[float], Cell],
+    name: str,
+    look: tuple[int, int, str],
+) -> None:
+    """A contestant's line through its means, a dot per run."""
+    colour, marker, style = look
+    found = [(place, area(run)) for place in places for run in cell(place).runs(runs).values()]
+    means = [(place, fmean(y for x, y in found if x == place)) for place in places if any(x == place for x, _ in found)]
+    if not means:
+        return
+    axes.plot(*zip(*means, strict=True), color=LIGHT[colour], label=name, linestyle=style)
+    axes.scatter(*zip(*found, strict=True), color=LIGHT[colour], marker=MARKERS[marker], s=12, alpha=0.55, linewidth=0)
 
 
 def _end(axes: Any, ticks: Sequence[float], names: Sequence[str]) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from statistics import fmean, stdev
 
-from evidence_plans import ABLATIONS, ARMS, FAMILIES, HOT, REUSED, TUNED
-from evidence_rows import HERE, Cell, Row, arm_name, collapsed, compare, measures, most_collapses, read_runs
+from evidence_plans import ABLATIONS, ARMS, FAMILIES, HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
+from evidence_rows import HERE, PRETRAINED, Cell, Row, arm_name, collapsed, compare, measures, most_collapses, read_runs
 from llm_claims import CLAIMS, TROLL, judge
 from llm_figures import RATES, draw, figures
 from study_page import markdown, rate_text, short, two_digits
@@ -23,6 +23,8 @@ from corral.run.files import write_whole
 
 PAGE = HERE.parents[1] / "docs/results/llm.md"
 BLOCK = re.compile(r"<!-- evidence: ([\w-]+) -->\n.*?<!-- /evidence -->", re.DOTALL)
+STARTS = HERE / "results/word-starts.jsonl"
+BLOCKED = HERE / "results/blocked.jsonl"
 COSTS = HERE / "results/cost.jsonl"
 _HEAD = ("", "n", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
 
@@ -110,6 +112,56 @@ def mismatch(runs: Sequence[Row]) -> str:
     return _table(cells, runs) if found else "Not run yet.\n"
 
 
+def blocked(_: Sequence[Row]) -> str:
+    """Share of tokens that each rule blocks, by rate and old probability, beside the total variation over the vocabulary."""
+    if not BLOCKED.is_file():
+        return "Not measured yet.\n"
+    lines, rules = [], list[str]()
+    for row in map(json.loads, BLOCKED.read_text().splitlines()):
+        for bucket in row["buckets"]:
+            rules = list(bucket["blocked"])
+            shares = [f"{100 * bucket['blocked'][rule]:.1f} ({100 * bucket['near'][rule]:.1f})" for rule in rules]
+            about = [rate_text(row["rate"]), bucket["bucket"], f"{bucket['tokens']:,}", two_digits(bucket["tv"])]
+            lines.append([*about, f"{100 * bucket['far']:.1f}", *shares])
+    return markdown(("rate", "old probability", "tokens", "mean TV", "TV above .2, %", *rules), lines)
+
+
+def estimators(runs: Sequence[Row]) -> str:
+    """TROLL against clipping under each advantage, paired by seed."""
+    lines = []
+    for variant, rate in product(("", "no std", "rloo", "reinforce++"), (TUNED, HOT)):
+        cells = [Cell(arm=(name, variant), rate=rate) for name in ("troll", "ppo_clip")]
+        found = compare(*cells, runs) if variant or any(cell.runs(runs) for cell in cells) else None
+        if found is not None:
+            areas = [short(measures(list(cell.runs(runs).values()))["area"]) for cell in cells]
+            lines.append([variant or "standardised", rate_text(rate), *areas, signed(found.mean.value), str(found.seeds)])
+    return markdown(("advantage", "rate", "TROLL", "clipping", "points", "seeds"), lines) if lines else "Not run yet.\n"
+
+
+def words(runs: Sequence[Row]) -> str:
+    """A pretrained model by objective, passes and rate; seconds of a run where several shared a card."""
+    lines = []
+    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (3e-6, *WORD_RATES)):
+        cell = Cell(arm=(objective, ""), rate=rate, passes=passes, recipe=PRETRAINED, steps=12, every=3)
+        if found := list(cell.runs(runs).values()):
+            name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
+            lines.append([*_cells(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
+    return markdown((*_HEAD, "seconds"), lines) if lines else "Not run yet.\n"
+
+
+def word_starts(_: Sequence[Row]) -> str:
+    """What the starts can do on SVAMP, as the model comes and after its warm-up, greedy and by temperature."""
+    if not STARTS.is_file():
+        return "Not made yet.\n"
+    rows = [json.loads(line) for line in STARTS.read_text().splitlines()]
+    kinds = list(rows[0]["after"])
+    first = rows[0]
+    lines = [[f"{first['model']} as it comes", "–", *(short(first["before"][kind]) for kind in kinds)]]
+    for row in rows:
+        lines.append([f"start {row['seed']}", str(len(row["epochs"])), *(short(row["after"][kind]) for kind in kinds)])
+    return markdown(("", "epochs", *(kind if kind == "greedy" else f"T = {kind}" for kind in kinds)), lines)
+
+
 def starts(runs: Sequence[Row]) -> str:
     """Other warm starts and families: TROLL against clipping, paired by seed."""
     lines = []
@@ -195,9 +247,14 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "reused": reused,
     "ablations": ablations,
     "mismatch": mismatch,
+    "blocked": blocked,
+    "estimators": estimators,
+    "words": words,
+    "word-starts": word_starts,
     "starts": starts,
     "costs": costs,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
+    "figure-words": _figure("words", "Area under success on SVAMP by learning rate, a line per objective and passes"),
     "figure-reuse": _figure("reuse", "Area under held-out success by passes over each batch, a line per objective"),
     "figure-ablations": _figure("ablations", "Differences to TROLL as it is, with intervals"),
 }

@@ -100,9 +100,10 @@ def test_plans_name_every_run_once() -> None:
         assert len(keys) == len(set(keys)), name
     runs = plans.reuse()
     assert {run.passes for run in runs} == {1, 2, 4, 8}
-    tuning, fresh = {301, 302}, {*range(401, 411)}
-    for name, seeds in {"bound": tuning, "tune": tuning, "confirm-reuse": fresh, "confirm-rates": fresh}.items():
+    tuning, fresh = {301, 302, 303}, {*range(401, 411)}
+    for name, seeds in {"bound": tuning, "tune": tuning - {303}, "rates": tuning - {303}, "confirm-reuse": fresh}.items():
         assert {run.seed for run in plans.PLANS[name]()} == seeds, name
+    assert {run.seed for run in plans.confirm_rates() + plans.confirm_rates_more()} == fresh
     assert isinstance(plans.gate0()[0], Spec)
     held = Shipped(objective="troll", rate="auto", seed=3, bound=None)
     assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
@@ -170,3 +171,51 @@ def test_one_slow_run_does_not_keep_others_of_its_group_from_starting() -> None:
     runs = {str(seconds): same | {"cpu": seconds} for seconds in (45.0, 60.0, 3000.0)}
     assert study.durations(runs) == {Shipped(objective="troll", rate=1e-4, seed=1).group: pytest.approx(7.2)}
     assert study.durations({"one": {"arm": "tuned", "cpu": 30.0, "steps": 5}}) == {"tuned": pytest.approx(7.2)}
+    on_gpu = {"one": same | {"cpu": 20.0, "device": "cuda"}, "two": {"arm": "tuned", "cpu": 5.0, "steps": 5, "device": "cuda"}}
+    assert study.durations(on_gpu) == {"cuda x1 512/5 0": pytest.approx(2.4), "tuned cuda": pytest.approx(1.2)}
+
+
+def test_runs_are_the_same_on_both_devices_and_wait_for_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import study
+
+    run = Shipped(objective="troll", rate=1e-4, seed=1)
+    there = replace(run, device="cuda")
+    assert (there.key, there.layer()) == (run.key, run.layer() | {"device": "cuda", "bf16": False})
+    assert study.can_start(run)
+    monkeypatch.chdir(tmp_path)
+    waits = replace(run, start="start2")
+    assert not study.can_start(waits)
+    (tmp_path / "runs/starts/llama-2").mkdir(parents=True)
+    assert study.can_start(waits)
+
+
+def test_a_process_whose_runs_fail_leaves_the_plan_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import queue
+
+    import study
+
+    def fail(spec: Shipped, deadline: float) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(study.shipped_run, "run", fail)
+    monkeypatch.setattr(study.sys, "stdout", study.sys.stdout)
+    monkeypatch.setattr(study.sys, "stderr", study.sys.stderr)
+    jobs: queue.Queue[Shipped] = queue.Queue()
+    results: queue.Queue[dict[str, Any]] = queue.Queue()
+    for seed in range(5):
+        jobs.put(Shipped(objective="troll", rate=1e-4, seed=seed))
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    study.worker(jobs, results, math.inf, {}, "cuda")
+    study.sys.stdout.close()  # what the process would write to until it ends
+    assert (jobs.qsize(), results.qsize()) == (3, 2)
+    assert "no kernel image" in results.get()["error"]
+
+
+def test_the_end_is_measured_on_held_out_problems_by_temperature() -> None:
+    import shipped_run
+
+    from corral.llm.evaluate import EvalSettings
+
+    found = shipped_run.measure(EvalSettings(model="tiny", task="countdown", problems=24, seed=1, device="cpu"), (1.0, 0.01))
+    assert found[0.01] == pytest.approx(found[0.0], abs=1 / 24)  # hardly any draw differs from the likeliest token
+    assert found[1.0] < found[0.0]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corral.llm import packaged
 from corral.llm.models import load_model
 from corral.llm.packaged import PACKAGED
+from corral.llm.smoke import build_byte_tokenizer
 from corral.run.files import RunError
 from small_runs import save_model
 
@@ -33,6 +34,16 @@ def test_smollm2_is_an_ordinary_model_once_it_is_loaded(tmp_path: Path) -> None:
         assert torch.equal(again(**batch).logits, model(**batch).logits)
         answer = again.generate(**batch, max_new_tokens=8, do_sample=False)
     assert "Paris" in tokens.decode(answer[0, batch["input_ids"].shape[1] :])
+
+
+def test_a_packaged_model_ends_where_its_file_says() -> None:
+    tokenizer = build_byte_tokenizer()
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", None  # as transformers 5.17 reads SmolLM2's file
+    packaged._name_ends(tokenizer, end)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (end, end)
+    packaged._name_ends(tokenizer, [start, end])  # of several, the one that it has stays
+    assert tokenizer.eos_token_id == end
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])

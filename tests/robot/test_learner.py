@@ -18,7 +18,8 @@ from corral.projection import project_gaussian_kl
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
-from corral.robot.learner import Learner, Plans
+from corral.robot.learner import Learner
+from corral.robot.planner import Plans
 from corral.robot.prodmp import ProDMP
 from corral.robot.segment import segment_log_prob
 from corral.robot.tce import TCE, TCEConfig
@@ -48,10 +49,11 @@ def learner(
     return make(plant, prodmp, environment.dt, config(episodes=episodes, **settings), seed=seed, dtype=dtype)
 
 
+@pytest.mark.parametrize("contextual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_an_unchanged_policy_has_ratio_one(algorithm: str, dtype: torch.dtype) -> None:
-    agent = learner(algorithm, policy_epochs=1, critic_epochs=1, dtype=dtype)
+def test_an_unchanged_policy_has_ratio_one(algorithm: str, dtype: torch.dtype, contextual: bool) -> None:
+    agent = learner(algorithm, policy_epochs=1, critic_epochs=1, contextual_covariance=contextual, dtype=dtype)
     metrics = agent.step()  # metrics are of the first update, before it
     close = 1e-12 if dtype == torch.float64 else 2e-5
     assert metrics["tr/ratio_max"] == pytest.approx(1.0, abs=close)
@@ -66,13 +68,13 @@ def test_golden_loss_of_the_first_update() -> None:
     rate = agent.policy_optimizer
     episodes, plans = agent.sample()
     agent.critic.normaliser.update(agent.states(episodes))
-    agent.begin_batch(plans.chol)
+    agent.begin_batch(plans)
     with torch.no_grad():
-        credit, log_old = agent.credit(episodes), agent.log_prob(*plans)
+        credit, log_old = agent.credit(episodes), agent.log_prob(*plans[:3])
     context = episodes.observations[:, 0]
     mean, chol = agent.policy(context)
-    cov = torch.stack([_pair_cov(agent.rows[n], chol, agent.jitter[n]) for n in range(len(agent.pairs))])
-    error = torch.einsum("nsm,edm->ends", agent.rows, (plans.params - mean).view(32, 5, 4)).flatten(-2)
+    cov = torch.stack([_pair_cov(agent.rows[0][n], chol, agent.jitter[0][n]) for n in range(len(agent.pairs))])
+    error = torch.einsum("nsm,edm->ends", agent.rows[0], (plans.params - mean).view(32, 5, 4)).flatten(-2)
     normal = MultivariateNormal(torch.zeros(10, dtype=torch.float64), cov)
     (-(credit.advantages * normal.log_prob(error)).mean()).backward()
     expected = [p.grad.clone() for p in agent.policy.parameters()]
@@ -83,17 +85,18 @@ def test_golden_loss_of_the_first_update() -> None:
         assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("set_covariance", [False, True])
+@pytest.mark.parametrize("covariance", ["shared", "set", "contextual"])
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str, set_covariance: bool) -> None:
+def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str, covariance: str) -> None:
     # Densities and divergence by torch.distributions, every matrix written out; the projection has tests of its own.
     # A third of the segments does not count, whatever advantages stand there.
-    agent = learner(algorithm, regression=3.0, mean_bound=0.02, cov_bound=0.003, set_covariance=set_covariance)
+    kind = {"shared": {}, "set": {"set_covariance": True}, "contextual": {"contextual_covariance": True}}[covariance]
+    agent = learner(algorithm, regression=3.0, mean_bound=0.02, cov_bound=0.003, **kind)
     episodes, plans = agent.sample()
     agent.critic.normaliser.update(agent.states(episodes))
-    agent.begin_batch(plans.chol)
+    agent.begin_batch(plans)
     with torch.no_grad():
-        credit, log_old = agent.credit(episodes), agent.log_prob(*plans)
+        credit, log_old = agent.credit(episodes), agent.log_prob(*plans[:3])
         for parameter in agent.policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     counts = torch.arange(credit.mask.numel()).view(credit.mask.shape) % 3 > 0
@@ -102,19 +105,21 @@ def test_loss_and_gradient_of_a_policy_that_has_left_its_region(algorithm: str, 
     mean, chol = agent.policy(context)
     inside = project_gaussian_kl(mean, chol, plans.mean, plans.chol, mean_bound=0.02, cov_bound=0.003)
     assert inside.active_mean.any()
-    assert inside.active_cov
+    assert inside.active_cov.all()
+    assert chol.ndim == plans.chol.ndim == (3 if covariance == "contextual" else 2)
 
     def log_density(mean: torch.Tensor, chol: torch.Tensor) -> torch.Tensor:
         if algorithm == "bbrl":
             return MultivariateNormal(mean, scale_tril=chol).log_prob(plans.params)[:, None]
-        cov = torch.stack([_pair_cov(rows, chol, r) for rows, r in zip(agent.rows, agent.jitter, strict=True)])
-        error = torch.einsum("nsm,edm->ends", agent.rows, (plans.params - mean).view(32, 5, 4)).flatten(-2)
+        pairs = zip(agent.rows[0], agent.jitter[0].unbind(-1), strict=True)
+        cov = torch.stack([_pair_cov(rows, chol, r) for rows, r in pairs], -3)
+        error = torch.einsum("nsm,edm->ends", agent.rows[0], (plans.params - mean).view(32, 5, 4)).flatten(-2)
         return MultivariateNormal(torch.zeros(10, dtype=torch.float64), cov).log_prob(error)
 
     assert_close(log_old, log_density(plans.mean, plans.chol), rtol=1e-8)
     ratio = (log_density(inside.mean, inside.chol) - log_old).exp()
     # A covariance that will be set needs no regression: only the means are pulled together, in units of the projected one.
-    spread = inside.chol.detach() if set_covariance else chol
+    spread = inside.chol.detach() if covariance == "set" else chol
     apart = kl_divergence(
         MultivariateNormal(mean, scale_tril=spread), MultivariateNormal(inside.mean.detach(), scale_tril=inside.chol.detach())
     )
@@ -145,7 +150,7 @@ def test_golden_credit_of_bbrl() -> None:
 
 def _pair_cov(rows: torch.Tensor, chol: torch.Tensor, jitter: torch.Tensor) -> torch.Tensor:
     kron = torch.kron(torch.eye(5, dtype=torch.float64), rows)
-    return kron @ chol @ chol.T @ kron.T + jitter * torch.eye(10, dtype=torch.float64)
+    return kron @ chol @ chol.mT @ kron.T + jitter[..., None, None] * torch.eye(10, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)
@@ -176,9 +181,11 @@ def test_gymnasium_s_own_vector_environments_play_the_same(kind: type) -> None:
         assert_close(getattr(episodes, name), getattr(expected, name))
 
 
+@pytest.mark.parametrize("contextual", [False, True])
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_a_resumed_run_goes_on_as_if_never_stopped(algorithm: str) -> None:
-    settings = {"policy_epochs": 3, "critic_epochs": 3, "entropy_floor": -1.0}
+def test_a_resumed_run_goes_on_as_if_never_stopped(algorithm: str, contextual: bool) -> None:
+    settings = {"policy_epochs": 3, "critic_epochs": 3, "entropy_floor": -1.0, "contextual_covariance": contextual}
+    settings |= {"episodes": 8}
     whole = learner(algorithm, **settings)
     first = [whole.step() for _ in range(2)]
     file = io.BytesIO()
@@ -219,9 +226,11 @@ def test_it_learns(algorithm: str, dtype: torch.dtype) -> None:
     assert metrics["tr/unconverged"] == 0
 
 
+@pytest.mark.parametrize("contextual", [False, True])
 @pytest.mark.parametrize("projection", ["kl", "wasserstein", "frobenius"])
-def test_the_projected_policy_stays_in_its_region(projection: str) -> None:
-    agent = learner("tce", projection=projection, policy_epochs=12, policy_rate=1e-2, mean_bound=0.02, cov_bound=0.003)
+def test_the_projected_policy_stays_in_its_region(projection: str, contextual: bool) -> None:
+    bounds = {"policy_rate": 1e-2, "mean_bound": 0.02, "cov_bound": 0.003, "contextual_covariance": contextual}
+    agent = learner("tce", projection=projection, policy_epochs=12, episodes=8, **bounds)
     metrics = agent.step()
     assert metrics["tr/active_frac"] > 0
     assert metrics["tr/active_cov"] == 1
@@ -232,7 +241,7 @@ def test_the_projected_policy_stays_in_its_region(projection: str) -> None:
 def far_policy(agent: Learner) -> tuple[torch.Tensor, torch.Tensor, Plans]:
     """A policy with half the spread of the old one."""
     size = agent.prodmp.parameters
-    old = Plans(*(torch.zeros(3, size, dtype=torch.float64) for _ in range(2)), torch.eye(size, dtype=torch.float64))
+    old = Plans(*(torch.zeros(3, size, dtype=torch.float64) for _ in range(2)), torch.eye(size, dtype=torch.float64), (3,))
     return old.mean, 0.5 * old.chol, old
 
 
@@ -268,17 +277,19 @@ def test_an_equal_entropy_is_a_ceiling_too() -> None:
     for spread in (0.1, 0.5, 1.0, 2.0):
         factor = agent.project(mean, spread * old.chol, old)[1]
         assert_close(factor, math.exp(-0.5) * old.chol, rtol=1e-8)  # the first deviation is 1 up to the rounding of softplus
+    many = torch.tensor([0.1, 0.5, 2.0])[:, None, None] * old.chol  # one for each context
+    assert_close(agent.project(mean, many, old)[1], (math.exp(-0.5) * old.chol).expand(3, -1, -1), rtol=1e-8)
 
 
 def test_a_critic_of_contexts_sees_no_states() -> None:
     agent = learner("tce", policy_epochs=1, critic_epochs=1, critic_inputs="context")
-    episodes, _ = agent.sample()
+    episodes, plans = agent.sample()
     seen = agent.states(episodes).reshape(32, 100, -1)
     assert_close(seen[..., :-1], episodes.observations[:, :1].expand(-1, 100, -1))  # the first one, whatever happened since
     assert_close(seen[0, :, -1], torch.arange(100).double() / 100)
     agent.step()
     with torch.no_grad():  # A = rewards of the segment, less what V(context, time) expected of them
-        agent.begin_batch(agent.policy.cholesky())
+        agent.begin_batch(plans)
         values = agent.critic(seen)
         advantages = agent.credit(episodes).advantages
     a, b = agent.pairs[3].tolist()
@@ -316,10 +327,10 @@ def test_golden_certificate_of_the_deployed_network() -> None:
     assert_close(agent.deployed_kl(context, plans), torch.full((32,), 0.293796, dtype=torch.float64), rtol=1e-5)
 
 
-@pytest.mark.parametrize("set_covariance", [False, True])
+@pytest.mark.parametrize("kind", [{}, {"set_covariance": True}, {"contextual_covariance": True}], ids=str)
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_the_certificate_is_the_kl_of_what_is_deployed(algorithm: str, set_covariance: bool) -> None:
-    agent = learner(algorithm, episodes=8, policy_epochs=5, policy_rate=1e-2, cov_bound=0.002, set_covariance=set_covariance)
+def test_the_certificate_is_the_kl_of_what_is_deployed(algorithm: str, kind: dict[str, bool]) -> None:
+    agent = learner(algorithm, episodes=8, policy_epochs=5, policy_rate=1e-2, cov_bound=0.002, **kind)
     episodes, plans = agent.sample()
     metrics = agent.improve(episodes, plans)
     with torch.no_grad():
@@ -375,12 +386,12 @@ def test_tce_as_published_has_one_regulariser_per_policy() -> None:
     config = TCEConfig.as_published(episodes=4, policy_epochs=2)
     agent = TCE(Plant(envs, environment.tracking, 100), ProDMP(5, 3, 2.0), environment.dt, config)
     _, plans = agent.sample()
-    agent.begin_batch(plans.chol)
-    assert agent.jitter.unique().numel() > 1
+    agent.begin_batch(plans)
+    assert agent.jitter[0].unique().numel() > 1
     for chol in (plans.chol, 2 * plans.chol):
-        largest = max(_pair_cov(rows, chol, torch.zeros(())).diag().max() for rows in agent.rows)
+        largest = max(_pair_cov(rows, chol, torch.zeros(())).diag().max() for rows in agent.rows[0])
         expected = segment_log_prob(
-            agent.rows, plans.params, plans.mean, chol, (1e-4 * largest).expand(len(agent.rows)).double()
+            agent.rows[0], plans.params, plans.mean, chol, (1e-4 * largest).expand(len(agent.rows[0])).double()
         )
         assert_close(agent.log_prob(plans.params, plans.mean, chol), expected)
     assert not config.closing_segment
@@ -395,11 +406,11 @@ def test_as_published_what_rests_before_its_delay_does_not_set_the_regulariser()
     config = TCEConfig.as_published(episodes=2)
     agent = TCE(Plant(envs, environment.tracking, 100), ProDMP(5, 3, 1.0, delay=0.7), environment.dt, config)
     _, plans = agent.sample()
-    agent.begin_batch(plans.chol)
-    assert (agent.rows[0] == 0).all()  # nothing varies there
-    largest = max(_pair_cov(rows, plans.chol, torch.zeros(())).diag().max() for rows in agent.rows)
+    agent.begin_batch(plans)
+    assert (agent.rows[0][0] == 0).all()  # nothing varies there
+    largest = max(_pair_cov(rows, plans.chol, torch.zeros(())).diag().max() for rows in agent.rows[0])
     expected = segment_log_prob(
-        agent.rows, plans.params, plans.mean, plans.chol, (1e-4 * largest).expand(len(agent.rows)).double()
+        agent.rows[0], plans.params, plans.mean, plans.chol, (1e-4 * largest).expand(len(agent.rows[0])).double()
     )
     assert_close(agent.log_prob(plans.params, plans.mean, plans.chol), expected)
 
@@ -408,7 +419,7 @@ def test_the_published_rule_leaves_the_last_reward_out() -> None:
     agents = [learner("tce", closing_segment=closing, policy_epochs=1, critic_epochs=1) for closing in (True, False)]
     for agent, seen in zip(agents, (True, False), strict=True):
         episodes, plans = agent.sample()
-        agent.begin_batch(plans.chol)
+        agent.begin_batch(plans)
         bonus = torch.zeros_like(episodes.rewards)
         bonus[:3, -1] = 100.0
         paid = replace(episodes, rewards=episodes.rewards + bonus)
@@ -422,7 +433,7 @@ def test_rewards_are_credited_to_the_event_that_earned_them() -> None:
     agents = [learner("tce", move_to_event=moved, policy_epochs=1, critic_epochs=1) for moved in (False, True)]
     for agent, step in zip(agents, (99, 40), strict=True):
         episodes, plans = agent.sample()
-        agent.begin_batch(plans.chol)
+        agent.begin_batch(plans)
         bonus = torch.zeros_like(episodes.rewards)
         bonus[:3, -1] = 100.0
         event = torch.full((len(bonus),), 40.0, dtype=torch.float64)
@@ -461,6 +472,9 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"policy_rate": float("inf")}, "`policy_rate` must be finite and > 0"),
         ({"regression": float("inf")}, "`regression` must be finite and ≥ 0"),
         ({"entropy_floor": float("inf")}, "`entropy_floor` is a finite number, or None; got inf"),
+        ({"set_covariance": True, "contextual_covariance": True}, "with `contextual_covariance` there is one for each context"),
+        ({"replan_every": 50, "plans_per_context": 4}, "those made on the way begin in contexts of their own"),
+        ({"replan_from": "here"}, "`replan_from` is one of desired, state"),
         ({"entropy_equal": True}, "`entropy_equal` needs an `entropy_floor` to end at; got None"),
         ({"critic_inputs": "plan"}, "`critic_inputs` is one of"),
     ],

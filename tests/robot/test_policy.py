@@ -81,3 +81,41 @@ def test_impossible_settings_are_refused() -> None:
         mlp(1, [2], 1, "sin", 1.0)
     with pytest.raises(ValueError, match="at least one layer"):
         mlp(1, [], 1, "tanh", 1.0)
+
+
+def test_a_contextual_covariance_begins_as_the_shared_one_and_learns_to_differ() -> None:
+    policy, context = GaussianPolicy(4, 6, (8,), std=0.7, contextual_covariance=True).double(), torch.randn(10, 4).double()
+    mean, chol = policy(context)
+    assert mean.shape == (10, 6)
+    torch.testing.assert_close(chol, (0.7 * torch.eye(6, dtype=torch.float64)).expand(10, 6, 6))
+    optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (policy.cholesky(context) * torch.randn(10, 6, 6).double()).sum().backward()
+        optimizer.step()
+    chol = policy.cholesky(context)
+    assert (chol.triu(1) == 0).all()
+    assert (chol.diagonal(dim1=-2, dim2=-1) > 1e-4).all()
+    assert (chol[0] - chol[1]).abs().max() > 1e-3
+    torch.testing.assert_close(policy.cholesky(context[3]), chol[3])  # one context alone
+
+
+def test_golden_contextual_cholesky_and_its_gradient() -> None:
+    # A network with weights 0 and bias b adds b for every context: here −log-diagonals, so softplus(0) = log 2, and 1, 2, 3.
+    policy = GaussianPolicy(1, 3, (2,), min_std=0.1, contextual_covariance=True).double()
+    with torch.no_grad():
+        policy.covariance[-1].bias.copy_(torch.cat([-policy.log_diagonal, torch.tensor([1.0, 2.0, 3.0])]))
+    d = torch.log(torch.tensor(2.0, dtype=torch.float64)).item() + 0.1
+    expected = torch.tensor([[d, 0, 0], [1, d, 0], [2, 3, d]], dtype=torch.float64)
+    torch.testing.assert_close(policy.cholesky(torch.randn(2, 1).double()), expected.expand(2, 3, 3))
+    with torch.no_grad():
+        policy.covariance[-1].weight.normal_()
+    assert torch.autograd.gradcheck(policy.cholesky, torch.randn(2, 1).double().requires_grad_())
+
+
+def test_a_contextual_covariance_is_asked_with_a_context_and_not_set() -> None:
+    policy = GaussianPolicy(2, 3, contextual_covariance=True)
+    with pytest.raises(ValueError, match="depends on the context; cholesky\\(\\) needs one"):
+        policy.cholesky()
+    with pytest.raises(ValueError, match="cannot be set to one matrix"):
+        policy.set_cholesky(torch.eye(3))

@@ -56,8 +56,7 @@ def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise RunError(f"{about.title} comes as a GGUF file, and the package gguf is missing. Run `{about.make}`.")
     found = AutoModelForCausalLM.from_pretrained(folder, gguf_file=about.file, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=about.file)
-    if tokenizer.pad_token is None:  # which not every transformers finds in the file
-        tokenizer.pad_token = tokenizer.eos_token
+    _name_ends(tokenizer, found.config.eos_token_id)
     if about.begins:
         tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter, which transformers makes on the way
     # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
@@ -69,3 +68,15 @@ def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model.generation_config = found.generation_config
     model.name_or_path = name  # what an adapter's checkpoint names as its base
     return model, tokenizer
+
+
+def _name_ends(tokenizer: PreTrainedTokenizerBase, end: int | list[int]) -> None:
+    """Set the tokenizer's end of sequence to the file's own, and its padding where it has none.
+
+    transformers 5.17 takes SmolLM2's <|im_start|> for the end: completions would go on behind <|im_end|>, and never end.
+    """
+    ends = [end] if isinstance(end, int) else end
+    if tokenizer.eos_token_id not in ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if tokenizer.pad_token is None:  # which not every transformers finds in the file
+        tokenizer.pad_token = tokenizer.eos_token

@@ -32,9 +32,10 @@ def _policy(agent: Agent) -> str:
     """One line on the policy: a Gaussian over plans, or actions step by step."""
     if not isinstance(agent, Learner):
         return "one action at a time, by stable-baselines3"
-    prodmp = agent.prodmp
+    prodmp, every = agent.prodmp, agent.config.replan_every
     joints = f"{prodmp.dof} joints × ({prodmp.basis} weights + goal)"
-    return f"one plan per episode, a Gaussian over {prodmp.parameters} parameters: {joints}"
+    often = "one plan per episode" if every is None else f"a plan every {count(every, 'step')}"
+    return f"{often}, a Gaussian over {prodmp.parameters} parameters: {joints}"
 
 
 def _updates(agent: Agent) -> str:

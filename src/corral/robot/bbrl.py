@@ -28,6 +28,8 @@ class BBRL(Learner):
 
         ρ = N(w; π̃) / N(w; π_old)          A = Σ_t r_t − V(c)
 
+    With several plans per episode, each has what was earned from its beginning to the end of the episode.
+
     Ref:
         Otto et al. 2023, arXiv:2210.09622.
     """
@@ -35,15 +37,23 @@ class BBRL(Learner):
     name: ClassVar[str] = "bbrl"
 
     def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        white = torch.linalg.solve_triangular(chol, (params - mean).mT, upper=False)
-        log_det = chol.diagonal().log().sum()
-        return (-0.5 * white.square().sum(0) - log_det - 0.5 * len(chol) * math.log(2 * math.pi))[:, None]
+        gap = params - mean
+        if chol.ndim == 2:  # one factor for all: plans are the columns of one right-hand side
+            white = torch.linalg.solve_triangular(chol, gap.mT, upper=False).mT
+        else:
+            white = torch.linalg.solve_triangular(chol, gap[..., None], upper=False)[..., 0]
+        log_det = chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return (-0.5 * white.square().sum(-1) - log_det - 0.5 * chol.shape[-1] * math.log(2 * math.pi))[:, None]
 
     def states(self, episodes: Episodes) -> Tensor:
-        return episodes.observations[:, 0]
+        return self.planner.contexts(episodes)
 
     def credit(self, episodes: Episodes) -> Credit:
-        contexts, returns = self.states(episodes), episodes.returns.to(self.dtype)
+        contexts, planner = self.states(episodes), self.planner
+        earned = episodes.rewards.unflatten(1, (planner.count, planner.every)).sum(-1)  # of each plan [E P]
+        returns = earned.flip(1).cumsum(1).flip(1).T[planner.begun(episodes)].to(self.dtype)
+        mask = torch.ones_like(returns[:, None], dtype=torch.bool)
+        if self.config.plans_per_context > 1:
+            return self.credit_among_plans(returns[:, None], mask)
         advantages = (returns - self.critic(contexts))[:, None]
-        mask = torch.ones_like(advantages, dtype=torch.bool)
         return Credit(normalise_advantages(advantages, mask), mask, contexts, returns)

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from corral.projection.gaussian import GaussianProjection
 from corral.projection.gaussian_frobenius import project_gaussian_frobenius
 from corral.projection.gaussian_kl import project_gaussian_kl
 from corral.projection.gaussian_wasserstein import project_gaussian_wasserstein
+from corral.robot.planner import PlanStart
 from corral.robot.policy import ACTIVATIONS
 from corral.validate import number_in, owner_name, require
 
@@ -27,6 +28,12 @@ class LearnerConfig:
     """Batches of episodes."""
     episodes: int = 64
     """Episodes in a batch."""
+    plans_per_context: int = 1
+    """Plans drawn for each context of a batch. From 2 on an advantage is a plan's credit less the mean of the others' for the
+    same context, exactly, and no critic is fitted; contexts are as many times fewer."""
+    mirrored: bool = False
+    """Plans of a context come in pairs μ ± L ε: what both earn alike then drops out of the mean's gradient. Needs at least two
+    pairs, since what widens or narrows exploration shows only between pairs."""
     policy_epochs: int = 25
     """Updates of the policy per batch, each on the whole batch."""
     critic_epochs: int = 10
@@ -53,6 +60,13 @@ class LearnerConfig:
     """With projection "kl", the floor never pushes the covariance past `cov_bound`; False as published, where it may."""
     set_covariance: bool = False
     """After a batch, write the projected covariance into the network instead of trusting the regression with it."""
+    contextual_covariance: bool = False
+    """The covariance depends on the context, as the mean does: one projection and one factor for each plan, which is slower."""
+    replan_every: int | None = None
+    """Steps after which the policy looks again and plans anew, a divisor of the episode's; one plan per episode without it."""
+    replan_from: PlanStart = "desired"
+    """Where a new plan begins: where the one before it wanted to be by then, position and velocity, so that the controller
+    follows a smooth curve; or "state", where the joints are."""
     deployed_bound: float = math.inf
     """Mean KL per plan of the network after a batch's updates from the network before them that is allowed; what goes further
     is retracted. inf measures alone."""
@@ -69,13 +83,36 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         require(self, "iterations", "episodes", "policy_epochs", "critic_epochs", at_least=1, integer=True)
+        require(self, "plans_per_context", at_least=1, integer=True)
+        if self.episodes % self.plans_per_context:
+            raise ValueError(
+                f"{owner_name(self)}: `episodes` is a whole number of contexts with `plans_per_context` plans each; got "
+                f"{self.episodes} and {self.plans_per_context}."
+            )
+        if self.plans_per_context > 1 and self.replan_every is not None:
+            raise ValueError(
+                f"{owner_name(self)}: with `plans_per_context` > 1 plans of one context are compared, and those made on the "
+                f"way begin in contexts of their own; got {self.plans_per_context} and replan_every={self.replan_every}."
+            )
+        if self.mirrored and (self.plans_per_context % 2 or self.plans_per_context < 4):
+            raise ValueError(
+                f"{owner_name(self)}: `mirrored` needs `plans_per_context` to be even and at least 4; got "
+                f"{self.plans_per_context}."
+            )
         require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
         require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
         require(self, "policy_rate", "critic_rate", above=0, finite=True)
         require(self, "regression", "weight_decay", at_least=0, finite=True)
+        require(self, "replan_every", at_least=1, integer=True, optional=True)
+        require(self, "replan_from", one_of=get_args(PlanStart))
         require(self, "entropy_floor", finite=True, optional=True)
         if self.entropy_equal and self.entropy_floor is None:
             raise ValueError(f"{owner_name(self)}: `entropy_equal` needs an `entropy_floor` to end at; got None.")
+        if self.set_covariance and self.contextual_covariance:
+            raise ValueError(
+                f"{owner_name(self)}: `set_covariance` writes one matrix, and with `contextual_covariance` there is one for "
+                f"each context. Choose one of the two."
+            )
         require(self, "hidden", "critic_hidden", each=True, at_least=1, integer=True)
         if not (number_in(self.std, 0) and number_in(self.min_std, 0) and 0 < self.min_std < self.std < math.inf):
             raise ValueError(f"{owner_name(self)}: 0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")

@@ -82,6 +82,11 @@ def export_policy(
         raise ValueError("export_policy: limits are checked over contexts; pass some, as plant.start(seeds) returns them.")
     if loader.exists() and loader.read_bytes().splitlines()[:1] != program.splitlines()[:1]:
         raise ValueError(f"export_policy: {loader} is there already and is no loader of a policy. Choose another name.")
+    if learner.planner.count > 1:
+        raise ValueError(
+            f"export_policy: a file holds one plan per episode, and this policy plans anew every {learner.planner.every} "
+            f"steps. Train it without `replan_every`."
+        )
     policy = _freeze(learner, limits or JointLimits())
     found = policy.violations(contexts) if limits is not None else []
     if found and refuse:
@@ -124,7 +129,7 @@ def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
     """The policy's network and its trajectory's tables as arrays, in float64."""
     prodmp, tracking = learner.prodmp, learner.plant.tracking
     linear = [layer for layer in learner.policy.mean if isinstance(layer, nn.Linear)]
-    basis, start = tables(prodmp, learner.times)
+    basis, start = tables(prodmp, learner.planner.times)
     about = {
         "format": FORMAT,
         "algorithm": learner.name,
@@ -137,7 +142,7 @@ def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
         "tracking": asdict(tracking),
     }
     layers = [(_array(layer.weight), _array(layer.bias)) for layer in linear]
-    return ExportedPolicy(about, layers, _array(learner.times), _array(basis), _array(start), limits.array(prodmp.dof))
+    return ExportedPolicy(about, layers, _array(learner.planner.times), _array(basis), _array(start), limits.array(prodmp.dof))
 
 
 def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:

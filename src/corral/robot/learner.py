@@ -17,9 +17,11 @@ from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
 from corral.robot.config import PROJECTIONS, LearnerConfig
 from corral.robot.episode import PLANS, Episodes, Plant, episode_seeds
+from corral.robot.group import leave_one_out, mirror
+from corral.robot.planner import Planner, Plans
 from corral.robot.policy import Critic, GaussianPolicy
 from corral.robot.prodmp import ProDMP
-from corral.robot.tracking import Array
+from corral.robot.segment import normalise_advantages
 from corral.validate import number_in
 
 _LAST_RATE = 0.01
@@ -30,23 +32,15 @@ _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
 """Of a Gaussian with standard deviation 1: what is left of an entropy per parameter is the logarithm of a mean deviation."""
 
 
-class Plans(NamedTuple):
-    """Trajectory parameters drawn for a batch, and the Gaussian they came from: the old policy of this batch's updates."""
-
-    params: Float[Tensor, "E W"]
-    mean: Float[Tensor, "E W"]
-    chol: Float[Tensor, "W W"]
-
-
 class Credit(NamedTuple):
     """Learning signal of a batch: advantages for the policy, targets for the critic."""
 
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
     """Which of them count."""
-    inputs: Float[Tensor, "S O"]
-    targets: Float[Tensor, "S"]
-    """What V should have been at `inputs`."""
+    inputs: Float[Tensor, "S O"] | None = None
+    targets: Float[Tensor, "S"] | None = None
+    """What V should have been at `inputs`; nothing where no critic is fitted."""
 
 
 class Learner(ABC):
@@ -80,19 +74,25 @@ class Learner(ABC):
         if not (number_in(dt, 0) and 0 < dt < math.inf):
             raise ValueError(f"{self.name}: `dt` is in seconds, finite and > 0; got {dt!r}.")
         self.plant, self.prodmp, self.config, self.seed, self.dtype = plant, prodmp, config, seed, dtype
-        self.times = dt * torch.arange(1, plant.steps + 1, dtype=torch.float64)
-        self.design = prodmp.design(self.times)
         size, activation = plant.observation_size, config.activation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.policy = GaussianPolicy(
-                size, prodmp.parameters, config.hidden, activation=activation, std=config.std, min_std=config.min_std
+                size,
+                prodmp.parameters,
+                config.hidden,
+                activation=activation,
+                std=config.std,
+                min_std=config.min_std,
+                contextual_covariance=config.contextual_covariance,
             ).to(dtype)
             self.critic = Critic(self.critic_size(size), config.critic_hidden, activation=activation)
             self.critic.value.to(dtype)
+        every, start = config.replan_every, config.replan_from
+        self.planner = Planner(plant, prodmp, dt, self.policy, every=every, start=start, dtype=dtype)
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.policy_rate, weight_decay=config.weight_decay)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_rate, weight_decay=config.weight_decay)
-        self.first_entropy = float(gaussian_entropy(self.policy.cholesky().detach()))
+        self.first_entropy = float(gaussian_entropy(self.policy.cholesky(torch.zeros(size, dtype=dtype)).detach()))
         self.iteration = self.env_steps = 0
 
     @abstractmethod
@@ -111,8 +111,8 @@ class Learner(ABC):
         """How many numbers V sees, where an observation has this many."""
         return observation
 
-    def begin_batch(self, chol: Tensor) -> None:  # noqa: B027  # not every learner decides anything
-        """Set up what stays fixed during a batch's updates; `chol` is the old policy's."""
+    def begin_batch(self, plans: Plans) -> None:  # noqa: B027  # not every learner decides anything
+        """Set up what stays fixed during a batch's updates; `plans` are the old policy's."""
 
     def step(self) -> dict[str, float]:
         """One batch of episodes and its updates; returns metrics."""
@@ -133,56 +133,33 @@ class Learner(ABC):
 
     def sample(self) -> tuple[Episodes, Plans]:
         """This batch's episodes, of plans drawn for new contexts."""
-        seeds = episode_seeds(self.seed, self.iteration, self.config.episodes)
-        return self.play(seeds, self.noise(len(seeds), episode_seeds(self.seed, self.iteration, 1, PLANS)[0]))
+        plans = self.config.plans_per_context
+        contexts = episode_seeds(self.seed, self.iteration, self.config.episodes // plans)
+        seeds = [seed for seed in contexts for _ in range(plans)]
+        noise = self.planner.noise(len(seeds), episode_seeds(self.seed, self.iteration, 1, PLANS)[0])
+        return self.planner.play(seeds, mirror(noise) if self.config.mirrored else noise)
 
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the mean plans: the policy without exploration."""
-        return self.play(seeds, torch.zeros((len(seeds), self.prodmp.parameters), dtype=self.dtype))[0]
+        return self.planner.play(seeds, self.planner.no_noise(len(seeds)))[0]
 
     def explore(self, seeds: list[int]) -> Episodes:
         """Episodes of plans drawn as in training."""
-        return self.play(seeds, self.noise(len(seeds), seeds[0]))[0]
-
-    def noise(self, count: int, seed: int) -> Float[Tensor, "E W"]:
-        """Standard normal numbers."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn((count, self.prodmp.parameters), generator=generator, dtype=self.dtype)
-
-    @torch.no_grad()
-    def play(self, seeds: list[int], noise: Float[Tensor, "E W"]) -> tuple[Episodes, Plans]:
-        """Episodes of the plans μ(c) + L · noise, in several rounds where there are fewer environments than seeds."""
-        parts: list[tuple[Episodes, Tensor, Tensor]] = []
-        chol = self.policy.cholesky()
-        for rows in self.plant.rounds(len(seeds)):
-            context = self.plant.start(seeds[rows])
-            mean = self.policy.mean(torch.from_numpy(context).to(self.dtype))
-            params = mean + noise[rows] @ chol.mT
-            parts.append((self.follow(context, params), params, mean))
-        episodes, params, means = zip(*parts, strict=True)
-        return Episodes.cat(episodes), Plans(torch.cat(params), torch.cat(means), chol)
-
-    def follow(self, context: Array, params: Tensor) -> Episodes:
-        """Episodes of these plans, from the contexts that `plant.start` returned."""
-        return self.plant.follow(context, *(x.double().numpy() for x in self.plan(context, params)))
-
-    @torch.no_grad()
-    def plan(self, context: Array, params: Tensor) -> tuple[Tensor, Tensor]:
-        """Desired positions and velocities [E T D] of parameters [E W], from the joints' state in the contexts [E O]."""
-        position, velocity = (torch.from_numpy(x).to(self.dtype) for x in self.plant.tracking.state(context))
-        return self.prodmp.trajectory(self.times, params, position, velocity)
+        return self.planner.play(seeds, self.planner.noise(len(seeds), seeds[0]))[0]
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
         """Credit, then the critic's updates, then the policy's; metrics are those of the last of each."""
-        self.critic.normaliser.update(self.states(episodes))
-        self.begin_batch(plans.chol)
+        if self.config.plans_per_context == 1:
+            self.critic.normaliser.update(self.states(episodes))
+        self.begin_batch(plans)
         with torch.no_grad():
             credit = self.credit(episodes)
-            log_old = self.log_prob(*plans)
-        context, old = episodes.observations[:, 0].to(self.dtype), snapshot(self.policy)
+            log_old = self.log_prob(plans.params, plans.mean, plans.chol)
+        context, old = self.planner.contexts(episodes).to(self.dtype), snapshot(self.policy)
         metrics = {}
-        for _ in range(self.config.critic_epochs):
-            metrics["critic_loss"] = self.improve_critic(credit)
+        if credit.inputs is not None and credit.targets is not None:
+            for _ in range(self.config.critic_epochs):
+                metrics["critic_loss"] = self.improve_critic(credit.inputs, credit.targets)
         for _ in range(self.config.policy_epochs):
             metrics |= self.improve_policy(context, plans, credit, log_old)
         if self.config.set_covariance:
@@ -198,9 +175,14 @@ class Learner(ABC):
         mean, chol = self.policy(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
-    def improve_critic(self, credit: Credit) -> Tensor:
+    def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
+        """Advantages over the other plans for the same context; there is nothing to fit."""
+        apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
+        return Credit(normalise_advantages(apart, mask), mask)
+
+    def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
         """One full-batch step on V's squared error."""
-        loss = (self.critic(credit.inputs) - credit.targets).square().mean()
+        loss = (self.critic(inputs) - targets).square().mean()
         self.critic_optimizer.zero_grad()
         loss.backward()
         self.critic_optimizer.step()
@@ -223,7 +205,7 @@ class Learner(ABC):
         return {
             "policy_loss": loss.detach(),
             "regression": apart.detach(),
-            "entropy": (entropy := gaussian_entropy(factor.detach())),
+            "entropy": (entropy := gaussian_entropy(factor.detach()).mean()),
             "std": (entropy / self.prodmp.parameters - _ENTROPY_OF_ONE).exp(),
             "tr/active_frac": projected.active_mean.to(self.dtype).mean(),
             "tr/active_cov": projected.active_cov.to(self.dtype).mean(),
@@ -246,7 +228,8 @@ class Learner(ABC):
         old_chol, cov_bound = (old.chol, config.cov_bound) if inside else (None, None)
         factor = project_entropy_floor(projected.chol, floor, old_chol=old_chol, cov_bound=cov_bound).chol
         if config.entropy_equal:
-            factor = factor * ((floor - gaussian_entropy(factor)) / len(factor)).clamp(max=0).exp()
+            excess = (floor - gaussian_entropy(factor)) / factor.shape[-1]
+            factor = factor * excess.clamp(max=0).exp()[..., None, None]
         return projected, factor
 
     def state(self) -> dict[str, Any]:

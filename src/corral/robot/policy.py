@@ -28,11 +28,12 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str, gain:
 
 
 class GaussianPolicy(nn.Module):
-    """N(μ(c), L Lᵀ): the mean depends on the context, the covariance is one for all.
+    """N(μ(c), L Lᵀ): the mean depends on the context, the covariance is one for all, or depends on the context too.
 
-        L = strict lower part + diag(softplus(v) + min_std)
+        L = strict lower part + diag(softplus(v) + min_std)          (v, lower part) + f(c) with `contextual_covariance`
 
-    One covariance makes the projection and the likelihood of a whole batch a matter of one matrix each.
+    One covariance makes the projection and the likelihood of a whole batch a matter of one matrix each; of its own for every
+    context, there are as many as contexts. f is a network that is 0 at first, so both kinds begin as the same policy.
     """
 
     _below: Tensor
@@ -46,6 +47,7 @@ class GaussianPolicy(nn.Module):
         activation: str = "tanh",
         std: float = 1.0,
         min_std: float = 1e-4,
+        contextual_covariance: bool = False,
     ) -> None:
         super().__init__()
         if not std > min_std > 0:
@@ -57,25 +59,32 @@ class GaussianPolicy(nn.Module):
         self.lower = nn.Parameter(torch.zeros(parameters * (parameters - 1) // 2))
         rows, columns = torch.tril_indices(parameters, parameters, -1)
         self.register_buffer("_below", rows * parameters + columns, persistent=False)
+        entries = self.log_diagonal.numel() + self.lower.numel()
+        self.covariance = mlp(context, hidden, entries, activation, gain=0.0) if contextual_covariance else None
 
-    def cholesky(self) -> Float[Tensor, "W W"]:
-        """L."""
-        size = self.log_diagonal.numel()
-        below = torch.zeros(size * size, dtype=self.lower.dtype, device=self.lower.device).index_copy(
-            0, self._below, self.lower
-        )
-        return below.view(size, size) + torch.diag(nn.functional.softplus(self.log_diagonal) + self.min_std)
+    def cholesky(self, context: Float[Tensor, "*e C"] | None = None) -> Float[Tensor, "*c W W"]:
+        """L: one for all contexts [W W], or one for each [* W W]."""
+        diagonal, lower, size = self.log_diagonal, self.lower, self.log_diagonal.numel()
+        if self.covariance is not None:
+            if context is None:
+                raise ValueError("GaussianPolicy: this covariance depends on the context; cholesky() needs one.")
+            added = self.covariance(context)
+            diagonal, lower = diagonal + added[..., :size], lower + added[..., size:]
+        below = lower.new_zeros(*lower.shape[:-1], size * size).index_copy(-1, self._below, lower)
+        return below.unflatten(-1, (size, size)) + torch.diag_embed(nn.functional.softplus(diagonal) + self.min_std)
 
     @torch.no_grad()
     def set_cholesky(self, chol: Float[Tensor, "W W"]) -> None:
-        """Make `cholesky()` return this factor, as far as `min_std` allows."""
+        """Make `cholesky()` return this factor, as far as `min_std` allows; only of a covariance that all contexts share."""
+        if self.covariance is not None:
+            raise ValueError("GaussianPolicy: a covariance that depends on the context cannot be set to one matrix.")
         excess = (chol.diagonal() - self.min_std).clamp(min=torch.finfo(chol.dtype).tiny)
         self.log_diagonal.copy_(_inverse_softplus(excess))
         self.lower.copy_(chol.flatten()[self._below])
 
-    def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "W W"]]:
-        """Means and the shared Cholesky factor."""
-        return self.mean(context), self.cholesky()
+    def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
+        """Means, and the Cholesky factor that all share or one for each."""
+        return self.mean(context), self.cholesky(context)
 
 
 def _inverse_softplus(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """TCE: one plan per episode, credit for each of its segments."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,6 +11,7 @@ from corral.robot.config import LearnerConfig
 from corral.robot.episode import SEGMENTS, Episodes, Plant, episode_seeds
 from corral.robot.event import rewards_at_event
 from corral.robot.learner import Credit, Learner
+from corral.robot.planner import Plans, split_plans
 from corral.robot.prodmp import ProDMP
 from corral.robot.segment import (
     critic_targets,
@@ -33,7 +35,7 @@ class TCEConfig(LearnerConfig):
     lam: float = 0.95
     """λ of the critic's targets."""
     points: int = 25
-    """Ends of segments per episode."""
+    """Ends of segments per episode; several plans share them, and each has at least two."""
     closing_segment: bool = True
     """The last segment runs to the end of the episode; False as published, where no segment holds the last reward."""
     move_to_event: bool = False
@@ -71,6 +73,8 @@ class TCE(Learner):
         ρ_k = N(y_a, y_b; π̃) / N(y_a, y_b; π_old)          the two ends of segment k, jointly
         A_k = Σ_{t=a}^{b−1} r_t + V(s_b) − V(s_a)
 
+    With several plans per episode, a segment lies within one of them, and the last of a plan ends where the next plan begins.
+
     Ref:
         Li et al. 2024, arXiv:2401.11437. Invariant: with one segment of as many points as parameters it has BBRL's ratio.
     """
@@ -82,19 +86,28 @@ class TCE(Learner):
         if config.points > plant.steps:
             raise ValueError(f"tce: `points` is at most the {plant.steps} steps of an episode; got {config.points}.")
         super().__init__(plant, prodmp, dt, config, **settings)
+        self.points = max(2, round(config.points / self.planner.count))
+        if self.points > self.planner.every:
+            raise ValueError(f"tce: a plan of {self.planner.every} steps has no two ends of segments. Plan anew less often.")
 
-    def begin_batch(self, chol: Tensor) -> None:
+    def begin_batch(self, plans: Plans) -> None:
         """Segments of this batch, and what regularises their likelihoods under both policies."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
-        self.pairs = draw_pairs(self.plant.steps, self.config.points, generator=generator)
-        self.rows = self.design.position[self.pairs].to(self.dtype)
-        self.jitter = segment_jitter(self.rows, chol, self.config.jitter)
+        self.pairs = draw_pairs(self.planner.every, self.points, generator=generator)
+        self.rows = [position[self.pairs].to(self.dtype) for position in self.planner.positions]
+        parts = zip(self.rows, split_plans(plans.sizes, plans.params, plans.mean, plans.chol), strict=True)
+        self.jitter = [segment_jitter(rows, chol, self.config.jitter) for rows, (_, _, chol) in parts]
+        self.sizes = plans.sizes
 
     def log_prob(self, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
-        jitter = self.jitter
+        parts = zip(self.rows, self.jitter, split_plans(self.sizes, params, mean, chol), strict=True)
+        return torch.cat([self._log_prob(rows, jitter, *part) for rows, jitter, part in parts if len(part[0])])
+
+    def _log_prob(self, rows: Tensor, jitter: Tensor, params: Tensor, mean: Tensor, chol: Tensor) -> Tensor:
+        """Of the first plans, or the second, …: all have the same columns of the trajectory."""
         if self.config.common_jitter:
-            jitter = segment_jitter(self.rows.flatten(0, 1)[None], chol, self.config.jitter).expand_as(jitter)
-        return segment_log_prob(self.rows, params, mean, chol, jitter)
+            jitter = segment_jitter(rows.flatten(0, 1)[None], chol, self.config.jitter).expand_as(jitter)
+        return segment_log_prob(rows, params, mean, chol, jitter)
 
     def critic_size(self, observation: int) -> int:
         return observation + (self.config.critic_inputs == "context")
@@ -107,16 +120,32 @@ class TCE(Learner):
         states = episodes.observations[:, :-1]
         if self.config.critic_inputs == "state":
             return states
-        steps = states.shape[1]
+        steps, every = states.shape[1], self.planner.every
         elapsed = torch.arange(steps, dtype=states.dtype)[:, None] / steps
-        return torch.cat([states[:, :1].expand_as(states), elapsed.expand(*states.shape[:2], 1)], -1)
+        return torch.cat([states[:, ::every].repeat_interleave(every, 1), elapsed.expand(*states.shape[:2], 1)], -1)
 
     def credit(self, episodes: Episodes) -> Credit:
         config, played = self.config, episodes.mask
         paid = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
-        rewards, values = paid.to(self.dtype), self.critic(self._inputs(episodes))
+        alone, rewards = config.plans_per_context == 1, paid.to(self.dtype)
+        values = self.critic(self._inputs(episodes)) if alone else torch.zeros_like(rewards)
+        cut = partial(self.planner.cut, episodes)
         advantages, mask = segment_advantages(
-            rewards, values, self.pairs, mask=played, gamma=config.gamma, closing_segment=config.closing_segment
+            cut(self._with_next_value(rewards, values, played)),
+            cut(values),
+            self.pairs,
+            mask=cut(played),
+            gamma=config.gamma,
+            closing_segment=config.closing_segment,
         )
+        if not alone:
+            return self.credit_among_plans(advantages, mask)
         targets = critic_targets(rewards, values, played, gamma=config.gamma, lam=config.lam)
         return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[played])
+
+    def _with_next_value(self, rewards: Tensor, values: Tensor, played: Tensor) -> Tensor:
+        """Rewards [E T] where a plan's last step also earns γ V of the state in which the next plan is made."""
+        last = torch.arange(self.planner.every - 1, rewards.shape[1] - 1, self.planner.every)
+        rewards = rewards.clone()
+        rewards[:, last] += self.config.gamma * torch.where(played[:, last + 1], values[:, last + 1], 0.0)
+        return rewards
