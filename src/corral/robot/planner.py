@@ -64,7 +64,7 @@ class Planner:
         self.every, self.start = plant.steps if every is None else every, start
         self.count, odd = divmod(plant.steps, self.every)
         if odd or not self.count:
-            raise ValueError(f"planner: `replan_every` divides the {plant.steps} steps of an episode; got {every}.")
+            raise ValueError(f"planner: `replan_every` must divide the {plant.steps} steps of an episode; got {every}.")
         if self.count > 1 and self.every * dt < prodmp.delay:
             raise ValueError(
                 f"planner: `replan_every` is at least the trajectory's delay of {prodmp.delay:g} s, in which it rests; got "
