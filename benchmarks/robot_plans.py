@@ -1,6 +1,7 @@
 """Which robots' runs belong to which study: settings, seeds and steps. `robot_study.py` runs them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 TUNED_ON = (100, 101)
 """Seeds that settings are chosen on; none of them is in a table of results."""
 SEEDS = range(5)
+Score = Callable[[str], tuple[float, float]]
+"""How well a setting did so far: success and return, means over its seeds, worst of all where it has not been run."""
 
 
 @dataclass(frozen=True)
@@ -37,57 +40,66 @@ def jobs(setting: str, recipe: str, seeds: Sequence[int], **changes: Any) -> Ite
     yield from (Job(setting, recipe, given, seed) for seed in seeds)
 
 
-ARM_TRIED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "tce": {
-        "as-it-is": {},
-        "cov-0.01": {"learner__cov_bound": 0.01},
-        "cov-0.001": {"learner__cov_bound": 0.001},
-        "rate-1e-3": {"learner__policy_rate": 1e-3},
-        "critic-state": {"learner__critic_inputs": "state"},
-        "not-held": {"learner__deployed_bound": "inf"},
-    },
-    "bbrl": {
-        "as-it-is": {"learner__policy_rate": 5e-4, "learner__cov_bound": 0.003},
-        "held": {"learner__policy_rate": 5e-4, "learner__cov_bound": 0.003, "learner__deployed_bound": 0.15},
-        "held-far": {"learner__policy_rate": 5e-4, "learner__mean_bound": 0.1, "learner__deployed_bound": 0.15},
-        "held-cov-0.001": {"learner__policy_rate": 5e-4, "learner__cov_bound": 0.001, "learner__deployed_bound": 0.15},
-        "held-rate-1e-3": {"learner__policy_rate": 1e-3, "learner__cov_bound": 0.003, "learner__deployed_bound": 0.15},
-        "set-covariance": {"learner__policy_rate": 5e-4, "learner__set_covariance": "true", "learner__regression": 10.0},
-    },
-    "sb3-ppo": {
-        "as-it-is": {},
-        "gamma-1": {"learner__gamma": 1.0},
-        "rate-1e-3-gamma-1": {"learner__rate": 1e-3, "learner__gamma": 1.0},
-        "controller": {"learner__gamma": 1.0, "learner__controller_span": 1.5},
-        "controller-rate-1e-3": {"learner__rate": 1e-3, "learner__gamma": 1.0, "learner__controller_span": 1.5},
-        "wide": {"learner__gamma": 1.0, "learner__hidden": "[128,128]"},
-    },
+_WIDE = {"learner__cov_bound": 0.003}
+ARM_TRIED: Mapping[str, Mapping[str, Any]] = {
+    "critic": {**_WIDE, "learner__plans_per_context": 1, "learner__mirrored": "false", "learner__critic_rate": 3e-3},
+    "batch-512": {**_WIDE, "learner__episodes": 512},
+    "cov-0.01": {"learner__cov_bound": 0.01},
+    "cov-0.003": _WIDE,
+    "cov-0.001": {"learner__cov_bound": 0.001},
+    "independent-plans": {**_WIDE, "learner__mirrored": "false"},
+    "small-steps": {**_WIDE, "learner__mean_bound": 0.1, "learner__deployed_bound": 0.15, "learner__policy_rate": 5e-4},
+    "basis-5": {**_WIDE, "prodmp__basis": 5},
 }
-"""Six settings for every row, changes of the recipe via_point_long: 10.2 million steps each."""
-ARM_CHOSEN: Mapping[str, Mapping[str, Any]] = {"tce": {}}
-"""The settings of the final runs; a row is added once `arm-tune` has been run for it."""
+"""Eight settings for each row, changes of the recipe via_point_long, the slowest first."""
+ARM_EPISODES = {"tune": 150 * 1024, "final": 300 * 1024}
+"""Of 100 steps each, however large a batch is; the final runs are longer than those that choose their settings."""
 
 
-def arm_tune() -> Iterator[Job]:
-    """Six settings of every row on both of the arm's rewards, on one seed."""
-    for row, tried in ARM_TRIED.items():
-        for (name, changes), reward in product(tried.items(), ("sparse", "dense")):
-            about = {"algorithm": row, "environment_config__reward": reward, "keep_checkpoints": 1}
-            yield from jobs(f"arm-tune-{row}-{reward}-{name}", "via_point_long", TUNED_ON[:1], **about, **changes)
+def arm_tune(_: Score) -> Iterator[Job]:
+    """Eight settings of both rows on both of the arm's rewards, on one seed."""
+    for name, row, reward in product(ARM_TRIED, ("tce", "bbrl"), ("dense", "sparse")):
+        yield from _arm(f"arm-tune-{row}-{reward}-{name}", TUNED_ON[:1], row, reward, ARM_EPISODES["tune"], ARM_TRIED[name])
 
 
-def arm_final() -> Iterator[Job]:
-    """Five fresh seeds of what was chosen."""
-    for (row, changes), reward in product(ARM_CHOSEN.items(), ("sparse", "dense")):
-        about = {"algorithm": row, "environment_config__reward": reward, "keep_checkpoints": 1}
-        yield from jobs(f"arm-{row}-{reward}", "via_point_long", SEEDS, **about, **changes)
+def arm_final(score: Score) -> Iterator[Job]:
+    """Fresh seeds of what did best in `arm-tune`, five of TCE and three of BBRL."""
+    for row, reward in product(("tce", "bbrl"), ("dense", "sparse")):
+        found = {name: score(f"arm-tune-{row}-{reward}-{name}") for name in ARM_TRIED}
+        if max(found.values())[0] == -math.inf:
+            raise SystemExit(
+                f"arm-final: no run of arm-tune for {row} on {reward} is here. Run --plan arm-tune, or name it with --done."
+            )
+        best, seeds = max(found, key=lambda name: found[name]), SEEDS if row == "tce" else SEEDS[:3]
+        yield from _arm(f"arm-{row}-{reward}-{best}", seeds, row, reward, ARM_EPISODES["final"], ARM_TRIED[best])
+
+
+def _arm(setting: str, seeds: Sequence[int], row: str, reward: str, episodes: int, changes: Mapping[str, Any]) -> Iterator[Job]:
+    """Runs of equally many episodes; ten measurements each, so that time goes into learning."""
+    batches = episodes // changes.get("learner__episodes", 1024)
+    about = {"algorithm": row, "environment_config__reward": reward, "iterations": batches, "eval_every": batches // 10}
+    yield from jobs(setting, "via_point_long", seeds, **about, keep_checkpoints=1, **changes)
 
 
 LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
 """A checkpoint a minute or so, since a piece may end at any time."""
 
 
-def hopper_long() -> Iterator[Job]:
+STEP_BASED: Mapping[str, Mapping[str, Any]] = {
+    "ppo-pink": {"algorithm": "sb3-ppo-pink"},
+    "ppo-half-pink": {"algorithm": "sb3-ppo-pink", "learner__noise_colour": 0.5},
+    "trpl": {"algorithm": "sb3-trpl"},
+}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "one-plan": {},
+    "replan-50": {"learner__replan_every": 50},
+    "replan-25": {"learner__replan_every": 25},
+    "replan-50-state": {"learner__replan_every": 50, "learner__replan_from": "state"},
+    "contextual": {"learner__contextual_covariance": "true"},
+}
+
+
+def hopper_long(_: Score) -> Iterator[Job]:
     """Hopper jump at 10 million steps with five seeds, then TCE and BBRL once at the published 48 million."""
     ten, whole = LONG | {"iterations": 625}, LONG | {"iterations": 3000, "eval_every": 60}
     for iterations, seeds in ((ten, SEEDS), (whole, SEEDS[:1])):
@@ -101,7 +113,27 @@ def hopper_long() -> Iterator[Job]:
     yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
 
 
-def box_long() -> Iterator[Job]:
+def hopper_steps(_: Score) -> Iterator[Job]:
+    """Hopper jump at 5 million steps with the other step-based rows: coloured noise and TRPL, with torques and through the
+    controller of plans."""
+    for name, changes in STEP_BASED.items():
+        yield from jobs(f"hopper-5M-{name}", "hopper_jump", SEEDS[:3], **LONG, iterations=320, **changes)
+        through = changes | {"learner__controller_span": 1.0}
+        yield from jobs(f"hopper-5M-{name}-controller", "hopper_jump", SEEDS[:3], **LONG, iterations=320, **through)
+
+
+def variants(_: Score) -> Iterator[Job]:
+    """What several plans per episode and a covariance of the context change: the arm and the hopper, recipes as they are."""
+    for name, changes in VARIANTS.items():
+        for recipe in ("via_point", "via_point_sparse"):
+            yield from jobs(f"{recipe}-{name}", recipe, SEEDS, **LONG, **changes)
+    for every in (125, 50):
+        yield from jobs(
+            f"hopper-5M-replan-{every}", "hopper_jump", SEEDS[:3], **LONG, iterations=320, learner__replan_every=every
+        )
+
+
+def box_long(_: Score) -> Iterator[Job]:
     """Box pushing, dense, at 10 million steps with five seeds and once at 40; both sparse rewards with three."""
     ten = LONG | {"iterations": 1316, "eval_every": 50}
     for row in ("tce", "bbrl"):
@@ -113,4 +145,11 @@ def box_long() -> Iterator[Job]:
     yield from jobs("box-40M-tce", "box_pushing", SEEDS[:1], **ten | {"iterations": 5264, "eval_every": 100})
 
 
-PLANS = {"arm-tune": arm_tune, "arm-final": arm_final, "hopper-long": hopper_long, "box-long": box_long}
+PLANS = {
+    "arm-tune": arm_tune,
+    "arm-final": arm_final,
+    "hopper-long": hopper_long,
+    "hopper-steps": hopper_steps,
+    "box-long": box_long,
+    "variants": variants,
+}

@@ -20,7 +20,8 @@ TASKS = {
     "corral/MetaWorld-v0": "Meta-World",
 }
 ROWS = {
-    "tce": "TCE", "bbrl": "BBRL", "sb3-ppo": "PPO", "sb3-ppo-gsde": "PPO, gSDE", "sb3-sac": "SAC", "sb3-sac-gsde": "SAC, gSDE",
+    "tce": "TCE", "bbrl": "BBRL", "sb3-ppo": "PPO", "sb3-ppo-gsde": "PPO, gSDE", "sb3-ppo-pink": "PPO, coloured noise",
+    "sb3-sac": "SAC", "sb3-sac-gsde": "SAC, gSDE", "sb3-sac-pink": "SAC, coloured noise", "sb3-trpl": "TRPL",
 }  # fmt: skip
 MEASURED = (
     "return", "success", "motion/jerk", "motion/spectrum", "motion/torque_rate", "explore/jerk", "explore/spectrum",

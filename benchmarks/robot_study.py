@@ -10,6 +10,7 @@ away and brought back: `--done` names folders with archives of earlier pieces. P
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import tarfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -113,6 +115,12 @@ def unpack(places: Iterable[Path], root: Path) -> None:
                 archive.extractall(root, [m for m in archive.getmembers() if m.name.split("/")[0] in fresh], filter="data")
 
 
+def score(root: Path, setting: str) -> tuple[float, float]:
+    """Mean success and return of a setting's runs, where they were last measured."""
+    last = [lines[-1] for folder in sorted(root.glob(f"{setting}-[0-9]*")) if (lines := measured_lines(folder))]
+    return (mean(x["success"] or 0.0 for x in last), mean(x["return"] for x in last)) if last else (-math.inf, -math.inf)
+
+
 def print_table(jobs: Sequence[Job], root: Path) -> None:
     """Means over the seeds of each setting, of the last measurement."""
     groups: dict[str, list[Job]] = defaultdict(list)
@@ -142,17 +150,21 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    jobs = list(dict.fromkeys(job for plan in options.plan for job in PLANS[plan]()))
     root = options.runs or options.out / "runs"
     for folder in (root, options.out):
         folder.mkdir(parents=True, exist_ok=True)
     unpack([options.out, *options.done], root)
-    left = [job for job in jobs if not is_finished(root / job.name)]
-    if options.list:
-        print("\n".join(" ".join([job.name, *job.arguments()]) for job in left))
-    elif not options.table:
-        print(f"{len(left)} runs to do, {len(jobs) - len(left)} done; {options.workers} at a time, {options.minutes:g} minutes")
-        run_jobs(left, options.workers, options.minutes, root)
+    began, jobs = time.monotonic(), list[Job]()
+    for plan in options.plan:  # one after the other: what the next runs may depend on what came out
+        jobs += (own := list(PLANS[plan](partial(score, root))))
+        left = [job for job in own if not is_finished(root / job.name)]
+        if options.list:
+            print("\n".join(" ".join([job.name, *job.arguments()]) for job in left))
+        elif not options.table:
+            minutes = options.minutes - (time.monotonic() - began) / 60
+            print(f"{len(left)} runs to do, {len(own) - len(left)} done; {options.workers} at a time, {minutes:.1f} minutes")
+            run_jobs(left, options.workers, minutes, root)
+    if not (options.list or options.table):
         pack([root / job.name for job in jobs if (root / job.name).is_dir()], options.out)
     print_table(jobs, root)
 

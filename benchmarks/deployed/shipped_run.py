@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from corral.llm.evaluate import EvalSettings, prepare_evaluation
 from corral.llm.models import load_model
-from corral.llm.problems import Problems, generate
+from corral.llm.problems import generate
 from corral.llm.rewards import verifier
 from corral.llm.settings import read_recipe, resolve
 from corral.llm.train import train
@@ -80,7 +80,7 @@ def measure(settings: EvalSettings, temperatures: Sequence[float] = (1.0,), gree
     job = prepare_evaluation(settings)
     model, tokenizer = load_model(job.subject.model)
     model.to(job.device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
-    problems, success = Problems(task=job.task, tokenizer=tokenizer, instruction=job.instruction), verifier(job.task)
+    problems, success = job.problems(tokenizer), verifier(job.task)
     found = {}
     for temperature in (0.0, *temperatures):
         asked, right = job.held_out if temperature else job.held_out[:greedy], 0.0

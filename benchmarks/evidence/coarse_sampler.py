@@ -46,7 +46,7 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {"float32": lambda weight: w
 def roll_out(prompts: list[Any], trainer: RunTrainer, precision: str) -> dict[str, Any]:
     """TRL's rollout function: tokens of prompts and completions, and log-probs of the sampler's likeliest at every place."""
     model, tokenizer = trainer.model, trainer.processing_class
-    ids = trainer.session.problems._tokenise(prompts)  # what TRL would do with them
+    ids = trainer.session.problems.tokenise(prompts)  # what TRL would do with them
     exact = snapshot(model)
     restore(model, {name: PRECISIONS[precision](weight) for name, weight in exact.items()})
     mode = model.training

@@ -86,6 +86,18 @@ def mismatch() -> list[Run]:
     return [run(arm, rate, seed, sampler=sampler, anchor=anchor) for seed, sampler, anchor, rate, arm in grid]
 
 
+def bounds() -> list[Run]:
+    """DPPO with smaller bounds, beside .2 and clipping's ε of the map."""
+    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("", "δ=.1", "δ=.15"))
+    return [run(("dppo", variant), rate, seed) for seed, rate, variant in grid]
+
+
+def estimators() -> list[Run]:
+    """TROLL and clipping under other advantages than the group's standardised ones."""
+    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("rloo", "no std", "reinforce++"), ("troll", "ppo_clip"))
+    return [run((objective, variant), rate, seed) for seed, rate, variant, objective in grid]
+
+
 def stability() -> list[Run]:
     """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
     anchored = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
@@ -111,6 +123,19 @@ def _pretrained(arm: tuple[str, int], rate: float, seed: int, **others: Any) -> 
     return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, **given)
 
 
+def claims() -> list[Run]:
+    """What the claims on the embedded model compare, and nothing else: 18 runs and 1,100 seconds of one core for each seed."""
+    hot = [*ARMS[:6], ("troll", "constant dual"), ("troll", "no regression")]
+    again: dict[str, Any] = {"passes": 4, "steps": 10, "eval_every": 2}
+    plan = []
+    for seed in SEEDS:
+        plan += [run(arm, HOT, seed) for arm in hot]
+        plan += [run(arm, TUNED, seed, **again) for arm in ARMS[:3]] + [run(arm, TUNED, seed) for arm in ARMS[:3]]
+        anchored = itertools.product((("troll", ""), ("dppo", "")), ("rollout", "old"))
+        plan += [run(arm, TUNED, seed, sampler="fp8", anchor=anchor) for arm, anchor in anchored]
+    return plan
+
+
 def first() -> list[Run]:
     """Three seeds of the map, then of the ablations where TROLL acts: two hours of one core, eight minutes of sixteen."""
     ablated = [spec for spec in ablations() if spec.rate == HOT]
@@ -127,6 +152,7 @@ def tiny() -> list[Run]:
 
 
 PLANS: dict[str, Callable[[], Sequence[Run]]] = {
+    "claims": claims,
     "first": first,
     "a": the_map,
     "a-floor": floor,
@@ -137,7 +163,9 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b": words,
     "b-low": lambda: [_pretrained(arm, 3e-6, seed) for seed in SEEDS[:3] for arm in WORD_ARMS],
     "f": mismatch,
+    "f-bounds": bounds,
     "f-stability": stability,
+    "c": estimators,
     "tiny": tiny,
     "b-tiny": lambda: [_pretrained(arm, 1e-5, 401, steps=2, eval_size=16, eval_every=2) for arm in WORD_ARMS],
 }

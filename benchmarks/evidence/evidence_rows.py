@@ -1,5 +1,6 @@
 """Runs of both studies as the page judges them: cells of equal settings, paired differences, collapses with their bound."""
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,23 +13,27 @@ sys.path.insert(0, str(HERE.parent / "deployed"))
 
 from scipy import stats  # noqa: E402
 from spec import START  # noqa: E402
-from study_table import Row, area, certificate, final, finished, held_out, steps_of  # noqa: E402
+from study_table import Row, area, certificate, final, held_out, steps_of  # noqa: E402
 
 from corral.report.statistics import Difference, difference, has_collapsed  # noqa: E402
 
 PRETRAINED = "evidence-b"
 """The recipe of pretrained models, each seed of which has a start of its own."""
+DEVICES = ("cuda", "cpu")
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
 _DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
-    "recipe": "demo",
+    "recipe": "demo", "device": "cpu",
 }  # fmt: skip
 """Fields that runs of the other study do not have."""
 
 
 def read_runs() -> list[Row]:
-    """Finished runs of the demo and of pretrained models whose network nothing holds."""
-    found = ({**_DEFAULTS, **run} for run in finished(PLACES).values() if "held" not in run)
+    """Finished runs of the demo and of pretrained models whose network nothing holds; one of each key and device."""
+    files = [file for place in PLACES for file in sorted(place.glob("*.jsonl"))]
+    lines = [{**_DEFAULTS, **json.loads(line)} for file in files for line in file.read_text().splitlines()]
+    ours = [run for run in lines if run.get("finished") and "held" not in run]
+    found = {(run["key"], run["device"]): run for run in ours}.values()
     return [run for run in found if run["arm"] == "off" and run["start"] == START and run["recipe"] in ("demo", PRETRAINED)]
 
 
@@ -54,14 +59,14 @@ class Cell:
         """All of them."""
         return self.rate if isinstance(self.rate, tuple) else (self.rate,)
 
-    def runs(self, runs: Iterable[Row]) -> dict[tuple[int, float], Row]:
-        """By seed and rate."""
+    def runs(self, runs: Iterable[Row]) -> dict[tuple[int, float, str], Row]:
+        """By seed, rate and device."""
         wanted = {**_DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, **self.others}
-        if self.recipe == PRETRAINED:
-            del wanted["model"]
+        for key in ("device", *(["model"] if self.recipe == PRETRAINED else [])):
+            wanted.pop(key)
         same = (run for run in runs if run["rate"] in self.rates and all(run[key] == value for key, value in wanted.items()))
-        return {(run["seed"], run["rate"]): run for run in same}
+        return {(run["seed"], run["rate"], run["device"]): run for run in same}
 
 
 def arm_name(arm: tuple[str, str]) -> str:
@@ -92,14 +97,23 @@ def measures(runs: Sequence[Row]) -> dict[str, float]:
 
 
 def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row], float] = area) -> Difference | None:
-    """The paired difference in points of success, a number per seed; None where no seed is shared."""
-    a, b = ({place: 100 * read(run) for place, run in cell.runs(runs).items()} for cell in (ours, theirs))
-    if ours.best:
-        sides = at_best(a, ours.rates), at_best(b, theirs.rates)
-    else:
+    """The paired difference in points of success, a number per seed; None where no seed is shared.
+
+    One seed draws other numbers on a GPU than on a CPU, so pairs are of one device: of the one that has more of them.
+    """
+    found: list[Difference] = []
+    for device in DEVICES:
+        a, b = (
+            {(seed, rate): 100 * read(run) for (seed, rate, where), run in cell.runs(runs).items() if where == device}
+            for cell in (ours, theirs)
+        )
         shared = a.keys() & b.keys()
-        sides = tuple(_mean_by_seed({place: side[place] for place in shared}) for side in (a, b))
-    return difference(*sides) if sides[0].keys() & sides[1].keys() else None
+        if ours.best:
+            sides = [at_best(a, ours.rates), at_best(b, theirs.rates)]
+        else:
+            sides = [_mean_by_seed({place: side[place] for place in shared}) for side in (a, b)]
+        found += [difference(*sides)] if sides[0].keys() & sides[1].keys() else []
+    return max(found, key=lambda one: one.seeds, default=None)
 
 
 def at_best(values: Mapping[tuple[int, float], float], rates: Sequence[float]) -> dict[str, float]:

@@ -31,6 +31,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "α=.3": {"objective_config": {"regression": 0.3}},
     "α=3": {"objective_config": {"regression": 3.0}},
     "α=10": {"objective_config": {"regression": 10.0}},
+    "δ=.1": {"objective_config": {"bound": 0.1}},
+    "δ=.15": {"objective_config": {"bound": 0.15}},
+    "rloo": {"advantage": "rloo"},
+    "no std": {"advantage": "dr_grpo"},
+    "reinforce++": {"advantage": "reinforce++"},
     "union": {"support": "union"},
     "fill": {"objective_config": {"tail": "fill", "vocab_size": 100}},
     "published": {"objective_config": {"tail": "fill", "vocab_size": 100}, "support": "union", "loss_type": "dapo"},
@@ -80,7 +85,7 @@ class Run(Shipped):
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained(Run):
-    """A run of a pretrained model on word problems, from a start that word_starts.py made. On a GPU, which several share."""
+    """A run of a pretrained model on word problems, from a start of word_starts.py; bf16 on a GPU, which several share."""
 
     recipe: str = "evidence-b"
     steps: int = int(WORDS["steps"])
@@ -99,4 +104,4 @@ class Pretrained(Run):
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe."""
-        return super().layer() | {"device": "auto", "task_config": WORDS["task_config"]}
+        return super().layer() | {"bf16": self.device == "cuda", "task_config": WORDS["task_config"]}

@@ -1,6 +1,7 @@
 """Robots on the command line: one rule tells them from language models, and one set of flags serves both."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,15 @@ def test_eval_prints_a_table_and_keeps_it(run: Path, tmp_path: Path, capsys: pyt
     assert film.read_bytes().startswith(b"GIF")
     written = json.loads((run / "evals" / "step-2-episodes-2" / "eval.json").read_text())
     assert (written["step"], written["episodes"], written["algorithm"]) == (2, 2, "tce")
+
+
+def test_a_film_without_its_encoder_is_refused_before_anything_is_played(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    monkeypatch.setattr("corral.robot.evaluate.prepare", pytest.fail)
+    assert main(["eval", str(run), "--video", str(tmp_path / "film.mp4")]) == 1
+    assert "pip install imageio-ffmpeg. A .gif does not." in capsys.readouterr().err
 
 
 def test_one_episode_has_an_interval_of_success_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

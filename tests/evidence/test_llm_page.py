@@ -42,7 +42,7 @@ def made_up(objective: str, seed: int, success: list[float], rate: float = 1e-3,
     lines = [{"step": step, "success": value, "greedy": value, "reward": value} for step, value in enumerate(success)]
     about = {"objective": objective, "rate": rate, "seed": seed, "passes": 1, "steps": 15, "schedule": "linear", "arm": "off"}
     about |= {"variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None}
-    about |= {"recipe": "demo", "start": "demo", "eval_every": 5}
+    about |= {"recipe": "demo", "start": "demo", "eval_every": 5, "device": "cpu"}
     return {**about, "dead": False, "lines": lines, **more}
 
 
@@ -55,6 +55,25 @@ def test_golden_difference() -> None:
     assert found is not None
     assert (found.mean.value, found.seeds, found.p) == (pytest.approx(15.0), 2, None)
     assert compare(cells[0], Cell(arm=("dppo", "")), runs) is None
+
+
+def test_a_run_on_a_gpu_is_no_pair_of_one_on_a_cpu() -> None:
+    runs = [made_up("troll", 1, [0.2, 0.4], device="cuda"), made_up("ppo_clip", 1, [0.2, 0.2])]
+    cells = [Cell(arm=(name, ""), rate=1e-3) for name in ("troll", "ppo_clip")]
+    assert compare(cells[0], cells[1], runs) is None
+    runs += [made_up("ppo_clip", 1, [0.2, 0.1], device="cuda"), made_up("troll", 1, [0.2, 0.9])]
+    found = compare(cells[0], cells[1], runs)  # (.4 − .1)/2 on the GPU, which is asked first; never .4 against .2
+    assert found is not None
+    assert (found.mean.value, found.seeds) == (pytest.approx(15.0), 1)
+
+
+def test_a_seed_at_two_rates_counts_once() -> None:
+    # Differences of areas: 10 and 20 points at the two rates, one seed: 15.
+    runs = [made_up("troll", 1, [0.2, 0.4], rate) for rate in (2e-4, 3e-4)]
+    runs += [made_up("ppo_clip", 1, [0.2, 0.2], 2e-4), made_up("ppo_clip", 1, [0.2, 0.0], 3e-4)]
+    found = compare(Cell(arm=("troll", "")), Cell(arm=("ppo_clip", "")), runs)
+    assert found is not None
+    assert (found.mean.value, found.seeds) == (pytest.approx(15.0), 1)
 
 
 def test_two_seeds_are_too_few_and_a_clear_difference_of_five_holds() -> None:

@@ -1,10 +1,11 @@
 """The plans of the evidence: every run resolves to what its name says, has a key of its own, and shares the study's."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
-from evidence_plans import ABLATIONS, PLANS
+from evidence_plans import ABLATIONS, PLANS, SEEDS
 from evidence_spec import COMPLETIONS, VARIANTS, Run
+from llm_claims import CLAIMS
 from plans import PLANS as STUDY
 
 from corral.llm.prepare import trainer_config
@@ -50,6 +51,14 @@ def test_the_common_form_is_common() -> None:
 def test_one_update_per_batch_is_one() -> None:
     config = trainer_config(resolved(PLANS["a-floor"]()[0]), max_completion_length=8)
     assert (config.steps_per_generation, config.per_device_train_batch_size) == (1, COMPLETIONS)
+
+
+def test_the_plan_of_claims_has_what_every_claim_compares() -> None:
+    planned = [{**asdict(spec), "arm": spec.arm, "device": "cpu"} for name in ("claims", "b") for spec in PLANS[name]()]
+    for claim in CLAIMS:
+        for cell in (claim.ours, claim.theirs):
+            found = {seed for seed, *_ in cell.runs(planned)}
+            assert found == set(SEEDS), claim.name
 
 
 def test_ablations_change_one_thing_each() -> None:

@@ -7,12 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from corral.audit.folder import read_audit
+from corral.audit.rules import Rules
+from corral.llm.audit_models import audit_run
+from corral.llm.eval_view import make_eval_view
+from corral.llm.evaluate import EvalSettings, evaluate
 from corral.llm.prepare import prepare
 from corral.llm.rewards import RewardError
 from corral.llm.settings import read_recipe, resolve
-from corral.llm.subject import find_subject
 from corral.llm.train import train
-from corral.llm.turns import Dialogue, converse
+from corral.llm.turns import Dialogue, TextTool, converse
 from corral.run.files import RunError
 from small_runs import save_model, small
 
@@ -81,12 +85,16 @@ def test_a_run_with_a_tool(model: str, tmp_path: Path, objective: str) -> None:
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["tools/replies"] > 0
     assert line["completions/mean_length"] < 5, "what the tool wrote does not count"
-    with pytest.raises(RunError, match="which only training plays so far"):
-        find_subject(str(done.path), None)
+    if objective == "troll":
+        found = evaluate(EvalSettings(model=str(done.path), problems=8, samples=1), make_eval_view(quiet=True))
+        assert found.result["settings"]["tool"].endswith(":Shout")
+        page = audit_run(done.path, EvalSettings(model="", problems=4, samples=2), Rules(), tmp_path / "audit", print)
+        assert "!" not in read_audit(page)[1]["text"].to_pylist(), "what the tool wrote is not judged"
 
 
 def test_the_recipe_is_what_it_says() -> None:
     parts = prepare(resolve([read_recipe("tool_use"), {"steps": 1}]))
-    assert type(parts.tool).__name__ == "Calculator"
+    assert isinstance(parts.turns, TextTool)
+    assert type(parts.turns.tool).__name__ == "Calculator"
     with pytest.raises(RunError, match="no tool 'calc'"):
         prepare(resolve([read_recipe("tool_use"), {"tool": "calc"}]))

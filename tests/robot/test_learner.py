@@ -473,6 +473,7 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"regression": float("inf")}, "`regression` must be finite and ≥ 0"),
         ({"entropy_floor": float("inf")}, "`entropy_floor` is a finite number, or None; got inf"),
         ({"set_covariance": True, "contextual_covariance": True}, "with `contextual_covariance` there is one for each context"),
+        ({"replan_every": 50, "plans_per_context": 4}, "those made on the way begin in contexts of their own"),
         ({"replan_from": "here"}, "`replan_from` is one of desired, state"),
         ({"entropy_equal": True}, "`entropy_equal` needs an `entropy_floor` to end at; got None"),
         ({"critic_inputs": "plan"}, "`critic_inputs` is one of"),

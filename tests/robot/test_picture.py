@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import corral.robot.env  # noqa: F401  # registers the environments
-from corral.robot.picture import plot_correlation, plot_curves, plot_tracking, render_video, save_figure
+from corral.robot.picture import caption, plot_correlation, plot_curves, plot_tracking, render_video, save_figure
 from corral.robot.prodmp import ProDMP
 
 NAME = "corral/ViaPointReacher-v0"
@@ -113,6 +113,33 @@ def test_an_mp4_is_handed_to_the_plugin(tmp_path: Path, monkeypatch: pytest.Monk
         render_video(env, [0], np.zeros((1, 4, 5)), tmp_path / "film.mp4", every=2) == 3
     )  # it is not over, so nothing came of it
     assert asked == {"fps": 25.0, "plugin": "FFMPEG", "frames": 3}
+    env.close()
+
+
+def test_a_film_says_what_marks_mean_and_is_not_stretched() -> None:
+    plain, marked = (caption(np.full((360, 470, 3), 200, np.uint8), "0.00 s", marks) for marks in ("", "red: goal"))
+    assert plain.shape == marked.shape == (400, 480, 3), "multiples of 16, of which an encoder stretches none"
+    assert (plain[:360, :470] == 200).all()
+    assert (plain[360:, 200:] == 255).all()
+    assert (marked[360:, 200:] < 200).any()
+
+
+def test_a_film_plays_at_its_own_speed(tmp_path: Path) -> None:
+    env = gymnasium.make("corral/HopperJump-v0", render_mode="rgb_array")  # 125 steps a second, and a GIF counts hundredths
+    assert render_video(env, [0], np.zeros((1, 10, 3)), tmp_path / "film.gif") == 3
+    assert imageio.immeta(tmp_path / "film.gif")["duration"] == 40
+    env.close()
+
+
+def test_an_mp4_can_be_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("imageio_ffmpeg")
+    env = gymnasium.make("corral/HopperJump-v0", render_mode="rgb_array")
+    assert render_video(env, [0], np.zeros((1, 25, 3)), tmp_path / "film.mp4") == 6
+    film, about = imageio.imread(tmp_path / "film.mp4", plugin="FFMPEG"), imageio.immeta(tmp_path / "film.mp4", plugin="FFMPEG")
+    assert film.shape == (6, 400, 480, 3)
+    assert about["fps"] == 25.0
+    env.reset(seed=0)
+    assert np.abs(film[0][:360].astype(int) - env.render()).mean() < 3, "what was filmed, but for the compression"
     env.close()
 
 

@@ -1,6 +1,7 @@
 """The study of robots in pieces: plans that can be resolved, and runs that travel in archives."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from corral.run.settings import nested
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan: str) -> None:
-    jobs = list(PLANS[plan]())
+    jobs = list(PLANS[plan](lambda setting: (float(setting.endswith("cov-0.001")), 0.0)))
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
         given = nested([("seed", str(job.seed)), *job.changes], ("environment_config", "prodmp", "learner"))
@@ -22,6 +23,22 @@ def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan:
         if settings.algorithm in EPISODIC:
             EPISODIC[settings.algorithm][1](**coerce_fields("learner", EPISODIC[settings.algorithm][1], settings.learner))
         assert (settings.seed in TUNED_ON) == (plan.endswith(("explore", "tune")))
+
+
+def test_the_final_runs_are_of_what_did_best_and_of_nothing_where_nothing_was_tuned(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no run of arm-tune for tce on dense"):
+        list(PLANS["arm-final"](partial(robot_study.score, tmp_path)))
+    for job in PLANS["arm-tune"](lambda _: (0.0, 0.0)):
+        best = "tce-dense-cov-0.001" if "tce-dense" in job.name else "batch-512"
+        line = {"step": 1, "return": -2.0 + (best in job.name), "success": 0.5}  # equally often: the return decides
+        (tmp_path / job.name).mkdir()
+        (tmp_path / job.name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    chosen = list(PLANS["arm-final"](partial(robot_study.score, tmp_path)))
+    assert {job.setting for job in chosen} == {
+        "arm-tce-dense-cov-0.001", "arm-tce-sparse-batch-512", "arm-bbrl-dense-batch-512", "arm-bbrl-sparse-batch-512"
+    }  # fmt: skip
+    batches = {dict(job.changes)["iterations"] for job in chosen if "512" in job.setting}
+    assert batches == {"600"}, "as many episodes as in batches of 1024"
 
 
 def test_runs_travel_in_archives_and_the_newest_stays(tmp_path: Path) -> None:

@@ -196,7 +196,10 @@ def test_without_a_checkpoint_it_starts_over_and_a_finished_run_stays(reference:
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["bbrl", "sb3-ppo", "sb3-sac", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sb3-ppo-gsde", "sb3-sac-gsde"))],
+    [
+        *("bbrl", "sb3-ppo", "sb3-sac", "sb3-trpl"),
+        *(pytest.param(f"sb3-{kind}-{noise}", marks=pytest.mark.slow) for kind in ("ppo", "sac") for noise in ("gsde", "pink")),
+    ],
 )
 def test_every_algorithm_is_resumed(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = settings(algorithm=algorithm, iterations=3, checkpoint_every=1)

@@ -12,7 +12,7 @@ from corral.cli.audit_measured import measured_audit
 from corral.cli.audit_result import check_files, finish
 from corral.cli.eval import FLAGS, eval_settings
 from corral.cli.kind import check_kind, kind_of_run
-from corral.cli.train import UNSAFE, quiet_libraries
+from corral.cli.train import TOOLS, UNSAFE, quiet_libraries
 from corral.run.files import RunError
 
 _NEEDED = ("numpy", "pyarrow", "rich")
@@ -24,7 +24,7 @@ _MODEL_FLAGS = {
     "samples": "completions of each (8)",
     "temperature": "of the policy (1)",
     "batch-size": "prompts at a time (256)",
-    **{name: FLAGS[name] for name in ("instruction", "max-tokens", "seed", "device")},
+    **{name: FLAGS[name] for name in ("instruction", "max-tokens", "seed", "device", "tool", "environment-factory")},
 }
 
 _EPILOG = """
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="MODEL", help="of dumps: whose tokenizer tells the text of tokens (else ids)")
     for name, what in _MODEL_FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--tools", metavar="FUNCTION", action="append", help=TOOLS)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
     parser.add_argument("--clip", metavar="LOW,HIGH", help="of models and dumps: how far a ratio may be from 1 (0.2,0.2)")
     parser.add_argument(
@@ -114,7 +115,7 @@ def _existing_audit(arguments: argparse.Namespace) -> Path:
 
 def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
     given = [name for name, value in given_flags(arguments, names).items() if value != []]
-    given += [name for name in ("set", "unsafe_code_execution") if vars(arguments)[name]]
+    given += [name for name in ("set", "tools", "unsafe_code_execution") if vars(arguments)[name]]
     if given:
         raise RunError(f"{why}, so --{given[0].replace('_', '-')} cannot be given with it.")
 
@@ -146,7 +147,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
     """The flags, each of its setting's type."""
     from corral.llm.evaluate import EvalSettings
 
-    chosen = eval_settings(arguments, _MODEL_FLAGS)
+    chosen = eval_settings(arguments, ("tools", *_MODEL_FLAGS))
     return EvalSettings(**{"model": "", "problems": 16, "samples": 8, "backend": "transformers", **chosen})
 
 

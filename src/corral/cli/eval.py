@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 from corral.cli import INTERRUPTED, given_flags, refuse
 from corral.cli.kind import check_kind, kind_of_run
-from corral.cli.train import UNSAFE, quiet_libraries
+from corral.cli.train import TOOLS, UNSAFE, quiet_libraries
 from corral.run.files import RunError
 from corral.run.settings import coerce, guess, nested
 
@@ -17,6 +17,8 @@ FLAGS = {
     "problems": "held-out problems (all of a data set, 512 of a procedural task)",
     "checkpoint": "of a run: latest, best, or the number of a step (latest)",
     "instruction": "what the model reads, with {problem} in it",
+    "tool": "who answers within completions: calculator or module:Class (the run's own)",
+    "environment-factory": "an environment whose methods a chat model calls: module:Class (the run's own)",
     "temperature": "of the samples (1)",
     "top-p": "of the samples (1)",
     "max-tokens": "longest completion (the run's, or what the task needs)",
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN|MODEL", nargs="?", help="a run's folder, or tiny, smollm2, a folder, a hub id")
     for name, what in FLAGS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--tools", metavar="FUNCTION", action="append", help=TOOLS)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="task_config.…; repeatable")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the results; by default RUN/evals/… or evals/…")
     parser.add_argument("--against", metavar="DIR", type=Path, help="an evaluation of the same problems to compare with")
@@ -73,7 +76,7 @@ def _evaluate_robot(arguments: argparse.Namespace) -> None:
     from corral.robot.smoke import EPISODES
 
     unknown = [name for name in given_flags(arguments, FLAGS) if name != "checkpoint"]
-    unknown += [name for name in ("set", "against", "unsafe_code_execution") if vars(arguments)[name]]
+    unknown += [name for name in ("set", "against", "tools", "unsafe_code_execution") if vars(arguments)[name]]
     if unknown:
         flag = unknown[0].replace("_", "-")
         raise RunError(f"robots are evaluated by --episodes, --checkpoint, --video and --out; not by --{flag}.")
@@ -106,10 +109,13 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
 def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Settings of an evaluation that were given, each of its own type; the task's own are in `task_config`."""
     from corral.llm.evaluate import EvalSettings
-    from corral.llm.settings import TABLES
+    from corral.llm.settings import FUNCTIONS, TABLES
 
     hints = get_type_hints(EvalSettings)
-    chosen = {key: coerce(key, value, hints[key]) for key, value in given_flags(arguments, names).items()}
+    chosen = {
+        key: FUNCTIONS[key](value) if key in FUNCTIONS else coerce(key, value, hints[key])
+        for key, value in given_flags(arguments, names).items()
+    }
     pairs = [text.partition("=") for text in arguments.set]
     if not all(equals and key.startswith("task_config.") for key, equals, _ in pairs):
         raise RunError(f"--set takes task_config.key=value; got {' '.join(arguments.set)!r}.")
@@ -127,7 +133,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
 
     for name in given_flags(arguments, ("episodes", "video")):
         raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
-    chosen = eval_settings(arguments, ("model", *FLAGS))
+    chosen = eval_settings(arguments, ("model", "tools", *FLAGS))
     if arguments.smoke:
         if "model" in chosen:
             raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")

@@ -26,6 +26,8 @@ FLAGS = {
     "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
     "iterations": "of a robot: batches of episodes",
     "learning-rate": "of AdamW; auto finds one",
+    "tool": "who answers within completions: calculator, or module:Class (docs/tasks.md)",
+    "environment-factory": "TRL's: an environment whose methods a chat model calls, module:Class or file.py:Class",
     "lora.r": "rank of an adapter to train instead of all weights; all of peft's LoraConfig: --lora.lora_alpha, …",
     "guard": "on a collapse: warn, stop or off",
     "report-to": "none, tensorboard, wandb, trackio",
@@ -41,6 +43,8 @@ With --resume, --steps (of a robot --iterations) extends a run; --guard, --repor
 """
 
 _REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
+
+TOOLS = "TRL's: a function that a chat model may call, module:function or file.py:function; repeatable (docs/tasks.md)"
 
 UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
@@ -69,6 +73,7 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str])
     for name, what in flags.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=what)
     parser.add_argument("--reward", metavar="FUNCTION", action="append", help=_REWARD)
+    parser.add_argument("--tools", metavar="FUNCTION", action="append", help=TOOLS)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
 
 
@@ -115,6 +120,8 @@ def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[
     given = nested([*given_settings(arguments, rest), *unsafe], settings.TABLES)
     settings.check_early([*layers, given])
     if arguments.smoke:
+        if kind == "llm":
+            quiet_libraries()  # before transformers is imported
         layers += importlib.import_module(f"corral.{kind}.smoke").smoke_layers([*layers, given])
     return [*layers, given]
 
@@ -156,7 +163,7 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
 
 
 def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
-    """Every setting that was given on the command line, in order: named flags, --set, any other flag, then all rewards."""
+    """Every setting that was given on the command line, in order: named flags, --set, other flags, all rewards, all tools."""
     pairs = [*given_flags(arguments, FLAGS).items()]
     for text in arguments.set:
         key, equals, value = text.partition("=")
@@ -172,9 +179,11 @@ def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         pairs.append((key.replace("-", "_"), value))
-    # All rewards count, however they were given: of any other setting the last one does.
-    rewards = [*(arguments.reward or []), *(value for key, value in pairs if key == "reward")]
-    return [*pairs, ("reward", rewards)] if rewards else pairs
+    # All rewards and tools count, however they were given: of any other setting the last one does.
+    for name in ("reward", "tools"):
+        every = [*(vars(arguments)[name] or []), *(value for key, value in pairs if key == name)]
+        pairs += [(name, every)] if every else []
+    return pairs
 
 
 def quiet_libraries() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +19,11 @@ from corral.audit.rules import CLIPPING, Rules, read_objective
 from corral.llm.audit_scoring import logp_at, preserve_state
 from corral.llm.evaluate import EvalJob, EvalSettings, prepare_evaluation
 from corral.llm.models import load_model
-from corral.llm.problems import Problems, generate
+from corral.llm.problems import Problems, Sampling, generate
 from corral.llm.rewards import verifier
 from corral.llm.sampler import set_pad_token
 from corral.llm.subject import Subject, find_subject
+from corral.llm.turns import Dialogue
 from corral.run.files import RunError
 from corral.run.folder import RunFolder, damage
 
@@ -98,10 +99,12 @@ def write_audit(folder: AuditFolder, info: dict[str, Any], found: dict[int, list
 def _compare(pair: _Pair, job: EvalJob, rules: Rules) -> list[dict[str, Any]]:
     """Completions of the old model with their rewards, and both models on each of their tokens."""
     (old, new), tokenizer = load_pair(pair.old, pair.new, job.device)
-    prompts, completions, advantages = _sample(old, tokenizer, job)
+    completions, advantages = _sample(old, tokenizer, job)
+    how = (rules, job.sampling.temperature)
     return [
-        measure_completion(old, new, tokenizer, prompt, completion, credit, rules, job.sampling.temperature)
-        for prompt, completion, credit in zip(prompts, completions, advantages.tolist(), strict=True)
+        measure_completion(old, new, tokenizer, one.prompt, one.tokens, credit, *how, own=one.own)
+        for one, credit in zip(completions, advantages.tolist(), strict=True)
+        if any(one.own)
     ]
 
 
@@ -124,16 +127,19 @@ def measure_completion(
     advantage: float,
     rules: Rules,
     temperature: float,
+    *,
+    own: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Columns of an audit for every token of one completion."""
+    """Columns of an audit for every token of one completion that the model wrote: all of them where `own` does not say."""
+    places = torch.arange(len(completion)) if own is None else torch.tensor(own).nonzero()[:, 0]
     with preserve_state(old), preserve_state(new):
         ids = torch.tensor(prompt + completion, device=old.device)
-        positions = torch.arange(len(prompt), len(ids), device=old.device)
+        positions = len(prompt) + places.to(old.device)
         parts = positions.split(len(positions) if rules.whole_sequences else _CHUNK)
         found = [_measure_tokens(old, new, ids, part, advantage, rules, temperature) for part in parts]
     columns = {name: torch.cat([piece[name] for piece in found]) for name in found[0]}
-    texts = [tokenizer.decode([token]) for token in completion]
-    return {**columns, "position": torch.arange(len(completion)), "text": texts}
+    texts = [tokenizer.decode([completion[place]]) for place in places.tolist()]
+    return {**columns, "position": places, "text": texts}
 
 
 def _measure_tokens(
@@ -159,28 +165,35 @@ def _load(subject: Subject, device: str) -> tuple[PreTrainedModel, PreTrainedTok
     return model.to(device), set_pad_token(tokenizer)  # type: ignore[arg-type]  # transformers wraps `to`, losing its signature
 
 
-def _sample(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
-) -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
-    """Prompts and completions as tokens, and GRPO's advantages of the task's rewards."""
-    problems = Problems(task=job.task, tokenizer=tokenizer, instruction=job.instruction)
+def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob) -> tuple[list[Dialogue], torch.Tensor]:
+    """Completions as tokens, and GRPO's advantages of the task's rewards, or of what an environment pays."""
+    problems = job.problems(tokenizer)
     problems.check_length(job.held_out, model.config, job.sampling.max_tokens)
     repeated = [problem for problem in job.held_out for _ in range(job.samples)]
-    prompts, completions = problems.tokens(repeated), []
+    found: list[Dialogue] = []
     with preserve_state(model):
         torch.manual_seed(job.seed)
-        for start in range(0, len(prompts), job.batch_size):
-            batch = prompts[start : start + job.batch_size]
-            completions += generate(
-                model,
-                tokenizer,
-                batch,
-                job.sampling.max_tokens,
-                greedy=False,
-                temperature=job.sampling.temperature,
-                top_p=job.sampling.top_p,
-            )
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    rewards = [reward or 0.0 for reward in verifier(job.task)(prompts=repeated, completions=texts, problem=repeated)]
+        for start in range(0, len(repeated), job.batch_size):
+            asked = repeated[start : start + job.batch_size]
+            if job.turns is not None:
+                found += job.turns.play(model, problems, asked, job.sampling, greedy=False)
+            else:
+                found += _complete(model, problems, asked, job.sampling)
+    rewards = [one.reward for one in found]
+    if None in rewards:
+        texts = [one.answer for one in found]
+        rewards = verifier(job.task)(prompts=repeated, completions=texts, problem=repeated)
     group = torch.arange(len(job.held_out)).repeat_interleave(job.samples)
-    return prompts, completions, group_advantages(torch.tensor(rewards), group, "grpo")
+    return found, group_advantages(torch.tensor([reward or 0.0 for reward in rewards]), group, "grpo")
+
+
+def _complete(model: PreTrainedModel, problems: Problems, asked: list[str], sampling: Sampling) -> Iterator[Dialogue]:
+    """Completions in one turn."""
+    tokenizer, prompts = problems.tokenizer, problems.tokens(asked)
+    how = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    for problem, prompt, tokens in zip(
+        asked, prompts, generate(model, tokenizer, prompts, sampling.max_tokens, greedy=False, **how), strict=True
+    ):
+        one = Dialogue(problem, prompt, answer=str(tokenizer.decode(tokens, skip_special_tokens=True)))
+        one.add(tokens)
+        yield one

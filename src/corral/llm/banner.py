@@ -10,6 +10,7 @@ import trl
 from accelerate.utils import is_peft_model
 
 import corral
+from corral.llm.rewards import path_of
 from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import Settings
 from corral.llm.teacher import Teacher
@@ -36,7 +37,7 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
         ("anchor", _anchor(trainer)),
         ("support", _support(trainer)),
         *([] if trainer.teacher is None else [_third_policy(trainer.teacher, settings)]),
-        *([("tool", f"{settings.tool} answers within completions, and is not trained on")] if settings.tool else []),
+        *_turns(settings),
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", _device(trainer)),
         ("run", str(where)),
@@ -44,6 +45,14 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
     why = why_inactive(trainer)
     notes = [*chosen, args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
     return [*lines, *(("note", sentence) for sentence in notes if sentence)]
+
+
+def _turns(settings: Settings) -> list[tuple[str, str]]:
+    """Who answers the model within completions, if anybody does."""
+    own = [path_of(one) for one in (*settings.tools, settings.environment_factory) if one]
+    if settings.tool:
+        return [("tool", f"{settings.tool} answers within completions, and is not trained on")]
+    return [("tools", f"{', '.join(own)}: called by the model, and not trained on")] if own else []
 
 
 def _anchor(trainer: RunTrainer) -> str:

@@ -6,19 +6,24 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers import PreTrainedTokenizerBase
+
+from corral.llm.calls import make_multi_turn
 from corral.llm.eval_view import EvalView
 from corral.llm.models import choose_device
 from corral.llm.passk import RIGHT
-from corral.llm.problems import Problems
+from corral.llm.problems import Problems, Sampling
 from corral.llm.results import EvalFolder, Row, summarise
-from corral.llm.rewards import Reward, RewardError, verifier
-from corral.llm.sampler import Backend, Sampler, Sampling, choose_backend, make_sampler
+from corral.llm.rewards import Reward, RewardError, path_of, verifier
+from corral.llm.sampler import Backend, Sampler, TransformersSampler, choose_backend, make_sampler
+from corral.llm.settings import ONE_OF_TOOLS
 from corral.llm.subject import Subject, find_subject
+from corral.llm.turns import MultiTurn
 from corral.run.files import RunError, plain
 from corral.run.folder import commit, versions
 from corral.task import Task, make_task
@@ -45,6 +50,12 @@ class EvalSettings:
     """The task's own settings, on top of the run's."""
     instruction: str | None = None
     """What the model reads; {problem} is the task's prompt."""
+    tool: str | None = None
+    """Who answers the model within a completion: a run's own by default; "" is nobody."""
+    tools: tuple[str | Callable[..., Any], ...] | None = None
+    """Functions that a chat model may call: a run's own by default; () is none."""
+    environment_factory: str | Callable[..., Any] | None = None
+    """An environment whose methods a chat model may call: a run's own by default; "" is none."""
     checkpoint: str | None = None
     """Of a run: latest, best (by measured success), or the number of a step."""
     problems: int | None = None
@@ -97,6 +108,10 @@ class EvalJob:
     seed: int
     device: str
     backend: Backend
+    turns: MultiTurn | None = None
+    """Who answers within completions."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """What the plan says of that, and of the chat template; empty where there is nothing to say."""
 
     def plan(self) -> dict[str, Any]:
         """Everything that the result depends on. Two evaluations with the same plan are one."""
@@ -115,8 +130,18 @@ class EvalJob:
                 "seed": self.seed,
                 "device": self.device,
                 "backend": self.backend,
+                **self.how,
             }
         )
+
+    def problems(self, tokenizer: PreTrainedTokenizerBase) -> Problems:
+        """The problems, worded for a model."""
+        try:
+            tools = self.turns.template(tokenizer) if self.turns is not None else {}
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        template = tools | self.how.get("chat_template_kwargs", {})
+        return Problems(task=self.task, tokenizer=tokenizer, instruction=self.instruction, template=template)
 
     def batches(self) -> Iterator[_Batch]:
         """Every completion once: greedy ones first, then all samples of a problem together."""
@@ -137,7 +162,7 @@ def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None =
         view.warn(sentence)
     if done is None:
         sampler = make_sampler(job.backend, job.subject, job.device)
-        problems = Problems(task=job.task, tokenizer=sampler.tokenizer, instruction=job.instruction)
+        problems = job.problems(sampler.tokenizer)
         problems.check_length(job.held_out, sampler.config, job.sampling.max_tokens)
         folder.open({"settings": plan, "versions": versions()})
         try:
@@ -160,8 +185,12 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
     own = name == subject.defaults.get("task")
     inherited = subject.defaults.get("task_config", {}) if own else {}
     device = choose_device(settings.device)
-    backend = choose_backend(settings.backend, subject, device)
+    how = _turns(settings, subject)
+    backend = choose_backend(settings.backend, subject, device, played=bool(_NAMES & how.keys()))
     try:
+        turns = make_multi_turn(
+            how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns")
+        )
         task = make_task(name, **{**inherited, **settings.task_config})
         held_out = task.held_out_prompts(settings.problems or default_problems(task), settings.seed)
     except ValueError as error:
@@ -181,7 +210,24 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
         seed=settings.seed,
         device=device,
         backend=backend,
+        turns=turns,
+        how=how | {"tools": [path_of(one) for one in how["tools"]]} if "tools" in how else how,
     )
+
+
+_NAMES = {"tool", "tools", "environment_factory"}
+
+
+def _turns(settings: EvalSettings, subject: Subject) -> dict[str, Any]:
+    """Who answers within completions, and the chat template's arguments: as the settings say, else as the run had it."""
+    own = subject.defaults
+    given = {name: vars(settings)[name] for name in sorted(_NAMES) if vars(settings)[name] is not None}
+    if any(given.values()):  # another one takes the place of the run's
+        own = {name: value for name, value in own.items() if name not in _NAMES}
+    chosen = {name: own.get(name) for name in (*sorted(_NAMES), "max_turns", "chat_template_kwargs")} | given
+    if chosen["tool"] and (chosen["tools"] or chosen["environment_factory"]):
+        raise RunError(ONE_OF_TOOLS)
+    return {name: value for name, value in chosen.items() if value}
 
 
 def default_problems(task: Task) -> int:
@@ -216,7 +262,7 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
     for index, batch in enumerate(batches):
         found = kept.get(index)
         if found is None:
-            found = answer_batch(job, ids, batch, sampler, score)
+            found = answer_batch(job, problems, ids, batch, sampler, score)
             folder.add(index, found)
         rows += found
         marks = right[found[0]["greedy"]]
@@ -234,18 +280,28 @@ def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder,
     return result
 
 
-def answer_batch(job: EvalJob, ids: list[list[int]], batch: _Batch, sampler: Sampler, score: Reward) -> list[Row]:
+def answer_batch(
+    job: EvalJob, problems: Problems, ids: list[list[int]], batch: _Batch, sampler: Sampler, score: Reward
+) -> list[Row]:
     """Complete and grade one batch."""
     greedy = batch[0][2]
     seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
-    written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, job.sampling, greedy=greedy)
     prompts = [job.held_out[problem] for problem, _, _ in batch]
-    rewards = score(prompts=prompts, completions=[one.text for one in written], problem=prompts)
+    if job.turns is None:
+        written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, job.sampling, greedy=greedy)
+    else:
+        assert isinstance(sampler, TransformersSampler)  # `choose_backend` has seen to it
+        written = sampler.play(job.turns, problems, prompts, seeds, job.sampling, greedy=greedy)
+    rewards = [one.reward for one in written]
+    if any(reward is None for reward in rewards):
+        rewards = score(prompts=prompts, completions=[one.text for one in written], problem=prompts)
     rows = []
     for (problem, sample, _), prompt, one, reward in zip(batch, prompts, written, rewards, strict=True):
         if reward is None or not 0 <= reward <= 1:
-            raise RewardError(f"{job.task.name}.verify gave {reward} for {one.text!r}. An evaluation needs rewards in 0..1.")
-        row = {"problem": problem, "sample": sample, "greedy": greedy, "prompt": prompt, "completion": one.text}
+            who = f"{job.task.name}.verify" if one.reward is None else "get_reward of the environment"
+            raise RewardError(f"{who} gave {reward} for {one.text!r}. An evaluation needs rewards in 0..1.")
+        shown = one.transcript or one.text
+        row = {"problem": problem, "sample": sample, "greedy": greedy, "prompt": prompt, "completion": shown}
         rows.append({**row, "reward": reward, "tokens": one.tokens, "ended": one.ended})
     return rows
 
@@ -262,6 +318,7 @@ def _heading(job: EvalJob, where: Path) -> list[tuple[str, str]]:
     return [
         ("model", f"{job.subject.name}{step}"),
         ("task", f"{job.task.name}, {len(job.held_out):,} held-out problems"),
+        *([("tools", ", ".join(f"{name} {job.how[name]}" for name in sorted(_NAMES & job.how.keys())))] if job.turns else []),
         ("answers", f"1 greedy and {job.samples} sampled each: {how}, seed {job.seed}"),
         ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
         ("results", str(where)),

@@ -27,6 +27,8 @@ _ALSO_CALLED = {
     "algorithm": "--objective, or for a robot a recipe of its own beside it, such as --recipe via_point",
     "iterations": "--steps, or for a robot a recipe of its own beside it, such as --recipe via_point",
     "loss": "--objective",
+    "environment": "--environment-factory module:Class, or for a robot a recipe of its own, such as --recipe via_point",
+    "rollout_func": "--tool module:Class, or --tools and --environment-factory of a chat model",
     "dataset": "--task jsonl --set task_config.path=FILE",
     "data": "--task jsonl --set task_config.path=FILE",
     "train_file": "--task jsonl --set task_config.path=FILE",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
@@ -14,16 +14,17 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from corral.llm.config import CorralConfig
+from corral.llm.calls import FunctionCalls, make_multi_turn
+from corral.llm.config import CorralConfig, Sampler
 from corral.llm.models import choose_device, load_model, load_trainable, newest_checkpoint
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
 from corral.llm.trl_api import REDUCTIONS, steps_per_batch
+from corral.llm.turns import MultiTurn, TextTool
 from corral.naming import nearest
 from corral.run.files import RunError, plain
 from corral.task import make_task
-from corral.task.tool import Tool, make_tool
 
 _WITHOUT_FOLDER = ("smoke", "smollm2")
 """Models that are built in memory, so that TRL cannot load them again for a reference."""
@@ -47,7 +48,7 @@ class Parts:
     """Whom the model learns from, if not from itself."""
     notes: tuple[str, ...] = ()
     """What was chosen for the user, in sentences."""
-    tool: Tool | None = None
+    turns: MultiTurn | None = None
     """Who answers the model within a completion."""
 
 
@@ -62,15 +63,20 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     try:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
-        tool = make_tool(settings.tool) if settings.tool else None
-        if tool is not None and config.use_vllm:
+        turns = make_multi_turn(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
+        if isinstance(turns, TextTool) and config.use_vllm:
             raise ValueError("`tool` plays its turns with the trainer's own model. Leave `use_vllm` out.")
-        config.check_sampler("vllm" if config.use_vllm else "transformers" if tool is None else "rollout_func")
+        sampler: Sampler = "vllm" if config.use_vllm else "rollout_func" if isinstance(turns, TextTool) else "transformers"
+        config.check_sampler(sampler)
         rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
+        if isinstance(turns, FunctionCalls) and turns.pays and not settings.reward:
+            rewards, config.reward_weights = [], None  # TRL adds the environment's own
         taught = _check_teacher(settings, config)
         model, tokenizer = load(settings.model)
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
+        template = turns.template(tokenizer) if turns is not None else {}
+        template |= cast(dict[str, Any], config.chat_template_kwargs or {})  # TRL has read a text as JSON
     except ValueError as error:
         raise RunError(str(error)) from error
     if config.beta and not settings.lora and settings.model in _WITHOUT_FOLDER:
@@ -87,20 +93,20 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
             f"on with it as it is. For a new one on top, merge it first (peft's merge_and_unload, then save_pretrained), and "
             f"give that folder as the model."
         )
-    problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction)
+    problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction, template=template)
     shown = settings.teacher_instruction or ("" if settings.teacher else f"{{solution}}\n{settings.instruction}")
     dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught == "distill" else "")
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
-    if settings.reward:
+    if settings.reward or settings.environment_factory:
         check_columns(task, held_out[0])
     given = "max_completion_length" in settings.trainer or "max_completion_length" in settings.task_config
     asked = [*dataset["problem"], *held_out]
     notes = () if given else _fit_length(problems, asked, model.config, config)
     problems.check_length(asked, model.config, config.max_completion_length)
     problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
-    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, tool)
+    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, turns)
 
 
 def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, config: CorralConfig) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +14,19 @@ from corral.run.files import RunError
 from corral.task import Task, columns_of, messages_of
 from corral.task.draws import ProceduralTask
 
-_Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, str]]
 
 _LONGEST = 1000
 """How many prompts, the longest in characters, are tokenised to see whether they fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +36,14 @@ class Problems:
     task: Task
     tokenizer: PreTrainedTokenizerBase
     instruction: str
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template: TRL's `chat_template_kwargs`, and tools."""
 
-    def prompt(self, problem: str) -> _Prompt:
+    def prompt(self, problem: str) -> Prompt:
         """What the trainer passes to the model; in a chat, the instruction is around the last message."""
         return self._worded(problem, self.instruction, {})
 
-    def _worded(self, problem: str, instruction: str, values: Mapping[str, Any]) -> _Prompt:
+    def _worded(self, problem: str, instruction: str, values: Mapping[str, Any]) -> Prompt:
         """The problem in this instruction; {problem} and the names of `values` stand for what they are."""
 
         def fill(text: str) -> str:
@@ -46,13 +57,12 @@ class Problems:
 
     def tokens(self, problems: Sequence[str]) -> list[list[int]]:
         """The same as token ids, as the trainer makes them."""
-        return self._tokenise(map(self.prompt, problems))
+        return self.tokenise(map(self.prompt, problems))
 
-    def _tokenise(self, prompts: Iterable[_Prompt]) -> list[list[int]]:
-        texts = [
-            p if isinstance(p, str) else self.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True)
-            for p in prompts
-        ]
+    def tokenise(self, prompts: Iterable[Prompt]) -> list[list[int]]:
+        """Prompts, worded already, as token ids."""
+        render, how = self.tokenizer.apply_chat_template, {"tokenize": False, "add_generation_prompt": True, **self.template}
+        texts = [p if isinstance(p, str) else render(p, **how) for p in prompts]
         # A chat template writes special tokens itself.
         ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
         return ids
@@ -73,7 +83,7 @@ class Problems:
             columns[TEACHER_PROMPT] = self._teacher_prompts(problems, seed, teacher_instruction)
         return Dataset.from_dict(columns)
 
-    def _teacher_prompts(self, problems: list[str], seed: int, instruction: str) -> list[_Prompt]:
+    def _teacher_prompts(self, problems: list[str], seed: int, instruction: str) -> list[Prompt]:
         """What a teacher reads: {solution} is a procedural task's own answer, any other name a column of the task's rows."""
         values = columns_of(self.task, problems)
         if isinstance(self.task, ProceduralTask):
@@ -108,12 +118,12 @@ class Problems:
         self._check_room("a teacher's prompt", problems, shown, config, max_completion_length)
 
     def _check_room(
-        self, what: str, problems: list[str], prompts: Iterable[_Prompt], config: PreTrainedConfig, max_completion_length: int
+        self, what: str, problems: list[str], prompts: Iterable[Prompt], config: PreTrainedConfig, max_completion_length: int
     ) -> None:
         room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
         if room is None or not problems:
             return
-        tokens, problem = max(zip(map(len, self._tokenise(prompts)), problems, strict=True))
+        tokens, problem = max(zip(map(len, self.tokenise(prompts)), problems, strict=True))
         if tokens + max_completion_length > room:
             raise RunError(
                 f"{what} has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "

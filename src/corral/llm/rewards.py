@@ -11,6 +11,7 @@ from corral.run.files import RunError
 from corral.run.settings import guess
 from corral.task import Task, columns_of, text_of, verify_all
 from corral.task.imports import by_path
+from corral.task.messages import answer_of
 
 Reward = Callable[..., list[float | None]]
 
@@ -29,12 +30,17 @@ class RewardError(RunError):
 
 def as_rewards(given: Any) -> tuple[str | Reward, ...]:
     """Rewards as settings hold them, from one or from a list; none of them means the task's verifier."""
+    return as_functions(given, _HOW)
+
+
+def as_functions(given: Any, how: str) -> tuple[str | Reward, ...]:
+    """Functions of the user's as settings hold them, from one or from a list; `how` says how they are written."""
     found: list[Any] = []
     for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
         found += [] if one is None else one if isinstance(one, list) else [one]
     for one in found:
         if not isinstance(one, str) and not callable(one):
-            raise RunError(f"{_HOW}, a Python function, or a list of these; got {one!r}.")
+            raise RunError(f"{how}, a Python function, or a list of these; got {one!r}.")
     return tuple(found)
 
 
@@ -77,7 +83,7 @@ def verifier(task: Task) -> Reward:
     """The task's own verifier as a reward function."""
 
     def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
-        return verify_all(task, problem, [text_of(completion) for completion in completions])
+        return verify_all(task, problem, [answer_of(completion) for completion in completions])
 
     return _with_checks(f"{task.name}.verify", score)
 
@@ -147,7 +153,7 @@ def _with_columns(function: Reward, task: Task) -> Reward:
     """`function` with the task's columns as keyword lists, as TRL passes a dataset's. They need not fit into Arrow's types."""
 
     def score(problem: list[str], **others: Any) -> Any:
-        return function(problem=problem, **columns_of(task, problem), **others)
+        return function(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
 
     return score
 

@@ -16,21 +16,21 @@ from trl.models.utils import unwrap_model_for_generation
 from corral.llm.deployed_probe import TOKENS
 from corral.llm.guard import GuardCallback
 from corral.llm.models import base_model
-from corral.llm.problems import Problems, generate
+from corral.llm.problems import Problems, Sampling, generate
 from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
 from corral.llm.sharding import is_sharded, root_weights
 from corral.llm.tokens import CompletionSample, token_rows
 from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import updates_per_step
-from corral.llm.turns import converse
+from corral.llm.turns import MultiTurn
 from corral.objective import Objective
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
 from corral.run.view import RunView
-from corral.task import text_of
-from corral.task.tool import Tool
+from corral.task import columns_of, text_of
+from corral.task.messages import transcript
 from corral.types import TokenBatch
 
 
@@ -48,7 +48,7 @@ class Session(Interruptible):
     view: RunView
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Lines of metrics.jsonl so far."""
-    tool: Tool | None = None
+    turns: MultiTurn | None = None
     """Who answers the model within a completion."""
     problem_of: dict[str, str] = field(default_factory=dict)
     """With a tool: the problem behind each prompt, as text."""
@@ -87,6 +87,9 @@ class RunTrainer(CorralTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Rewards ride along in TRL's buffer of rollouts, for the rows of tokens.parquet."""
+        if self.session.settings.environment_factory:  # its `reset` reads the task's columns too
+            columns = columns_of(self.session.problems.task, [row["problem"] for row in inputs])
+            inputs = [{**{name: column[i] for name, column in columns.items()}, **row} for i, row in enumerate(inputs)]
         output = super()._generate_and_score_completions(inputs)
         assert self._rewards is not None
         rewards, mine = self._rewards, len(output["completion_ids"])
@@ -174,29 +177,29 @@ class RunTrainer(CorralTrainer):
         for start in range(0, most, size):
             batch = problems[start : start + size]
             asked = batch or session.held_out[:1]
-            texts = self._answers(model, asked, session.problems.tokens(asked), greedy)
+            texts, paid = self._answers(model, asked, greedy)
             if not batch:
                 continue
-            for text, score in zip(texts, session.success(prompts=batch, completions=texts, problem=batch), strict=True):
+            scores = paid or session.success(prompts=batch, completions=texts, problem=batch)
+            for text, score in zip(texts, scores, strict=True):
                 if score is None:
                     name = session.problems.task.name
                     raise RewardError(f"{name}.verify gave None for {text!r}. Success on held-out problems needs a number.")
                 yield score
 
-    def _answers(self, model: Any, problems: list[str], ids: list[list[int]], greedy: bool) -> list[str]:
-        """One completion per problem, together with the tool where there is one."""
-        tool, tokenizer, longest = self.session.tool, self.processing_class, self.max_completion_length
-        if tool is not None and is_sharded(self):
-            raise RunError("`tool` plays as many turns as a process needs, and a sharded model generates in step. Use DDP.")
-        if tool is None:
-            tokens = generate(model, tokenizer, ids, longest, greedy=greedy)
+    def _answers(self, model: Any, asked: list[str], greedy: bool) -> tuple[list[str], list[float]]:
+        """One completion per problem, in several turns where somebody answers; and what an environment paid for each."""
+        turns, problems, longest = self.session.turns, self.session.problems, self.max_completion_length
+        if turns is None:
+            ids = problems.tokens(asked)
+            tokens = generate(model, self.processing_class, ids, longest, greedy=greedy)
             if self.deployed is not None and not greedy and len(self._drawn) < self._draws_to_certify:
                 self._drawn += zip(ids, tokens, strict=True)
-            answers: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            return answers
-        found = converse(model, tokenizer, problems, ids, tool, longest, greedy=greedy)
-        texts: list[str] = tokenizer.batch_decode([one.tokens for one in found], skip_special_tokens=True)
-        return texts
+            return self.processing_class.batch_decode(tokens, skip_special_tokens=True), []
+        if is_sharded(self):
+            raise RunError("a tool is asked as often as a process needs it, and a sharded model generates in step. Use DDP.")
+        found = turns.play(model, problems, asked, Sampling(max_tokens=longest), greedy=greedy)
+        return [one.answer for one in found], [one.reward for one in found if one.reward is not None]
 
     def newest_completions(self, count: int) -> list[dict[str, Any]]:
         """The first completions of the newest rollouts, those of one prompt together."""
@@ -209,7 +212,7 @@ class RunTrainer(CorralTrainer):
                 "step": update // self.updates_per_step,
                 "update": update,
                 "prompt": text_of(prompt),
-                "completion": text_of(completion),
+                "completion": transcript(completion),
                 "reward": reward,
                 "advantage": advantage,
             }

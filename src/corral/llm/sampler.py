@@ -1,6 +1,8 @@
 """Samplers of an evaluation: transformers, or vLLM where it is installed."""
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +12,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corral.llm.models import load_model
-from corral.llm.problems import end_tokens, generate
+from corral.llm.problems import Problems, Sampling, end_tokens, generate
 from corral.llm.subject import BUILT_IN, Subject
+from corral.llm.turns import MultiTurn
 from corral.run.files import RunError
 
 Backend = Literal["transformers", "vllm"]
@@ -25,15 +28,10 @@ class Completion:
     tokens: int
     ended: bool
     """False where it was cut off at the longest length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How completions are drawn."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int
+    transcript: str = ""
+    """With what others wrote in between, where it has several turns."""
+    reward: float | None = None
+    """What an environment paid for it, where that pays."""
 
 
 @runtime_checkable
@@ -50,9 +48,10 @@ class Sampler(Protocol):
         """One completion per prompt, with one random seed per prompt."""
 
 
-def choose_backend(requested: str, subject: Subject, device: str) -> Backend:
+def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
     """`auto` is vLLM where it is installed and a GPU is used; `vllm` says what is missing, and runs on a processor too."""
     reasons = [
+        (played, "tools and environments are played with transformers here."),
         (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
         (
             Path(subject.model, "adapter_config.json").is_file(),
@@ -86,24 +85,40 @@ class TransformersSampler:
         """Nothing: the cache grows with what is written."""
 
     def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+        with self._drawing(seeds):
+            tokens = generate(
+                self.model,
+                self.tokenizer,
+                ids,
+                sampling.max_tokens,
+                greedy=greedy,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+            )
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [Completion(text, len(row), self._ended(row)) for text, row in zip(texts, tokens, strict=True)]
+
+    def play(
+        self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling, *, greedy: bool
+    ) -> list[Completion]:
+        """The same in several turns."""
+        with self._drawing(seeds):
+            found = turns.play(self.model, problems, asked, sampling, greedy=greedy)
+        return [Completion(one.answer, sum(one.own), self._ended(one.tokens), one.transcript, one.reward) for one in found]
+
+    @contextmanager
+    def _drawing(self, seeds: list[int]) -> Iterator[None]:
+        """The random stream of a batch; a sentence where memory runs out."""
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
                 torch.manual_seed(seeds[0])
-                tokens = generate(
-                    self.model,
-                    self.tokenizer,
-                    ids,
-                    sampling.max_tokens,
-                    greedy=greedy,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                )
+                yield
         except torch.OutOfMemoryError as error:
-            raise RunError(f"the GPU's memory is too small for {len(ids)} prompts at a time: lower --batch-size.") from error
-        ends = end_tokens(self.model, self.tokenizer)
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return [Completion(text, len(row), row[-1:] != [] and row[-1] in ends) for text, row in zip(texts, tokens, strict=True)]
+            raise RunError(f"the GPU's memory is too small for {len(seeds)} prompts at a time: lower --batch-size.") from error
+
+    def _ended(self, tokens: list[int]) -> bool:
+        return tokens[-1:] != [] and tokens[-1] in end_tokens(self.model, self.tokenizer)
 
 
 class _VllmSampler:

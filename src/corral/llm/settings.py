@@ -5,14 +5,14 @@ Importing this imports neither torch nor TRL: what can be refused without them i
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from corral.llm.known import objective_fields, refuse_unknown, trainer_names
-from corral.llm.rewards import Reward, as_rewards, path_of
+from corral.llm.rewards import Reward, as_functions, as_rewards, path_of
 from corral.naming import nearest
 from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, coerce, read_named, recipes
@@ -56,6 +56,9 @@ _OF_OBJECTIVES = {
     "importance_sampling_level": "--objective gspo, or --objective troll --set objective_config.level=sequence",
 }
 """Settings of TRL's own loss, and the flags of those that take its place."""
+
+
+ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are called by a chat model: use one or the other."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,11 @@ class Settings:
     tool: str = ""
     """Who answers the model within a completion, in as many turns as fit: `calculator`, or a class of your own as
     `module:Class` (corral.task.tool.Tool). What it writes is not trained on."""
+    tools: tuple[str | Callable[..., Any], ...] = ()
+    """Functions that a chat model may call, as `module:function`, `file.py:function` or themselves: TRL's `tools`. What they
+    return is not trained on."""
+    environment_factory: str | Callable[..., Any] = ""
+    """An environment whose methods a chat model may call, as `module:Class`, `file.py:Class` or itself: TRL's own."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of CorralConfig, checked but not yet applied."""
 
@@ -123,6 +131,8 @@ class Settings:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         if self.task not in TASKS and ":" not in self.task:  # a user's own task, module:Class
             raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
+        if self.tool and (self.tools or self.environment_factory):
+            raise RunError(ONE_OF_TOOLS)
         if self.objective not in objective_fields():
             from corral.objective import OBJECTIVES  # with torch, and with what other packages have registered
 
@@ -131,7 +141,8 @@ class Settings:
 
     def flat(self) -> dict[str, Any]:
         """As in a file: the run's keys and the trainer's side by side."""
-        own = dataclasses.asdict(dataclasses.replace(self, reward=tuple(map(path_of, self.reward))))
+        paths: dict[str, Any] = {name: tuple(map(path_of, vars(self)[name])) for name in ("reward", "tools")}
+        own = dataclasses.asdict(dataclasses.replace(self, environment_factory=path_of(self.environment_factory), **paths))
         return own | own.pop("trainer")
 
 
@@ -193,8 +204,22 @@ def _own_settings(merged: Mapping[str, Any], trainer: list[str]) -> dict[str, An
             about = (str(merged.get(name, vars(Settings)[name])) for name in ("objective", "task"))
             raise RunError(refuse_unknown(key, [*hints, *trainer], *about))
         if key in hints:
-            found[key] = as_rewards(value) if key == "reward" else coerce(key, value, hints[key])
+            found[key] = FUNCTIONS[key](value) if key in FUNCTIONS else coerce(key, value, hints[key])
     return found
+
+
+def _as_environment(given: Any) -> Any:
+    if not isinstance(given, str) and not callable(given):
+        raise RunError(f"`environment_factory` is module:Class or file.py:Class, or a Python class; got {given!r}.")
+    return given
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "reward": as_rewards,
+    "tools": lambda given: as_functions(given, "`tools` are module:function or file.py:function"),
+    "environment_factory": _as_environment,
+}
+"""Settings that name functions and classes of the user's, or are these."""
 
 
 def _own_reduction(settings: Settings) -> bool:

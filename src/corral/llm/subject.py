@@ -27,7 +27,7 @@ class Subject:
     run: Path | None = None
     step: int | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Task, its settings, instruction and length of the run."""
+    """Task, its settings, instruction, tools and length of the run."""
     complaints: tuple[str, ...] = ()
     """What is wrong with newer checkpoints, if an older one had to be taken."""
 
@@ -68,11 +68,6 @@ def _run_config(path: Path) -> dict[str, Any] | None:
 
 def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subject:
     chosen, complaints = choose_checkpoint(RunFolder.open(path, write=False), which)
-    if content["settings"].get("tool"):
-        raise RunError(
-            f"{name} was trained with the tool {content['settings']['tool']}, which only training plays so far: its own "
-            f"measurements are in metrics.jsonl. Without the tool, give the checkpoint as a model: {chosen.path}."
-        )
     manifest = json.loads((chosen.path / "manifest.json").read_text())["files"]
     settings = content["settings"]
     return Subject(
@@ -86,6 +81,9 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
             "task_config": settings.get("task_config") or {},
             "instruction": settings.get("instruction", "{problem}"),
             "max_tokens": content["trainer"]["max_completion_length"],
+            "max_turns": content["trainer"].get("max_tool_calling_iterations"),
+            "chat_template_kwargs": content["trainer"].get("chat_template_kwargs") or {},
+            **{name: settings[name] for name in ("tool", "tools", "environment_factory") if settings.get(name)},
         },
         complaints=tuple(complaints),
     )

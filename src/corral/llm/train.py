@@ -19,7 +19,6 @@ from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
-from corral.llm.turns import rollout
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
@@ -51,18 +50,21 @@ def resume(
     guard: str | None = None,
     report_to: str | None = None,
     reward: Any = None,
+    tools: Any = None,
+    environment_factory: Any = None,
     steps: int | str | None = None,
 ) -> Outcome:
     """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
     Args:
-        reward: the run's own functions again where they cannot be imported, such as those of a notebook.
+        reward, tools, environment_factory: the run's own again where they cannot be imported, such as those of a notebook.
         steps: a new end, to extend the run or to end it earlier; the learning rate follows the schedule of that length.
     """
     folder = RunFolder.open(Path(path), write=is_main())
     view = make_view(quiet=quiet, silent=not is_main())
     content = folder.read_config()
-    changes = {"guard": guard, "report_to": report_to, "reward": reward, "steps": steps}
+    own = {"reward": reward, "tools": tools, "environment_factory": environment_factory}
+    changes = {"guard": guard, "report_to": report_to, **own, "steps": steps}
     # What was chosen for the run stays: a longer one may have longer prompts.
     length = {"max_completion_length": content["trainer"]["max_completion_length"]}
     settings = resolve([length, content["settings"], {key: value for key, value in changes.items() if value is not None}])
@@ -113,8 +115,8 @@ def _run(
         guard=guard,
         view=view,
         lines=lines,
-        tool=parts.tool,
-        problem_of={str(row["prompt"]): row["problem"] for row in parts.dataset} if parts.tool is not None else {},
+        turns=parts.turns,
+        problem_of={str(row["prompt"]): row["problem"] for row in parts.dataset} if parts.turns is not None else {},
     )
     if is_alone_by_mistake():
         view.warn(ALONE)
@@ -150,9 +152,8 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
     level = log.level
     log.setLevel(logging.ERROR)  # the banner says the same, in its place
     set_seed(settings.seed)  # the trainer does that too, but an adapter is drawn before
-    played = {} if parts.tool is None else {"rollout_func": rollout}
     try:
-        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # a rollout_func is; tests run every release that is accepted
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # several turns are; tests run every release that is accepted
         trainer = RunTrainer(
             parts.model,
             parts.rewards,
@@ -161,7 +162,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
             processing_class=parts.problems.tokenizer,
             peft_config=parts.adapter,
             teacher=parts.teacher,
-            **played,
+            **({} if parts.turns is None else parts.turns.trainer_arguments()),
         )
     except ValueError as error:  # what only TRL, peft and the model together can tell
         raise RunError(str(error)) from error

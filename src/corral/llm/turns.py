@@ -1,15 +1,17 @@
 """Completions in several turns: the model writes until a stop, a tool answers, the model goes on. TRL's `rollout_func`.
 
-What a tool wrote is in the completion and in what the model reads, and has no part in the loss (TRL's `env_mask`).
+What a tool wrote is in the completion and in what the model reads, and has no part in the loss (TRL's `env_mask`). Functions
+that a chat model calls are in `calls.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -20,7 +22,7 @@ from transformers import (
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.models import base_model
-from corral.llm.problems import end_tokens, plain_sampling
+from corral.llm.problems import Problems, Sampling, cut_at_end, end_tokens, plain_sampling
 from corral.llm.rewards import RewardError
 from corral.task.tool import Tool
 
@@ -40,12 +42,59 @@ class Dialogue:
     logps: list[float] = field(default_factory=list)
     replies: int = 0
     over: bool = False
+    answer: str = ""
+    """The text that is graded."""
+    transcript: str = ""
+    """The text that is shown, with what others wrote."""
+    reward: float | None = None
+    """What the environment paid for it, where that pays."""
 
-    def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None) -> None:
-        """Tokens of the model, with their log-probs, or of the tool, without."""
+    def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None, *, own: bool = True) -> None:
+        """Tokens of the model, with their log-probs where they are known, or of the tool."""
         self.tokens += tokens
-        self.own += [int(logps is not None)] * len(tokens)
+        self.own += [int(own)] * len(tokens)
         self.logps += [0.0] * len(tokens) if logps is None else logps
+
+
+@runtime_checkable
+class MultiTurn(Protocol):
+    """Completions in which somebody answers the model: for held-out success, evaluations and audits."""
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Arguments for the chat template, such as `tools`; ValueError where the model has no way to use them."""
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """GRPOTrainer's arguments, with which TRL plays the same in training."""
+
+    def play(
+        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
+    ) -> list[Dialogue]:
+        """One completion per problem, sampled or greedy."""
+
+
+@dataclass(frozen=True)
+class TextTool:
+    """A `Tool`, which writes into the text of any model whenever that has written one of its stops."""
+
+    tool: Tool
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Nothing: no template knows of it."""
+        return {}
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """TRL's `rollout_func`."""
+        return {"rollout_func": rollout}
+
+    def play(
+        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
+    ) -> list[Dialogue]:
+        """One completion per problem; all of its text is graded."""
+        given = (model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling.max_tokens)
+        found = converse(*given, greedy=greedy, temperature=sampling.temperature, top_p=sampling.top_p)
+        for one in found:
+            one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
+        return found
 
 
 @torch.no_grad()
@@ -59,13 +108,15 @@ def converse(
     *,
     greedy: bool = False,
     temperature: float = 1.0,
+    top_p: float = 1.0,
 ) -> list[Dialogue]:
-    """One completion per prompt, of at most `max_tokens` tokens of both, sampled from the whole policy or greedy."""
+    """One completion per prompt, of at most `max_tokens` tokens of both, sampled or greedy."""
     found = [Dialogue(problem, prompt) for problem, prompt in zip(problems, prompts, strict=True)]
     ends = end_tokens(model, tokenizer)
     while live := [one for one in found if not one.over]:
         room = max_tokens - min(len(one.tokens) for one in live)
-        written = _turn(model, tokenizer, [one.prompt + one.tokens for one in live], tool, room, ends, greedy, temperature)
+        config = plain_sampling(tokenizer, ends, room, greedy=greedy, top_p=top_p)  # the temperature is `_Scores`' own
+        written = _turn(model, tokenizer, [one.prompt + one.tokens for one in live], tool, config, temperature)
         for one, (tokens, logps) in zip(live, written, strict=True):
             left = max_tokens - len(one.tokens)
             one.add(tokens[:left], logps[:left])
@@ -86,10 +137,10 @@ def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_t
         ) from error
     if reply is None:
         one.over = True
-        one.add([min(ends)] if ends else [])  # the tool ends it: nothing was cut off
+        one.add([min(ends)] if ends else [], own=False)  # the tool ends it: nothing was cut off
         return
     ids: list[int] = tokenizer(reply, add_special_tokens=False)["input_ids"]
-    one.add(ids[: max_tokens - len(one.tokens)])
+    one.add(ids[: max_tokens - len(one.tokens)], own=False)
     one.replies += 1
     one.over = len(one.tokens) >= max_tokens
 
@@ -99,16 +150,13 @@ def _turn(
     tokenizer: PreTrainedTokenizerBase,
     ids: list[list[int]],
     tool: Tool,
-    room: int,
-    ends: set[int],
-    greedy: bool,
+    config: GenerationConfig,
     temperature: float,
 ) -> list[tuple[list[int], list[float]]]:
     """What the model writes until a stop, the end or no room: tokens with their log-probs."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     start = batch["input_ids"].shape[1]
     stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(temperature)
-    config = plain_sampling(tokenizer, ends, room, greedy=greedy)  # the temperature is `_Scores`' own
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     out = writer.generate(
         **batch,
@@ -120,8 +168,8 @@ def _turn(
     rows = []
     for index, tokens in enumerate(out[:, start:].tolist()):
         length = stops.lengths.get(index, len(tokens))
-        last = next((at + 1 for at, token in enumerate(tokens[:length]) if token in ends), length)
-        rows.append((tokens[:last], logps[index][:last]))
+        kept = cut_at_end(tokens[:length], set(config.eos_token_id or ()))
+        rows.append((kept, logps[index][: len(kept)]))
     return rows
 
 
@@ -169,12 +217,12 @@ class _Scores(LogitsProcessor):
 def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
     """TRL's rollout_func: completions of the run's tool, in the trainer's own policy."""
     session = trainer.session
-    assert session.tool is not None
+    assert isinstance(session.turns, TextTool)
     problems = [session.problem_of[str(prompt)] for prompt in prompts]
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as unwrapped:
         model = base_model(unwrapped)
         found = converse(
-            model, trainer.processing_class, problems, session.problems.tokens(problems), session.tool,
+            model, trainer.processing_class, problems, session.problems.tokens(problems), session.turns.tool,
             trainer.max_completion_length, temperature=trainer.temperature,
         )  # fmt: skip
     trainer._metrics[trainer.mode]["tools/replies"].append(sum(one.replies for one in found) / len(found))

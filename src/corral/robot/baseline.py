@@ -1,16 +1,18 @@
-"""Step-based baselines by stable-baselines3 on the same contexts, environment steps and evaluation as TCE and BBRL."""
+"""Step-based baselines on stable-baselines3, with the same contexts, environment steps and evaluation as TCE and BBRL."""
 
+import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from corral.robot.config import PROJECTIONS
 from corral.robot.episode import UPDATES, Episodes, Plant, episode_seeds
 from corral.robot.tracking import Array
 from corral.validate import require
@@ -19,12 +21,23 @@ try:
     from stable_baselines3 import PPO, SAC
     from stable_baselines3.common.buffers import ReplayBuffer
 
+    from corral.robot.coloured_noise import EpisodeNoise, colour_actions
     from corral.robot.step_environments import StepEnvironments
+    from corral.robot.trpl import TRPL, Region
 except ImportError as error:
     raise ImportError("corral.robot.baseline needs stable-baselines3: pip install corral[robot].") from error
 
-BASELINES = {"sb3-ppo": (PPO, False), "sb3-ppo-gsde": (PPO, True), "sb3-sac": (SAC, False), "sb3-sac-gsde": (SAC, True)}
-"""Algorithm, and whether its noise is a function of the state that stays the same throughout an episode (gSDE)."""
+BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
+    "sb3-ppo": (PPO, "white"),
+    "sb3-ppo-gsde": (PPO, "gsde"),
+    "sb3-ppo-pink": (PPO, "coloured"),
+    "sb3-sac": (SAC, "white"),
+    "sb3-sac-gsde": (SAC, "gsde"),
+    "sb3-sac-pink": (SAC, "coloured"),
+    "sb3-trpl": (TRPL, "white"),
+}
+"""Algorithm, and its exploration noise: drawn anew at every step, a function of the state that stays the same throughout an
+episode (gSDE), or coloured, which remembers."""
 _REPLAY_SIZE = 1_000_000
 """Size of SAC's replay buffer in steps: its own default."""
 REPLAY_FIELDS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
@@ -45,13 +58,26 @@ class BaselineConfig:
     hidden: tuple[int, ...] = (64, 64)
     """Widths of every network's layers."""
     epochs: int = 10
-    """PPO: passes over a batch."""
+    """PPO and TRPL: passes over a batch."""
     minibatches: int = 16
-    """PPO: updates per pass."""
+    """PPO and TRPL: updates per pass."""
     train_freq: int = 64
     """SAC: for so many steps of the environments …"""
     gradient_steps: int = 8
     """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
+    noise_colour: float = 1.0
+    """sb3-…-pink: β of the noise's spectrum 1/f^β; 1 is pink, 0 white, 2 red. 0.5 was found to suit PPO best."""
+    projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
+    """TRPL: measure of the trust region of a step."""
+    mean_bound: float = 0.03
+    """TRPL: ε_μ, how far the mean may move per batch, in each state; this and the next two as published for KL."""
+    cov_bound: float = 0.001
+    """TRPL: ε_Σ, how far the covariance may move per batch."""
+    regression: float = 8.0
+    """TRPL: weight of KL(π_θ‖sg π̃), which draws the network into the region."""
+    deployed_bound: float = math.inf
+    """TRPL: mean KL per step of the network after a batch's updates from the network before them that is allowed; what goes
+    further is retracted. inf measures alone."""
     controller_span: float | None = None
     """Radians: an action is where the joints should be, so far around where they began, and the controller of plans leads them
     there. Without it, an action is the environment's own."""
@@ -62,6 +88,11 @@ class BaselineConfig:
         require(self, "rate", above=0)
         require(self, "controller_span", above=0, finite=True, optional=True)
         require(self, "gamma", at_least=0, at_most=1)
+        require(self, "noise_colour", finite=True)
+        require(self, "projection", one_of=PROJECTIONS)
+        require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
+        require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
+        require(self, "regression", at_least=0, finite=True)
 
 
 class Baseline:
@@ -77,30 +108,47 @@ class Baseline:
             raise ValueError(f"baseline: `algorithm` is one of {', '.join(BASELINES)}; got {algorithm!r}.")
         self.plant, self.name, self.config, self.seed, self.iteration = plant, algorithm, config, seed, 0
         self.envs = StepEnvironments(plant, config.episodes, seed, config.controller_span)
-        kind, gsde = BASELINES[algorithm]
+        kind, exploration = BASELINES[algorithm]
+        with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0]):
+            self.model = self._make_model(kind, gsde=exploration == "gsde")
+        self.noise = None
+        if exploration == "coloured":
+            self.noise = EpisodeNoise(config.noise_colour, plant.steps, plant.tracking.dof)
+            self.envs.noise = self.noise
+            colour_actions(self.model, self.noise)
+
+    def _make_model(self, kind: Any, *, gsde: bool) -> Any:
+        """The algorithm of stable-baselines3, or TRPL on its PPO."""
+        config, plant = self.config, self.plant
         common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde, "device": "cpu"}
         common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
-        with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0]):
-            if kind is PPO:
-                batch, odd = divmod(config.episodes * plant.steps, config.minibatches)
-                if odd:
-                    raise ValueError(
-                        f"baseline: {config.episodes} episodes of {plant.steps} steps do not divide into {config.minibatches} "
-                        f"minibatches. Choose another number."
-                    )
-                steps = plant.steps * self.envs.rounds
-                self.model: Any = PPO("MlpPolicy", self.envs, n_steps=steps, batch_size=batch, n_epochs=config.epochs, **common)
-            else:
-                each = plant.steps * self.envs.num_envs
-                self.model = SAC(
-                    "MlpPolicy",
-                    self.envs,
-                    train_freq=(plant.steps, "step"),
-                    gradient_steps=max(1, each * config.gradient_steps // config.train_freq),
-                    learning_starts=each - 1,
-                    buffer_size=min(_REPLAY_SIZE, config.iterations * config.episodes * plant.steps),
-                    **common,
-                )
+        if kind is SAC:
+            each = plant.steps * self.envs.num_envs
+            return SAC(
+                "MlpPolicy",
+                self.envs,
+                train_freq=(plant.steps, "step"),
+                gradient_steps=max(1, each * config.gradient_steps // config.train_freq),
+                learning_starts=each - 1,
+                buffer_size=min(_REPLAY_SIZE, config.iterations * config.episodes * plant.steps),
+                **common,
+            )
+        batch, odd = divmod(config.episodes * plant.steps, config.minibatches)
+        if odd:
+            raise ValueError(
+                f"baseline: {config.episodes} episodes of {plant.steps} steps do not divide into {config.minibatches} "
+                f"minibatches. Choose another number."
+            )
+        if kind is TRPL:
+            common["region"] = Region(
+                projection=config.projection,
+                mean_bound=config.mean_bound,
+                cov_bound=config.cov_bound,
+                regression=config.regression,
+                deployed_bound=config.deployed_bound,
+            )
+        steps = plant.steps * self.envs.rounds
+        return kind("MlpPolicy", self.envs, n_steps=steps, batch_size=batch, n_epochs=config.epochs, **common)
 
     @property
     def env_steps(self) -> int:
@@ -122,7 +170,8 @@ class Baseline:
                 f"environment's own, or wrap the environment in gymnasium.wrappers.TimeLimit."
             )
         returns, success = torch.tensor(self.envs.finished, dtype=torch.float64).unbind(-1)
-        return {"env_steps": float(self.env_steps), "return": float(returns.mean()), "success": float(success.nanmean())}
+        found = {"env_steps": float(self.env_steps), "return": float(returns.mean()), "success": float(success.nanmean())}
+        return found | (self.model.metrics if isinstance(self.model, TRPL) else {})
 
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the policy without exploration."""
@@ -139,12 +188,16 @@ class Baseline:
             context = self.plant.start(seeds[rows])
             if self.model.use_sde and not deterministic:
                 (self.model.actor if isinstance(self.model, SAC) else self.model.policy).reset_noise(len(context))
+            if self.noise is not None:
+                self.noise.begin(len(context))
             parts.append(self.plant.act(context, partial(self._act, context, deterministic)))
         return Episodes.cat(parts)
 
     def _act(self, first: Array, deterministic: bool, _: int, seen: Array) -> Array:
         """The environments' actions in states [E O] of episodes that began in `first` [E O]."""
         action, _ = self.model.predict(seen.astype(np.float32), deterministic=deterministic)
+        if self.noise is not None:
+            self.noise.advance(np.zeros(len(seen), bool))
         return self.envs.commands(action, first, seen)
 
     def state(self) -> dict[str, Any]:

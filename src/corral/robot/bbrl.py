@@ -52,6 +52,8 @@ class BBRL(Learner):
         contexts, planner = self.states(episodes), self.planner
         earned = episodes.rewards.unflatten(1, (planner.count, planner.every)).sum(-1)  # of each plan [E P]
         returns = earned.flip(1).cumsum(1).flip(1).T[planner.begun(episodes)].to(self.dtype)
+        mask = torch.ones_like(returns[:, None], dtype=torch.bool)
+        if self.config.plans_per_context > 1:
+            return self.credit_among_plans(returns[:, None], mask)
         advantages = (returns - self.critic(contexts))[:, None]
-        mask = torch.ones_like(advantages, dtype=torch.bool)
         return Credit(normalise_advantages(advantages, mask), mask, contexts, returns)

@@ -28,6 +28,12 @@ class LearnerConfig:
     """Batches of episodes."""
     episodes: int = 64
     """Episodes in a batch."""
+    plans_per_context: int = 1
+    """Plans drawn for each context of a batch. From 2 on an advantage is a plan's credit less the mean of the others' for the
+    same context, exactly, and no critic is fitted; contexts are as many times fewer."""
+    mirrored: bool = False
+    """Plans of a context come in pairs μ ± L ε: what both earn alike then drops out of the mean's gradient. Needs at least two
+    pairs, since what widens or narrows exploration shows only between pairs."""
     policy_epochs: int = 25
     """Updates of the policy per batch, each on the whole batch."""
     critic_epochs: int = 10
@@ -77,6 +83,22 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         require(self, "iterations", "episodes", "policy_epochs", "critic_epochs", at_least=1, integer=True)
+        require(self, "plans_per_context", at_least=1, integer=True)
+        if self.episodes % self.plans_per_context:
+            raise ValueError(
+                f"{owner_name(self)}: `episodes` is a whole number of contexts with `plans_per_context` plans each; got "
+                f"{self.episodes} and {self.plans_per_context}."
+            )
+        if self.plans_per_context > 1 and self.replan_every is not None:
+            raise ValueError(
+                f"{owner_name(self)}: with `plans_per_context` > 1 plans of one context are compared, and those made on the "
+                f"way begin in contexts of their own; got {self.plans_per_context} and replan_every={self.replan_every}."
+            )
+        if self.mirrored and (self.plans_per_context % 2 or self.plans_per_context < 4):
+            raise ValueError(
+                f"{owner_name(self)}: `mirrored` needs `plans_per_context` to be even and at least 4; got "
+                f"{self.plans_per_context}."
+            )
         require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
         require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
         require(self, "policy_rate", "critic_rate", above=0, finite=True)

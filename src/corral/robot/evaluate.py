@@ -23,8 +23,8 @@ from corral.run.interval import LEVEL, Estimate, wilson
 
 _RESAMPLES = 2000
 """Of a bootstrap."""
-_FILM_EPISODES, _FILM_EVERY = 3, 2
-"""Episodes in a film, and which pictures of them are kept: one in so many."""
+_FILM_EPISODES = 3
+"""Episodes in a film."""
 
 _SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
 """What measures of smoothness are called in a table."""
@@ -47,8 +47,8 @@ def evaluate(
     """Play episodes from a checkpoint, without exploration and with it, from the contexts that every run is measured on."""
     if episodes < 1:
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
-    if video is not None and (video.suffix not in (".gif", ".mp4") or not video.parent.is_dir()):
-        raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {video}.")
+    if video is not None:
+        _check_video(video)
     folder = RunFolder.open(run, write=False)
     settings = resolve([folder.read_config()["settings"]])
     chosen, complaints = choose_checkpoint(folder, checkpoint)
@@ -110,13 +110,25 @@ def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL
     return Estimate(float(statistic(values)), float(low), float(high))
 
 
+def _check_video(path: Path) -> None:
+    """A RunError for a film that could not be written; hours of episodes would come before it."""
+    if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
+        raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
+    try:
+        from corral.robot.picture import check_format  # matplotlib and imageio
+
+        check_format(path)
+    except ImportError as error:
+        raise RunError(f"--video {path}: {error}") from error
+
+
 def _film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> None:
     """Play the first episodes again, and film them."""
     from corral.robot.picture import render_video  # matplotlib and imageio
 
     env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
     try:
-        render_video(env, seeds, actions, path, every=_FILM_EVERY)
+        render_video(env, seeds, actions, path)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
     except OSError as error:

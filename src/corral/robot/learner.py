@@ -17,9 +17,11 @@ from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
 from corral.robot.config import PROJECTIONS, LearnerConfig
 from corral.robot.episode import PLANS, Episodes, Plant, episode_seeds
+from corral.robot.group import leave_one_out, mirror
 from corral.robot.planner import Planner, Plans
 from corral.robot.policy import Critic, GaussianPolicy
 from corral.robot.prodmp import ProDMP
+from corral.robot.segment import normalise_advantages
 from corral.validate import number_in
 
 _LAST_RATE = 0.01
@@ -36,9 +38,9 @@ class Credit(NamedTuple):
     advantages: Float[Tensor, "E N"]
     mask: Bool[Tensor, "E N"]
     """Which of them count."""
-    inputs: Float[Tensor, "S O"]
-    targets: Float[Tensor, "S"]
-    """What V should have been at `inputs`."""
+    inputs: Float[Tensor, "S O"] | None = None
+    targets: Float[Tensor, "S"] | None = None
+    """What V should have been at `inputs`; nothing where no critic is fitted."""
 
 
 class Learner(ABC):
@@ -131,9 +133,11 @@ class Learner(ABC):
 
     def sample(self) -> tuple[Episodes, Plans]:
         """This batch's episodes, of plans drawn for new contexts."""
-        seeds = episode_seeds(self.seed, self.iteration, self.config.episodes)
+        plans = self.config.plans_per_context
+        contexts = episode_seeds(self.seed, self.iteration, self.config.episodes // plans)
+        seeds = [seed for seed in contexts for _ in range(plans)]
         noise = self.planner.noise(len(seeds), episode_seeds(self.seed, self.iteration, 1, PLANS)[0])
-        return self.planner.play(seeds, noise)
+        return self.planner.play(seeds, mirror(noise) if self.config.mirrored else noise)
 
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the mean plans: the policy without exploration."""
@@ -145,15 +149,17 @@ class Learner(ABC):
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
         """Credit, then the critic's updates, then the policy's; metrics are those of the last of each."""
-        self.critic.normaliser.update(self.states(episodes))
+        if self.config.plans_per_context == 1:
+            self.critic.normaliser.update(self.states(episodes))
         self.begin_batch(plans)
         with torch.no_grad():
             credit = self.credit(episodes)
             log_old = self.log_prob(plans.params, plans.mean, plans.chol)
         context, old = self.planner.contexts(episodes).to(self.dtype), snapshot(self.policy)
         metrics = {}
-        for _ in range(self.config.critic_epochs):
-            metrics["critic_loss"] = self.improve_critic(credit)
+        if credit.inputs is not None and credit.targets is not None:
+            for _ in range(self.config.critic_epochs):
+                metrics["critic_loss"] = self.improve_critic(credit.inputs, credit.targets)
         for _ in range(self.config.policy_epochs):
             metrics |= self.improve_policy(context, plans, credit, log_old)
         if self.config.set_covariance:
@@ -169,9 +175,14 @@ class Learner(ABC):
         mean, chol = self.policy(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
-    def improve_critic(self, credit: Credit) -> Tensor:
+    def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
+        """Advantages over the other plans for the same context; there is nothing to fit."""
+        apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
+        return Credit(normalise_advantages(apart, mask), mask)
+
+    def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
         """One full-batch step on V's squared error."""
-        loss = (self.critic(credit.inputs) - credit.targets).square().mean()
+        loss = (self.critic(inputs) - targets).square().mean()
         self.critic_optimizer.zero_grad()
         loss.backward()
         self.critic_optimizer.step()

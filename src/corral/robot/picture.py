@@ -26,6 +26,10 @@ _Image = NDArray[np.uint8]
 
 _BAR = 32
 """Pixels below a film's pictures, for words."""
+_BLOCK = 16
+"""Films are so many pixels wide and high, times something: else an encoder would stretch them."""
+_FPS = 25
+"""Pictures a second of a film, about: a GIF counts hundredths of a second, and players slow down what has one or none."""
 _HOLD = 0.8
 """Seconds for which a film shows what came of an episode."""
 
@@ -133,57 +137,76 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def render_video(env: gymnasium.Env, seeds: Sequence[int], actions: Array, path: str | Path, *, every: int = 1) -> int:
+def render_video(
+    env: gymnasium.Env, seeds: Sequence[int], actions: Array, path: str | Path, *, every: int | None = None
+) -> int:
     """Play episodes again and film them, one after the other: each picture with its time, each end with success or not.
+
+    What an environment's marks mean, it may say in `metadata["render_marks"]`.
 
     Args:
         env: made with render_mode="rgb_array".
         seeds: what the episodes were started with [E].
         actions: as recorded, [E T D]; those after an early end are left out.
         path: ends in .gif, or in .mp4 where imageio has its ffmpeg plugin.
-        every: keep one picture in so many.
+        every: keep one picture in so many; None keeps about 25 a second.
     Returns:
         How many pictures the film has.
     """
     path = Path(path)
     if env.render_mode != "rgb_array":
         raise ValueError(f"render_video: make the environment with render_mode='rgb_array'; got {env.render_mode!r}.")
-    if len(seeds) != len(actions) or every < 1:
+    if len(seeds) != len(actions) or (every is not None and every < 1):
         raise ValueError(f"render_video: one seed per episode and every ≥ 1; got {len(seeds)} seeds, {len(actions)} episodes.")
-    rate = env.metadata.get("render_fps", 50)
+    check_format(path)
+    rate, marks = env.metadata.get("render_fps", 50), env.metadata.get("render_marks", "")
+    every = every or max(1, round(rate / _FPS))
     fps = rate / every
     frames: list[_Image] = []
     for number, (seed, episode) in enumerate(zip(seeds, actions, strict=True), 1):
         env.reset(seed=seed)
         title = f"episode {number} of {len(seeds)}   "
-        frames.append(caption(env.render(), f"{title}0.00 s"))
+        frames.append(caption(env.render(), f"{title}0.00 s", marks))
         for t, action in enumerate(np.asarray(episode, env.action_space.dtype)):
             _, _, terminated, truncated, info = env.step(action)
             over, words = terminated or truncated, f"{title}{(t + 1) / rate:.2f} s"
             if (t + 1) % every == 0 or over:
-                frames.append(caption(env.render(), words))
+                frames.append(caption(env.render(), words, marks))
             if over:
                 success = info.get("success")
-                last = caption(env.render(), words, None if success is None else bool(success))
+                last = caption(env.render(), words, marks, None if success is None else bool(success))
                 frames += [last] * round(_HOLD * fps)
                 break
     _write(frames, path, fps)
     return len(frames)
 
 
-def caption(picture: Any, words: str, success: bool | None = None) -> _Image:
-    """A picture [Y X 3] with a line of words below it, and at the end of an episode success or not, in words and colour."""
+def caption(picture: Any, words: str, marks: str = "", success: bool | None = None) -> _Image:
+    """A picture [Y X 3] with a line below it: words, what marks mean, and at the end success or not, in words and colour."""
     image = np.asarray(picture)
     height, width = image.shape[:2]
-    out = Image.new("RGB", (width, height + _BAR), "white")
+    size = (-(-width // _BLOCK) * _BLOCK, -(-(height + _BAR) // _BLOCK) * _BLOCK)
+    out, line = Image.new("RGB", size, "white"), (height + size[1]) // 2
     out.paste(Image.fromarray(image), (0, 0))
     draw, font = ImageDraw.Draw(out), ImageFont.load_default(size=_BAR // 2)
-    draw.text((8, height + _BAR // 2), words, fill="black", font=font, anchor="lm")
+    draw.text((8, line), words, fill="black", font=font, anchor="lm")
+    draw.text((width - 80, line), marks, fill="#555555", font=ImageFont.load_default(size=13), anchor="rm")
     if success is not None:
         text, colour = ("success", "#0a7d33") if success else ("missed", "#b3261e")
         draw.rectangle((0, 0, width - 1, height - 1), outline=colour, width=4)
-        draw.text((width - 8, height + _BAR // 2), text, fill=colour, font=font, anchor="rm")
+        draw.text((width - 8, line), text, fill=colour, font=font, anchor="rm")
     return np.asarray(out)
+
+
+def check_format(path: Path) -> None:
+    """Refuse a film that could not be written, before anything is filmed."""
+    if path.suffix not in (".gif", ".mp4"):
+        raise ValueError(f"render_video: `path` ends in .gif or .mp4; got {str(path)!r}.")
+    if path.suffix == ".mp4":
+        try:
+            import imageio_ffmpeg  # noqa: F401  # imageio's own plugin for mp4
+        except ImportError as error:
+            raise ImportError("an .mp4 needs imageio's ffmpeg plugin: pip install imageio-ffmpeg. A .gif does not.") from error
 
 
 def _write(frames: list[_Image], path: Path, fps: float) -> None:
@@ -191,13 +214,6 @@ def _write(frames: list[_Image], path: Path, fps: float) -> None:
         ".gif": {"duration": 1000 / fps, "loop": 0},
         ".mp4": {"fps": fps, "plugin": "FFMPEG"},
     }
-    if path.suffix not in settings:
-        raise ValueError(f"render_video: `path` ends in .gif or .mp4; got {str(path)!r}.")
-    if path.suffix == ".mp4":
-        try:
-            import imageio_ffmpeg  # noqa: F401  # imageio's own plugin for mp4
-        except ImportError as error:
-            raise ImportError("render_video: .mp4 needs imageio's ffmpeg plugin: pip install imageio-ffmpeg.") from error
     partial = path.with_name(f".partial.{path.name}")
     try:
         imageio.imwrite(partial, np.stack(frames), **settings[path.suffix])

@@ -12,7 +12,9 @@ from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_
 
 RECIPES = Path(__file__).parent / "recipes"
 
-_Algorithm = Literal["tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-sac", "sb3-sac-gsde"]
+_Algorithm = Literal[
+    "tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-sac", "sb3-sac-gsde", "sb3-sac-pink", "sb3-trpl"
+]  # fmt: skip
 ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 
 TABLES = ("environment_config", "prodmp", "learner")
@@ -40,7 +42,7 @@ class Settings:
     environment_config: dict[str, Any] = field(default_factory=dict)
     """The environment's own settings."""
     algorithm: _Algorithm = "tce"
-    """How: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline of stable-baselines3 (sb3-…)."""
+    """How: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline on stable-baselines3 (sb3-…)."""
     prodmp: dict[str, Any] = field(default_factory=dict)
     """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
     learner: dict[str, Any] = field(default_factory=dict)

@@ -17,6 +17,8 @@ TRAINING: dict[str, Any] = {
     "bbrl": _EPISODIC,
     "sb3-ppo": _PPO,
     "sb3-ppo-gsde": _PPO,
+    "sb3-ppo-pink": _PPO,
+    "sb3-trpl": _PPO,
 }
 """What --smoke changes in a recipe. Environment, trajectory, bounds and networks stay as they are."""
 

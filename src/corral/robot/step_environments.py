@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
+from corral.robot.coloured_noise import EpisodeNoise
 from corral.robot.env.vector import reset_each
 from corral.robot.episode import Plant, check_finite, episode_seeds, read_info
 from corral.robot.tracking import Array
@@ -18,6 +19,7 @@ class StepEnvironments(VecEnv):
     def __init__(self, plant: Plant, episodes: int, seed: int, controller_span: float | None = None) -> None:
         space, actions = plant.envs.single_observation_space, plant.envs.single_action_space
         self.plant, self.span = plant, controller_span
+        self.noise: EpisodeNoise | None = None
         if controller_span is not None:
             actions = gymnasium.spaces.Box(-1.0, 1.0, (plant.tracking.dof,), np.float32)
         observed = gymnasium.spaces.Box(-np.inf, np.inf, space.shape, np.float32)
@@ -56,6 +58,8 @@ class StepEnvironments(VecEnv):
         self._returns = np.zeros(self.num_envs)
         self._seen, _ = reset_each(self.envs, self._next_seeds())
         self._first = self._seen.copy()
+        if self.noise is not None:
+            self.noise.begin(self.num_envs)
         return np.asarray(self._seen, np.float32)
 
     def step_async(self, actions: Array) -> None:
@@ -68,6 +72,8 @@ class StepEnvironments(VecEnv):
         check_finite(observation, reward)
         self._returns += reward
         infos: list[dict[str, Any]] = [{} for _ in over]
+        if self.noise is not None:
+            self.noise.advance(over)
         if over.any():
             success = read_info(info, "success", self.num_envs)
             for index in np.flatnonzero(over):

@@ -127,7 +127,8 @@ class TCE(Learner):
     def credit(self, episodes: Episodes) -> Credit:
         config, played = self.config, episodes.mask
         paid = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
-        rewards, values = paid.to(self.dtype), self.critic(self._inputs(episodes))
+        alone, rewards = config.plans_per_context == 1, paid.to(self.dtype)
+        values = self.critic(self._inputs(episodes)) if alone else torch.zeros_like(rewards)
         cut = partial(self.planner.cut, episodes)
         advantages, mask = segment_advantages(
             cut(self._with_next_value(rewards, values, played)),
@@ -137,6 +138,8 @@ class TCE(Learner):
             gamma=config.gamma,
             closing_segment=config.closing_segment,
         )
+        if not alone:
+            return self.credit_among_plans(advantages, mask)
         targets = critic_targets(rewards, values, played, gamma=config.gamma, lam=config.lam)
         return Credit(normalise_advantages(advantages, mask), mask, self.states(episodes), targets[played])
 

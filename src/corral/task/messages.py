@@ -1,5 +1,7 @@
 """Chats: the text of what a model wrote or read, whether it is a text or a list of messages."""
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from corral.task.rows import Malformed
@@ -10,6 +12,33 @@ Message = dict[str, str]
 def text_of(chat: Any) -> str:
     """The text of a completion or a prompt, which is a list of messages for a model with a chat template."""
     return chat if isinstance(chat, str) else "".join(map(_content, chat))
+
+
+def answer_of(completion: Any) -> str:
+    """The text that is graded: of a completion in several messages the last one, if the model wrote it."""
+    if isinstance(completion, str) or not completion:
+        return completion or ""
+    return _content(completion[-1]) if completion[-1].get("role") != "tool" else ""
+
+
+def transcript(completion: Any) -> str:
+    """All of a completion as text: what the model wrote, `→ name({…})` where it called a tool, and `← …` what came back."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(line for message in completion for line in _lines(message))
+
+
+def _lines(message: dict[str, Any]) -> Iterator[str]:
+    content = _content(message)
+    if message.get("role") == "tool":
+        yield f"← {content}"
+        return
+    calls = message.get("tool_calls") or []
+    if content or not calls:
+        yield content
+    for call in calls:
+        function = call.get("function", call)
+        yield f"→ {function.get('name')}({json.dumps(function.get('arguments', {}), ensure_ascii=False, default=str)})"
 
 
 def chat_text(prompt: object, column: str = "prompt") -> str:

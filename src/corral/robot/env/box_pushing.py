@@ -94,7 +94,7 @@ def push_reward(
 class BoxPushing(Simulated):
     """The arm, the box and its target."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
+    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "green: target pose"}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (7,), np.float32)
     STEPS: ClassVar[int] = STEPS

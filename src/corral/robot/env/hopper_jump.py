@@ -71,7 +71,7 @@ def jump_reward(
 class HopperJump(Simulated):
     """The hopper, its goal, and the memory of its jump."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
+    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "red: where to land"}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
     STEPS: ClassVar[int] = STEPS

@@ -32,7 +32,7 @@ def task_names() -> list[str]:
 class MetaWorld(gymnasium.Env):
     """One of Meta-World's v3 tasks; object and goal are drawn anew in every episode."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
+    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "red: goal"}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (48,), np.float64)
 
     def __init__(self, task: str = "reach-v3", render_mode: str | None = None) -> None:

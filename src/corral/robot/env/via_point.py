@@ -132,7 +132,7 @@ class ViaPointReachers(VectorEnv):
 class ViaPointReacher(gymnasium.Env):
     """One such arm, with a picture."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT)}  # noqa: RUF012  # Gymnasium's own form
+    metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "orange: on the way, green: goal"}  # noqa: RUF012  # Gymnasium's own form
     observation_space, action_space = _OBSERVATION, _ACTION
 
     def __init__(self, reward: _Reward = "dense", render_mode: str | None = None) -> None:

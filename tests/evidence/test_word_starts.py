@@ -45,8 +45,9 @@ def test_every_seed_has_a_start_and_every_rate() -> None:
     assert {spec.model for spec in plan} == {f"runs/word-starts/{place}" for place in (1, 2, 3, 4, 5)}
     arms = {(spec.objective, spec.passes) for spec in plan}
     assert len(plan) == len(arms) * len(SEEDS) * len(WORD_RATES) == 75
-    settings = resolve([read_recipe("evidence-b"), plan[0].layer()])
-    assert (settings.task_config["part"], settings.device, settings.eval_size) == ("rl", "auto", 1000)
+    settings = resolve([read_recipe("evidence-b"), replace(plan[0], device="cuda").layer()])
+    assert (settings.task_config["part"], settings.device, settings.eval_size) == ("rl", "cuda", 1000)
+    assert settings.trainer["bf16"] is True
 
 
 def test_a_run_of_the_plan_trains(monkeypatch: pytest.MonkeyPatch) -> None:

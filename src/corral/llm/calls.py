@@ -1,0 +1,292 @@
+"""Functions and environments that a chat model calls within its completion: TRL's `tools` and `environment_factory`.
+
+In training TRL plays them. `FunctionCalls` plays the same without a trainer, for held-out success, evaluations and audits: the
+model writes a message, its tool calls are made, their results go into the chat template, and the model writes the next one.
+"""
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import trl
+from packaging.version import Version
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import get_json_schema
+from trl import chat_template_utils
+
+from corral.llm.problems import Problems, Prompt, Sampling, generate
+from corral.llm.rewards import RewardError, path_of
+from corral.llm.turns import Dialogue, MultiTurn, TextTool
+from corral.task import columns_of
+from corral.task.imports import by_path
+from corral.task.messages import answer_of, transcript
+from corral.task.tool import make_tool
+
+_Function = Callable[..., Any]
+
+_RESERVED = ("reset", "get_reward")
+"""Methods of an environment that are no tools."""
+
+_HOW_TOOLS = "`tools` are module:function or file.py:function"
+_HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
+
+
+def make_multi_turn(
+    tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
+) -> MultiTurn | None:
+    """Who answers within completions, as settings name it; None where nobody does."""
+    if tool:
+        return TextTool(make_tool(tool))
+    if not tools and not environment_factory:
+        return None
+    given = environment_factory or None
+    factory = by_path(given, _HOW_ENVIRONMENT) if isinstance(given, str) else given
+    return FunctionCalls([_function(one) for one in tools], factory, sys.maxsize if max_turns is None else max_turns)
+
+
+def _function(given: str | _Function) -> _Function:
+    """A tool, which the model is told of by its signature and docstring."""
+    found = by_path(given, _HOW_TOOLS) if isinstance(given, str) else given
+    if not callable(found) or isinstance(found, type):
+        raise ValueError(f"{_HOW_TOOLS}, and {given!r} is {type(found).__name__}, not a function.")
+    _check_schema(found, path_of(given))
+    return cast(_Function, found)
+
+
+def _check_schema(function: _Function, name: str) -> None:
+    try:
+        get_json_schema(function)
+    except Exception as error:  # transformers has one each for a docstring and for hints
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"the tool {name} needs a type for every argument and a docstring that describes each under `Args:`, which is what "
+            f"the model is told of it. transformers says: {reason}"
+        ) from error
+
+
+@dataclass
+class FunctionCalls:
+    """Functions that a chat model may call, and an environment whose methods it may call, each completion its own."""
+
+    functions: list[_Function]
+    factory: Callable[[], Any] | None = None
+    max_turns: int = sys.maxsize
+    """How often a completion may be answered; TRL's `max_tool_calling_iterations`."""
+    _pool: list[Any] = field(default_factory=list)
+    """Environments that were made so far: they are reset, not made again."""
+
+    def __post_init__(self) -> None:
+        if self.factory is None:
+            return
+        if not callable(self.factory):
+            raise ValueError(f"{_HOW_ENVIRONMENT}, and {self.factory!r} cannot be called.")
+        name = path_of(self.factory)
+        try:
+            self._pool = [self.factory()]
+        except Exception as error:  # whatever a user's class raises
+            raise ValueError(
+                f"the environment {name} cannot be made without arguments: {type(error).__name__}: {error}."
+            ) from error
+        if not callable(getattr(self._pool[0], "reset", None)):
+            raise ValueError(
+                f"the environment {name} has no `reset`. It is called as reset(prompt=…, problem=…, **columns) before every "
+                f"completion, and may return text for the prompt."
+            )
+        for method in _methods(self._pool[0]):
+            _check_schema(method, f"{name}.{method.__name__}")
+        if self.pays and Version(trl.__version__) < Version("1.8"):
+            raise ValueError(
+                f"the environment {name} has `get_reward`, which TRL {trl.__version__} would show to the model as a tool. "
+                f"Install TRL 1.8 or newer, or rename it and use a reward function."
+            )
+
+    @property
+    def pays(self) -> bool:
+        """Whether the environment has rewards of its own."""
+        return bool(self._pool) and callable(getattr(self._pool[0], "get_reward", None))
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Tools and the template that TRL renders them with; writes into `tokenizer` how tool calls are read back."""
+        if not chat_template_utils.supports_tool_calling(tokenizer):
+            raise ValueError(
+                "`tools` and `environment_factory` need a chat model whose template has tool calls, such as Qwen/Qwen3-0.6B, "
+                "and this model's has none. With any model, `tool` answers within the text."
+            )
+        _teach_parsing(tokenizer)
+        kept = chat_template_utils.is_chat_template_prefix_preserving(tokenizer)
+        own = {} if kept else {"chat_template": chat_template_utils.get_training_chat_template(tokenizer)}
+        return {"tools": [*self.functions, *(_methods(self._pool[0]) if self._pool else [])] or None, **own}
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """TRL's `tools` and `environment_factory`."""
+        return {"tools": self.functions or None, "environment_factory": self.factory}
+
+    @torch.no_grad()
+    def play(
+        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
+    ) -> list[Dialogue]:
+        """One completion per problem: the model's last message is graded, or the environment pays."""
+        chats = [_Chat(self, problems, model, sampling.max_tokens, environment) for environment in self._draw(len(asked))]
+        columns = columns_of(problems.task, asked)
+        for row, (chat, problem) in enumerate(zip(chats, asked, strict=True)):
+            chat.begin(problem, {name: column[row] for name, column in columns.items()})
+        while live := [chat for chat in chats if not chat.dialogue.over]:
+            written = generate(
+                model,
+                problems.tokenizer,
+                [chat.read for chat in live],
+                sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live),
+                greedy=greedy,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+            )
+            for chat, tokens in zip(live, written, strict=True):
+                chat.take(tokens)
+        return [chat.end() for chat in chats]
+
+    def _draw(self, count: int) -> list[Any]:
+        """Environments, one for each completion; None for each where there are none."""
+        if self.factory is None:
+            return [None] * count
+        while len(self._pool) < count:
+            self._pool.append(self.factory())
+        return self._pool[:count]
+
+
+class _Chat:
+    """One completion while it is played."""
+
+    def __init__(
+        self, calls: FunctionCalls, problems: Problems, model: PreTrainedModel, longest: int, environment: Any
+    ) -> None:
+        self.calls, self.problems, self.longest, self.environment = calls, problems, longest, environment
+        self.table = {one.__name__: one for one in (*calls.functions, *_methods(environment))}
+        self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)  # not all have a limit
+        self.messages: list[dict[str, Any]] = []
+
+    @property
+    def read(self) -> list[int]:
+        """What the model has read and written so far."""
+        return self.dialogue.prompt + self.dialogue.tokens
+
+    def begin(self, problem: str, columns: Mapping[str, Any]) -> None:
+        """The prompt, with what the environment adds to it."""
+        prompt = self.problems.prompt(problem)
+        if self.environment is not None:
+            row = {**columns, "prompt": prompt, "problem": problem}
+            prompt = _with_observation(prompt, self._ask("reset", **row))
+        self.dialogue = Dialogue(problem, self.problems.tokenise([prompt])[0])
+
+    def take(self, tokens: list[int]) -> None:
+        """The model's next message, and the results of what it calls."""
+        one, before = self.dialogue, self.read
+        tokens = tokens[: self.longest - len(one.tokens)]
+        one.add(tokens)
+        message = _parse(self.problems, tokens, before)
+        self.messages.append(message)
+        requests: list[dict[str, Any]] = message.get("tool_calls") or []
+        one.over = not requests or one.replies == self.calls.max_turns
+        if one.over:
+            return
+        results = [{"role": "tool", **self._result(request)} for request in requests]
+        ids = self._rendered(results)
+        if len(one.tokens) + len(ids) > self.longest or len(self.read) + len(ids) >= self.positions:
+            one.over = True  # there is no room for the results, so they are not read
+            return
+        one.add(ids, own=False)
+        one.replies += 1
+        one.over = len(one.tokens) >= self.longest
+        self.messages += results
+
+    def end(self) -> Dialogue:
+        """The completion with its texts, and what the environment pays for it."""
+        self.dialogue.answer, self.dialogue.transcript = answer_of(self.messages), transcript(self.messages)
+        if self.calls.pays:
+            self.dialogue.reward = float(self._ask("get_reward"))
+        return self.dialogue
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        try:
+            return _wait(getattr(self.environment, method)(**arguments))
+        except Exception as error:  # whatever a user's environment raises
+            name = f"{type(self.environment).__name__}.{method}"
+            raise RewardError(f"{name} raised {type(error).__name__}: {error}. {transcript(self.messages)!r}") from error
+
+    def _result(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Of one call; what goes wrong is told to the model, whose arguments may be to blame."""
+        function = request.get("function", request)
+        name = function["name"]
+        try:
+            if name not in self.table:
+                raise ValueError(f"Tool {name} not found.")
+            result = _wait(self.table[name](**function["arguments"]))
+        except Exception as error:  # a function's own, or of arguments that it does not have
+            result = {"error": str(error)}
+        return {"name": name, "content": result if isinstance(result, list) else str(result)}  # parts of a message are a list
+
+    def _rendered(self, results: list[dict[str, Any]]) -> list[int]:
+        """Tokens from the end of the model's message to the beginning of its next: what the template makes of results."""
+        tokenizer: Any = self.problems.tokenizer  # transformers types its templates by a dozen unions
+        how = {key: value for key, value in self.problems.template.items() if key != "tools"} | {"return_dict": False}
+        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        start = tokenizer.apply_chat_template(chat, **how)
+        whole = tokenizer.apply_chat_template([*chat, *results], add_generation_prompt=True, **how)
+        if (
+            tokenizer.eos_token_id in start
+        ):  # the model's message ends there, and the template's line behind it is still to come
+            start = start[: len(start) - start[::-1].index(tokenizer.eos_token_id)]
+        if whole[: len(start)] != start:
+            raise ValueError("the chat template writes a message differently once a tool's result follows it.")
+        return whole[len(start) :]
+
+
+def _methods(environment: Any) -> list[_Function]:
+    """Methods that the model may call: public ones of the class."""
+    named = inspect.getmembers(type(environment), predicate=inspect.isfunction) if environment is not None else []
+    return [getattr(environment, name) for name, _ in named if name not in _RESERVED and not name.startswith("_")]
+
+
+def _wait(result: Any) -> Any:
+    """A result, of an `async` function too."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _with_observation(prompt: Prompt, observation: Any) -> Prompt:
+    """The prompt with what `reset` returned behind its last message."""
+    if observation is None:
+        return prompt
+    assert not isinstance(prompt, str)  # a template with tool calls is there
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+
+
+def _teach_parsing(tokenizer: Any) -> None:
+    """Set how the tokenizer reads tool calls: by TRL for templates that it knows, else as Qwen where that is the format."""
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        return
+    own = tokenizer.chat_template
+    try:
+        chat_template_utils.add_response_schema(tokenizer)
+    except ValueError as error:
+        if "<tool_call>" not in own:
+            raise ValueError(f"how this model writes tool calls is not known to TRL {trl.__version__}: {error}") from error
+        tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+        try:
+            chat_template_utils.add_response_schema(tokenizer)
+        finally:
+            tokenizer.chat_template = own
+
+
+_PARSE_ARGUMENTS = inspect.signature(chat_template_utils.parse_response).parameters
+"""Not every release of TRL reads a response by its prefix and tools."""
+
+
+def _parse(problems: Problems, tokens: list[int], before: list[int]) -> dict[str, Any]:
+    """What the model wrote as a message, with its tool calls."""
+    more = {"prefix": before, "tools": problems.template.get("tools")}
+    known: dict[str, Any] = {name: value for name, value in more.items() if name in _PARSE_ARGUMENTS}
+    return chat_template_utils.parse_response(problems.tokenizer, tokens, **known)

@@ -1,0 +1,134 @@
+"""TRPL: PPO's surrogate with the policy projected into a trust region at every state, in place of clipping."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from stable_baselines3 import PPO
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
+from torch import Tensor
+
+from corral.deployed import retract
+from corral.divergence.gaussian import gaussian_kl
+from corral.objective.ratio import clamp_log_ratio
+from corral.robot.config import PROJECTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """The trust region of a step's Gaussian."""
+
+    projection: str
+    """Its measure: kl, wasserstein or frobenius."""
+    mean_bound: float
+    """ε_μ."""
+    cov_bound: float
+    """ε_Σ."""
+    regression: float
+    """α: weight of KL(π_θ‖sg π̃)."""
+    deployed_bound: float
+    """Mean KL of the network after a batch's updates from the network before them that is allowed; inf measures alone."""
+
+
+@dataclass(frozen=True)
+class StepGaussian:
+    """A diagonal Gaussian over actions: a mean for each state, standard deviations that all share."""
+
+    mean: Float[Tensor, "B D"]
+    std: Float[Tensor, " D"]
+
+    def log_prob(self, actions: Float[Tensor, "B D"]) -> Float[Tensor, " B"]:
+        """Log-density of one action in each state."""
+        return torch.distributions.Normal(self.mean, self.std).log_prob(actions).sum(-1)
+
+
+def trpl_loss(
+    new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], region: Region
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss, and metrics.
+
+        π̃(·|s) = projection of π_θ(·|s) into the region around π_old(·|s)          ρ = π̃(a|s) / π_old(a|s)
+        L = − mean ρ A + α mean KL(π_θ‖sg π̃)
+
+    Nothing is clipped. Gradients flow through the projection to `new` alone.
+
+    Ref:
+        Otto et al. 2021, arXiv:2101.09207. Invariant: at new = old the gradient is that of −mean A log π.
+    """
+    bounds = {"mean_bound": region.mean_bound, "cov_bound": region.cov_bound}
+    near = PROJECTIONS[region.projection](new.mean, new.std, old.mean, old.std, diagonal=True, **bounds)
+    projected = StepGaussian(near.mean, near.chol)
+    ratio = clamp_log_ratio(projected.log_prob(actions) - old.log_prob(actions)).exp()
+    apart = gaussian_kl(new.mean, new.std, near.mean.detach(), near.chol.detach(), diagonal=True).total.mean()
+    loss = region.regression * apart - (ratio * advantages).mean()
+    metrics = {
+        "policy_loss": loss.detach(),
+        "regression": apart.detach(),
+        "tr/active_frac": near.active_mean.float().mean(),
+        "tr/active_cov": near.active_cov.float().mean(),
+        "tr/kl_before": (near.before_mean.mean() + near.before_cov.mean()).detach(),
+        "tr/kl_after": (near.after_mean.mean() + near.after_cov.mean()).detach(),
+        "tr/ratio_max": ratio.detach().max(),
+        "tr/unconverged": (~near.converged).float().mean(),
+    }
+    return loss, metrics
+
+
+class TRPL(PPO):
+    """stable-baselines3's PPO (rollouts, GAE, minibatches, critic) with `trpl_loss` as the policy's.
+
+    The old policy is the network that collected the batch. As with TCE, the network itself is drawn into the region by the
+    regression alone; how far it has gone over the batch's states once its updates are over is measured, and held where
+    `deployed_bound` is finite.
+    """
+
+    def __init__(self, *arguments: Any, region: Region, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.region, self.metrics = region, dict[str, float]()
+        self.old_policy = deepcopy(self.policy).requires_grad_(False)
+
+    def train(self) -> None:
+        """One batch's updates."""
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        self.old_policy.load_state_dict(self.policy.state_dict())
+        metrics: dict[str, Tensor] = {}
+        for _ in range(self.n_epochs):
+            for batch in self.rollout_buffer.get(self.batch_size):
+                metrics = self._update(batch)
+            self._n_updates += 1
+        self.metrics = {key: float(value) for key, value in metrics.items()} | self._certify()
+
+    def _update(self, batch: RolloutBufferSamples) -> dict[str, Tensor]:
+        """One minibatch's step of policy and critic."""
+        states, advantages = batch.observations, batch.advantages
+        if len(advantages) > 1:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # as stable-baselines3's PPO has it
+        new, old = _gaussian(self.policy, states), _gaussian(self.old_policy, states)
+        loss, metrics = trpl_loss(new, old, batch.actions, advantages, self.region)
+        critic_loss = (batch.returns - self.policy.predict_values(states).flatten()).square().mean()
+        self.policy.optimizer.zero_grad()
+        (loss + self.vf_coef * critic_loss).backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+        self.policy.optimizer.step()
+        return metrics | {"critic_loss": critic_loss.detach()}
+
+    @torch.no_grad()
+    def _certify(self) -> dict[str, float]:
+        """KL(π_θ‖π_old) over the batch's states, of the network that collects the next batch; too far a step is retracted."""
+        states = self.rollout_buffer.to_torch(self.rollout_buffer.observations)
+        old = _gaussian(self.old_policy, states)
+
+        def apart() -> Tensor:
+            new = _gaussian(self.policy, states)
+            return gaussian_kl(new.mean, new.std, old.mean, old.std, diagonal=True).total
+
+        before = {name: p for name, p in self.old_policy.named_parameters() if "value_net" not in name}
+        return retract(self.policy, before, apart, bound=self.region.deployed_bound).metrics()
+
+
+def _gaussian(policy: Any, states: Tensor) -> StepGaussian:
+    """A policy's Gaussians over actions in these states."""
+    return StepGaussian(policy.get_distribution(states).distribution.mean, policy.log_std.exp())
