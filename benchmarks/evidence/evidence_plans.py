@@ -86,6 +86,18 @@ def mismatch() -> list[Run]:
     return [run(arm, rate, seed, sampler=sampler, anchor=anchor) for seed, sampler, anchor, rate, arm in grid]
 
 
+def bounds() -> list[Run]:
+    """DPPO with smaller bounds, beside .2 and clipping's ε of the map."""
+    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("", "δ=.1", "δ=.15"))
+    return [run(("dppo", variant), rate, seed) for seed, rate, variant in grid]
+
+
+def estimators() -> list[Run]:
+    """TROLL and clipping under other advantages than the group's standardised ones."""
+    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("rloo", "no std", "reinforce++"), ("troll", "ppo_clip"))
+    return [run((objective, variant), rate, seed) for seed, rate, variant, objective in grid]
+
+
 def stability() -> list[Run]:
     """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
     anchored = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
@@ -151,7 +163,9 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b": words,
     "b-low": lambda: [_pretrained(arm, 3e-6, seed) for seed in SEEDS[:3] for arm in WORD_ARMS],
     "f": mismatch,
+    "f-bounds": bounds,
     "f-stability": stability,
+    "c": estimators,
     "tiny": tiny,
     "b-tiny": lambda: [_pretrained(arm, 1e-5, 401, steps=2, eval_size=16, eval_every=2) for arm in WORD_ARMS],
 }

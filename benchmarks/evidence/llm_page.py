@@ -24,6 +24,7 @@ from corral.run.files import write_whole
 PAGE = HERE.parents[1] / "docs/results/llm.md"
 BLOCK = re.compile(r"<!-- evidence: ([\w-]+) -->\n.*?<!-- /evidence -->", re.DOTALL)
 STARTS = HERE / "results/word-starts.jsonl"
+BLOCKED = HERE / "results/blocked.jsonl"
 COSTS = HERE / "results/cost.jsonl"
 _HEAD = ("", "n", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
 
@@ -109,6 +110,32 @@ def mismatch(runs: Sequence[Row]) -> str:
                 cells.append((f"{arm_name(arm)}, {sampler}, `{anchor}`", Cell(arm=arm, others=others)))
     found = any(cell.runs(runs) for _, cell in cells)
     return _table(cells, runs) if found else "Not run yet.\n"
+
+
+def blocked(_: Sequence[Row]) -> str:
+    """Share of tokens that each rule blocks, by rate and old probability, beside the total variation over the vocabulary."""
+    if not BLOCKED.is_file():
+        return "Not measured yet.\n"
+    lines, rules = [], list[str]()
+    for row in map(json.loads, BLOCKED.read_text().splitlines()):
+        for bucket in row["buckets"]:
+            rules = list(bucket["blocked"])
+            shares = [f"{100 * bucket['blocked'][rule]:.1f} ({100 * bucket['near'][rule]:.1f})" for rule in rules]
+            about = [rate_text(row["rate"]), bucket["bucket"], f"{bucket['tokens']:,}", two_digits(bucket["tv"])]
+            lines.append([*about, f"{100 * bucket['far']:.1f}", *shares])
+    return markdown(("rate", "old probability", "tokens", "mean TV", "TV above .2, %", *rules), lines)
+
+
+def estimators(runs: Sequence[Row]) -> str:
+    """TROLL against clipping under each advantage, paired by seed."""
+    lines = []
+    for variant, rate in product(("", "no std", "rloo", "reinforce++"), (TUNED, HOT)):
+        cells = [Cell(arm=(name, variant), rate=rate) for name in ("troll", "ppo_clip")]
+        found = compare(*cells, runs) if variant or any(cell.runs(runs) for cell in cells) else None
+        if found is not None:
+            areas = [short(measures(list(cell.runs(runs).values()))["area"]) for cell in cells]
+            lines.append([variant or "standardised", rate_text(rate), *areas, signed(found.mean.value), str(found.seeds)])
+    return markdown(("advantage", "rate", "TROLL", "clipping", "points", "seeds"), lines) if lines else "Not run yet.\n"
 
 
 def words(runs: Sequence[Row]) -> str:
@@ -220,6 +247,8 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "reused": reused,
     "ablations": ablations,
     "mismatch": mismatch,
+    "blocked": blocked,
+    "estimators": estimators,
     "words": words,
     "word-starts": word_starts,
     "starts": starts,
