@@ -92,7 +92,7 @@ class Planner:
         rounds = []
         for rows in self.plant.rounds(len(seeds)):
             context, hand = self.plant.start(seeds[rows]), _Round(self, noise[rows])
-            rounds.append((self._follow(context, hand), hand.drawn))
+            rounds.append((self.plant.follow_anew(context, hand.plan, self.every), hand.drawn))
         parts = [
             [_select(drawn[index], self.begun(episodes)[index]) for episodes, drawn in rounds if index < len(drawn)]
             for index in range(self.count)
@@ -101,20 +101,6 @@ class Planner:
         sizes = tuple(sum(len(one[0]) for one in plans) for plans in parts)
         factor = torch.cat(chol) if chol[0].ndim == 3 else chol[0]
         return Episodes.cat([episodes for episodes, _ in rounds]), Plans(torch.cat(params), torch.cat(mean), factor, sizes)
-
-    def _follow(self, context: Array, hand: "_Round") -> Episodes:
-        """Episodes from the contexts that `plant.start` returned: as one batch where nothing on the way is looked at."""
-        if self.count == 1:
-            return self.plant.follow(context, *hand.plan(context))
-        desired: list[tuple[Array, Array]] = []
-
-        def act(t: int, observation: Array) -> Array:
-            if t % self.every == 0:
-                desired.append(hand.plan(observation))
-            position, velocity = desired[-1]
-            return self.plant.tracking.action(position[:, t % self.every], velocity[:, t % self.every], observation)
-
-        return self.plant.act(context, act)
 
     @torch.no_grad()
     def plan(self, context: Array, params: Tensor) -> tuple[Tensor, Tensor]:
