@@ -27,7 +27,7 @@ def write_interpreter(path: Path, status: int) -> str:
 
 
 def test_golden_interpreters(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 3.11 answers on PATH; 3.12 has a name there that is not selected, and is in pyenv's folder; 3.13 is broken; 3.14 is not there.
+    # 3.11 answers on PATH; 3.12 has a name there that is not selected, and is in the folder; 3.13 is broken, 3.14 not there.
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     first = write_interpreter(tmp_path / "bin" / "python3.11", 0)
