@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from corral.llm.evaluate import EvalSettings, prepare_evaluation
 from corral.llm.models import load_model
-from corral.llm.problems import Problems, generate
+from corral.llm.problems import generate
 from corral.llm.rewards import verifier
 from corral.llm.settings import read_recipe, resolve
 from corral.llm.train import train
@@ -75,15 +75,15 @@ def _measure_end(spec: Shipped, folder: Path) -> dict[str, float]:
     return {"success": found[1.0], "greedy": found[0.0], "problems": spec.end_size}
 
 
-def measure(settings: EvalSettings, temperatures: Sequence[float] = (1.0,)) -> dict[float, float]:
-    """Success by temperature, one sample a problem in float32; at 0, greedy, on the first `GREEDY` problems."""
+def measure(settings: EvalSettings, temperatures: Sequence[float] = (1.0,), greedy: int = GREEDY) -> dict[float, float]:
+    """Success by temperature, one sample a problem in float32; at 0, greedy, on the first `greedy` problems."""
     job = prepare_evaluation(settings)
     model, tokenizer = load_model(job.subject.model)
     model.to(job.device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
-    problems, success = Problems(task=job.task, tokenizer=tokenizer, instruction=job.instruction), verifier(job.task)
+    problems, success = job.problems(tokenizer), verifier(job.task)
     found = {}
     for temperature in (0.0, *temperatures):
-        asked, right = job.held_out if temperature else job.held_out[:GREEDY], 0.0
+        asked, right = job.held_out if temperature else job.held_out[:greedy], 0.0
         torch.manual_seed(settings.seed)
         for start in range(0, len(asked), 512):
             batch = asked[start : start + 512]

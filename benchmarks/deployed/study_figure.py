@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from plans import FRESH
+from study_rates import over_rates
 from study_table import Row, certificate, final, steps_of
 
 from corral.run.files import write_whole
@@ -13,8 +14,8 @@ from corral.run.files import write_whole
 COLOURS = {"troll": "#1f5fa8", "dppo": "#c2500a", "ppo_clip": "#1a7f5a", "reinforce": "#9c3d88"}
 
 
-def draw(runs: Sequence[Row], over_rates: Sequence[Row], path: Path) -> None:
-    """Two panels, the same file from the same rows."""
+def draw(runs: Sequence[Row], path: Path) -> None:
+    """Success by passes, and by rate under both schedules; the same file from the same rows."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -25,7 +26,8 @@ def draw(runs: Sequence[Row], over_rates: Sequence[Row], path: Path) -> None:
     kept = [run for run in reused if (run["rate"], run["arm"]) in ((2e-4, "off"), ("auto", "on"))]
     panels: list[tuple[Sequence[Row], Callable[[Row], float], str]] = [
         (kept, lambda run: run["passes"], "passes over each batch"),
-        (over_rates, lambda run: run["rate"], "learning rate"),
+        (over_rates(runs), lambda run: run["rate"], "learning rate, linear schedule"),
+        (over_rates(runs, "constant"), lambda run: run["rate"], "learning rate, constant"),
     ]
     panels = [(some, place, name) for some, place, name in panels if len({place(run) for run in some}) > 1]
     figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="constrained")

@@ -11,8 +11,11 @@ import plans
 import pytest
 import spec
 import study_confirm
+import study_gate0
 import study_page
+import study_rates
 import study_table
+import study_text
 from spec import Shipped, Spec
 from word_problems import WordProblems
 
@@ -50,17 +53,99 @@ def test_golden_rows_of_the_page() -> None:
     table = study_page.reuse(rows).splitlines()
     # KL means of steps 1 to 10 are .01 to .1: .055 in the mean.
     assert table[2] == "| troll | 1 | 2e-4 | no | 2 | .310 .320 | .500 .500 | .900 | .055 | 1 |"
-    held = made(success={0: 0.2, 15: 0.6}, rewards=[0.2] * 15, steps=15, arm="on 0.02", rate=1e-2)
-    (row,) = study_page.sweep_rows([held])
-    assert (row.contestant, row.setting, row.final, row.auc) == (
-        "troll, held",
-        {"learning_rate": 1e-2},
-        0.6,
-        pytest.approx(0.4),
-    )
+    held = made(success={0: 0.2, 10: 0.6}, rewards=[0.2] * 10, steps=10, arm="on 0.03", bound=0.03, rate=1e-2)
+    (row,) = study_rates.sweep_rows([held])
+    assert (row.contestant, row.setting) == ("troll", {"learning_rate": 1e-2, "deployed_bound": 0.03})
+    assert (row.final, row.auc) == (0.6, pytest.approx(0.4))
     assert not row.fell_below_start
-    below = made(success={0: 0.2, 3: 0.1, 15: 0.6}, rewards=[0.2] * 15, steps=15)
-    assert study_page.sweep_rows([below])[0].fell_below_start
+    below = made(success={0: 0.2, 3: 0.1, 10: 0.6}, rewards=[0.2] * 10, steps=10)
+    assert study_rates.sweep_rows([below])[0].fell_below_start
+
+
+def over_rates(rate: float | str, final: float, **settings: Any) -> list[study_table.Row]:
+    """Two runs of ten steps at a rate, a hundredth apart."""
+    ends = ((301, final - 0.005), (302, final + 0.005))
+    return [made(seed, success={0: 0.2, 10: x}, rewards=[0.2] * 10, steps=10, rate=rate, **settings) for seed, x in ends]
+
+
+def test_golden_usable_rates_are_by_the_best_of_an_objective_held_or_not() -> None:
+    held = {"arm": "on 0.03", "bound": 0.03}
+    rows = over_rates(1e-4, 0.30) + over_rates(3e-4, 0.50) + over_rates(1e-3, 0.1)
+    rows += over_rates(3e-4, 0.47, **held) + over_rates(1e-3, 0.50, **held) + over_rates(3e-3, 0.50, **held)
+    # Best .50, so that .475 must be reached for certain: s = √(2 · .005²) = .00707 of 4 stable pairs or more, t = 2.1 or so,
+    # and .50 − 2.1 · .00707 / √2 = .49 does; .47 does not, nor does 1e-3 unheld, which falls below its start.
+    said = study_rates.usable(rows, "linear").splitlines()
+    assert said[0] == "- troll: 3e-4 (1 of 3 rates)."
+    assert said[1] == "- troll, held: 1e-3 … 3e-3 (2 of 3 rates), 0.5 to 1.0 decades, open above."  # .47 may be .48
+    assert study_rates.usable(rows, "constant") == ""
+    table = study_rates.rates(rows, "linear").splitlines()
+    assert table[2].startswith("| troll | final | – | .300 | **.500** | .100 | – |")
+    bounds = over_rates("auto", 0.50, arm="on 0.1", bound=0.1) + over_rates("auto", 0.2, arm="on 0.3", bound=0.3)
+    assert study_rates.usable_bounds(rows + bounds) == "- troll: 0.1 (1 of 2 values).\n"
+
+
+def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
+    def fresh(rate: float | str, areas: list[float], **settings: Any) -> list[study_table.Row]:
+        flat = [(seed, {0: x, 15: x}) for seed, x in zip(plans.FRESH, areas, strict=False)]
+        return [made(seed, success=at, rewards=[0.2] * 15, steps=15, rate=rate, **settings) for seed, at in flat]
+
+    held = {"arm": "on 0.03", "bound": 0.03}
+    rows = fresh(2e-4, [0.40, 0.40, 0.40]) + fresh(4e-4, [0.42, 0.42, 0.42]) + fresh("auto", [0.42, 0.43, 0.44], **held)
+    rows += fresh(1e-3, [0.36, 0.42, 0.46], **held)
+    # To 4e-4: gaps 0 .01 .02, one-sided .01 − 2.920 · .01 / √3 = −.0069; of −.02 t = .03 / .00577 = 5.2, p = .018 < .05 / 2.
+    # At 1e-3: gaps −.06 0 .04, mean −.0067, sd .0503: at least −.0067 − 2.920 · .0291 = −.0915.
+    first, second = study_rates.not_inferior(rows).splitlines()
+    assert first.startswith('- troll, `"auto"` held at .03, less 4e-4 unheld (3 seeds): area +.010, at least −.007; final')
+    assert first.endswith(": not inferior.")
+    assert "area −.007, at least −.092" in second
+    assert second.endswith(": may be inferior.")
+    one = study_rates.not_worse({"1": 0.40, "2": 0.41, "3": 0.42}, {"1": 0.40, "2": 0.40, "3": 0.40})
+    assert (one.mean, one.low) == (pytest.approx(0.01), pytest.approx(-0.00686, abs=1e-5))
+    assert one.p == pytest.approx(0.01758, abs=1e-4)
+    # Nothing is paired across devices.
+    elsewhere = [run | {"device": "cuda"} for run in fresh("auto", [0.5, 0.5, 0.6], **held)]
+    assert "(0 seeds)" in study_rates.not_inferior([*fresh(2e-4, [0.4, 0.4, 0.4]), *elsewhere])
+
+
+def test_golden_gate0_against_the_arm_that_ships() -> None:
+    def arm(name: str, areas: list[float]) -> list[study_table.Row]:
+        flat = [(201 + seed, {2: x, study_gate0.STEPS: x}) for seed, x in enumerate(areas)]
+        same = {"steps": study_gate0.STEPS, "objective": "ppo_clip", "rate": 1e-3, "held": {}, "arm": name}
+        return [made(seed, success=points, rewards=[0.2] * study_gate0.STEPS, **same) for seed, points in flat]
+
+    table = study_gate0.gate0(arm("auto_mean", [0.50, 0.52, 0.54]) + arm("rate_k3", [0.40, 0.44, 0.42]), "linear").splitlines()
+    # Gaps −.10 −.08 −.12: −.10 ± 4.303 · .02 / √3 = ± .0497.
+    assert table[2].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 3 | .520 ± .050 | – |")
+    assert table[3].startswith("| rate controlled by k3 alone | 1e-3 | 3 | .420 ± .050 | −.100 ± .050 |")
+
+
+def test_the_start_is_told_with_its_best_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "starts.jsonl"
+    file.write_text('{"start": "demo", "success": {"0": 0.85, "1": 0.2, "0.1": 0.86}}\n')
+    found = study_text.start_success(file)
+    assert study_text.best_temperature(found["demo"]) == 0.1
+    monkeypatch.setattr(study_text, "start_success", lambda: found)
+    assert study_text.with_start("x\n") == (
+        "x\n\nStart: success .200 at temperature 1, .850 greedy, .860 at its best temperature (.1).\n"
+    )
+
+
+def test_golden_other_tasks_and_collapses() -> None:
+    def place(how: dict[str, Any], ends: list[float]) -> list[study_table.Row]:
+        arm = Shipped(seed=0, **{"steps": 10, **how}).arm
+        flat = [(401 + seed, {0: 0.2, 10: x}) for seed, x in enumerate(ends)]
+        same = {"steps": 10, "start": "arithmetic", **how, "arm": arm}
+        return [made(seed, success=points, rewards=[0.2] * 10, **same) for seed, points in flat]
+
+    rows = place(plans.CHOSEN[0], [0.6, 0.7, 0.8]) + place(plans.CHOSEN[1], [0.5, 0.5, 0.7])
+    line = study_confirm.elsewhere(rows).splitlines()[2]
+    # Gaps .1 .2 .1: .1333 ± 4.303 · .0577 / √3 = ± .1434.
+    assert "| .600 .700 .800 | .500 .500 .700 | +.133 (−.010 to +.277) |" in line
+    fallen = place({**plans.CHOSEN[0], "bound": 0.3}, [0.1])
+    assert study_confirm.collapses(rows + fallen) == (
+        "Of 3 runs held at .03 or less, 0 had a measurement below the start and 0 died; of 1 runs held at more, 1 had a "
+        "measurement below the start and 0 died.\n"
+    )
 
 
 def test_golden_steps_to_a_success() -> None:
@@ -87,11 +172,6 @@ def test_golden_fresh_seeds() -> None:
     said = study_confirm.compared(runs).splitlines()
     assert len(said) == 1
     assert said[0].endswith("+.110 (+.085 to +.135; 3 seeds): holds.")
-    # One-sided: .01 − 2.920 · .01 / √3 = −.0069.
-    ours, theirs = {"1": 0.40, "2": 0.41, "3": 0.42}, {"1": 0.40, "2": 0.40, "3": 0.40}
-    mean, low, holds = study_confirm.not_worse(ours, theirs)
-    assert (mean, low, holds) == (pytest.approx(0.01), pytest.approx(-0.00686, abs=1e-5), True)
-    assert not study_confirm.not_worse(ours, theirs, margin=0.005)[2]
 
 
 def test_plans_name_every_run_once() -> None:
@@ -138,7 +218,7 @@ def test_the_plan_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) ->
 def test_plans_run_where_no_report_can_be_made() -> None:
     """A machine that trains needs neither rliable nor matplotlib; the page alone does."""
     folder = Path(study_table.__file__).parent
-    for name in ("study", "study_table", "plans", "spec", "shipped_run", "held_run", "measure"):
+    for name in ("study", "study_table", "plans", "spec", "shipped_run", "held_run", "measure", "start_success"):
         tree = ast.parse((folder / f"{name}.py").read_text())
         imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -160,7 +240,7 @@ def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
 def test_the_page_says_what_the_raw_data_say() -> None:
     text = study_page.PAGE.read_text()
     runs = study_page.read()
-    assert {*study_page.BLOCK.findall(text)} >= {"reuse", "rates", "gate0", "gate0constant"}
+    assert {*study_page.BLOCK.findall(text)} >= {"reuse", "confirmedrates", "gate0", "gate0constant"}
     assert study_page.write(text, runs) == text, "the raw data have changed: make results"
 
 
@@ -209,6 +289,17 @@ def test_a_process_whose_runs_fail_leaves_the_plan_to_others(monkeypatch: pytest
     study.sys.stdout.close()  # what the process would write to until it ends
     assert (jobs.qsize(), results.qsize()) == (3, 2)
     assert "no kernel image" in results.get()["error"]
+
+
+def test_starts_are_measured_once_and_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import start_success
+
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "starts.jsonl"
+    assert start_success.starts_to_measure(file) == ["demo", "n_max29", "n_max9"]
+    (tmp_path / "runs/starts/gemma-1").mkdir(parents=True)
+    file.write_text('{"start": "demo"}\n{"start": "n_max9"}\n')
+    assert start_success.starts_to_measure(file) == ["n_max29", "gemma"]
 
 
 def test_the_end_is_measured_on_held_out_problems_by_temperature() -> None:

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from deployed_witness import NAMES, WILD, Witness, certificates
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny_models import make_trainer, tiny_model
+from tiny_models import dense_logp, make_trainer, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -56,6 +56,30 @@ def test_the_certificate_is_the_kl_of_every_token(tmp_path, family, updates):
         assert_close(torch.tensor(line["tr/deployed_seq_kl_max"]), sums.max(), rtol=1e-3)
         assert 0 < line["tr/deployed_kl_se"] < line["tr/deployed_kl_mean"]
         assert (line["tr/step_share"], line["tr/deployed_probes"]) == (1.0, 1.0)
+
+
+@pytest.mark.supports("other: deployed network, distance on held-out prompts", door="TRL")
+def test_the_certificate_of_held_out_prompts_is_the_kl_of_every_token(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=math.inf, max_steps=4, steps_per_generation=2)
+    assert trainer.deployed.certify_held_out([([3], [4, 5])]) == {}  # before any step
+    witness = Witness(trainer, updates=2)
+    trainer.train()
+    before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    drawn = [([3, 4, 5], [6, 7]), ([8], [9, 10, 11, 12]), ([5, 5], [1])]
+    found = trainer.deployed.certify_held_out(drawn)
+    per_row = []
+    for row in drawn:  # one at a time, without padding, from all logits
+        ids = {f"{part}_ids": torch.tensor([tokens]) for part, tokens in zip(("prompt", "completion"), row, strict=True)}
+        inputs = ids | {f"{part}_mask": torch.ones_like(ids[f"{part}_ids"]) for part in ("prompt", "completion")}
+        with torch.no_grad():
+            new, old = (dense_logp(model.eval(), inputs, 0.9) for model in (trainer.model, witness.old))
+        per_row.append(categorical_kl(new, old)[0])
+    assert_close(torch.tensor(found["tr/deployed_heldout_kl_mean"]), torch.cat(per_row).mean(), rtol=1e-3)
+    assert_close(
+        torch.tensor(found["tr/deployed_heldout_seq_kl_mean"]), torch.stack([x.sum() for x in per_row]).mean(), rtol=1e-3
+    )
+    assert 0 < found["tr/deployed_heldout_kl_se"] < found["tr/deployed_heldout_kl_mean"]
+    assert all(torch.equal(x, before[name]) for name, x in trainer.model.state_dict().items())
 
 
 def count_passes(trainer: Any) -> list[int]:
@@ -208,6 +232,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, passes):
     assert all(torch.equal(x, weights_again[name]) for name, x in weights.items())
     assert all(line["tr/deployed_kl_mean"] <= bound for line in whole[1:])
     assert min(line["tr/step_share"] for line in whole[1:]) < 1
+    measured = [line["success"] is not None for line in whole]
+    assert [line.get("tr/deployed_heldout_kl_mean") is not None for line in whole[1:]] == measured[1:]
+    assert any(measured[1:])
+    assert "tr/deployed_heldout_kl_mean" not in whole[0]
     rates = [line["learning_rate"] for line in whole[1:]]
     assert rates[1] < 0.5 * rates[0]  # the controller was at work before the cut
     if passes > 1:

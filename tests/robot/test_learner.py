@@ -298,6 +298,19 @@ def test_a_critic_of_contexts_sees_no_states() -> None:
     assert correlation == pytest.approx(1.0)  # they are normalised over the batch
 
 
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_a_critic_in_float32_leaves_the_policy_in_float64(algorithm: str) -> None:
+    settings = {"episodes": 8, "policy_epochs": 3, "critic_epochs": 3}
+    agents = [learner(algorithm, critic_dtype=dtype, **settings) for dtype in (None, "float64", "float32")]
+    metrics = [agent.step() for agent in agents]
+    assert metrics[0] == metrics[1]
+    assert {p.dtype for p in agents[2].critic.parameters()} == {torch.float32}
+    assert {p.dtype for p in agents[2].policy.parameters()} == {torch.float64}
+    assert 0 < abs(metrics[2]["critic_loss"] / metrics[0]["critic_loss"] - 1) < 1e-4
+    for one, other in zip(agents[0].policy.parameters(), agents[2].policy.parameters(), strict=True):
+        assert_close(one, other, atol=1e-4)
+
+
 def test_a_set_covariance_is_the_projected_one_and_moves() -> None:
     agent = learner("bbrl", set_covariance=True, policy_epochs=20, policy_rate=1e-2, cov_bound=0.002)
     old = agent.policy.cholesky().detach()
@@ -477,6 +490,7 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"replan_from": "here"}, "`replan_from` is one of desired, state"),
         ({"entropy_equal": True}, "`entropy_equal` needs an `entropy_floor` to end at; got None"),
         ({"critic_inputs": "plan"}, "`critic_inputs` is one of"),
+        ({"critic_dtype": "bfloat16"}, "`critic_dtype` is one of"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:

@@ -6,6 +6,7 @@ the old weights are those it began with. With `reuse="auto"` a step may be over 
 
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import trl
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from corral.deployed import BatchKL, RateController, retract, snapshot
+from corral.deployed import BatchKL, RateController, TokenKL, retract, snapshot
 from corral.llm.audit_scoring import preserve_state
 from corral.llm.deployed_probe import DeployedProbe
 from corral.llm.trl_api import FUSED, updates_per_step
@@ -57,6 +58,8 @@ class DeployedCallback(TrainerCallback):
         self.per_step = updates_per_step(trainer.args)
         self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
         """Updates between measurements."""
+        self._before: dict[str, Tensor] | None = None
+        """What the step that has just ended began with; until the next one begins."""
         self._begin()
 
     def _begin(self) -> None:
@@ -89,6 +92,7 @@ class DeployedCallback(TrainerCallback):
         if self.spent:
             return
         if self._old is None:
+            self._before = None  # its memory, first
             self._old = snapshot(self.trainer.model)
         if self.holds:
             scheduler = self._scheduler()
@@ -122,7 +126,7 @@ class DeployedCallback(TrainerCallback):
             certificate = retract(
                 trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound, max_probes=PROBES
             )
-        self.spent, self._old = not last, None
+        self.spent, self._before, self._old = not last, old, None
         if bound < math.inf:
             moved, aim = certificate.before.mean, AIM * bound
             # A batch that is left because its ratios are spread is no reason for a larger rate.
@@ -132,6 +136,20 @@ class DeployedCallback(TrainerCallback):
             metrics["tr/passes"] = float(self._passes)
         for name, value in metrics.items():
             trainer._metrics["train"][name].append(value)
+
+    def certify_held_out(self, drawn: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+        """How far the last step went on held-out prompts, from prompts and completions that the network has just drawn.
+
+        These are completions of the new network, so that along one of them the sum of KL(new‖old) is an unbiased estimate of
+        the KL between whole completions, where training samples at temperature 1 as a measurement does.
+        """
+        if self._before is None or not drawn:
+            return {}
+        with preserve_state(self.trainer.model):
+            found = self.probe.measure_on(drawn, self._before)
+        kl = TokenKL.of(replace(found, old_new=found.new_old))
+        numbers = {"kl_mean": kl.mean, "kl_se": kl.se, "seq_kl_mean": kl.seq_mean}
+        return {f"tr/deployed_heldout_{name}": value for name, value in numbers.items() if value is not None}
 
     def _scheduler(self) -> Any:
         """The one that knows the base rates: accelerate puts its own around it."""

@@ -106,20 +106,44 @@ class DeployedProbe:
 
     def measure(self) -> BatchKL:
         """The network as it is now."""
+        assert self._head is not None
+        return self._kl(self._rollouts, self._head)
+
+    def measure_on(self, rows: list[tuple[list[int], list[int]]], old: dict[str, Tensor]) -> BatchKL:
+        """The network as it is now, on other tokens than the step's: prompts and completions as token ids."""
+        model = self.trainer.model
+        some = self._pad(rows)
+        new = snapshot(model)
+        restore(model, old)
+        some.old, head = self._score(some)
+        head = head.freeze()
+        restore(model, new)
+        return self._kl([some], head)
+
+    def _kl(self, rollouts: list[_Rollouts], old_head: HeadInputs) -> BatchKL:
+        """The network as it is now against the old one, whose hidden states are known; on all processes."""
         found, sequences = [], 0
-        for some in self._rollouts:
+        for some in rollouts:
             assert some.old is not None
-            assert self._head is not None
             new, head = self._score(some)
             kl = head_kl_both_ways(
-                new.hidden, head.weight, some.old.hidden, self._head.weight,
-                bias_new=head.bias, bias_old=self._head.bias, **vars(head.spec),
+                new.hidden, head.weight, some.old.hidden, old_head.weight,
+                bias_new=head.bias, bias_old=old_head.bias, **vars(head.spec),
             )  # fmt: skip
             sequence = some.live.nonzero()[:, 0] + sequences
             sequences += len(some.live)
             found.append(torch.stack([x.double() for x in (*kl, sequence, new.logp - some.old.logp)], -1))
         new_old, old_new, sequence, log_ratio = self._of_all_processes(torch.cat(found)).unbind(-1)
         return BatchKL(new_old=new_old, old_new=old_new, sequence=sequence.long(), log_ratio=log_ratio)
+
+    def _pad(self, rows: list[tuple[list[int], list[int]]]) -> _Rollouts:
+        """Prompts padded on the left, completions on the right, as TRL has them."""
+        before, after = max(len(prompt) for prompt, _ in rows), max(len(completion) for _, completion in rows)
+        # Padding is never looked at: any token will do.
+        ids = [[0] * (before - len(a)) + a + b + [0] * (after - len(b)) for a, b in rows]
+        seen = [[0] * (before - len(a)) + [1] * (len(a) + len(b)) + [0] * (after - len(b)) for a, b in rows]
+        mask = torch.tensor(seen, device=self.trainer.accelerator.device)
+        return _Rollouts(torch.tensor(ids, device=mask.device), mask, mask[:, before:].bool(), None)
 
     def _score(self, some: _Rollouts) -> tuple[_Scored, HeadInputs]:
         """The network as it is now on the live tokens, from a scoring pass as every other one."""

@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from trl.models.utils import unwrap_model_for_generation
 
+from corral.llm.deployed_probe import TOKENS
 from corral.llm.guard import GuardCallback
 from corral.llm.models import base_model
-from corral.llm.problems import Problems, Sampling, answer
+from corral.llm.problems import Problems, Sampling, generate
 from corral.llm.rewards import Reward, RewardError
 from corral.llm.settings import Settings
 from corral.llm.sharding import is_sharded, root_weights
@@ -71,6 +72,8 @@ class RunTrainer(CorralTrainer):
     session: Session
     _sample: tuple[CompletionSample, Objective] | None = None
     """For tokens.parquet: completions of the last update of a step, until its line is written."""
+    _drawn: list[tuple[list[int], list[int]]]
+    """Prompt and completion of some held-out samples, while success is measured."""
 
     @property
     def updates_per_step(self) -> int:
@@ -140,7 +143,7 @@ class RunTrainer(CorralTrainer):
         session, process = self.session, self.accelerator
         mine = session.held_out[process.process_index :: process.num_processes]
         devices = [process.device] if process.device.type == "cuda" else []
-        training, scores = self.model.training, []
+        training, scores, self._drawn = self.model.training, [], []
         self.model.eval()
         try:
             with (
@@ -157,7 +160,15 @@ class RunTrainer(CorralTrainer):
         total = process.reduce(torch.tensor(scores, device=process.device, dtype=torch.float64), reduction="sum") / len(
             session.held_out
         )
-        return dict(zip(("success", "greedy"), total.tolist(), strict=True))
+        found = dict(zip(("success", "greedy"), total.tolist(), strict=True))
+        drawn, self._drawn = self._drawn[: self._draws_to_certify], []
+        return found if self.deployed is None else found | self.deployed.certify_held_out(drawn)
+
+    @property
+    def _draws_to_certify(self) -> int:
+        """Held-out completions of each process on which the last step's KL is measured: about as many tokens as of its own."""
+        processes = self.accelerator.num_processes
+        return min(len(self.session.held_out) // processes, max(1, TOKENS // (processes * self.max_completion_length)))
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
         """Rewards of one completion per problem. All processes generate equally often: a sharded model needs all of them."""
@@ -180,7 +191,11 @@ class RunTrainer(CorralTrainer):
         """One completion per problem, in several turns where somebody answers; and what an environment paid for each."""
         turns, problems, longest = self.session.turns, self.session.problems, self.max_completion_length
         if turns is None:
-            return answer(model, self.processing_class, problems.tokens(asked), longest, greedy=greedy), []
+            ids = problems.tokens(asked)
+            tokens = generate(model, self.processing_class, ids, longest, greedy=greedy)
+            if self.deployed is not None and not greedy and len(self._drawn) < self._draws_to_certify:
+                self._drawn += zip(ids, tokens, strict=True)
+            return self.processing_class.batch_decode(tokens, skip_special_tokens=True), []
         if is_sharded(self):
             raise RunError("a tool is asked as often as a process needs it, and a sharded model generates in step. Use DDP.")
         found = turns.play(model, problems, asked, Sampling(max_tokens=longest), greedy=greedy)

@@ -55,5 +55,5 @@ class BBRL(Learner):
         mask = torch.ones_like(returns[:, None], dtype=torch.bool)
         if self.config.plans_per_context > 1:
             return self.credit_among_plans(returns[:, None], mask)
-        advantages = (returns - self.critic(contexts))[:, None]
+        advantages = (returns - self.values(contexts))[:, None]
         return Credit(normalise_advantages(advantages, mask), mask, contexts, returns)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 from corral.projection.gaussian import GaussianProjection
 from corral.projection.gaussian_frobenius import project_gaussian_frobenius
 from corral.projection.gaussian_kl import project_gaussian_kl
@@ -18,6 +20,8 @@ PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
     "wasserstein": project_gaussian_wasserstein,
     "frobenius": project_gaussian_frobenius,
 }
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,9 @@ class LearnerConfig:
     """Widths of the policy's layers."""
     critic_hidden: tuple[int, ...] = (64, 64)
     """Widths of the critic's."""
+    critic_dtype: Literal["float64", "float32"] | None = None
+    """Precision of the critic's network, that of the run without it. Its updates are most of TCE's arithmetic, and a baseline
+    needs no sixteen digits: float32 takes less than half the time."""
     activation: str = "tanh"
     """Of both networks."""
     std: float = 1.0
@@ -118,3 +125,4 @@ class LearnerConfig:
             raise ValueError(f"{owner_name(self)}: 0 < `min_std` < `std`, both finite; got {self.min_std!r} and {self.std!r}.")
         require(self, "projection", one_of=PROJECTIONS)
         require(self, "activation", one_of=ACTIVATIONS)
+        require(self, "critic_dtype", one_of=(None, "float64", "float32"))

@@ -15,7 +15,7 @@ from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
 from corral.objective.ratio import clamp_log_ratio
 from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
-from corral.robot.config import PROJECTIONS, LearnerConfig
+from corral.robot.config import DTYPES, PROJECTIONS, LearnerConfig
 from corral.robot.episode import PLANS, Episodes, Plant, episode_seeds
 from corral.robot.group import leave_one_out, mirror
 from corral.robot.planner import Planner, Plans
@@ -87,7 +87,7 @@ class Learner(ABC):
                 contextual_covariance=config.contextual_covariance,
             ).to(dtype)
             self.critic = Critic(self.critic_size(size), config.critic_hidden, activation=activation)
-            self.critic.value.to(dtype)
+            self.critic.value.to(dtype if config.critic_dtype is None else DTYPES[config.critic_dtype])
         every, start = config.replan_every, config.replan_from
         self.planner = Planner(plant, prodmp, dt, self.policy, every=every, start=start, dtype=dtype)
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.policy_rate, weight_decay=config.weight_decay)
@@ -175,6 +175,10 @@ class Learner(ABC):
         mean, chol = self.policy(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
+    def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
+        """V in the run's precision."""
+        return self.critic(states).to(self.dtype)
+
     def credit_among_plans(self, earned: Float[Tensor, "E N"], mask: Bool[Tensor, "E N"]) -> Credit:
         """Advantages over the other plans for the same context; there is nothing to fit."""
         apart = leave_one_out(earned, self.config.plans_per_context, mirrored=self.config.mirrored)
@@ -182,7 +186,8 @@ class Learner(ABC):
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
         """One full-batch step on V's squared error."""
-        loss = (self.critic(inputs) - targets).square().mean()
+        values = self.critic(inputs)
+        loss = (values - targets.to(values)).square().mean()
         self.critic_optimizer.zero_grad()
         loss.backward()
         self.critic_optimizer.step()

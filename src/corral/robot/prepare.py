@@ -11,6 +11,7 @@ import torch
 
 from corral.naming import nearest
 from corral.robot.bbrl import BBRL, BBRLConfig
+from corral.robot.config import DTYPES
 from corral.robot.env import ENVIRONMENTS, Environment, make_envs
 from corral.robot.episode import Plant
 from corral.robot.learner import Learner
@@ -20,8 +21,6 @@ from corral.robot.tce import TCE, TCEConfig
 from corral.run.files import RunError
 
 EPISODIC: dict[str, tuple[type[Learner], type]] = {"tce": (TCE, TCEConfig), "bbrl": (BBRL, BBRLConfig)}
-
-_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 Agent = Any
 """A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, env_steps and config."""
@@ -75,7 +74,7 @@ def _episodic(settings: Settings, environment: Environment) -> Learner:
     )
     prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
     plant = _plant(settings, environment, config.episodes)
-    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=_DTYPES[settings.dtype])
+    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
 
 
 def _baseline(settings: Settings, environment: Environment) -> Agent:

@@ -128,7 +128,7 @@ class TCE(Learner):
         config, played = self.config, episodes.mask
         paid = rewards_at_event(episodes.rewards, episodes.event) if config.move_to_event else episodes.rewards
         alone, rewards = config.plans_per_context == 1, paid.to(self.dtype)
-        values = self.critic(self._inputs(episodes)) if alone else torch.zeros_like(rewards)
+        values = self.values(self._inputs(episodes)) if alone else torch.zeros_like(rewards)
         cut = partial(self.planner.cut, episodes)
         advantages, mask = segment_advantages(
             cut(self._with_next_value(rewards, values, played)),
