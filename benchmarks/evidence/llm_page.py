@@ -208,6 +208,21 @@ def costs(_: Sequence[Row]) -> str:
     return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)
 
 
+def seconds(runs: Sequence[Row]) -> str:
+    """Seconds of whole runs that shared one GPU, over clipping's."""
+    lines = []
+    for passes, steps, every in ((1, 15, 5), (4, 10, 2)):
+        taken = {}
+        for arm in ARMS:
+            cell = Cell(arm=arm, rate=TUNED, passes=passes, steps=steps, every=every)
+            mine = [run for (*_, device), run in cell.runs(runs).items() if device == "cuda" and not run["end_size"]]
+            taken |= {arm_name(arm): [run["seconds"] for run in mine]} if mine else {}
+        for name, some in taken.items():
+            more = f"{100 * (fmean(some) / fmean(taken['ppo_clip']) - 1):+.0f} %" if "ppo_clip" in taken else "–"
+            lines.append([name, str(8 * passes), str(len(some)), f"{fmean(some):.0f} s", more])
+    return markdown(("", "updates a batch", "runs", "a run", "over clipping"), lines) if lines else "Not measured yet.\n"
+
+
 def count(runs: Sequence[Row]) -> str:
     """How much there is to go by."""
     judged = [one for one in judge(runs).values() if one.found is not None and one.found.seeds >= ENOUGH]
@@ -253,6 +268,7 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "word-starts": word_starts,
     "starts": starts,
     "costs": costs,
+    "seconds": seconds,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
     "figure-words": _figure("words", "Area under success on SVAMP by learning rate, a line per objective and passes"),
     "figure-reuse": _figure("reuse", "Area under held-out success by passes over each batch, a line per objective"),
