@@ -43,6 +43,7 @@ BOUNDS = (0.01, 0.1, 0.03, 0.003, 0.3)
 """Half decades of the mean KL, the most telling first."""
 HELD: dict[str, Any] = {"rate": "auto", "bound": None}
 """`learning_rate="auto"` with the bound .02."""
+HELD_CONSTANT: dict[str, Any] = {"rate": "auto", "bound": 0.03, "schedule": "constant"}
 _REUSED = ("troll", "ppo_clip", "dppo")
 _REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
 _CONFIRM: dict[str, Any] = {"eval_every": 2, "eval_size": 1024, "end_size": 4096}
@@ -152,6 +153,13 @@ def _rates_on(seeds: Sequence[int]) -> list[Shipped]:
     return shipped(seeds, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)
 
 
+def confirm_constant() -> list[Shipped]:
+    """ "auto" with a constant schedule, which the tuning seeds favour, on ten fresh seeds; then with four passes on tuning seeds."""
+    one = shipped(FRESH, ("ppo_clip", "troll"), [HELD_CONSTANT], eval_size=1024, end_size=4096)
+    many = [{**HELD_CONSTANT, "passes": 4, "bound": bound} for bound in (0.03, 0.02, 0.01)]
+    return one + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
+
+
 def elsewhere() -> list[Shipped]:
     """The two of the main comparison on other tasks, from other warm starts and in another family; seeds outermost."""
     places = ("n_max29", "arithmetic", "start1", "start2", "start3", "gemma")
@@ -193,6 +201,7 @@ PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "confirm-reuse": confirm_reuse,
     "confirm-rates": confirm_rates,
     "confirm-rates-more": confirm_rates_more,
+    "confirm-constant": confirm_constant,
     "confirm-more": confirm_more,
     "rates": lambda: both_schedules(rates, TUNING[:2]),
     "rates-more": lambda: both_schedules(rates, TUNING[2:]),
