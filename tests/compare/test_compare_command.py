@@ -67,7 +67,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--objectives", "troll,dppo", "--sweep", "num_iteration=1,2"], "there is no setting `num_iteration`"),
         (["--objectives", "troll,dppo", "--sweep", "beta=0.1,x"], "troll beta=x: `beta` is float"),
         (["--objectives", "troll,dppo", "--step", "3"], "there is no setting `step`"),
-        (["--objectives", "troll,dppo", "--set", "task_config.numbers=4"], "troll: countdown: there is no setting `numbers`"),
+        (["--objectives", "troll,dppo", "--set", "task_config.numbers=4"], "countdown: there is no setting `numbers`"),
         (
             ["--objectives", "troll,dppo", "--learning-rate", "1e-4", "--sweep", "learning_rate=1e-4,2e-4"],
             "`learning_rate` is both given and swept",

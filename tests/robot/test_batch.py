@@ -40,6 +40,27 @@ def assert_same(one: Episodes, other: Episodes) -> None:
     torch.testing.assert_close(one.rewards, other.rewards, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(("name", "reward"), [(HOPPER, "sparse"), (BOX, "dense")])
+def test_plans_made_on_the_way_see_what_single_environments_show(name: str, reward: str) -> None:
+    world, told = plant(name, 2, 1, reward=reward), []
+
+    def plan(observation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        told.append(observation)
+        reach = 0.3 * np.tanh(observation[:, None, -world.tracking.dof :])  # what only a whole observation has
+        time = np.linspace(0, 3, world.steps // 5)[None, :, None]
+        return world.tracking.state(observation)[0][:, None] + reach * np.sin(time), reach * np.cos(time)
+
+    batch = world.follow_anew(world.start([3, 1]), plan, world.steps // 5)
+    seen, told[:] = told[:], []
+    world._copies = []
+    assert_same(batch, world.follow_anew(world.start([3, 1]), plan, world.steps // 5))
+    assert len(seen) == len(told) == 5
+    for index, (one, other) in enumerate(zip(seen, told, strict=True)):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, batch.observations[:, index * world.steps // 5])
+    world.close()
+
+
 @pytest.mark.parametrize(("name", "reward"), KINDS)
 def test_a_batch_is_what_single_environments_do(name: str, reward: str) -> None:
     seeds = [3, 1]

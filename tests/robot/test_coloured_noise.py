@@ -83,7 +83,7 @@ def test_policies_act_with_it_and_sac_learns_from_white_noise() -> None:
     assert_close(squashed.actions_from_params(mean, log_std), drawn.tanh())  # and acts with the same again
 
 
-@pytest.mark.parametrize("kind", ["ppo", "sac"])
+@pytest.mark.parametrize("kind", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
 def test_exploration_remembers(kind: str) -> None:
     found = {}
     for colour in (0.0, 1.0):

@@ -243,7 +243,7 @@ def test_rounds_and_resuming_are_as_with_one_plan() -> None:
 
 
 def test_impossible_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`replan_every` divides the 100 steps of an episode; got 30"):
+    with pytest.raises(ValueError, match="`replan_every` must divide the 100 steps of an episode; got 30"):
         arm(replan_every=30)
     with pytest.raises(ValueError, match="`replan_every` is a whole number ≥ 1, or None; got 0"):
         TCEConfig(replan_every=0)

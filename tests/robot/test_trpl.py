@@ -64,6 +64,17 @@ def test_far_inside_the_region_it_is_the_plain_surrogate(dtype: torch.dtype) -> 
     assert metrics["regression"] == pytest.approx(0, abs=1e-6)
 
 
+def test_half_precision_in_is_computed_in_float32() -> None:
+    new, old, actions, advantages = batch(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = trpl_loss(new, old, actions, advantages, REGION)
+    wide = [StepGaussian(x.mean.float(), x.std.float()) for x in (new, old)]
+    expected = trpl_loss(*wide, actions.float(), advantages.float(), REGION)
+    assert found[0].dtype == torch.float32
+    assert torch.equal(found[0], expected[0])
+    assert found[1]["tr/kl_after"] <= 0.025 * (1 + 1e-4)
+
+
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient() -> None:
     _, old, actions, advantages = batch()
     mean, std = old.mean.clone().requires_grad_(), old.std.clone().requires_grad_()

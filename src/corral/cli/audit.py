@@ -145,7 +145,7 @@ def _audit_models(arguments: argparse.Namespace) -> Path:
 
 def _settings(arguments: argparse.Namespace) -> Any:
     """The flags, each of its setting's type."""
-    from corral.llm.evaluate import EvalSettings
+    from corral.llm.eval_settings import EvalSettings
 
     chosen = eval_settings(arguments, ("tools", *_MODEL_FLAGS))
     return EvalSettings(**{"model": "", "problems": 16, "samples": 8, "backend": "transformers", **chosen})

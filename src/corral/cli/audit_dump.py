@@ -33,7 +33,7 @@ def rescore(dump: "Dump", rules: "Rules", arguments: argparse.Namespace) -> Path
     check_kind("llm", "rescoring texts")
     quiet_libraries()
     from corral.llm.audit_texts import audit_texts
-    from corral.llm.evaluate import EvalSettings
+    from corral.llm.eval_settings import EvalSettings
 
     settings = EvalSettings(model=names[0], **eval_settings(arguments, TEXT_FLAGS))
     out = arguments.out or Path("audits") / _label(dump.path)

@@ -1,9 +1,11 @@
 """`corral compare`: contestants, seeds and a sweep; everything else is as in `corral train`."""
 
 import argparse
+import importlib
 import importlib.util
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from corral.cli.report import NEEDED
 from corral.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.naming import nearest
 from corral.run.files import RunError
+from corral.run.settings import nested, read_file, read_named
 
 _EPILOG = """
 corral compare --recipe demo --objectives reinforce,ppo_clip,dppo,troll --seeds 3
@@ -86,13 +89,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     """A new comparison, or one that is resumed."""
+    resuming = arguments.resume is not None
+    comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
+    # With statistics and figures: only now, when the names on the command line are known to be right.
     from corral.compare.job import ExecutionConfig, describe, run_comparison, set_up
     from corral.compare.record import refuse_taken
     from corral.compare.view import make_compare_view
 
     execution = ExecutionConfig(engine=arguments.engine, jobs=arguments.jobs, stall=arguments.stall)
-    resuming = arguments.resume is not None
-    comparison = _saved_comparison(arguments, rest) if resuming else _new_comparison(arguments, rest)
     config = comparison.config if resuming else arguments.config
     prepared = set_up(comparison, config, execution)
     try:
@@ -114,17 +118,18 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:
     """The comparison that the command line describes, not yet begun."""
-    from corral.compare.check import rate_grid, share_reduction
-    from corral.compare.plan import make_plan, parse_sweeps
-    from corral.compare.record import Comparison
-    from corral.run.folder import default_name
-
     if arguments.retry_failed:
         raise RunError("--retry-failed goes with --resume DIR.")
     _take_from_recipe(arguments)
     training, first = _training(arguments, rest)
     kind = kind_of(arguments)
     contestants = _contestants(kind, arguments)
+    _check_names(kind, arguments, training.settings)
+    from corral.compare.check import rate_grid, share_reduction
+    from corral.compare.plan import make_plan, parse_sweeps
+    from corral.compare.record import Comparison
+    from corral.run.folder import default_name
+
     given = parse_sweeps(arguments.sweep)
     for key, values in given.items():
         if values is not None and key in training.settings:
@@ -158,12 +163,9 @@ def _take_from_recipe(arguments: argparse.Namespace) -> None:
 
 def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The contestants; a RunError for the wrong flag or an unknown name."""
-    from corral.objective import OBJECTIVES
-    from corral.robot.settings import ALGORITHMS
-
     objectives, algorithms = arguments.objectives, arguments.algorithms
     what, given, other = ("objective", objectives, algorithms) if kind == "llm" else ("algorithm", algorithms, objectives)
-    known = list(OBJECTIVES if kind == "llm" else ALGORITHMS)
+    known = _known(kind)
     if other is not None:
         learns = "a language model learns" if kind == "llm" else "a robot learns"
         instead = " For a robot, name its recipe: --recipe via_point_sparse." if kind == "llm" else ""
@@ -180,6 +182,28 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
             if not all(pair.partition("=")):
                 raise RunError(f"a contestant with settings of its own is {name}:KEY=VALUE; got {name}:{pair}.")
     return names
+
+
+def _known(kind: Kind) -> list[str]:
+    """Contestants, known without torch; with those that another package has registered, where it was imported before."""
+    if kind == "llm":
+        from corral.llm.known import objective_fields
+
+        imported = sys.modules.get("corral.objective")
+        return list(objective_fields() if imported is None else imported.OBJECTIVES)
+    from corral.robot.settings import ALGORITHMS
+
+    return list(ALGORITHMS)
+
+
+def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """Refuse settings that no run has, before torch and statistics are imported. A contestant's own are checked with it."""
+    settings = importlib.import_module(f"corral.{kind}.settings")
+    layer = nested(given.items(), settings.TABLES)
+    recipe = arguments.recipe or (None if arguments.config else "demo")
+    before = [read_named(recipe, all_recipes())] if recipe else []
+    before += [read_file(arguments.config)] if arguments.config else []
+    settings.check_early([*before, {key: value for key, value in layer.items() if key != "objective_config"}])
 
 
 def _split_names(given: str) -> tuple[str, ...]:

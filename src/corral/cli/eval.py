@@ -61,7 +61,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if kind == "robot":
             _evaluate_robot(arguments)
         else:
-            quiet_libraries()
             _evaluate_model(arguments)
     except KeyboardInterrupt:
         resumable = " What is answered is kept: the same command resumes." if kind == "llm" else ""
@@ -93,6 +92,9 @@ def _evaluate_robot(arguments: argparse.Namespace) -> None:
 
 def _evaluate_model(arguments: argparse.Namespace) -> None:
     """Settings from the flags, the evaluation, and the comparison if one is wanted."""
+    settings = _settings(arguments)
+    settings.find()  # what is not there is said before torch is imported
+    quiet_libraries()
     from corral.llm.eval_view import comparison, make_eval_view
     from corral.llm.evaluate import evaluate
     from corral.llm.results import compare, read_evaluation
@@ -101,14 +103,14 @@ def _evaluate_model(arguments: argparse.Namespace) -> None:
     if arguments.against is not None:
         read_evaluation(arguments.against)  # an error is better now than hours later
     view = make_eval_view(quiet=arguments.quiet)
-    outcome = evaluate(_settings(arguments), view, out=arguments.out)
+    outcome = evaluate(settings, view, out=arguments.out)
     if arguments.against is not None:
         view.console.print(comparison(compare(arguments.against, outcome.path), LEVEL))
 
 
 def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Settings of an evaluation that were given, each of its own type; the task's own are in `task_config`."""
-    from corral.llm.evaluate import EvalSettings
+    from corral.llm.eval_settings import EvalSettings
     from corral.llm.settings import FUNCTIONS, TABLES
 
     hints = get_type_hints(EvalSettings)
@@ -128,13 +130,14 @@ def eval_settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[s
 
 def _settings(arguments: argparse.Namespace) -> Any:
     """The flags, each of its setting's type."""
-    from corral.llm.evaluate import EvalSettings
-    from corral.llm.smoke import EVALUATION, TASK_CONFIG
+    from corral.llm.eval_settings import EvalSettings
 
     for name in given_flags(arguments, ("episodes", "video")):
         raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
     chosen = eval_settings(arguments, ("model", "tools", *FLAGS))
     if arguments.smoke:
+        from corral.llm.smoke import EVALUATION, TASK_CONFIG  # with transformers
+
         if "model" in chosen:
             raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")
         chosen = {"task": "countdown", **EVALUATION, **chosen}

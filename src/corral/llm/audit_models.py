@@ -17,7 +17,8 @@ from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules, read_objective
 from corral.llm.audit_scoring import logp_at, preserve_state
-from corral.llm.evaluate import EvalJob, EvalSettings, prepare_evaluation
+from corral.llm.eval_settings import EvalSettings
+from corral.llm.evaluate import EvalJob, prepare_evaluation
 from corral.llm.models import load_model
 from corral.llm.problems import Problems, Sampling, generate
 from corral.llm.rewards import verifier

@@ -16,7 +16,7 @@ from corral.audit.folder import AuditFolder
 from corral.audit.rules import Rules
 from corral.audit.words import percent
 from corral.llm.audit_models import load_pair, measure_completion, write_audit
-from corral.llm.evaluate import EvalSettings
+from corral.llm.eval_settings import EvalSettings
 from corral.llm.models import choose_device, load_model
 from corral.llm.subject import BUILT_IN, find_subject
 from corral.run.files import RunError

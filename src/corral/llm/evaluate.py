@@ -6,14 +6,15 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from corral.llm.calls import make_multi_turn
+from corral.llm.eval_settings import MULTI_TURN, EvalSettings
 from corral.llm.eval_view import EvalView
 from corral.llm.models import choose_device
 from corral.llm.passk import RIGHT
@@ -21,13 +22,11 @@ from corral.llm.problems import Problems, Sampling
 from corral.llm.results import EvalFolder, Row, summarise
 from corral.llm.rewards import Reward, RewardError, path_of, verifier
 from corral.llm.sampler import Backend, Sampler, TransformersSampler, choose_backend, make_sampler
-from corral.llm.settings import ONE_OF_TOOLS
-from corral.llm.subject import Subject, find_subject
+from corral.llm.subject import Subject
 from corral.llm.turns import MultiTurn
 from corral.run.files import RunError, plain
 from corral.run.folder import commit, versions
 from corral.task import Task, make_task
-from corral.validate import require
 
 _PROCEDURAL = 512
 """Problems of a procedural task, which can draw any number of them."""
@@ -36,54 +35,6 @@ _BATCH_SIZES = {"transformers": 256, "vllm": 2048}
 
 _Batch = list[tuple[int, int, bool]]
 """(problem, sample, greedy) of each completion."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """What to evaluate, and how. None means: as the run did, or what suits the task."""
-
-    model: str
-    """A run's folder, or a model: tiny, smollm2, a folder, or a name on the hub."""
-    task: str | None = None
-    """What to ask: a name from corral.task; a run's own by default."""
-    task_config: dict[str, Any] = field(default_factory=dict)
-    """The task's own settings, on top of the run's."""
-    instruction: str | None = None
-    """What the model reads; {problem} is the task's prompt."""
-    tool: str | None = None
-    """Who answers the model within a completion: a run's own by default; "" is nobody."""
-    tools: tuple[str | Callable[..., Any], ...] | None = None
-    """Functions that a chat model may call: a run's own by default; () is none."""
-    environment_factory: str | Callable[..., Any] | None = None
-    """An environment whose methods a chat model may call: a run's own by default; "" is none."""
-    checkpoint: str | None = None
-    """Of a run: latest, best (by measured success), or the number of a step."""
-    problems: int | None = None
-    """Held-out problems; by default all of a data set, and 512 of a task that draws its own."""
-    samples: int = 4
-    """Completions per problem, besides the greedy one."""
-    temperature: float = 1.0
-    """Of the samples; 1 is the policy itself."""
-    top_p: float = 1.0
-    """Probability that the samples' tokens are taken from; 1 is the policy itself."""
-    max_tokens: int | None = None
-    """The longest completion."""
-    batch_size: int | None = None
-    """Prompts answered at a time: 256 with transformers, 2048 with vLLM."""
-    seed: int = 0
-    """Random seed: which problems are asked, and every sample."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "transformers", "vllm"] = "auto"
-
-    def __post_init__(self) -> None:
-        require(self, "problems", "max_tokens", "batch_size", at_least=1, integer=True, optional=True, name="", error=RunError)
-        require(self, "samples", at_least=1, integer=True, name="", error=RunError)
-        require(self, "seed", at_least=0, integer=True, name="", error=RunError)
-        note = "the greedy answer is given in any case"
-        require(self, "temperature", above=0, note=note, name="", error=RunError)
-        require(self, "top_p", above=0, at_most=1, name="", error=RunError)
-        if self.instruction is not None and "{problem}" not in self.instruction:
-            raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
 
 
 @dataclass(frozen=True)
@@ -178,15 +129,12 @@ def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None =
 
 def prepare_evaluation(settings: EvalSettings) -> EvalJob:
     """Resolve and validate everything that the settings name."""
-    subject = find_subject(settings.model, settings.checkpoint)
-    name = settings.task or subject.defaults.get("task")
-    if name is None:
-        raise RunError(f"{settings.model} is a model and has no task of its own: say which with --task.")
+    subject, name = settings.find()
     own = name == subject.defaults.get("task")
     inherited = subject.defaults.get("task_config", {}) if own else {}
     device = choose_device(settings.device)
-    how = _turns(settings, subject)
-    backend = choose_backend(settings.backend, subject, device, played=bool(_NAMES & how.keys()))
+    how = settings.multi_turn(subject)
+    backend = choose_backend(settings.backend, subject, device, played=not how.keys().isdisjoint(MULTI_TURN))
     try:
         turns = make_multi_turn(
             how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns")
@@ -213,21 +161,6 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
         turns=turns,
         how=how | {"tools": [path_of(one) for one in how["tools"]]} if "tools" in how else how,
     )
-
-
-_NAMES = {"tool", "tools", "environment_factory"}
-
-
-def _turns(settings: EvalSettings, subject: Subject) -> dict[str, Any]:
-    """Who answers within completions, and the chat template's arguments: as the settings say, else as the run had it."""
-    own = subject.defaults
-    given = {name: vars(settings)[name] for name in sorted(_NAMES) if vars(settings)[name] is not None}
-    if any(given.values()):  # another one takes the place of the run's
-        own = {name: value for name, value in own.items() if name not in _NAMES}
-    chosen = {name: own.get(name) for name in (*sorted(_NAMES), "max_turns", "chat_template_kwargs")} | given
-    if chosen["tool"] and (chosen["tools"] or chosen["environment_factory"]):
-        raise RunError(ONE_OF_TOOLS)
-    return {name: value for name, value in chosen.items() if value}
 
 
 def default_problems(task: Task) -> int:
@@ -318,7 +251,7 @@ def _heading(job: EvalJob, where: Path) -> list[tuple[str, str]]:
     return [
         ("model", f"{job.subject.name}{step}"),
         ("task", f"{job.task.name}, {len(job.held_out):,} held-out problems"),
-        *([("tools", ", ".join(f"{name} {job.how[name]}" for name in sorted(_NAMES & job.how.keys())))] if job.turns else []),
+        *([("tools", ", ".join(f"{name} {job.how[name]}" for name in MULTI_TURN if name in job.how))] if job.turns else []),
         ("answers", f"1 greedy and {job.samples} sampled each: {how}, seed {job.seed}"),
         ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
         ("results", str(where)),

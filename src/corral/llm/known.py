@@ -1,14 +1,17 @@
 """Names of settings and objectives read from source files, so that a refusal waits for neither torch nor TRL."""
 
 import ast
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from corral.llm import TRL_RANGE
 from corral.naming import suggest
+from corral.run.settings import coerce
 from corral.task import TASKS
 
 _HERE = Path(__file__).parent
@@ -55,21 +58,45 @@ def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str
     return f"there is no setting `{key}`.{suggest(key, known)} {where}"
 
 
-@cache
 def trainer_names() -> list[str] | None:
     """Settings of CorralConfig; None where TRL is older than the tested ones, or keeps its source elsewhere."""
+    types = _trainer_types()
+    return None if types is None else list(types)
+
+
+def check_numbers(given: Mapping[str, Any]) -> None:
+    """Refuse settings of CorralConfig that should be numbers or switches and are none, as far as their source tells."""
+    types = _trainer_types() or {}
+    for key, value in given.items():
+        hint = _PLAIN.get(types.get(key, ""))
+        if key == "learning_rate" and value != "auto":
+            hint = float
+        if hint is not None:
+            coerce(key, value, hint)
+
+
+_PLAIN: dict[str, Any] = {
+    f"{hint.__name__}{none}": hint | None if none else hint for hint in (int, float, bool) for none in ("", " | None")
+}
+"""Types that can be told from their text."""
+
+
+@cache
+def _trainer_types() -> dict[str, str] | None:
+    """The settings, each with its type as the source has it; CorralConfig's own come first, and win."""
     if _numbers(version("trl")) < _numbers(TRL_RANGE[0]):
         return None
-    names = class_fields(_HERE / "config.py").get("CorralConfig", [])
+    types = class_fields(_HERE / "config.py").get("CorralConfig", {})
     for package, path, name in _CONFIGS:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
             return None
         try:
-            names = [*names, *class_fields(Path(spec.origin).parent / path)[name]]
+            inherited = class_fields(Path(spec.origin).parent / path)[name]
         except (OSError, SyntaxError, KeyError):
             return None
-    return list(dict.fromkeys(names))
+        types |= {key: hint for key, hint in inherited.items() if key not in types}
+    return types
 
 
 @cache
@@ -93,14 +120,14 @@ def objective_fields() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def class_fields(path: Path) -> dict[str, list[str]]:
-    """Names of the fields, of each dataclass in a file, that its constructor takes."""
+def class_fields(path: Path) -> dict[str, dict[str, str]]:
+    """The fields, of each dataclass in a file, that its constructor takes, with their types as written."""
     return {
-        node.name: [
-            item.target.id
+        node.name: {
+            item.target.id: ast.unparse(item.annotation)
             for item in node.body
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and _is_given(item)
-        ]
+        }
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef)
     }

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corral.robot.env.batch import nan_in_step, play_plans, simulated_copies
+from corral.robot.env.batch import Plan, nan_in_step, play_plans, simulated_copies
 from corral.robot.env.vector import reset_each
 from corral.robot.tracking import Array, Tracking
 
@@ -107,10 +107,24 @@ class Plant:
         return np.asarray(observation, np.float64)[: len(seeds)]
 
     def follow(self, context: Array, positions: Array, velocities: Array) -> Episodes:
-        """Follow plans [E T D] from where `start` left off: as one batch where the task allows it, else step by step."""
+        """Follow plans [E T D] from where `start` left off."""
+        return self.follow_anew(context, lambda _: (positions, velocities), self.steps)
+
+    def follow_anew(self, context: Array, plan: Plan, every: int) -> Episodes:
+        """Follow plans that are made as the episodes go on, `plan(observations)` for the next `every` steps, from where `start`
+        left off: as one batch where the task allows it, else step by step."""
         if self._copies:
-            return self._play(context, positions, velocities)
-        return self.act(context, lambda t, observation: self.tracking.action(positions[:, t], velocities[:, t], observation))
+            return self._play(context, plan, every)
+        positions: Array = np.empty(0)
+        velocities: Array = positions
+
+        def action(t: int, observation: Array) -> Array:
+            nonlocal positions, velocities
+            if t % every == 0:
+                positions, velocities = plan(observation)
+            return self.tracking.action(positions[:, t % every], velocities[:, t % every], observation)
+
+        return self.act(context, action)
 
     def act(self, context: Array, policy: Callable[[int, Array], Array]) -> Episodes:
         """Let `policy(t, observations [E O])` choose the actions [E D] from where `start` left off; they are clipped."""
@@ -136,9 +150,9 @@ class Plant:
         check_finite(observations, rewards)
         return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *last_info.values())))
 
-    def _play(self, context: Array, positions: Array, velocities: Array) -> Episodes:
+    def _play(self, context: Array, plan: Plan, every: int) -> Episodes:
         """What `act` returns of plans, of tasks whose episodes can be played as a batch."""
-        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, positions, velocities)
+        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, plan, every)
         observations = np.concatenate([context[:, None], scored.observations], 1)
         check_finite(observations, scored.rewards)
         mask = np.ones_like(scored.rewards, bool)

@@ -64,7 +64,7 @@ class Planner:
         self.every, self.start = plant.steps if every is None else every, start
         self.count, odd = divmod(plant.steps, self.every)
         if odd or not self.count:
-            raise ValueError(f"planner: `replan_every` divides the {plant.steps} steps of an episode; got {every}.")
+            raise ValueError(f"planner: `replan_every` must divide the {plant.steps} steps of an episode; got {every}.")
         if self.count > 1 and self.every * dt < prodmp.delay:
             raise ValueError(
                 f"planner: `replan_every` is at least the trajectory's delay of {prodmp.delay:g} s, in which it rests; got "
@@ -92,7 +92,7 @@ class Planner:
         rounds = []
         for rows in self.plant.rounds(len(seeds)):
             context, hand = self.plant.start(seeds[rows]), _Round(self, noise[rows])
-            rounds.append((self._follow(context, hand), hand.drawn))
+            rounds.append((self.plant.follow_anew(context, hand.plan, self.every), hand.drawn))
         parts = [
             [_select(drawn[index], self.begun(episodes)[index]) for episodes, drawn in rounds if index < len(drawn)]
             for index in range(self.count)
@@ -101,20 +101,6 @@ class Planner:
         sizes = tuple(sum(len(one[0]) for one in plans) for plans in parts)
         factor = torch.cat(chol) if chol[0].ndim == 3 else chol[0]
         return Episodes.cat([episodes for episodes, _ in rounds]), Plans(torch.cat(params), torch.cat(mean), factor, sizes)
-
-    def _follow(self, context: Array, hand: "_Round") -> Episodes:
-        """Episodes from the contexts that `plant.start` returned: as one batch where nothing on the way is looked at."""
-        if self.count == 1:
-            return self.plant.follow(context, *hand.plan(context))
-        desired: list[tuple[Array, Array]] = []
-
-        def act(t: int, observation: Array) -> Array:
-            if t % self.every == 0:
-                desired.append(hand.plan(observation))
-            position, velocity = desired[-1]
-            return self.plant.tracking.action(position[:, t % self.every], velocity[:, t % self.every], observation)
-
-        return self.plant.act(context, act)
 
     @torch.no_grad()
     def plan(self, context: Array, params: Tensor) -> tuple[Tensor, Tensor]:

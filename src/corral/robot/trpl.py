@@ -12,6 +12,7 @@ from torch import Tensor
 
 from corral.deployed import retract
 from corral.divergence.gaussian import gaussian_kl
+from corral.numerics import in_one_dtype, without_autocast
 from corral.objective.ratio import clamp_log_ratio
 from corral.robot.config import PROJECTIONS
 
@@ -44,6 +45,7 @@ class StepGaussian:
         return torch.distributions.Normal(self.mean, self.std).log_prob(actions).sum(-1)
 
 
+@without_autocast
 def trpl_loss(
     new: StepGaussian, old: StepGaussian, actions: Float[Tensor, "B D"], advantages: Float[Tensor, " B"], region: Region
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -57,6 +59,8 @@ def trpl_loss(
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: at new = old the gradient is that of −mean A log π.
     """
+    tensors = in_one_dtype(new.mean, new.std, old.mean, old.std, actions, advantages)
+    new, old, (actions, advantages) = StepGaussian(*tensors[:2]), StepGaussian(*tensors[2:4]), tensors[4:]
     bounds = {"mean_bound": region.mean_bound, "cov_bound": region.cov_bound}
     near = PROJECTIONS[region.projection](new.mean, new.std, old.mean, old.std, diagonal=True, **bounds)
     projected = StepGaussian(near.mean, near.chol)

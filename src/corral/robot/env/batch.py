@@ -1,13 +1,14 @@
 """Plans of many copies of a simulated task, played as one batch: the physics by MuJoCo's own batch, the rest in arrays."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from numpy.typing import NDArray
 
 from corral.robot.env.vector import Threads
 from corral.robot.tracking import Array, Tracking
@@ -21,6 +22,10 @@ _PLAIN = (PassiveEnvChecker, OrderEnforcing, TimeLimit)
 """Wrappers that Gymnasium adds by itself: they change no number."""
 _STATE = ("qpos", "qvel", "mocap_pos", "mocap_quat")
 """What a reset decides."""
+
+
+Plan = Callable[[Array], tuple[Array, Array]]
+"""Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
 
 
 class Scored(NamedTuple):
@@ -61,6 +66,11 @@ class Simulated(gymnasium.Env):
 
     @staticmethod
     @abstractmethod
+    def observations(copies: Sequence[Any], readings: Array, steps: NDArray[np.integer]) -> Array:
+        """Observations [E S O] after some steps, counted from 1 [S], from their readings [E S R]."""
+
+    @staticmethod
+    @abstractmethod
     def score(copies: Sequence[Any], readings: Array, actions: Array) -> Scored:
         """Observations, rewards and the last info of whole episodes, from all readings [E T R] and actions [E T D]."""
 
@@ -82,16 +92,18 @@ def simulated_copies(envs: VectorEnv, steps: int) -> list[Simulated]:
 
 
 def play_plans(
-    envs: VectorEnv, copies: Sequence[Simulated], tracking: Tracking, context: Array, positions: Array, velocities: Array
+    envs: VectorEnv, copies: Sequence[Simulated], tracking: Tracking, context: Array, plan: Plan, every: int
 ) -> tuple[Array, Scored]:
-    """Whole episodes of plans [E T D] from the states that a reset has left, whose observations are `context` [E O].
+    """Whole episodes from the states that a reset has left, whose observations are `context` [E O].
 
     Python's lock is free while the batch simulates: one call a step moves all copies on as many threads as `envs` has.
 
+    Args:
+        plan: asked at every `every`-th step.
     Returns:
         Actions [E T D], clipped, and what came of them.
     """
-    (count, steps, _), copies = positions.shape, copies[: len(positions)]
+    count, copies = len(context), copies[: len(context)]
     if any(copy.time for copy in copies):
         raise ValueError("play_plans: plans are followed from the beginning of an episode; reset the environments first.")
     space, task = envs.single_action_space, type(copies[0])
@@ -102,9 +114,12 @@ def play_plans(
     for name in task.FIELDS:
         batch.bind(name)  # before they are computed: they are 0 until then
     batch.forward()
-    actions, readings, seen = np.empty(positions.shape), list[Array](), context
-    for t in range(steps):
-        wanted = tracking.action(positions[:, t], velocities[:, t], seen)
+    actions, readings, seen = np.empty((count, task.STEPS, *space.shape)), list[Array](), context
+    for t in range(task.STEPS):
+        if t % every == 0:
+            now = task.observations(copies, seen[:, None], np.array([t]))[:, 0] if t else context
+            positions, velocities = plan(now)
+        wanted = tracking.action(positions[:, t % every], velocities[:, t % every], seen)
         if np.isnan(wanted).any():
             raise nan_in_step(t)
         actions[:, t] = wanted.clip(space.low, space.high).astype(space.dtype)

@@ -135,13 +135,16 @@ class HopperJump(Simulated):
         return batch.qpos, batch.qvel, batch.xpos[:, torso], batch.xpos[:, foot], batch.xmat[:, foot], batch.sensordata
 
     @staticmethod
+    def observations(copies: "Sequence[HopperJump]", readings: Array, steps: NDArray[np.integer]) -> Array:
+        state, offset, goal = readings[..., :12], _offsets(copies, readings), np.array([[[copy.goal]] for copy in copies])
+        return np.concatenate([state, offset[..., [0, 2]], *np.broadcast_arrays(goal, (steps / STEPS)[:, None])], -1)
+
+    @staticmethod
     def score(copies: "Sequence[HopperJump]", readings: Array, actions: Array) -> Scored:
         """The same as `step` would have told."""
-        state, torso, ankle, frame, contacts = np.split(readings, [12, 15, 18, 27], -1)
-        height, contact, goal = torso[..., 2], contacts[..., 0] > 0, np.array([[copy.goal] for copy in copies])
-        offset = ankle + frame.reshape(*frame.shape[:2], 3, 3) @ _SOLE
-        offset[..., 0] -= goal
-        distance, highest = np.linalg.norm(offset, axis=-1), np.maximum.accumulate(height, 1)
+        state, torso, _, _, contacts = np.split(readings, [12, 15, 18, 27], -1)
+        height, contact, distance = torso[..., 2], contacts[..., 0] > 0, np.linalg.norm(_offsets(copies, readings), axis=-1)
+        highest = np.maximum.accumulate(height, 1)
         stood = np.logical_or.accumulate(contact, 1)
         left = np.logical_or.accumulate(stood & ~contact, 1)
         down = np.logical_or.accumulate(left & contact, 1)
@@ -153,11 +156,10 @@ class HopperJump(Simulated):
             copies[0].reward, height=height, highest=highest, distance=distance, landing=landing, healthy=healthy,
             action=actions, last=step == STEPS,
         )  # fmt: skip
-        columns = (state, offset[..., [0, 2]], *np.broadcast_arrays(goal[..., None], (step / STEPS)[:, None]))
         success = 1.0 * ((landing[:, -1] < _LANDED) & (highest[:, -1] > _JUMPED))
         info = {"success": success, "event": takeoff, "highest": highest[:, -1]}
         info |= {"landing_distance": landing[:, -1], "goal_distance": distance[:, -1]}
-        return Scored(np.concatenate(columns, -1), rewards, info)
+        return Scored(HopperJump.observations(copies, readings, step), rewards, info)
 
     def offset(self) -> Array:
         """From the goal to the sole (x, y, z)."""
@@ -187,3 +189,11 @@ class HopperJump(Simulated):
     def render(self) -> NDArray[np.uint8]:
         """From the side, the goal as a cross; 480 × 360."""
         return picture(self.model, self.data, _CAMERA, [((self.goal, 0.0, 0.0), "tab:red")])
+
+
+def _offsets(copies: Sequence[HopperJump], readings: Array) -> Array:
+    """From the goal to the sole (x, y, z) [E S 3], of readings [E S R]."""
+    ankle, frame = readings[..., 15:18], readings[..., 18:27]
+    offset = ankle + frame.reshape(*frame.shape[:2], 3, 3) @ _SOLE
+    offset[..., 0] -= np.array([[copy.goal] for copy in copies])
+    return offset
