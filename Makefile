@@ -29,10 +29,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"corral needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12 setup"'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --constraint constraints.txt --editable $(EXTRAS) || { \
-		echo "Once more without the pin of Triton: it is for PyTorch's CPU build, and the one for GPUs brings its own."; \
-		grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt && \
-		$(INSTALL) --constraint $(VENV)/constraints.txt --editable $(EXTRAS); }
+	$(INSTALL) --constraint constraints.txt --editable $(EXTRAS)
 	@touch $@
 
 demo: setup

@@ -6,6 +6,7 @@ What a page shows is trained first where --runs does not have it yet, by the com
 """
 
 import argparse
+import functools
 import io
 import json
 import math
@@ -45,12 +46,23 @@ def main() -> None:
 
 
 def take_explore(browser: Any, runs: Path, folder: Path) -> None:
-    """The whole page, and a recording of its panels: a policy is dragged away, then a rare token, then from near."""
+    """The whole page, and recordings of its panels on light and on dark paper."""
     corral("explore", "--out", str(folder / "explore.html"))
-    page = open_page(browser, folder / "explore.html", 1280)
-    save("explore.png", picture(page, full_page=True))
-    box = page.locator(".panels").bounding_box()
-    clip = {"x": box["x"] - 6, "y": box["y"] - 6, "width": box["width"] + 12, "height": 440}
+    save("explore.png", picture(open_page(browser, folder / "explore.html", 1280), full_page=True))
+    for name, scheme in (("explore.gif", "light"), ("explore-dark.gif", "dark")):
+        frames = record_panels(open_page(browser, folder / "explore.html", 1280, scheme))
+        palette = stacked([frame for frame, _ in frames[::7]]).quantize(256, method=Image.Quantize.MAXCOVERAGE)
+        first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame, _ in frames]
+        times = [time for _, time in frames]
+        options: dict[str, Any] = {"save_all": True, "append_images": others, "duration": times, "loop": 0, "optimize": True}
+        write_whole(ROOT / "docs" / name, functools.partial(first.save, format="GIF", **options))
+
+
+def record_panels(page: Page) -> list[tuple[Image.Image, int]]:
+    """Frames and their milliseconds: a policy is dragged away, then a rare token, then from near."""
+    box, sliders = page.locator(".panels").bounding_box(), page.locator(".panels input").first.bounding_box()
+    height = sliders["y"] - box["y"] + 8  # down to the bounds, without their sliders
+    clip = {"x": box["x"] - 6, "y": box["y"] - 6, "width": box["width"] + 12, "height": height}
     frames: list[tuple[Image.Image, int]] = []
 
     def record(milliseconds: int) -> None:
@@ -67,11 +79,7 @@ def take_explore(browser: Any, runs: Path, folder: Path) -> None:
     record(1600)
     page.evaluate("change({ zoom: 4, centre: state.old })")
     record(1800)
-    palette = stacked([frame for frame, _ in frames[::7]]).quantize(256, method=Image.Quantize.MAXCOVERAGE)
-    first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame, _ in frames]
-    times = [time for _, time in frames]
-    options: dict[str, Any] = {"save_all": True, "append_images": others, "duration": times, "loop": 0, "optimize": True}
-    write_whole(ROOT / "docs" / "explore.gif", lambda beside: first.save(beside, "GIF", **options))
+    return frames
 
 
 def take_report(browser: Any, runs: Path, folder: Path) -> None:
@@ -112,9 +120,9 @@ def corral(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "corral.cli", *words], check=True)
 
 
-def open_page(browser: Any, path: Path, width: int) -> Page:
-    """A page in the light theme, once it is drawn."""
-    page = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme="light").new_page()
+def open_page(browser: Any, path: Path, width: int, scheme: str = "light") -> Page:
+    """A page in a theme, once it is drawn."""
+    page = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme).new_page()
     page.goto(path.as_uri())
     page.wait_for_timeout(500)
     return page

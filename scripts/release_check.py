@@ -72,9 +72,13 @@ def build() -> Path:
 
 
 def interpreters() -> list[str]:
-    """Those on PATH that answer: a version manager may have names there for some that are not selected."""
-    found = [name for each in INTERPRETERS if (name := shutil.which(f"python{each}"))]
-    answering = [name for name in found if not subprocess.run([name, "-c", ""], capture_output=True).returncode]
+    """One of each release that answers: on PATH, where pyenv has names for some that are not selected, or in pyenv's folder."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    answering = []
+    for each in INTERPRETERS:
+        on_path = shutil.which(f"python{each}")
+        candidates = [*([on_path] if on_path else []), *map(str, sorted(pyenv.glob(f"{each}.*/bin/python{each}")))]
+        answering += [name for name in candidates if not subprocess.run([name, "-c", ""], capture_output=True).returncode][:1]
     if not answering:
         sys.exit(f"None of python{', python'.join(INTERPRETERS)} is on PATH and runs: nothing to try the wheel with.")
     return answering
@@ -86,10 +90,7 @@ def try_out(interpreter: str, wheel: Path) -> None:
         folder = Path(name)
         run(interpreter, "-m", "venv", folder / "env")
         python = folder / "env" / "bin" / "python"
-        constraints = folder / "constraints.txt"  # its Triton is for PyTorch's CPU build; the one for GPUs brings its own
-        pins = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-        constraints.write_text("".join(pin for pin in pins if not pin.startswith("triton==")))
-        run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, f"{wheel}[llm,report]")
+        run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", f"{wheel}[llm,report]")
         example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
         if "0.050 after" not in run(python, "-c", example, cwd=folder):
             sys.exit("README's first example printed something else than it promises.")

@@ -33,13 +33,13 @@ _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _patch_tensor_for_numpy(tensor: type, scope: object) -> None:
-    """Triton 3.6 reads loop bounds from arrays of one element in a way that NumPy 2.4 no longer allows."""
+    """Triton reads loop bounds from arrays of one element in a way that NumPy 2.4 no longer allows."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _patch_builtins_once(place: object, builder: object, scope: object) -> None:
-    """Triton 3.6 looks through its whole language at every call of a function by a kernel: a third of these tests' time."""
+    """Triton looks through its whole language at every call of a function by a kernel: a third of these tests' time."""
     if not tl.core.is_builtin(getattr(place, BUILTINS[place][0])):
         return  # a kernel is running, and all of them are replaced
     for name in BUILTINS[place]:
@@ -53,7 +53,7 @@ _PATCHED: set[object] = set()
 
 
 def _patch_language_once(function: Any) -> Any:
-    """Triton 3.6 patches its language anew whenever a kernel calls a function: while a kernel runs, it is patched already."""
+    """Triton patches its language anew whenever a kernel calls a function: while a kernel runs, it is patched already."""
     names = function.__globals__
     if id(names) not in _LANGUAGES:
         _LANGUAGES[id(names)] = frozenset(value for value in names.values() if value is tl or value is tl.core)

@@ -26,7 +26,7 @@ BLOCK = re.compile(r"<!-- evidence: ([\w-]+) -->\n.*?<!-- /evidence -->", re.DOT
 STARTS = HERE / "results/word-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"
 COSTS = HERE / "results/cost.jsonl"
-_HEAD = ("", "n", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
+_HEAD = ("", "runs", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
 
 
 def _cells(name: str, found: Sequence[Row]) -> list[str]:

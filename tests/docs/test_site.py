@@ -76,7 +76,8 @@ PAPERS = [
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_links_of_a_paper_lead_somewhere(paper: str) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / paper).read_text()):
+    text = (ROOT / paper).read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)", text):
         assert ((ROOT / paper).parent / target).exists(), f"{paper} links to {target}"
 
 

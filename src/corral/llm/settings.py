@@ -17,6 +17,7 @@ from corral.naming import check_keys, nearest
 from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, coerce, read_named, recipes
 from corral.task import TASKS, make_task
+from corral.task.dataset import FiniteTask
 from corral.task.draws import ProceduralTask
 from corral.validate import require
 
@@ -199,6 +200,11 @@ def _check_tables(settings: Settings) -> None:
             make_task(settings.task, **settings.task_config)
     except ValueError as error:
         raise RunError(str(error)) from error
+    if issubclass(task_cls, FiniteTask) and settings.task_config.get("held_out", task_cls.held_out) == 1:
+        raise RunError(
+            f"{settings.task} is for evaluation: all of its problems are held out, and none is left to train on. Train on "
+            f"a file (--set task_config.path=FILE) with these held out (--set task_config.held_out=FILE), or hold out a share."
+        )
 
 
 def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
