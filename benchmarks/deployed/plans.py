@@ -154,7 +154,7 @@ def _rates_on(seeds: Sequence[int]) -> list[Shipped]:
 
 
 def confirm_constant() -> list[Shipped]:
-    """ "auto" with a constant schedule, as the tuning seeds favour it, on fresh seeds; then with four passes on tuning seeds."""
+    """A constant schedule at "auto", as the tuning seeds favour it, on fresh seeds; then with four passes on tuning seeds."""
     one = shipped(FRESH, ("ppo_clip", "troll"), [HELD_CONSTANT], eval_size=1024, end_size=4096)
     many = [{**HELD_CONSTANT, "passes": 4, "bound": bound} for bound in (0.03, 0.02, 0.01)]
     return one + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
