@@ -114,6 +114,12 @@ def bound() -> list[Shipped]:
     return runs + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
 
 
+def bound_constant() -> list[Shipped]:
+    """The same with one pass and a constant schedule, where the bound alone says how far a step goes."""
+    grid = [{**HELD_CONSTANT, "bound": bound} for bound in BOUNDS]
+    return shipped(TUNING, _REUSED, grid, end_size=4096, **_REUSE)
+
+
 def tune() -> list[Shipped]:
     """Other rates × passes with nothing held: with `reuse`, the trials by which settings are chosen to be confirmed."""
     grid = [{"passes": passes, "rate": rate} for passes in (8, 4, 2) for rate in (1e-4, 4e-4)]
@@ -196,6 +202,7 @@ def tiny() -> list[Spec | Shipped]:
 PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "reuse": reuse,
     "bound": bound,
+    "bound-constant": bound_constant,
     "tune": tune,
     "reuse-auto": reuse_auto,
     "confirm-reuse": confirm_reuse,
