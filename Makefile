@@ -186,6 +186,7 @@ bench-gpu: setup
 results: setup
 	$(RUN) benchmarks/head_page.py
 	$(RUN) benchmarks/robot_page.py
+	$(RUN) benchmarks/robot_arm.py
 	$(RUN) benchmarks/deployed/study_page.py
 	$(RUN) benchmarks/evidence/llm_page.py
 	$(RUN) benchmarks/deployed/headline.py

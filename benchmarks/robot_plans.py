@@ -125,7 +125,7 @@ def hopper_steps(_: Score) -> Iterator[Job]:
 def variants(_: Score) -> Iterator[Job]:
     """What several plans per episode and a covariance of the context change: the arm and the hopper, recipes as they are."""
     for name, changes in VARIANTS.items():
-        for recipe in ("via_point", "via_point_sparse"):
+        for recipe in ("via_point", "via_point_sparse_short"):
             yield from jobs(f"{recipe}-{name}", recipe, SEEDS, **LONG, **changes)
     for every in (125, 50):
         yield from jobs(

@@ -43,6 +43,7 @@ BOUNDS = (0.01, 0.1, 0.03, 0.003, 0.3)
 """Half decades of the mean KL, the most telling first."""
 HELD: dict[str, Any] = {"rate": "auto", "bound": None}
 """`learning_rate="auto"` with the bound .02."""
+HELD_CONSTANT: dict[str, Any] = {"rate": "auto", "bound": 0.03, "schedule": "constant"}
 _REUSED = ("troll", "ppo_clip", "dppo")
 _REUSE: dict[str, Any] = {"steps": 10, "eval_size": 1024}
 _CONFIRM: dict[str, Any] = {"eval_every": 2, "eval_size": 1024, "end_size": 4096}
@@ -113,6 +114,12 @@ def bound() -> list[Shipped]:
     return runs + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
 
 
+def bound_constant() -> list[Shipped]:
+    """The same with one pass and a constant schedule, where the bound alone says how far a step goes."""
+    grid = [{**HELD_CONSTANT, "bound": bound} for bound in BOUNDS]
+    return shipped(TUNING, _REUSED, grid, end_size=4096, **_REUSE)
+
+
 def tune() -> list[Shipped]:
     """Other rates × passes with nothing held: with `reuse`, the trials by which settings are chosen to be confirmed."""
     grid = [{"passes": passes, "rate": rate} for passes in (8, 4, 2) for rate in (1e-4, 4e-4)]
@@ -152,6 +159,13 @@ def _rates_on(seeds: Sequence[int]) -> list[Shipped]:
     return shipped(seeds, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)
 
 
+def confirm_constant() -> list[Shipped]:
+    """A constant schedule at "auto", as the tuning seeds favour it, on fresh seeds; then with four passes on tuning seeds."""
+    one = shipped(FRESH, ("ppo_clip", "troll"), [HELD_CONSTANT], eval_size=1024, end_size=4096)
+    many = [{**HELD_CONSTANT, "passes": 4, "bound": bound} for bound in (0.03, 0.02, 0.01)]
+    return one + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
+
+
 def elsewhere() -> list[Shipped]:
     """The two of the main comparison on other tasks, from other warm starts and in another family; seeds outermost."""
     places = ("n_max29", "arithmetic", "start1", "start2", "start3", "gemma")
@@ -188,11 +202,13 @@ def tiny() -> list[Spec | Shipped]:
 PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "reuse": reuse,
     "bound": bound,
+    "bound-constant": bound_constant,
     "tune": tune,
     "reuse-auto": reuse_auto,
     "confirm-reuse": confirm_reuse,
     "confirm-rates": confirm_rates,
     "confirm-rates-more": confirm_rates_more,
+    "confirm-constant": confirm_constant,
     "confirm-more": confirm_more,
     "rates": lambda: both_schedules(rates, TUNING[:2]),
     "rates-more": lambda: both_schedules(rates, TUNING[2:]),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,9 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corral.cli import main
+from corral.cli.kind import all_recipes
 from corral.llm import known
 from corral.llm.config import CorralConfig
 from corral.llm.dry_run import model_to_fetch
+from corral.llm.models import load_skeleton
 from corral.llm.settings import Settings, check_early, read_recipe, resolve
 from corral.llm.train import resume, train
 from corral.objective import OBJECTIVES
@@ -27,6 +30,7 @@ from corral.run.files import RunError
 from corral.run.folder import default_name
 from corral.run.settings import toml_lines
 from corral.task import TASKS
+from corral.task.dataset import FiniteTask
 from small_runs import save_model, small
 
 
@@ -83,6 +87,7 @@ REFUSED = {
     "train --set task_config.n=x": "`n` is a whole number in [2, 9]",
     "train --set objective_config.bnd=1": "troll: there is no setting `bnd`. Did you mean 'bound'?",
     "train --tool calculator --tools my.py:f": "use one or the other",
+    "train --tool calc": "there is no tool 'calc'",
     "eval": "eval takes a run's folder or a model",
     "eval tiny": "say which with --task",
     "eval tiny --task countdown --samples x": "`samples` is int; got 'x'",
@@ -150,6 +155,36 @@ def test_a_dry_run_of_a_robot_and_of_what_must_be_fetched(
     siblings = [type("File", (), {"rfilename": name, "size": size}) for name, size in files]
     monkeypatch.setattr("corral.llm.dry_run.HfApi.model_info", lambda *_, **__: type("Info", (), {"siblings": siblings}))
     assert model_to_fetch("Qwen/Qwen2.5-0.5B-Instruct") == "the weights of Qwen/Qwen2.5-0.5B-Instruct: 0.988 GB"
+
+
+def test_a_dry_run_of_every_recipe_and_task_names_what_is_fetched_and_the_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(name: str) -> None:
+        raise RunError(f"{name} could not be loaded")
+
+    load = load_skeleton
+    monkeypatch.setattr(
+        "corral.llm.dry_run.load_skeleton", lambda name: load(name) if name in ("tiny", "smoke") else offline(name)
+    )
+    monkeypatch.setattr("corral.llm.dry_run.is_installed", lambda name: False)
+    for recipe, path in all_recipes().items():
+        if path.parents[1].name == "llm":
+            assert main(["train", "--recipe", recipe, "--dry-run"]) == 0, recipe
+            text = capsys.readouterr().out
+            assert "# would fetch " in text, recipe
+            assert re.search("^# memory (about )?[0-9.]+ [MG]B", text, re.MULTILINE), recipe
+    for task, task_cls in TASKS.items():
+        if issubclass(task_cls, FiniteTask) and task_cls.hub_names():
+            assert main(["train", "--task", task, "--dry-run"]) == int(task_cls.held_out == 1), task
+            said = capsys.readouterr()
+            assert all(name in said.out for name in task_cls.hub_names()) or "is for evaluation" in said.err, task
+    assert main(["train", "--task", "words", "--dry-run"]) == 0
+    assert re.findall(r"MU-NLPC/Calc-(\w+)", capsys.readouterr().out) == ["asdiv_a", "mawps", "svamp"]
+    assert main(["train", "--model", "smollm2", "--dry-run"]) == 0
+    assert (
+        "would fetch SmolLM2, which is not installed: `make smollm2`, 93 MB\n# memory about 2.15 GB" in capsys.readouterr().out
+    )
 
 
 def test_a_dry_run_counts_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +329,6 @@ def test_one_sentence_instead_of_a_traceback(
     flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = ("wandb", "vllm", "deepspeed")
-    monkeypatch.setattr("corral.llm.prepare.find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr("corral.llm.early.find_spec", lambda name: None if name in missing else name)
     assert main(["train", "--steps", "1", "--eval-size", "4", *flags.split()]) == 1
     assert sentence in capsys.readouterr().err

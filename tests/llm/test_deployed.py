@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from corral import categorical_kl, retract, snapshot
 from corral.llm import CorralConfig, deployed, deployed_probe
@@ -142,6 +143,39 @@ def test_the_bound_holds_after_every_step(tmp_path, shape):
         assert line["tr/deployed_kl_mean"] <= 0.02
         assert_close(torch.tensor(line["tr/deployed_kl_mean"]), kl.mean(), rtol=5e-3, atol=1e-6)
     assert witness.rates[-1] < witness.rates[0]  # a quarter at most for every wild step
+
+
+class Adversary(TrainerCallback):
+    """After each update it does to the weights what no optimizer should: noise, a thousand times their size, no numbers."""
+
+    def __init__(self, model: Any) -> None:
+        self.weights, self.update = [*model.parameters()], 0
+
+    @torch.no_grad()
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        kind, self.update = self.update % 3, self.update + 1
+        for weight in self.weights:
+            if kind == 0:
+                weight.add_(torch.randn_like(weight))
+            elif kind == 1:
+                weight.mul_(1e3)
+            else:
+                weight.view(-1)[0] = math.nan
+
+
+def test_the_bound_holds_whatever_the_updates_did(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.02, max_steps=6, steps_per_generation=1, learning_rate=1e-3)
+    witness = Witness(trainer, updates=1)
+    trainer.add_callback(Adversary(trainer.model))
+    trainer.train()
+    found = certificates(trainer)
+    assert len(found) == len(witness.kl) == 6
+    for line, kl in zip(found, witness.kl, strict=True):
+        assert line["tr/deployed_kl_mean"] <= 0.02
+        assert line["tr/step_share"] < 1
+        assert float(kl.mean()) <= 0.02 + 1e-4
+    assert [line["tr/step_share"] for line in found[2::3]] == [0.0, 0.0]  # of what is no number nothing is kept
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
 
 
 def test_the_bound_follows_the_schedule(tmp_path):

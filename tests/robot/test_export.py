@@ -44,7 +44,8 @@ def test_exported_trajectories_are_torch_s(activation: str, settings: dict[str, 
     plan = load(tmp_path / "policy.npz")
     y, v, _ = plan(contexts)
     with torch.no_grad():
-        expected = learner.planner.plan(contexts, learner.policy.mean(torch.from_numpy(contexts)))
+        params = learner.policy.mean(torch.from_numpy(contexts))
+        expected = learner.planner.trajectory(0, params, *learner.planner.joints(contexts))
     np.testing.assert_allclose(y, expected[0].numpy(), rtol=0, atol=1e-9)
     np.testing.assert_allclose(v, expected[1].numpy(), rtol=0, atol=1e-9)
     np.testing.assert_allclose(plan(contexts[2])[0], y[2], rtol=0, atol=1e-12)  # one context alone

@@ -19,6 +19,7 @@ from corral.robot.smoke import TRAINING
             {"learner": {"policy_epochs": 1}},
             "1 of the policy; at its only one the policy is still the old one, and no trust region",
         ),
+        ({"learner": {"plans_per_context": 4}}, "then 2 updates of the policy, 4 plans a context"),
         ({"algorithm": "sb3-ppo"}, "then 1 pass of 4 updates"),
         ({"algorithm": "sb3-ppo", "learner": {"epochs": 3}}, "then 3 passes of 4 updates"),
         ({"algorithm": "sb3-sac"}, "then updates as it goes, 8 for every 64 steps"),

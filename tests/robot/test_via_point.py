@@ -6,7 +6,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import corral.robot.env  # noqa: F401  # registers the ids
-from corral.robot.env.via_point import DT, STEPS, STRENGTH, Arms, joints
+from corral.robot.env.via_point import DT, STEPS, STRENGTH, Arms, joints, tip_of
 
 NAME = "corral/ViaPointReacher-v0"
 
@@ -21,6 +21,12 @@ def test_golden_kinematics() -> None:
     # Straight up, then a right turn of 90° at the third joint: two links up, three to the right.
     tip = joints(np.array([np.pi / 2, 0, -np.pi / 2, 0, 0]))
     np.testing.assert_allclose(tip[[0, 2, -1]], [[0, 0], [0, 2], [3, 2]], atol=1e-12)
+
+
+@pytest.mark.parametrize("arms", [1, 3, 1024])
+def test_the_tip_is_the_last_joint_to_the_bit(arms: int) -> None:
+    angles = np.random.default_rng(0).normal(scale=2.0, size=(arms, 5))
+    np.testing.assert_array_equal(tip_of(angles), joints(angles)[:, -1])
 
 
 def test_golden_step() -> None:

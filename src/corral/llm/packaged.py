@@ -5,7 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from corral.run.files import RunError
 
@@ -21,6 +28,7 @@ class PackagedModel:
     make: str
     """The target that installs it."""
     megabytes: int
+    parameters: int
     begins: bool = False
     """Whether texts begin with <bos>, which the tokenizer made of the file leaves out."""
 
@@ -32,6 +40,7 @@ PACKAGED = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         make="make smollm2",
         megabytes=93,
+        parameters=134_515_008,
     ),
     "gemma": PackagedModel(
         title="Gemma 3",
@@ -39,26 +48,28 @@ PACKAGED = {
         file="gemma-3-270m-q4_k_m.gguf",
         make="make gemma",
         megabytes=253,
+        parameters=268_098_176,
         begins=True,
     ),
 }
 """Names for `--model`. Gemma is a base model under Gemma's terms of use, in four parts that `make gemma` puts together."""
 
 
+def is_installed(name: str) -> bool:
+    """Whether a packaged model is there."""
+    try:
+        _find_folder(PACKAGED[name])
+    except RunError:
+        return False
+    return True
+
+
 def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in float32, from weights of four bits or so, and its tokenizer."""
     about = PACKAGED[name]
-    spec = find_spec(about.package)  # found, never imported: SmolLM2's would ask for llama.cpp
-    folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
-    if folder is None or not (folder / about.file).is_file():
-        raise RunError(f"{about.title} is not installed. Run `{about.make}` ({about.megabytes} MB), or name another --model.")
-    if find_spec("gguf") is None:
-        raise RunError(f"{about.title} comes as a GGUF file, and the package gguf is missing. Run `{about.make}`.")
+    folder = _find_folder(about)
     found = AutoModelForCausalLM.from_pretrained(folder, gguf_file=about.file, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=about.file)
-    _name_ends(tokenizer, found.config.eos_token_id)
-    if about.begins:
-        tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter, which transformers makes on the way
+    tokenizer = _load_tokenizer(about, folder, found.config)
     # A model from GGUF counts as quantised and refuses to be saved; the same weights in a fresh one do not.
     config = found.config
     vars(config).pop("quantization_config", None)  # set by the loader, and no field of the class
@@ -68,6 +79,34 @@ def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model.generation_config = found.generation_config
     model.name_or_path = name  # what an adapter's checkpoint names as its base
     return model, tokenizer
+
+
+def load_packaged_skeleton(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same without weights, on torch's `meta` device: nothing is dequantised."""
+    about = PACKAGED[name]
+    folder = _find_folder(about)
+    config = AutoConfig.from_pretrained(folder, gguf_file=about.file)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config), _load_tokenizer(about, folder, config)
+
+
+def _find_folder(about: PackagedModel) -> Path:
+    """Where the package is; a RunError that says how to get it."""
+    spec = find_spec(about.package)  # found, never imported: SmolLM2's would ask for llama.cpp
+    folder = Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
+    if folder is None or not (folder / about.file).is_file():
+        raise RunError(f"{about.title} is not installed. Run `{about.make}` ({about.megabytes} MB), or name another --model.")
+    if find_spec("gguf") is None:
+        raise RunError(f"{about.title} comes as a GGUF file, and the package gguf is missing. Run `{about.make}`.")
+    return folder
+
+
+def _load_tokenizer(about: PackagedModel, folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file=about.file)
+    _name_ends(tokenizer, config.eos_token_id)
+    if about.begins:
+        tokenizer.add_bos_token = True
+    return tokenizer
 
 
 def _name_ends(tokenizer: PreTrainedTokenizerBase, end: int | list[int]) -> None:

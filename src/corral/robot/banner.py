@@ -45,6 +45,8 @@ def _updates(agent: Agent) -> str:
         alone = (
             "; at its only one the policy is still the old one, and no trust region acts" if config.policy_epochs == 1 else ""
         )
+        if config.plans_per_context > 1:
+            return f"{count(config.policy_epochs, 'update')} of the policy, {config.plans_per_context} plans a context{alone}"
         return f"{count(config.critic_epochs, 'update')} of the critic and {config.policy_epochs} of the policy{alone}"
     if hasattr(agent.model, "actor"):  # SAC; stable-baselines3 need not be there to ask for its class
         return f"updates as it goes, {config.gradient_steps} for every {config.train_freq} steps"

@@ -1,15 +1,25 @@
 """`corral train --dry-run` for robots: a run's settings resolved and checked."""
 
+from corral.robot.env import ENVIRONMENTS
+from corral.robot.learner import Learner
 from corral.robot.prepare import parameters, prepare
 from corral.robot.settings import Settings
 from corral.run.settings import toml_lines
 
 
 def rehearse(settings: Settings) -> list[str]:
-    """Lines of a TOML file with these settings, after a comment about the networks."""
+    """Lines of a TOML file with these settings, after comments about the episodes and the networks."""
     agent = prepare(settings)
     try:
-        count = parameters(agent)
+        count, episodes = parameters(agent), agent.config.episodes
     finally:
         agent.plant.close()
-    return [f"# would fetch nothing; {count:,} parameters are trained", *toml_lines(settings.flat())]
+    steps = ENVIRONMENTS[settings.environment].steps
+    size = 8 if settings.dtype == "float64" and isinstance(agent, Learner) else 4  # baselines are float32
+    return [
+        f"# {settings.iterations:,} batches of {episodes:,} episodes of {steps} steps: "
+        f"{settings.iterations * episodes * steps:,} steps of the environment",
+        "# would fetch nothing",
+        f"# {count:,} parameters are trained: {4 * size * count / 1e6:.2g} MB with gradients and Adam's moments",
+        *toml_lines(settings.flat()),
+    ]

@@ -102,13 +102,8 @@ class Planner:
         factor = torch.cat(chol) if chol[0].ndim == 3 else chol[0]
         return Episodes.cat([episodes for episodes, _ in rounds]), Plans(torch.cat(params), torch.cat(mean), factor, sizes)
 
-    @torch.no_grad()
-    def plan(self, context: Array, params: Tensor) -> tuple[Tensor, Tensor]:
-        """Desired positions and velocities [E R D] of parameters [E W], from the joints' state in the contexts [E O]."""
-        return self.continue_plan(0, params, *self.joints(context))
-
-    def continue_plan(self, index: int, params: Tensor, position: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-        """Plan number `index` of an episode [E R D], from this state on."""
+    def trajectory(self, index: int, params: Tensor, position: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
+        """Desired positions and velocities [E R D] of an episode's plan number `index`, from this state [E D] on."""
         times = self.times[index * self.every : (index + 1) * self.every]
         return self.prodmp.trajectory(times, params, position, velocity, self.starts[index])
 
@@ -145,7 +140,7 @@ class _Round:
         mean, chol = planner.policy(torch.from_numpy(observation).to(planner.dtype))
         params = mean + ((chol @ noise[..., None])[..., 0] if chol.ndim == 3 else noise @ chol.mT)
         state = planner.joints(observation) if self.reached is None or planner.start == "state" else self.reached
-        positions, velocities = planner.continue_plan(index, params, *state)
+        positions, velocities = planner.trajectory(index, params, *state)
         self.drawn.append((params, mean, chol))
         self.reached = positions[:, -1], velocities[:, -1]
         return cast(tuple[Array, Array], (positions.double().numpy(), velocities.double().numpy()))

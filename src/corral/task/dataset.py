@@ -63,6 +63,11 @@ class FiniteTask(_Slots):
     max_completion_length: int = 1024
     """Tokens that a right completion may need."""
 
+    @classmethod
+    def hub_names(cls) -> tuple[str, ...]:
+        """Data sets that the hub is asked for where no `path` is given."""
+        return () if cls.HUB is None else (cls.HUB.name,)
+
     def __post_init__(self) -> None:
         require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
         if isinstance(self.held_out, bool | int | float) and (self.held_out is True or not 0 < self.held_out <= 1):

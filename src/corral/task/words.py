@@ -43,6 +43,10 @@ class WordProblems(GSM8K):
     max_completion_length: int = 128
     """Tokens that a right completion may need."""
 
+    @classmethod
+    def hub_names(cls) -> tuple[str, ...]:
+        return tuple(hub for hub, _ in (*TRAIN.values(), *HELD_OUT.values()))
+
     def __post_init__(self) -> None:
         require(self, "part", one_of=get_args(_Part))
         super().__post_init__()

@@ -41,6 +41,12 @@ def joints(angles: Array) -> Array:
     return np.concatenate([np.zeros_like(steps[..., :1, :]), steps.cumsum(-2)], -2)
 
 
+def tip_of(angles: Array) -> Array:
+    """Where `joints` ends [* 2]: the last one alone."""
+    heading = angles.cumsum(-1)
+    return np.stack([np.cos(heading).sum(-1), np.sin(heading).sum(-1)], -1)
+
+
 class Arms:
     """The state of many arms: what both environments below are made of."""
 
@@ -81,7 +87,7 @@ class Arms:
     def distance(self) -> Array:
         """From each tip to the point that counts now."""
         target = self.via if self.time <= STEPS // 2 else self.goal
-        return np.linalg.norm(joints(self.angles)[:, -1] - target, axis=-1)
+        return np.linalg.norm(tip_of(self.angles) - target, axis=-1)
 
     def observation(self) -> Array:
         """[N 15]."""
