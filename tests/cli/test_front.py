@@ -87,6 +87,7 @@ REFUSED = {
     "train --set task_config.n=x": "`n` is a whole number in [2, 9]",
     "train --set objective_config.bnd=1": "troll: there is no setting `bnd`. Did you mean 'bound'?",
     "train --tool calculator --tools my.py:f": "use one or the other",
+    "train --tool calc": "there is no tool 'calc'",
     "eval": "eval takes a run's folder or a model",
     "eval tiny": "say which with --task",
     "eval tiny --task countdown --samples x": "`samples` is int; got 'x'",
@@ -328,6 +329,6 @@ def test_one_sentence_instead_of_a_traceback(
     flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = ("wandb", "vllm", "deepspeed")
-    monkeypatch.setattr("corral.llm.prepare.find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr("corral.llm.early.find_spec", lambda name: None if name in missing else name)
     assert main(["train", "--steps", "1", "--eval-size", "4", *flags.split()]) == 1
     assert sentence in capsys.readouterr().err

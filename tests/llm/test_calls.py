@@ -204,4 +204,6 @@ def test_messages_as_text() -> None:
     assert transcript(chat) == '→ double({"number": 7})\n← 14\nIt is 14.'
     assert answer_of(chat) == "It is 14."
     assert answer_of(chat[:2]) == "", "what a tool wrote is no answer of the model's"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "3+4?"}]
+    assert transcript(turns) == "Hi\nHello\n3+4?", "messages of a prompt are told apart"
     assert answer_of("text") == transcript("text") == answer_of([{"role": "assistant", "content": "text"}]) == "text"

@@ -190,7 +190,7 @@ class TestTeacher:
             ({"objective": "distill"}, r"should read {solution}, and the task digits has no such column. Set .*\(none\)"),
             ({"teacher": "tiny"}, "`teacher` is for distillation, and objective='troll' reads no teacher"),
             ({"teacher_instruction": "{problem}"}, "`teacher_instruction` is for objective='distill'; got 'troll'"),
-            ({"objective": "distill", "teacher": "no/such/model"}, "'no/such/model' could not be loaded"),
+            ({"objective": "distill", "teacher": "no/such/model"}, "there is no folder no/such/model"),
             ({"objective": "distill", "teacher_instruction": "x" * 40 + "{problem}"}, "a teacher's prompt has 44 tokens"),
         ],
         ids=str,
@@ -362,7 +362,7 @@ def test_a_new_adapter_on_an_adapter_is_refused(adapter_run: Path, tmp_path: Pat
         train(small(str(start), lora={"r": 4}), out=tmp_path / "run", quiet=True)
     config = json.loads((start / "adapter_config.json").read_text())
     (start / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/no/such/base"}))
-    with pytest.raises(RunError, match=r"adapter is an adapter, and of its base the model '/no/such/base' could not be"):
+    with pytest.raises(RunError, match=r"adapter is an adapter, and of its base there is no folder /no/such/base"):
         train(small(str(start)), out=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -588,7 +588,7 @@ class NothingHeldOut(Digits):
         (Digits, {"correction": "tis"}, "transformers' generation reports none"),
         (Digits, {"num_generations": 3}, "divisible"),
         (Digits, {"max_completion_length": None}, "`max_completion_length` is None"),
-        (Digits, {"model": "/no/such/folder"}, "could not be loaded"),
+        (Digits, {"model": "/no/such/folder"}, "there is no folder /no/such/folder"),
         (Digits, {"model": "smollm2"}, "make smollm2"),
     ],
 )

@@ -129,6 +129,9 @@ def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[
 def _start(kind: Kind, layers: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
     """A new run from layers of settings."""
     if kind == "llm":
+        from corral.llm.early import check_packages
+
+        check_packages({key: value for layer in layers for key, value in layer.items()})
         quiet_libraries()
     settings, job = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "train"))
     resolved = settings.resolve(layers)

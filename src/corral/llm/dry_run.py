@@ -11,6 +11,7 @@ from peft import get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from corral.llm.config import CorralConfig
+from corral.llm.early import missing_packages
 from corral.llm.models import is_local, load_skeleton
 from corral.llm.packaged import PACKAGED, is_installed
 from corral.llm.prepare import lora_config, pin_model, prepare, trainer_config
@@ -27,12 +28,13 @@ def rehearse(settings: Settings) -> list[str]:
     """Lines of a TOML file with these settings; comments say what a run would fetch and hold. No weights are loaded."""
     settings = pin_model(settings)
     data, skeleton = data_to_fetch(settings), _skeleton(settings.model)
-    if not data and skeleton is not None:
+    missing = list(missing_packages(settings.flat()))
+    if not data and not missing and skeleton is not None:
         parts = prepare(settings, lambda name: skeleton)
         config = parts.config
         about = [f"{len(parts.dataset):,} prompts to train on, {len(parts.held_out):,} to measure success on", *parts.notes]
     else:  # without the data there are no prompts to check, without a tokenizer no lengths
-        config, about = _config(settings), []
+        config, about = _config(settings), missing
     weights = model_to_fetch(settings.model, reachable=skeleton is not None)
     about += [f"would fetch {line}" for line in ([weights] if weights else []) + data or ["nothing"]]
     about += memory(settings, config, skeleton[0]) if skeleton is not None else memory_by_name(settings)

@@ -58,6 +58,8 @@ def load_trainable(
 
 
 def _not_loaded(name: str, error: Exception) -> RunError:
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        return RunError(f"there is no folder {name}. A model is a run, a folder from save_pretrained, or a name on the hub.")
     return RunError(
         f"the model {name!r} could not be loaded. It should be tiny, smollm2, gemma, a run, a folder from save_pretrained, "
         f"or a name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"

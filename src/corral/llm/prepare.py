@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from corral.llm.calls import FunctionCalls, make_multi_turn
 from corral.llm.config import CorralConfig, Sampler
+from corral.llm.early import check_packages
 from corral.llm.models import choose_device, load_model, load_trainable, newest_checkpoint
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
@@ -59,7 +59,7 @@ def pin_model(settings: Settings) -> Settings:
 
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
     """Build what the settings name, or raise RunError. `load` makes the model and its tokenizer."""
-    _check_packages(settings)
+    check_packages({"report_to": settings.report_to, **settings.trainer})
     try:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
@@ -117,21 +117,6 @@ def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, c
         return ()
     config.max_completion_length = room
     return (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
-
-
-def _check_packages(settings: Settings) -> None:
-    """Refuse what needs a package that is not there; the libraries would say so in a traceback, or after minutes."""
-    needed = [
-        (f"report_to={name}", name) for name in settings.report_to.split(",") if name in ("wandb", "trackio", "tensorboard")
-    ]
-    needed += [
-        (key, package) for key, package in (("use_vllm", "vllm"), ("deepspeed", "deepspeed")) if settings.trainer.get(key)
-    ]
-    for setting, package in needed:
-        if find_spec(package) is None:
-            raise RunError(
-                f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
-            )
 
 
 def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:

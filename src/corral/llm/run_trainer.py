@@ -29,7 +29,7 @@ from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
 from corral.run.view import RunView
-from corral.task import columns_of, text_of
+from corral.task import columns_of
 from corral.task.messages import transcript
 from corral.types import TokenBatch
 
@@ -211,7 +211,7 @@ class RunTrainer(CorralTrainer):
             {
                 "step": update // self.updates_per_step,
                 "update": update,
-                "prompt": text_of(prompt),
+                "prompt": transcript(prompt),
                 "completion": transcript(completion),
                 "reward": reward,
                 "advantage": advantage,

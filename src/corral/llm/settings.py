@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from corral.llm.early import check_objective_config, check_task_config, check_tool
 from corral.llm.known import check_numbers, objective_fields, refuse_unknown, trainer_names
 from corral.llm.rewards import Reward, as_functions, as_rewards, path_of
-from corral.naming import check_keys, nearest
+from corral.naming import nearest
 from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, coerce, read_named, recipes
-from corral.task import TASKS, make_task
-from corral.task.dataset import FiniteTask
-from corral.task.draws import ProceduralTask
+from corral.task import TASKS
 from corral.validate import require
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -182,29 +181,9 @@ def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
         raise RunError(f"there is no objective {own['objective']!r}.{nearest(own['objective'], objective_fields())}")
     check_numbers({key: value for key, value in merged.items() if key not in own})
     settings = Settings(**own)
-    _check_tables(settings)
-
-
-def _check_tables(settings: Settings) -> None:
-    """Refuse settings that the objective or the task does not have, and what a task that needs no data refuses."""
-    known = objective_fields()[settings.objective]
-    for key in settings.objective_config:
-        if key not in known:
-            raise RunError(f"{settings.objective}: there is no setting `{key}`.{nearest(key, known)}")
-    task_cls = TASKS.get(settings.task)
-    if not dataclasses.is_dataclass(task_cls):
-        return
-    try:
-        check_keys(settings.task, task_cls, settings.task_config)
-        if issubclass(task_cls, ProceduralTask):
-            make_task(settings.task, **settings.task_config)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    if issubclass(task_cls, FiniteTask) and settings.task_config.get("held_out", task_cls.held_out) == 1:
-        raise RunError(
-            f"{settings.task} is for evaluation: all of its problems are held out, and none is left to train on. Train on "
-            f"a file (--set task_config.path=FILE) with these held out (--set task_config.held_out=FILE), or hold out a share."
-        )
+    check_objective_config(settings.objective, settings.objective_config)
+    check_task_config(settings.task, settings.task_config)
+    check_tool(settings.tool)
 
 
 def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
