@@ -197,6 +197,15 @@ def test_what_cannot_be_called_is_refused(model: str, tmp_path: Path) -> None:
         train(small("tiny", tools=[double]), out=tmp_path / "run")
 
 
+def test_a_package_that_trl_misses_is_a_sentence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: Any, **__: Any) -> None:
+        raise ImportError("Using tools with GRPOTrainer requires the jmespath library")  # releases up to 1.9
+
+    monkeypatch.setattr("corral.llm.train.RunTrainer", without)
+    with pytest.raises(RunError, match="requires the jmespath library"):
+        train(small(model, tools=[double]), out=tmp_path / "run", quiet=True)
+
+
 def test_messages_as_text() -> None:
     call = {"type": "function", "function": {"name": "double", "arguments": {"number": 7}}}
     asked = {"role": "assistant", "content": "", "tool_calls": [call]}
