@@ -110,19 +110,19 @@ def tuning_table(tuned: dict[str, Ended]) -> str:
 
 
 def claims(final: list[Ended], chosen: dict[tuple[str, str], str]) -> list[str]:
-    """TCE against BBRL, each with the setting that did best, by pairs of equal seeds."""
+    """TCE against BBRL, each with the setting that did best, by pairs of equal seeds; all comparisons are made together."""
     made = []
     for reward in ("dense", "sparse"):
-        scores: dict[str, dict[str, float]] = {"tce": {}, "bbrl": {}}
-        for run in final:
-            if run["reward"] == reward and run["setting"] == chosen[run["row"], reward]:
-                scores[run["row"]][str(run["seed"])] = 100 * run["success"]
-        if len(set(scores["tce"]) & set(scores["bbrl"])) > 1:
-            made.append((f"success on {reward}", difference(scores["tce"], scores["bbrl"])))
-    holds = holm([found.p for _, found in made])
+        runs = [run for run in final if run["reward"] == reward and run["setting"] == chosen[run["row"], reward]]
+        tce, bbrl = ({str(run["seed"]): run for run in runs if run["row"] == row} for row in ("tce", "bbrl"))
+        if len(set(tce) & set(bbrl)) > 1:
+            points = [{seed: 100 * run["success"] for seed, run in rows.items()} for rows in (tce, bbrl)]
+            paid = [{seed: run["paid"] for seed, run in rows.items()} for rows in (tce, bbrl)]
+            made += [(f"success on {reward}", "points", difference(*points)), (f"return on {reward}", "", difference(*paid))]
+    holds = holm([found.p for *_, found in made])
     return [
-        sentence("TCE", "BBRL", what, found, holds=held, among=len(made), unit="points")
-        for (what, found), held in zip(made, holds, strict=True)
+        sentence("TCE", "BBRL", what, found, holds=held, among=len(made), unit=unit)
+        for (what, unit, found), held in zip(made, holds, strict=True)
     ]
 
 

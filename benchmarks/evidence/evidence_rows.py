@@ -23,7 +23,7 @@ DEVICES = ("cuda", "cpu")
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
 _DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
-    "recipe": "demo", "device": "cpu",
+    "recipe": "demo", "device": "cpu", "end_size": 0,
 }  # fmt: skip
 """Fields that runs of the other study do not have."""
 
@@ -63,7 +63,7 @@ class Cell:
         """By seed, rate and device."""
         wanted = {**_DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, **self.others}
-        for key in ("device", *(["model"] if self.recipe == PRETRAINED else [])):
+        for key in ("device", "end_size", *(["model"] if self.recipe == PRETRAINED else [])):
             wanted.pop(key)
         same = (run for run in runs if run["rate"] in self.rates and all(run[key] == value for key, value in wanted.items()))
         return {(run["seed"], run["rate"], run["device"]): run for run in same}

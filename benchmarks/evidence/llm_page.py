@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from evidence_plans import ABLATIONS, ARMS, FAMILIES, HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
 from evidence_rows import HERE, PRETRAINED, Cell, Row, arm_name, collapsed, compare, measures, most_collapses, read_runs
@@ -190,7 +190,7 @@ def floor(runs: Sequence[Row]) -> str:
 
 
 def costs(_: Sequence[Row]) -> str:
-    """Seconds and memory over clipping, measured in turns."""
+    """Seconds and memory over clipping, measured in turns: medians, and how far rounds lie apart."""
     if not COSTS.is_file():
         return "Not measured yet.\n"
     rows = [json.loads(line) for line in COSTS.read_text().splitlines()]
@@ -202,10 +202,27 @@ def costs(_: Sequence[Row]) -> str:
             some = [row for row in mine if row["name"] == name]
             cells = [f"{about[1]}, {about[0]}", name, str(len(some))]
             for key in ("step", "updates", "mib"):
-                base = fmean(row[key] for row in clip)
-                cells.append(f"{100 * (fmean(row[key] for row in some) / base - 1):+.1f} %" if base else "–")
-            lines.append([*cells, f"{fmean(row['step'] for row in some):.2f} s"])
+                base = median(row[key] for row in clip)
+                cells.append(f"{100 * (median(row[key] for row in some) / base - 1):+.1f} %" if base else "–")
+            taken = sorted(row["step"] for row in some)
+            lines.append([*cells, f"{taken[0]:.2f} – {taken[-1]:.2f}"])
     return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)
+
+
+def seconds(runs: Sequence[Row]) -> str:
+    """Seconds of whole runs with four passes that shared one GPU, over clipping's."""
+    taken = {}
+    for arm in REUSED:
+        found = Cell(arm=arm, rate=TUNED, passes=4, steps=10, every=2).runs(runs).items()
+        if mine := [run["seconds"] for (*_, device), run in found if device == "cuda" and not run["end_size"]]:
+            taken[arm_name(arm)] = mine
+    if "ppo_clip" not in taken:
+        return "Not measured yet.\n"
+    base, lines = fmean(taken["ppo_clip"]), []
+    for name, some in taken.items():
+        more = f"{100 * (fmean(some) / base - 1):+.0f} %".replace("-", "−")
+        lines.append([name, str(len(some)), f"{fmean(some):.0f} s", more])
+    return markdown(("", "runs", "a run", "over clipping"), lines)
 
 
 def count(runs: Sequence[Row]) -> str:
@@ -253,6 +270,7 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "word-starts": word_starts,
     "starts": starts,
     "costs": costs,
+    "seconds": seconds,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
     "figure-words": _figure("words", "Area under success on SVAMP by learning rate, a line per objective and passes"),
     "figure-reuse": _figure("reuse", "Area under held-out success by passes over each batch, a line per objective"),

@@ -1,11 +1,12 @@
 """Warm starts of a pretrained model on word problems: supervised on ASDiv's equations, until reinforcement has something to do.
 
-    python benchmarks/evidence/word_starts.py --data runs/words --seeds 1 2 3 --workers 3 --log starts.jsonl
+    python benchmarks/evidence/word_starts.py --data runs/words --seeds 1 2 3 --workers 2 --log starts.jsonl
 
 Each start learns from half of the training problems
 (`part="sft"`; the other half is for reinforcement, SVAMP for measuring), an epoch at a time, until a quarter of its samples on
 256 problems of that other half is right: a rule that never looks at SVAMP. Folders SEED for the plan `b`; a line each in --log,
-with what the start can do before and after, greedy and at four temperatures. Starts that are there already are left alone.
+with what the start can do before (on 256 problems) and after, greedy and at four temperatures. Two or three share a GPU. Starts
+that are there already are left alone.
 """
 
 import argparse
@@ -35,6 +36,8 @@ RATE, BATCH, WARM_UP = 5e-5, 32, 10
 ENOUGH, EPOCHS = 0.25, 8
 """Success at temperature 1 at which a start is good enough, and epochs after which it is taken as it is."""
 TEMPERATURES = (1.0, 0.7, 0.4, 0.2)
+ASKED = 256
+"""Problems that are answered at a time; also those of SVAMP on which the model is measured as it comes."""
 
 
 def demonstrations(task: WordProblems) -> list[tuple[str, str]]:
@@ -59,16 +62,18 @@ class Start:
         self.problems = Problems(task=self.reinforce, tokenizer=self.tokenizer, instruction=str(WORDS["instruction"]))
 
     def success(self, prompts: list[str], *, temperature: float = 1.0, greedy: bool = False) -> float:
-        """Share of the prompts that are answered rightly."""
+        """Share of the prompts that are answered rightly, a batch at a time."""
         self.model.eval()
         torch.manual_seed(0)
-        longest = int(WORDS["max_completion_length"])
-        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.model.device.type == "cuda"):
-            tokens = generate(
-                self.model, self.tokenizer, self.problems.tokens(prompts), longest, greedy=greedy, temperature=temperature
-            )
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return sum(self.reinforce.verify(prompt, text) for prompt, text in zip(prompts, texts, strict=True)) / len(prompts)
+        right, longest, device = 0.0, int(WORDS["max_completion_length"]), self.model.device.type
+        for start in range(0, len(prompts), ASKED):
+            batch = prompts[start : start + ASKED]
+            ids = self.problems.tokens(batch)
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                tokens = generate(self.model, self.tokenizer, ids, longest, greedy=greedy, temperature=temperature)
+            texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            right += sum(self.reinforce.verify(prompt, text) for prompt, text in zip(batch, texts, strict=True))
+        return right / len(prompts)
 
     def measure(self, prompts: list[str]) -> dict[str, float]:
         """Greedy success, and by temperature."""
@@ -108,8 +113,9 @@ def make(name: str, data: str, seed: int, out: Path, *, problems: int, epochs: i
     began = time.monotonic()
     start = Start(name, data, device)
     svamp = start.reinforce.held_out_prompts(problems, seed=0)
-    watched = start.reinforce.train_prompts(min(256, problems), seed=10_000 + seed)
-    card: dict[str, Any] = {"model": name, "seed": seed, "held_out": len(svamp), "before": start.measure(svamp), "epochs": []}
+    watched = start.reinforce.train_prompts(min(ASKED, problems), seed=10_000 + seed)
+    before = start.measure(svamp[:ASKED])
+    card: dict[str, Any] = {"model": name, "seed": seed, "held_out": len(svamp), "before": before, "epochs": []}
     pairs, generator = demonstrations(start.learn), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(start.model.parameters(), lr=RATE / WARM_UP, weight_decay=0.0)
     while len(card["epochs"]) < epochs:
@@ -134,7 +140,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="file to append a line per start to")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--problems", type=int, default=1000, help="of SVAMP, to measure on")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="at most")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
