@@ -127,6 +127,9 @@ def variants(_: Score) -> Iterator[Job]:
     for name, changes in VARIANTS.items():
         for recipe in ("via_point", "via_point_sparse_short"):
             yield from jobs(f"{recipe}-{name}", recipe, SEEDS, **LONG, **changes)
+    for name in ("one-plan", "replan-50", "replan-50-state"):
+        hidden = LONG | {"environment_config__hidden_goal": "true"} | VARIANTS[name]
+        yield from jobs(f"via_point-hidden-{name}", "via_point", SEEDS, **hidden)
     for every in (125, 50):
         yield from jobs(
             f"hopper-5M-replan-{every}", "hopper_jump", SEEDS[:3], **LONG, iterations=320, learner__replan_every=every

@@ -33,7 +33,10 @@ Run = dict[str, Any]
 def task_of(config: Mapping[str, Any]) -> str:
     """What was learned: the environment, and its reward or task."""
     settings = config["settings"]
-    return ", ".join([TASKS[settings["environment"]], *settings["environment_config"].values()]).replace("_", " ")
+    chosen = [
+        key if value is True else str(value) for key, value in settings["environment_config"].items() if value is not False
+    ]
+    return ", ".join([TASKS[settings["environment"]], *chosen]).replace("_", " ")
 
 
 def row_of(config: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 from plans import CHOSEN
 from spec import START
-from study_confirm import LEVEL, runs_of, steps_to
+from study_confirm import LEVEL, places_above, runs_of, steps_to
 from study_table import Row, certificate, finished, held_out, steps_of
 
 from corral.report.looks import DARK, LIGHT, SHAPES, assign_looks
@@ -185,10 +185,12 @@ def sentence(runs: Sequence[Row]) -> str:
     ours, tuned, once = (median(map(steps_to, some)) for some in found)
     seeds = sorted({len(some) for some in found})
     assert len(seeds) == 1
+    above, places = places_above(runs)
+    others = f"; it is above clip in {above} of {places} [other tasks and starts](docs/deployed.md#elsewhere)" if places else ""
     return (
         f"TROLL, with four passes over each batch, has {100 * LEVEL:.0f} % success after {ours:.1f} batches of rollouts; "
         f"PPO's clip, tuned over rate and passes,\nafter {tuned:.1f}, with one pass after {once:.0f}. (Medians of {seeds[0]} "
-        "fresh seeds; one task, a small model: [the study](docs/deployed.md#fresh-seeds); `make results`.)"
+        f"fresh seeds of [the study](docs/deployed.md#fresh-seeds), a small model{others};\n`make results`.)"
     )
 
 

@@ -54,6 +54,7 @@ def runs_of(runs: Sequence[Row], how: Mapping[str, Any], *, steps: int = 10, sta
     spec = Shipped(**{"seed": 0, "steps": steps, **how})
     wanted = {"objective": spec.objective, "rate": spec.rate, "arm": spec.arm, "passes": spec.passes, "steps": spec.steps}
     found = [run for run in runs if wanted.items() <= run.items() and run["seed"] in FRESH and not run.get("reuse")]
+    found = [run for run in found if run.get("schedule", spec.schedule) == spec.schedule]
     return sorted((run for run in found if run.get("start", START) == start), key=lambda run: run["seed"])
 
 
@@ -120,14 +121,23 @@ ELSEWHERE = {
 """Starts other than the demo's, in the order of the page."""
 
 
+def runs_elsewhere(runs: Sequence[Row]) -> dict[str, tuple[list[Row], list[Row]]]:
+    """TROLL's and clipping's runs by start, where there are any of both."""
+    found = {start: tuple(runs_of(runs, CHOSEN[place], start=start) for place in (0, 1)) for start in ELSEWHERE}
+    return {start: (ours, theirs) for start, (ours, theirs) in found.items() if ours and theirs}
+
+
+def places_above(runs: Sequence[Row]) -> tuple[int, int]:
+    """On how many of the other tasks and starts TROLL's mean is above clipping's, and how many there are."""
+    sides = runs_elsewhere(runs).values()
+    return sum(fmean(map(final, ours)) > fmean(map(final, theirs)) for ours, theirs in sides), len(sides)
+
+
 def elsewhere(runs: Sequence[Row]) -> str:
     """TROLL and clipping as they were chosen for the demo, on other tasks, starts and families: success after ten steps."""
     lines, known = [], start_success()
-    for start, name in ELSEWHERE.items():
-        some = [run for run in runs if run.get("start", START) == start]
-        ours, theirs = (runs_of(some, CHOSEN[place], start=start) for place in (0, 1))
-        if not ours or not theirs:
-            continue
+    for start, (ours, theirs) in runs_elsewhere(runs).items():
+        name = ELSEWHERE[start]
         at = known.get(start, {})
         best = (
             f"{short(at[best_temperature(at)])} at {two_digits(best_temperature(at)) if best_temperature(at) else 'greedy'}"

@@ -6,7 +6,7 @@ from statistics import fmean
 from study_table import Row, area, final
 from study_text import by_seed, group, half_width, kl, markdown, rate_text, short, signed, with_interval, with_start
 
-STEPS = 20
+STEPS = 10
 SHIPS = "auto_mean"
 """The arm that the trainer has."""
 ARMS = {

@@ -17,7 +17,7 @@ from study_confirm import collapses, compared, confirmed_table, elsewhere
 from study_figure import draw, draw_idea
 from study_gate0 import gate0
 from study_rates import confirmed_rates, not_inferior, rates, usable, usable_bounds
-from study_table import Row, area, final, finished, held_out
+from study_table import Row, area, final, finished, held_out, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
 
 from corral.run.files import write_whole
@@ -37,16 +37,32 @@ def tuning(runs: Iterable[Row]) -> list[Row]:
 def reuse(runs: Sequence[Row]) -> str:
     """Held-out success after 5 and 10 steps of rollouts by passes, unheld at the demo's rate and held at .02."""
     found = group(tuning(runs), "objective", "passes", "rate", "bound")
+    found |= {
+        (name, "auto", rate, "auto"): some for (name, rate), some in group(_with_auto_passes(runs), "objective", "rate").items()
+    }
     lines = []
-    for objective, passes, (rate, held) in product(OBJECTIVES, (1, 2, 4, 8), ((2e-4, "inf"), ("auto", 0.02))):
+    fixed = product((1, 2, 4, 8), ((2e-4, "inf"), ("auto", 0.02)))
+    arms = [(passes, rate, held) for passes, (rate, held) in fixed] + [("auto", rate, "auto") for rate in (2e-4, "auto")]
+    for objective, (passes, rate, held) in product(OBJECTIVES, arms):
         if not (some := found.get((objective, passes, rate, held))):
             continue
-        cells = [objective, str(passes), rate_text(rate), "no" if held == "inf" else two_digits(float(held)), str(len(some))]
+        made = f"{passes}" if passes != "auto" else f"auto: {_passes_made(some):.1f}"
+        cells = [objective, made, rate_text(rate), "no" if held == "inf" else ".02", str(len(some))]
         cells += [numbers(dict(held_out(run)).get(step, 0.0) for run in some) for step in (5.0, 10.0)]
         cells += [short(fmean(final(run, "greedy") for run in some)), kl(some, "mean"), kl(some, "p999")]
         lines.append(cells)
     head = ("objective", "passes", "rate", "held at", "n", "after 5 steps", "after 10", "greedy", "KL mean", "p99.9")
     return with_start(markdown(head, lines))
+
+
+def _with_auto_passes(runs: Iterable[Row]) -> list[Row]:
+    """Runs of ten steps with `reuse="auto"` at .02."""
+    return [run for run in runs if run.get("reuse") == "auto" and run["steps"] == 10]
+
+
+def _passes_made(runs: Sequence[Row]) -> float:
+    """Over a batch, in the mean."""
+    return fmean(line["tr/passes"] for run in runs for line in steps_of(run))
 
 
 def tuned(runs: Sequence[Row]) -> str:
@@ -85,7 +101,8 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "ratesconstant": lambda runs: rates(runs, "constant"),
     "usable": lambda runs: usable(runs, "linear"),
     "usableconstant": lambda runs: usable(runs, "constant"),
-    "usablebounds": usable_bounds,
+    "usablebounds": lambda runs: usable_bounds(runs, "linear"),
+    "usableboundsconstant": lambda runs: usable_bounds(runs, "constant"),
     "confirmed": confirmed_table,
     "compared": compared,
     "confirmedrates": confirmed_rates,

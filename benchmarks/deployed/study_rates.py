@@ -18,7 +18,6 @@ from study_text import (
     rate_text,
     short,
     signed,
-    two_digits,
     with_interval,
     with_start,
 )
@@ -27,14 +26,16 @@ from corral.report.statistics import holm
 from corral.report.sweep.ranges import SweepRow
 from corral.report.sweep.usable import UsableRange, usable_range
 
-ARMS = {"off": "", "on 0.03": ", held"}
-"""Of the plan over rates."""
+SCHEDULES = ("linear", "constant")
 MARGIN = 0.02
 """Points of area by which a held run may be behind a tuned rate."""
 TUNED = (2e-4, 4e-4)
 """Rates among which the tuned one is, with nothing held."""
-TRIED = (("auto", 0.03), (2e-4, 0.03), (1e-3, 0.03), (3e-3, 0.03))
-"""Rate and bound of what must not be inferior to it: named before any of these runs."""
+TRIED = (("auto", "constant"), ("auto", "linear"), (3e-3, "linear"), (2e-4, "linear"))
+"""Rate and schedule of what is held at .03 and must not be inferior to it; "auto" is a start at 1e-3."""
+UNHELD, HELD = "off", "on 0.03"
+ARMS = {UNHELD: "", HELD: ", held"}
+"""Of the plan over rates."""
 
 
 def over_rates(runs: Iterable[Row], schedule: str = "linear") -> list[Row]:
@@ -43,10 +44,11 @@ def over_rates(runs: Iterable[Row], schedule: str = "linear") -> list[Row]:
     return [run for run in some if run["schedule"] == schedule and run["rate"] in RATES and run["arm"] in ARMS]
 
 
-def over_bounds(runs: Iterable[Row]) -> list[Row]:
+def over_bounds(runs: Iterable[Row], schedule: str) -> list[Row]:
     """Runs at "auto" with one pass and ten steps."""
     some = [run for run in runs if run.get("passes") == 1 and run["steps"] == 10 and run["seed"] in TUNING]
-    return [run for run in some if run["rate"] == "auto" and run["bound"] in BOUNDS and not run.get("reuse")]
+    some = [run for run in some if run["schedule"] == schedule and not run.get("reuse")]
+    return [run for run in some if run["rate"] == "auto" and run["bound"] in BOUNDS]
 
 
 def sweep_rows(runs: Iterable[Row]) -> list[SweepRow]:
@@ -54,7 +56,8 @@ def sweep_rows(runs: Iterable[Row]) -> list[SweepRow]:
     return [
         SweepRow(
             run["objective"],
-            {"learning_rate": run["rate"], "deployed_bound": float(run["bound"])},  # inf where nothing is held
+            # A bound of inf holds nothing.
+            {"learning_rate": run["rate"], "deployed_bound": float(run["bound"]), "schedule": run["schedule"]},
             run["seed"],
             final(run),
             area(run),
@@ -98,10 +101,11 @@ def _range_text(found: UsableRange) -> str:
     return ", ".join(filter(None, [found.text(found.own), found.width_text]))
 
 
-def usable_bounds(runs: Sequence[Row]) -> str:
-    """The usable range of bounds at "auto", against the best rate with nothing held or the best bound."""
-    unheld = [run for run in over_rates(runs) if run["arm"] == "off"]
-    ranges = usable_range(sweep_rows([*over_bounds(runs), *unheld]), key="deployed_bound") if over_bounds(runs) else []
+def usable_bounds(runs: Sequence[Row], schedule: str) -> str:
+    """The usable range of bounds at "auto", by the best of all bounds and of all rates and schedules with nothing held."""
+    unheld = [run for kind in SCHEDULES for run in over_rates(runs, kind) if run["arm"] == UNHELD]
+    some = over_bounds(runs, schedule)
+    ranges = usable_range(sweep_rows([*some, *unheld]), key="deployed_bound") if some else []
     order = sorted(ranges, key=lambda one: OBJECTIVES.index(one.contestant))
     return "".join(f"- {one.contestant}: {_range_text(one)}.\n" for one in order if one.setting.get("learning_rate") == "auto")
 
@@ -109,23 +113,22 @@ def usable_bounds(runs: Sequence[Row]) -> str:
 def fresh_rates(runs: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
     """One pass, fifteen steps, on fresh seeds: by objective, rate and arm."""
     some = [run for run in runs if run.get("passes") == 1 and run["steps"] == 15 and run["seed"] in FRESH]
-    return group((run for run in some if run["schedule"] == "linear" and not run.get("reuse")), "objective", "rate", "arm")
+    return group((run for run in some if not run.get("reuse")), "objective", "rate", "arm", "schedule")
 
 
 def confirmed_rates(runs: Sequence[Row]) -> str:
     """Rates on fresh seeds, unheld and held: area and final success with intervals, collapses, KL."""
     found, lines = fresh_rates(runs), []
-    settings = [(rate, "off") for rate in (*TUNED, 1e-3, 3e-3)] + [(rate, f"on {bound:g}") for rate, bound in TRIED]
+    settings = [(rate, UNHELD, "linear") for rate in (*TUNED, 1e-3, 3e-3)] + [(rate, HELD, kind) for rate, kind in TRIED]
     for objective in ("troll", "ppo_clip"):
-        for rate, arm in settings:
-            if some := found.get((objective, rate, arm)):
+        for rate, arm, schedule in settings:
+            if some := found.get((objective, rate, arm, schedule)):
                 fallen = sum(run["dead"] or is_below_start(run) for run in some)
-                held = "no" if arm == "off" else two_digits(float(arm.removeprefix("on ")))
                 cells = [with_interval([read(run) for run in some]) for read in (area, final)]
                 cells += [short(fmean(final(run, "greedy") for run in some)), f"{fallen} of {len(some)}", kl(some, "mean")]
-                lines.append([objective, rate_text(rate), held, str(len(some)), *cells])
-    head = ("objective", "rate", "held at", "n", "area", "final, 4,096 problems", "greedy", "fell below the start", "KL mean")
-    return with_start(markdown(head, lines))
+                lines.append([objective, rate_text(rate), schedule, "no" if arm == UNHELD else ".03", str(len(some)), *cells])
+    head = ("objective", "rate", "schedule", "held at", "n", "area", "final, 4,096 problems", "greedy")
+    return with_start(markdown((*head, "fell below the start", "KL mean"), lines))
 
 
 class NotWorse(NamedTuple):
@@ -153,18 +156,18 @@ def not_inferior(runs: Sequence[Row]) -> str:
     """Held runs against the better of two tuned rates on the same seeds: area under Holm, the final value beside it."""
     found, tests, texts = fresh_rates(runs), [], []
     for objective in ("troll", "ppo_clip"):
-        tuned = {rate: cell for rate in TUNED if (cell := found.get((objective, rate, "off")))}
+        tuned = {rate: cell for rate in TUNED if (cell := found.get((objective, rate, UNHELD, "linear")))}
         if not tuned:
             continue
         best = max(tuned, key=lambda rate: fmean(map(area, tuned[rate])))
-        for rate, bound in TRIED:
-            if not (cell := found.get((objective, rate, f"on {bound:g}"))):
+        for rate, schedule in TRIED:
+            if not (cell := found.get((objective, rate, HELD, schedule))):
                 continue
             one, end = (not_worse(by_seed(cell, read), by_seed(tuned[best], read)) for read in (area, final))
             tests.append(one.p)
             name = '`"auto"`' if rate == "auto" else rate_text(rate)
             texts.append(
-                f"- {objective}, {name} held at {two_digits(bound)}, less {rate_text(best)} unheld ({one.seeds} seeds): area "
+                f"- {objective}, {name} held at .03, {schedule}, less {rate_text(best)} unheld ({one.seeds} seeds): area "
                 f"{signed(one.mean)}, at least {signed(one.low)}; final {signed(end.mean)}, at least {signed(end.low)}: "
             )
     verdicts = ["not inferior" if holds else "may be inferior" for holds in holm(tests)]

@@ -55,7 +55,9 @@ def test_golden_rows_of_the_page() -> None:
     assert table[2] == "| troll | 1 | 2e-4 | no | 2 | .310 .320 | .500 .500 | .900 | .055 | 1 |"
     held = made(success={0: 0.2, 10: 0.6}, rewards=[0.2] * 10, steps=10, arm="on 0.03", bound=0.03, rate=1e-2)
     (row,) = study_rates.sweep_rows([held])
-    assert (row.contestant, row.setting) == ("troll", {"learning_rate": 1e-2, "deployed_bound": 0.03})
+    assert (row.contestant, row.setting) == (
+        "troll", {"learning_rate": 1e-2, "deployed_bound": 0.03, "schedule": "linear"}
+    )  # fmt: skip
     assert (row.final, row.auc) == (0.6, pytest.approx(0.4))
     assert not row.fell_below_start
     below = made(success={0: 0.2, 3: 0.1, 10: 0.6}, rewards=[0.2] * 10, steps=10)
@@ -81,7 +83,8 @@ def test_golden_usable_rates_are_by_the_best_of_an_objective_held_or_not() -> No
     table = study_rates.rates(rows, "linear").splitlines()
     assert table[2].startswith("| troll | final | – | .300 | **.500** | .100 | – |")
     bounds = over_rates("auto", 0.50, arm="on 0.1", bound=0.1) + over_rates("auto", 0.2, arm="on 0.3", bound=0.3)
-    assert study_rates.usable_bounds(rows + bounds) == "- troll: 0.1 (1 of 2 values).\n"
+    assert study_rates.usable_bounds(rows + bounds, "linear") == "- troll: 0.1 (1 of 2 values).\n"
+    assert study_rates.usable_bounds(rows + bounds, "constant") == ""
 
 
 def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
@@ -91,11 +94,13 @@ def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
 
     held = {"arm": "on 0.03", "bound": 0.03}
     rows = fresh(2e-4, [0.40, 0.40, 0.40]) + fresh(4e-4, [0.42, 0.42, 0.42]) + fresh("auto", [0.42, 0.43, 0.44], **held)
-    rows += fresh(1e-3, [0.36, 0.42, 0.46], **held)
+    rows += fresh(3e-3, [0.36, 0.42, 0.46], **held)
     # To 4e-4: gaps 0 .01 .02, one-sided .01 − 2.920 · .01 / √3 = −.0069; of −.02 t = .03 / .00577 = 5.2, p = .018 < .05 / 2.
-    # At 1e-3: gaps −.06 0 .04, mean −.0067, sd .0503: at least −.0067 − 2.920 · .0291 = −.0915.
+    # At 3e-3: gaps −.06 0 .04, mean −.0067, sd .0503: at least −.0067 − 2.920 · .0291 = −.0915.
     first, second = study_rates.not_inferior(rows).splitlines()
-    assert first.startswith('- troll, `"auto"` held at .03, less 4e-4 unheld (3 seeds): area +.010, at least −.007; final')
+    assert first.startswith(
+        '- troll, `"auto"` held at .03, linear, less 4e-4 unheld (3 seeds): area +.010, at least −.007; final'
+    )
     assert first.endswith(": not inferior.")
     assert "area −.007, at least −.092" in second
     assert second.endswith(": may be inferior.")
@@ -141,6 +146,7 @@ def test_golden_other_tasks_and_collapses() -> None:
     line = study_confirm.elsewhere(rows).splitlines()[2]
     # Gaps .1 .2 .1: .1333 ± 4.303 · .0577 / √3 = ± .1434.
     assert "| .600 .700 .800 | .500 .500 .700 | +.133 (−.010 to +.277) |" in line
+    assert study_confirm.places_above(rows) == (1, 1)
     fallen = place({**plans.CHOSEN[0], "bound": 0.3}, [0.1])
     assert study_confirm.collapses(rows + fallen) == (
         "Of 3 runs held at .03 or less, 0 had a measurement below the start and 0 died; of 1 runs held at more, 1 had a "

@@ -15,7 +15,9 @@ from corral.llm.audit_models import audit_run
 from corral.llm.calls import FunctionCalls, make_multi_turn
 from corral.llm.eval_view import make_eval_view
 from corral.llm.evaluate import EvalSettings, evaluate, prepare_evaluation
+from corral.llm.prepare import prepare
 from corral.llm.problems import Problems, Sampling
+from corral.llm.settings import FUNCTIONS
 from corral.llm.smoke import build_byte_tokenizer, build_smoke
 from corral.llm.train import train
 from corral.run.files import RunError
@@ -147,6 +149,7 @@ def test_a_run_with_tools_is_evaluated_and_audited_with_them(model: str, tmp_pat
     done = evaluate(EvalSettings(model=str(run), problems=4, samples=2, device="cpu"), make_eval_view(quiet=True))
     shown = [row["completion"] for row in read_rows(done.path)]
     assert any('→ double({"number": 7})\n← 14' in text for text in shown)
+    assert FUNCTIONS["tools"]([""]) == (), "corral eval RUN --tools ''"
     without = prepare_evaluation(EvalSettings(model=str(run), tools=(), device="cpu"))
     assert without.turns is None
     with pytest.raises(RunError, match="played with transformers"):
@@ -195,6 +198,23 @@ def test_what_cannot_be_called_is_refused(model: str, tmp_path: Path) -> None:
         small(model, tool="calculator", tools=[double])
     with pytest.raises(RunError, match="whose template has tool calls"):
         train(small("tiny", tools=[double]), out=tmp_path / "run")
+
+
+def test_a_package_that_trl_misses_is_a_sentence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: Any, **__: Any) -> None:
+        raise ImportError("Using tools with GRPOTrainer requires the jmespath library")  # releases up to 1.9
+
+    monkeypatch.setattr("corral.llm.train.RunTrainer", without)
+    with pytest.raises(RunError, match="requires the jmespath library"):
+        train(small(model, tools=[double]), out=tmp_path / "run", quiet=True)
+
+
+def test_held_out_prompts_follow_the_template_of_training(model: str) -> None:
+    parts = prepare(small(model, chat_template_kwargs='{"short": true}'))
+    assert parts.problems.template == {"short": True}
+    tokenizer = parts.problems.tokenizer
+    tokenizer.chat_template = "{% if short %}Be short. {% endif %}{{ messages[0]['content'] }}"
+    assert tokenizer.decode(parts.problems.tokens(["abc"])[0]) == "Be short. abc"
 
 
 def test_messages_as_text() -> None:

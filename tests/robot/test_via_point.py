@@ -54,6 +54,16 @@ def test_dense_rewards_turn_to_the_goal_after_half_the_episode() -> None:
     np.testing.assert_allclose(rewards, [-0.2] * 50 + [-0.4] * 50)
 
 
+def test_a_hidden_goal_is_shown_half_way_and_nothing_else_changes() -> None:
+    shown = [gymnasium.make(NAME, hidden_goal=hidden) for hidden in (False, True)]
+    seen = [np.stack([env.reset(seed=3)[0], *(env.step(np.full(5, 0.1))[0] for _ in range(99))]) for env in shown]
+    assert (seen[1][:50, 12:14] == 0).all()
+    np.testing.assert_array_equal(seen[1][50:], seen[0][50:])
+    np.testing.assert_array_equal(np.delete(seen[1], [12, 13], 1), np.delete(seen[0], [12, 13], 1))
+    many = gymnasium.make_vec(NAME, 2, vectorization_mode="vector_entry_point", hidden_goal=True)
+    np.testing.assert_array_equal(many.reset(seed=[3, 4])[0][0], seen[1][0])
+
+
 def test_success_needs_both_points() -> None:
     for via, goal, success in (((4.8, 0), (4.8, 0), 1), ((4.8, 0), (4.7, 0), 0), ((4.7, 0), (4.8, 0), 0)):
         state = arms("dense", [0.0] * 5, via=via, goal=goal)

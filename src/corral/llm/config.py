@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, SchedulerType
 from trl import GRPOConfig
 
 from corral.advantage import Advantage
@@ -98,6 +98,13 @@ class CorralConfig(GRPOConfig):
             "1), until the network is 50 times `deployed_bound`, .02 unless given, away or the effective sample size below ½."
         },
     )
+    lr_scheduler_type: SchedulerType | str = field(
+        default="auto",
+        metadata={
+            "help": "The learning rate's schedule; `auto` is linear, and constant where the learning rate is `auto` and each "
+            "batch of rollouts is used once."
+        },
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},
@@ -120,6 +127,10 @@ class CorralConfig(GRPOConfig):
         if self.loss_type == "auto":  # before TRL reads it
             first = self.make_objective().config.reductions[0]
             self.loss_type = next(name for name, how in REDUCTIONS.items() if how == first)
+        if self.lr_scheduler_type == "auto":
+            # A decay takes the bound with it: that costs where a batch is used once, and helps where it is used often.
+            once = self.num_iterations == 1 and self.reuse != "auto"
+            self.lr_scheduler_type = "constant" if self.learning_rate == "auto" and once else "linear"
         if self.learning_rate == "auto":  # transformers wants a number
             self.learning_rate = AUTO_RATE
             if self.deployed_bound is None:

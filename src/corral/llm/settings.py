@@ -221,7 +221,9 @@ def _as_environment(given: Any) -> Any:
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "reward": as_rewards,
-    "tools": lambda given: as_functions(given, "`tools` are module:function or file.py:function"),
+    "tools": lambda given: as_functions(
+        [] if given in ("", [""]) else given, "`tools` are module:function or file.py:function"
+    ),
     "environment_factory": _as_environment,
 }
 """Settings that name functions and classes of the user's, or are these."""

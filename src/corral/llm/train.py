@@ -164,7 +164,7 @@ def _build_trainer(session: Session, parts: Parts, where: Path) -> RunTrainer:
             teacher=parts.teacher,
             **({} if parts.turns is None else parts.turns.trainer_arguments()),
         )
-    except ValueError as error:  # what only TRL, peft and the model together can tell
+    except (ValueError, ImportError) as error:  # what only TRL, peft and the model together can tell, or a package for tools
         raise RunError(str(error)) from error
     finally:
         log.setLevel(level)

@@ -7,7 +7,8 @@ Each joint is a double integrator, so that an episode costs microseconds and eve
     dense    r_t = −0.2 ‖tip_t − p‖ − 0.002 ‖u‖²          p: the via-point in the first half, the goal in the second
     sparse   r_t = −10 ‖tip_t − p‖ [t = 50 or t = 100] − 0.002 ‖u‖²
 
-Observation, 15 numbers: five angles (rad, relative), five velocities (rad/s), via-point and goal (m), elapsed share.
+Observation, 15 numbers: five angles (rad, relative), five velocities (rad/s), via-point and goal (m), elapsed share. With
+`hidden_goal` the goal is (0, 0) until half-way: who chooses a plan at the start cannot know where it should end.
 """
 
 from typing import Any, Literal
@@ -50,10 +51,10 @@ def tip_of(angles: Array) -> Array:
 class Arms:
     """The state of many arms: what both environments below are made of."""
 
-    def __init__(self, count: int, reward: _Reward) -> None:
+    def __init__(self, count: int, reward: _Reward, hidden_goal: bool = False) -> None:
         if reward not in ("dense", "sparse"):
             raise ValueError(f"ViaPointReacher: `reward` is 'dense' or 'sparse'; got {reward!r}.")
-        self.reward, self.time = reward, 0
+        self.reward, self.hidden_goal, self.time = reward, hidden_goal, 0
         self.angles, self.velocities = np.zeros((count, _LINKS)), np.zeros((count, _LINKS))
         self.via, self.goal, self.missed = np.zeros((count, 2)), np.zeros((count, 2)), np.full(count, np.inf)
 
@@ -92,7 +93,8 @@ class Arms:
     def observation(self) -> Array:
         """[N 15]."""
         elapsed = np.full((len(self.angles), 1), self.time / STEPS)
-        return np.concatenate([self.angles, self.velocities, self.via, self.goal, elapsed], -1)
+        goal = np.zeros_like(self.goal) if self.hidden_goal and self.time < STEPS // 2 else self.goal
+        return np.concatenate([self.angles, self.velocities, self.via, goal, elapsed], -1)
 
     def outcome(self) -> dict[str, Array]:
         """Info of the last step: least distance to the via-point, last one to the goal, and whether both are small."""
@@ -105,10 +107,12 @@ class ViaPointReachers(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}  # noqa: RUF012  # Gymnasium's own form
 
-    def __init__(self, num_envs: int = 1, reward: _Reward = "dense", *, max_episode_steps: int = STEPS) -> None:
+    def __init__(
+        self, num_envs: int = 1, reward: _Reward = "dense", *, hidden_goal: bool = False, max_episode_steps: int = STEPS
+    ) -> None:
         if max_episode_steps != STEPS:  # Gymnasium passes what was registered
             raise ValueError(f"ViaPointReachers: episodes have {STEPS} steps; got max_episode_steps={max_episode_steps}.")
-        self.num_envs, self.arms = num_envs, Arms(num_envs, reward)
+        self.num_envs, self.arms = num_envs, Arms(num_envs, reward, hidden_goal)
         self.single_observation_space, self.single_action_space = _OBSERVATION, _ACTION
         self.observation_space, self.action_space = batch_space(_OBSERVATION, num_envs), batch_space(_ACTION, num_envs)
         self._generators = [np.random.default_rng() for _ in range(num_envs)]
@@ -141,8 +145,8 @@ class ViaPointReacher(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / DT), "render_marks": "orange: on the way, green: goal"}  # noqa: RUF012  # Gymnasium's own form
     observation_space, action_space = _OBSERVATION, _ACTION
 
-    def __init__(self, reward: _Reward = "dense", render_mode: str | None = None) -> None:
-        self.render_mode, self.arms = render_mode, Arms(1, reward)
+    def __init__(self, reward: _Reward = "dense", render_mode: str | None = None, *, hidden_goal: bool = False) -> None:
+        self.render_mode, self.arms = render_mode, Arms(1, reward, hidden_goal)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
