@@ -27,7 +27,8 @@ def run(spec: Run, deadline: float) -> dict[str, Any]:
         return plain(spec, deadline)
 
 
-study.PLANS, study.shipped_run.run = PLANS, run  # in every process of the study: each imports this file
+if __name__ in ("__main__", "__mp_main__"):  # in every process of the study; a test that imports this file is none
+    study.PLANS, study.shipped_run.run = PLANS, run
 
 if __name__ == "__main__":
     done = [str(HERE / "results"), str(HERE.parent / "deployed/results")]

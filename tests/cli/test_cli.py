@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ import corral
 from corral.cli import doctor, main
 from corral.cli.explain import field_docs
 from corral.llm import IncompatibleTRL
+from corral.llm.known import _trainer_types
 from corral.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve
 from corral.objective import OBJECTIVES, make_objective
 from corral.objective.correction import CORRECTIONS
@@ -277,6 +279,21 @@ def test_explain_lists_and_guesses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "dpo"]) == 2
     assert "no objective, recipe, task, algorithm or setting 'dpo'. Did you mean 'dppo'?" in capsys.readouterr().err
     assert main(["explain", "troll", "dppo"]) == 2
+    assert main(["explain", "lr"]) == 2
+    assert "setting 'lr'. Did you mean 'learning_rate'? There are: aime24, " in capsys.readouterr().err
+
+
+def test_explain_without_trl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing(name: str) -> NoReturn:
+        raise PackageNotFoundError(name)
+
+    _trainer_types.cache_clear()
+    monkeypatch.setattr("corral.llm.known.version", missing)
+    assert main(["explain", "learning_rat"]) == 2
+    assert "no objective, recipe, task, algorithm or setting 'learning_rat'." in capsys.readouterr().err
+    assert main(["explain", "settings"]) == 0
+    assert "they are in TRL, which is not installed" in capsys.readouterr().out
+    _trainer_types.cache_clear()
 
 
 def test_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,8 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Couldn't reach 'someone/letters' on the Hub\nand more")
 
     fake.load_dataset = offline
-    with pytest.raises(ValueError, match=r"someone/letters \(t\w+\) cannot be loaded from the hub: .* give them as `path`"):
+    sentence = r"someone/letters \(t\w+\) cannot be loaded from the hub: .*[^.]\. Without .* give them as `path`: --set"
+    with pytest.raises(ValueError, match=sentence):
         Letters()
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"letters needs datasets. Install it: pip install 'corral\[task\]'"):

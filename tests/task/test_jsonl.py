@@ -153,7 +153,7 @@ def test_the_text_of_a_completion(chat: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "jsonl: `path` is missing"),
+        ({}, "jsonl: `path` is missing: a file of problems, --set task_config.path=FILE"),
         (
             {"path": "mine.jsonl", "verifier": "maths"},
             r"there is no verifier 'maths'. Did you mean 'math'\? There are: code",

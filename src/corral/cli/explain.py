@@ -14,7 +14,7 @@ from typing import Any
 
 from corral.cli import refuse
 from corral.cli.kind import all_recipes
-from corral.naming import nearest
+from corral.naming import suggest
 from corral.objective import OBJECTIVES
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
@@ -42,8 +42,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     name: str = arguments.name
     found = list(_explanations(name))
     if not found:
+        from corral.llm.known import trainer_names
+
         known = {*OBJECTIVES, *CORRECTIONS, *all_recipes(), *TASKS, *ALGORITHMS, "settings", *_own_settings()}
-        return refuse(f"there is no objective, recipe, task, algorithm or setting {name!r}.{nearest(name, known)}")
+        guess = suggest(name, known | set(trainer_names() or ()))
+        listed = f"There are: {', '.join(sorted(known))}, and settings of the trainer."
+        return refuse(f"there is no objective, recipe, task, algorithm or setting {name!r}.{guess} {listed}")
     sys.stdout.write("\n".join(found))
     return 0
 

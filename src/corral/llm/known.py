@@ -4,7 +4,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str
 
 
 def trainer_names() -> list[str] | None:
-    """Settings of CorralConfig; None where TRL is older than the tested ones, or keeps its source elsewhere."""
+    """Settings of CorralConfig; None where TRL is not there, older than the tested ones, or keeps its source elsewhere."""
     types = _trainer_types()
     return None if types is None else list(types)
 
@@ -84,7 +84,10 @@ _PLAIN: dict[str, Any] = {
 @cache
 def _trainer_types() -> dict[str, str] | None:
     """The settings, each with its type as the source has it; CorralConfig's own come first, and win."""
-    if _numbers(version("trl")) < _numbers(TRL_RANGE[0]):
+    try:
+        if _numbers(version("trl")) < _numbers(TRL_RANGE[0]):
+            return None
+    except PackageNotFoundError:
         return None
     types = class_fields(_HERE / "config.py").get("CorralConfig", {})
     for package, path, name in _CONFIGS:

@@ -99,7 +99,8 @@ class LearnerConfig:
         if self.plans_per_context > 1 and self.replan_every is not None:
             raise ValueError(
                 f"{owner_name(self)}: with `plans_per_context` > 1 plans of one context are compared, and those made on the "
-                f"way begin in contexts of their own; got {self.plans_per_context} and replan_every={self.replan_every}."
+                f"way begin in contexts of their own; got {self.plans_per_context} and replan_every={self.replan_every}. "
+                f"Leave one of them out."
             )
         if self.mirrored and (self.plans_per_context % 2 or self.plans_per_context < 4):
             raise ValueError(

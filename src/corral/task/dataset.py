@@ -164,7 +164,7 @@ class FiniteTask(_Slots):
         apart = None if by_share or self.held_out is None else read_file(Path(str(self.held_out)).expanduser(), self.name)
         if self.path is None:
             if self.HUB is None:
-                raise ValueError(f"{self.name}: `path` is missing: a file of problems.")
+                raise ValueError(f"{self.name}: `path` is missing: a file of problems, --set task_config.path=FILE.")
             splits = (self.HUB.train, None if by_share or apart else self.HUB.held_out)
             rows = [read_hub(self.HUB.name, self.HUB.config, split, self.name) if split else None for split in splits]
             return rows[0], apart or rows[1]

@@ -38,10 +38,10 @@ def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # no network, no such name, no permission, no space: it has an error for each
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"{owner}: {name} ({split}) cannot be loaded from the hub: {type(error).__name__}: {reason} "
-            f"Without a network, get its files elsewhere and give them as `path`."
+            f"{owner}: {name} ({split}) cannot be loaded from the hub: {type(error).__name__}: {reason}. "
+            f"Without a network, get its files elsewhere and give them as `path`: --set task_config.path=FOLDER."
         ) from error
     for number, row in enumerate(rows, 1):
         yield f"{name} {split}, row {number}", row
