@@ -37,6 +37,7 @@ SAID = {
     "basis-5": "5 basis functions",
 }
 """What `ARM_TRIED` changes, in words."""
+COLOURS = {"TCE, best setting": "#2563eb", "TCE, the recipe": "#0891b2", "BBRL, best setting": "#dc2626"}
 
 
 class Ended(TypedDict):
@@ -73,13 +74,18 @@ def ended(found: re.Match[str], step: int, success: float, paid: float, curve: l
     return found["job"], Ended(**about, **numbers, paid=round(paid, 2), curve=curve)  # type: ignore[typeddict-item]
 
 
-def final_table(runs: list[Ended]) -> str:
-    """Success of every seed, row by row, and the steps to 95 %."""
+def grouped(runs: list[Ended]) -> dict[tuple[str, str], list[Ended]]:
+    """Runs by row and setting, in the order of rows and seeds."""
     groups: dict[tuple[str, str], list[Ended]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: (list(ROWS).index(run["row"]), run["setting"], run["seed"])):
         groups[run["row"], run["setting"]].append(run)
+    return groups
+
+
+def final_table(runs: list[Ended]) -> str:
+    """Success of every seed, row by row, and the steps to 95 %."""
     lines = []
-    for (row, setting), members in groups.items():
+    for (row, setting), members in grouped(runs).items():
         success = [100 * run["success"] for run in members]
         steps = sorted({run["env_steps"] for run in members})
         far = thousands(steps[0]) if len(steps) == 1 else f"{steps[0] / 1e6:.1f} to {thousands(steps[-1])}"
@@ -146,6 +152,32 @@ def block(runs: dict[str, Ended]) -> str:
     return text + tuning_table(tuned)
 
 
+def plot(final: list[Ended], path: Path) -> None:
+    """Success of every seed over the steps, the median of a row's seeds thick."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "corral"  # the same file from the same numbers
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9.2, 3.2), sharey=True)
+    for axis, reward in zip(axes, ("dense", "sparse"), strict=True):
+        for (row, setting), members in grouped([run for run in final if run["reward"] == reward]).items():
+            name = f"{ROWS[row]}, {'the recipe' if setting == 'cov-0.003' else 'best setting'}"
+            curves = [np.array(run["curve"]).T for run in members if run["curve"]]
+            for steps, success in curves:
+                axis.plot(steps / 1e6, 100 * success, color=COLOURS[name], lw=0.6, alpha=0.4)
+            middle = 100 * np.median([success for _, success in curves], 0)
+            axis.plot(curves[0][0] / 1e6, middle, color=COLOURS[name], lw=2, label=name)
+        axis.axhline(95, color="#9ca3af", lw=0.8, ls=":")
+        axis.set(title=f"via-point arm, {reward}", xlabel="million environment steps")
+    axes[0].set_ylabel("success, %")
+    axes[0].legend(fontsize=8, frameon=False, loc="lower right")
+    figure.tight_layout()
+    write_whole(path, lambda beside: figure.savefig(beside, format="svg", metadata={"Date": None}))
+    pyplot.close(figure)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,7 +191,9 @@ def main() -> None:
         write_whole(FILE, lambda beside: beside.write_text("{\n" + ",\n".join(lines) + "\n}\n"))
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    page = f"{before}{BEGIN}\n\n{block(json.loads(FILE.read_text())).rstrip()}\n\n{END}{after}"
+    runs: dict[str, Ended] = json.loads(FILE.read_text())
+    page = f"{before}{BEGIN}\n\n{block(runs).rstrip()}\n\n{END}{after}"
+    plot([run for name, run in runs.items() if not name.startswith("arm-tune")], PAGE.with_name("robots-arm.svg"))
     write_whole(PAGE, lambda beside: beside.write_text(page))
 
 

@@ -74,10 +74,11 @@ def _paint_words(axes: Any, runs: Sequence[Row]) -> bool:
 
 
 def _lines(axes: Any, runs: Sequence[Row], places: Sequence[float], cell: Callable[[tuple[str, str], float], Cell]) -> None:
-    """A line per contestant."""
+    """A line per contestant; dotted where its colour is close to another's."""
     looks = assign_looks([" ".join(filter(None, (arm[0], arm[1].replace(" ", "-")))) for arm in ARMS])
     for arm, look in zip(ARMS, looks.values(), strict=True):
-        _line(axes, runs, places, lambda place, arm=arm: cell(arm, place), arm_name(arm), (*look, "--" if arm[1] else "-"))
+        style = "--" if arm[1] else ":" if arm[0] == "drpo" else "-"
+        _line(axes, runs, places, lambda place, arm=arm: cell(arm, place), arm_name(arm), (*look, style))
 
 
 def _line(

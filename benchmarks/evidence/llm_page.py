@@ -181,12 +181,15 @@ def floor(runs: Sequence[Row]) -> str:
     found = defaultdict(list)
     for run in runs:
         if run["updates"] == 1 and run["passes"] == 1 and run["steps"] == 15:
-            found[run["rate"], run["seed"]].append(measures([run])["area"])
+            found[run["rate"], run["seed"], run["device"]].append(measures([run])["area"])
     spreads = [100 * stdev(areas) for areas in found.values() if len(areas) > 1]
     if not spreads:
         return "One update per batch, where all objectives are one algorithm, has not been run yet.\n"
     count = sum(len(areas) for areas in found.values() if len(areas) > 1)
-    return f"With one update per batch runs of one seed and rate differ by {plain(fmean(spreads))} points (sd, {count} runs).\n"
+    told = f"differ by {plain(fmean(spreads))} points (sd)" if any(spreads) else "have the same measurements to the last digit"
+    return (
+        f"With one update per batch all objectives are one algorithm: {count} runs of them, equal in seed and rate, {told}.\n"
+    )
 
 
 def costs(_: Sequence[Row]) -> str:

@@ -334,7 +334,7 @@ def test_a_contestant_with_settings_of_its_own() -> None:
     assert (settings.trainer["support"], settings.trainer["learning_rate"]) == ("union", 1e-3)
 
 
-@pytest.mark.parametrize(("name", "runs"), [("a", 7 * 4 * 2), ("b", 3 * 3 * 2), ("f", 5 * 5), ("g", 15 * 2 * 2), ("h", 5 * 2)])
+@pytest.mark.parametrize(("name", "runs"), [("a", 7 * 4 * 2), ("b", 4 * 3 * 2), ("f", 5 * 5), ("g", 15 * 2 * 2), ("h", 5 * 2)])
 def test_recipes_of_the_evidence_say_whom_to_compare(
     name: str, runs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

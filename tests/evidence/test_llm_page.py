@@ -110,6 +110,14 @@ def test_a_run_that_died_counts_as_nothing_from_there_on() -> None:
     assert (row[3], row[-1]) == (".000", "1 of 1, at most 100 %")
 
 
+def test_the_noise_floor_is_told() -> None:
+    # Areas .3 and .3: the same. Areas .3 and .5: their standard deviation is .1·√2, 14 points.
+    same = [made_up(name, 401, [0.2, 0.4], updates=1) for name in ("troll", "dppo")]
+    assert "2 runs of them, equal in seed and rate, have the same measurements" in llm_page.floor(same)
+    assert "differ by 14" in llm_page.floor([same[0], made_up("dppo", 401, [0.2, 0.8], updates=1)])
+    assert "has not been run yet" in llm_page.floor([same[0], made_up("dppo", 402, [0.2, 0.8], updates=1)])
+
+
 def test_raw_files_hold_one_run_a_line_and_no_machine(tmp_path: Path) -> None:
     for path in (llm_page.HERE / "results").glob("*.jsonl"):
         for line in path.read_text().splitlines():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corral.llm import packaged
+from corral.llm import models, packaged
 from corral.llm.models import load_model
 from corral.llm.packaged import PACKAGED
 from corral.llm.smoke import build_byte_tokenizer
@@ -53,6 +53,21 @@ def test_a_torn_file_gets_a_sentence(file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(content[: len(content) // 2])
     with pytest.raises(RunError, match=r"could not be loaded.*transformers says: \S"):
         load_model(str(tmp_path))
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def unreachable(self: object, name: str, **_: object) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("corral.llm.models.HfApi.model_info", unreachable)
+    assert models._where("Qwen/Qwen3-0.6B") == {"local_files_only": True}
+    assert models._where(str(tmp_path)) == models._where("tiny") == {}
+    assert asked == ["Qwen/Qwen3-0.6B"]
+    monkeypatch.setattr("corral.llm.models.HfApi.model_info", lambda *_, **__: None)
+    assert models._where("Qwen/Qwen3-0.6B") == {}
 
 
 @pytest.mark.slow  # a model of its real size

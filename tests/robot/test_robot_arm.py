@@ -60,3 +60,13 @@ def test_the_block_names_seeds_steps_and_the_best_settings() -> None:
     assert "TCE beats BBRL on success on dense: +46.0 points" in text
     assert "| 5 basis functions | **75 %, −2.0** | **75 %, −2.0** | **75 %, −2.0** | **75 %, −2.0** |" in text
     assert "with 2.00 million steps each" in text
+
+
+def test_the_page_is_what_the_file_says(tmp_path: Path) -> None:
+    runs = json.loads(robot_arm.FILE.read_text())
+    assert robot_arm.block(runs).rstrip() in robot_arm.PAGE.read_text(), "run python benchmarks/robot_arm.py"
+    final = [run for name, run in runs.items() if not name.startswith("arm-tune")]
+    robot_arm.plot(final, tmp_path / "arm.svg")
+    drawn = (tmp_path / "arm.svg").read_text()
+    for colour in robot_arm.COLOURS.values():  # five seeds and their median on each of two panels
+        assert drawn.count(f"stroke: {colour}") >= 12

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -45,12 +47,15 @@ def load_trainable(
             raise RunError(str(error)) from error
     if name in PACKAGED:
         return load_packaged(name)
+    where = _where(name)
     try:
-        if (base := _base_of_adapter(name)) is not None:
-            model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(load_model(base, dtype)[0], name, is_trainable=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, **where)  # first: what is not in the cache is said without waiting
+        if (base := _base_of_adapter(name, where)) is not None:
+            on = load_model(base, dtype)[0]
+            model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(on, name, is_trainable=True, **where)
         else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where)
+        return model, tokenizer
     except RunError as error:
         raise RunError(f"{name} is an adapter, and of its base {error}") from error
     except Exception as error:  # transformers, tokenizers, safetensors and the hub have one each
@@ -72,13 +77,14 @@ def load_skeleton(name: str) -> _Loaded:
         return load_packaged_skeleton(name)
     if name in BUILT_IN:
         return load_model(name)
+    where = _where(name)
     try:
-        base = _base_of_adapter(name) or name
+        base = _base_of_adapter(name, where) or name
         if base in BUILT_IN:
-            return load_skeleton(base)[0], AutoTokenizer.from_pretrained(name)
+            return load_skeleton(base)[0], AutoTokenizer.from_pretrained(name, **where)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
-        return model, AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **where))
+        return model, AutoTokenizer.from_pretrained(name, **where)
     except Exception as error:  # transformers, tokenizers and the hub have one each
         raise _not_loaded(name, error) from error
 
@@ -95,11 +101,24 @@ def newest_checkpoint(name: str) -> str | None:
     return find_subject(name, None).model if is_run(Path(name)) else None
 
 
-def _base_of_adapter(name: str) -> str | None:
+def _where(name: str) -> dict[str, Any]:
+    """Where to look for a model: the cache alone if the hub cannot be reached, for which libraries would try for a minute."""
+    if is_local(name) or not name or name.startswith((".", "/", "~")):
+        return {}
+    try:
+        HfApi().model_info(name, timeout=10)
+    except (HfHubHTTPError, ValueError):  # it answers, or there is no such name
+        return {}
+    except Exception:  # of being offline, of which each release has others
+        return {"local_files_only": True}
+    return {}
+
+
+def _base_of_adapter(name: str, where: dict[str, Any]) -> str | None:
     """The model that an adapter, in a folder or on the hub, was trained on; None if `name` is a whole model."""
-    if Path(name, "config.json").is_file() or find_adapter_config_file(name) is None:
+    if Path(name, "config.json").is_file() or find_adapter_config_file(name, **where) is None:
         return None
-    base: str | None = PeftConfig.from_pretrained(name).base_model_name_or_path
+    base: str | None = PeftConfig.from_pretrained(name, **where).base_model_name_or_path
     if not base:
         raise ValueError("its adapter_config.json names no base_model_name_or_path.")
     return base
