@@ -89,7 +89,7 @@ def final_table(runs: list[Ended]) -> str:
         success = [100 * run["success"] for run in members]
         steps = sorted({run["env_steps"] for run in members})
         far = thousands(steps[0]) if len(steps) == 1 else f"{steps[0] / 1e6:.1f} to {thousands(steps[-1])}"
-        reached = [steps_to(run["curve"], 0.95) for run in members if run["curve"]]
+        reached = [steps_to([(x, y) for x, y in run["curve"]], 0.95) for run in members if run["curve"]]
         median = float(np.median(reached)) if reached else np.inf
         each = ", ".join(f"{value:.1f}" for value in success)
         paid = f"{np.mean([run['paid'] for run in members]):.1f}".replace("-", "−")
