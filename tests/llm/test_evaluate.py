@@ -22,7 +22,7 @@ from corral.llm.passk import Estimate
 from corral.llm.problems import cut_at_end, end_tokens, generate
 from corral.llm.results import EvalFolder, compare, summarise
 from corral.llm.rewards import RewardError
-from corral.llm.sampler import TransformersSampler, choose_backend
+from corral.llm.sampler import TransformersSampler, choose_backend, choose_dtype
 from corral.llm.smoke import build_smoke
 from corral.llm.subject import find_subject
 from corral.llm.train import train
@@ -241,6 +241,20 @@ def test_a_run_brings_its_task_instruction_and_length(run: Path, tmp_path: Path)
     assert plan["problems"] == 3
     with_own = done(asked(str(run), instruction="{problem}!", max_tokens=2), tmp_path / "f").result["settings"]
     assert (with_own["instruction"], with_own["max_tokens"], with_own["task"]["name"]) == ("{problem}!", 2, "letters")
+
+
+@pytest.mark.parametrize(("trained_in_half", "on_gpu"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_run_is_evaluated_in_the_precision_of_its_training(
+    run: Path, tmp_path: Path, trained_in_half: bool, on_gpu: torch.dtype
+) -> None:
+    run = shutil.copytree(run, tmp_path / "run")
+    content = json.loads((run / "config.json").read_text())
+    assert "bf16" in content["trainer"]
+    content["trainer"]["bf16"] = trained_in_half
+    (run / "config.json").write_text(json.dumps(content))
+    subject = find_subject(str(run), None)
+    assert choose_dtype(subject, "cuda") == on_gpu
+    assert choose_dtype(subject, "cpu") == torch.float32
 
 
 @pytest.mark.parametrize(("needed", "longest"), [(3, 5), (7, 8)])

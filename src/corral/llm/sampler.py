@@ -67,16 +67,20 @@ def choose_backend(requested: str, subject: Subject, device: str, *, played: boo
 
 
 def make_sampler(backend: Backend, subject: Subject, device: str) -> Sampler:
-    """Load the model. On a GPU it computes in bfloat16, the embedded one excepted, as training does; else in float32."""
+    """Load the model, to compute in `choose_dtype`; those built into corral are float32."""
     return _VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
+
+
+def choose_dtype(subject: Subject, device: str) -> torch.dtype:
+    """bfloat16 on a GPU, unless this is a run that was trained in float32; else float32."""
+    return torch.bfloat16 if device == "cuda" and subject.half else torch.float32
 
 
 class TransformersSampler:
     """`generate` of transformers. One stream of random numbers per batch, begun with the seed of its first prompt."""
 
     def __init__(self, subject: Subject, device: str) -> None:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model, self.tokenizer = load_model(subject.model, dtype)
+        model, self.tokenizer = load_model(subject.model, choose_dtype(subject, device))
         self.model = model.to(device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
         self.config = self.model.config
         set_pad_token(self.tokenizer)
@@ -126,7 +130,7 @@ class _VllmSampler:
 
     def __init__(self, subject: Subject, device: str) -> None:
         self.name = subject.model
-        self.dtype = "bfloat16" if device == "cuda" else "float32"
+        self.dtype = str(choose_dtype(subject, device)).removeprefix("torch.")
         try:
             self.tokenizer = set_pad_token(AutoTokenizer.from_pretrained(self.name))
             self.config = AutoConfig.from_pretrained(self.name)

@@ -28,6 +28,8 @@ class Subject:
     step: int | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     """Task, its settings, instruction, tools and length of the run."""
+    half: bool = True
+    """Whether a GPU computes it in bfloat16: of a run, what its training did."""
     complaints: tuple[str, ...] = ()
     """What is wrong with newer checkpoints, if an older one had to be taken."""
 
@@ -85,5 +87,6 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
             "chat_template_kwargs": content["trainer"].get("chat_template_kwargs") or {},
             **{name: settings[name] for name in ("tool", "tools", "environment_factory") if settings.get(name)},
         },
+        half=content["trainer"].get("bf16", True),
         complaints=tuple(complaints),
     )
