@@ -132,24 +132,33 @@ def confirmed_rates(runs: Sequence[Row]) -> str:
 
 
 class NotWorse(NamedTuple):
-    """Whether ours is not inferior to theirs by a margin, from paired runs."""
+    """Whether ours is not inferior to theirs by a margin."""
 
     mean: float
     low: float
     """One-sided lower 95 % bound of the mean difference."""
     p: float | None
-    """Of a difference as low as −margin; None from fewer than two pairs."""
-    seeds: int
+    """Of a difference as low as −margin; None where there is no spread to tell by."""
+    runs: str
+    """`10 seeds`, or `5 and 10 runs` where none are paired."""
 
 
 def not_worse(ours: Values, theirs: Values, margin: float = MARGIN) -> NotWorse:
-    """The paired difference against −margin, by Student's one-sided test."""
-    gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if len(gaps) < 2 or stdev(gaps) == 0:
-        return NotWorse(fmean(gaps) if gaps else math.nan, -math.inf, None, len(gaps))
-    mean, error, freedom = fmean(gaps), stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1
+    """The difference against −margin, one-sided: paired by seed (Student), or of independent runs where none are (Welch)."""
+    shared = [seed for seed in ours if seed in theirs]
+    if shared:
+        sides = [[ours[seed] - theirs[seed] for seed in shared]]
+        mean, runs = fmean(sides[0]), f"{len(shared)} seeds"
+    else:
+        sides = [[*ours.values()], [*theirs.values()]]
+        mean, runs = fmean(sides[0]) - fmean(sides[1]), f"{len(ours)} and {len(theirs)} runs"
+    squares = [stdev(side) ** 2 / len(side) if len(side) > 1 else math.inf for side in sides]
+    error = math.sqrt(sum(squares))
+    if not 0 < error < math.inf:
+        return NotWorse(mean, -math.inf, None, runs)
+    freedom = sum(squares) ** 2 / sum(square**2 / (len(side) - 1) for square, side in zip(squares, sides, strict=True))
     low = mean - float(stats.t.ppf(0.95, freedom)) * error
-    return NotWorse(mean, low, float(stats.t.sf((mean + margin) / error, freedom)), len(gaps))
+    return NotWorse(mean, low, float(stats.t.sf((mean + margin) / error, freedom)), runs)
 
 
 def not_inferior(runs: Sequence[Row]) -> str:
@@ -167,7 +176,7 @@ def not_inferior(runs: Sequence[Row]) -> str:
             tests.append(one.p)
             name = '`"auto"`' if rate == "auto" else rate_text(rate)
             texts.append(
-                f"- {objective}, {name} held at .03, {schedule}, less {rate_text(best)} unheld ({one.seeds} seeds): area "
+                f"- {objective}, {name} held at .03, {schedule}, less {rate_text(best)} unheld ({one.runs}): area "
                 f"{signed(one.mean)}, at least {signed(one.low)}; final {signed(end.mean)}, at least {signed(end.low)}: "
             )
     verdicts = ["not inferior" if holds else "may be inferior" for holds in holm(tests)]

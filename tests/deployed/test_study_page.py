@@ -107,9 +107,13 @@ def test_golden_not_inferior_to_the_better_of_two_tuned_rates() -> None:
     one = study_rates.not_worse({"1": 0.40, "2": 0.41, "3": 0.42}, {"1": 0.40, "2": 0.40, "3": 0.40})
     assert (one.mean, one.low) == (pytest.approx(0.01), pytest.approx(-0.00686, abs=1e-5))
     assert one.p == pytest.approx(0.01758, abs=1e-4)
+    # Welch: .42 − .40, errors .01/√3 and .02/√3, together .01291; 2.94 degrees of freedom, t = 2.371: at least −.0106.
+    apart = study_rates.not_worse({"a": 0.41, "b": 0.42, "c": 0.43}, {"d": 0.38, "e": 0.40, "f": 0.42})
+    assert (apart.mean, apart.low) == (pytest.approx(0.02), pytest.approx(-0.0106, abs=1e-4))
+    assert apart.runs == "3 and 3 runs"
     # Nothing is paired across devices.
     elsewhere = [run | {"device": "cuda"} for run in fresh("auto", [0.5, 0.5, 0.6], **held)]
-    assert "(0 seeds)" in study_rates.not_inferior([*fresh(2e-4, [0.4, 0.4, 0.4]), *elsewhere])
+    assert "(3 and 3 runs)" in study_rates.not_inferior([*fresh(2e-4, [0.4, 0.4, 0.4]), *elsewhere])
 
 
 def test_golden_gate0_against_the_arm_that_ships() -> None:
