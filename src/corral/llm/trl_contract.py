@@ -81,6 +81,12 @@ CONTRACT = {
     "trl.generation.vllm_generation.VLLMGeneration.generate": Clause(
         "self prompts images num_generations *", returns="prompt_ids completion_ids logprobs logprob_token_ids"
     ),
+    "trl.chat_template_utils.supports_tool_calling": Clause("processing_class *"),
+    "trl.chat_template_utils.is_chat_template_prefix_preserving": Clause("processing_class *"),
+    "trl.chat_template_utils.get_training_chat_template": Clause("processing_class *"),
+    "trl.chat_template_utils.add_response_schema": Clause("processing_class *"),
+    "trl.chat_template_utils.parse_response": Clause("tokenizer ids *"),
+    "trl.chat_template_utils.qwen3_chat_template": Clause(""),
     "transformers.Trainer.__init__": Clause("self *", "callback_handler model_wrapped state lr_scheduler processing_class"),
     "transformers.Trainer.create_accelerator_and_postprocess": Clause("self", "accelerator is_fsdp_enabled"),
     "transformers.Trainer.get_tp_size": Clause("self"),
@@ -100,6 +106,8 @@ def _breaches(place: str, clause: Clause) -> Iterator[str]:
     found = _find(place)
     if found is None:
         yield "is gone"
+        return
+    if not callable(found):  # a constant is there, or it is not
         return
     signature = inspect.signature(found)
     if isinstance(found, type):
