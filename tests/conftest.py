@@ -31,6 +31,7 @@ if not torch.cuda.is_available():
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 
 torch.set_num_threads(1)  # two workers that each take every core are far slower than one
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so for the processes that tests start
 gc.disable()  # until everything is imported: looking for garbage meanwhile costs a second in six, and finds none
 
 
