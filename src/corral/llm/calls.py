@@ -236,9 +236,7 @@ class _Chat:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         start = tokenizer.apply_chat_template(chat, **how)
         whole = tokenizer.apply_chat_template([*chat, *results], add_generation_prompt=True, **how)
-        if (
-            tokenizer.eos_token_id in start
-        ):  # the model's message ends there, and the template's line behind it is still to come
+        if tokenizer.eos_token_id in start:  # there the model's message ends; the template's line behind it is still to come
             start = start[: len(start) - start[::-1].index(tokenizer.eos_token_id)]
         if whole[: len(start)] != start:
             raise ValueError("the chat template writes a message differently once a tool's result follows it.")

@@ -70,7 +70,7 @@ class BaselineConfig:
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
     """TRPL: measure of the trust region of a step."""
     mean_bound: float = 0.03
-    """TRPL: ε_μ, how far the mean may move per batch, in each state; this and the next two as published for KL."""
+    """TRPL: ε_μ, how far the mean may move per batch, in each state; this and the next two are what others' code has for KL."""
     cov_bound: float = 0.001
     """TRPL: ε_Σ, how far the covariance may move per batch."""
     regression: float = 8.0
