@@ -194,7 +194,13 @@ def test_plans_name_every_run_once() -> None:
     runs = plans.reuse()
     assert {run.passes for run in runs} == {1, 2, 4, 8}
     tuning, fresh = {301, 302, 303}, {*range(401, 411)}
-    for name, seeds in {"bound": tuning, "tune": tuning - {303}, "rates": tuning - {303}, "confirm-reuse": fresh}.items():
+    for name, seeds in {
+        "bound": tuning,
+        "tune": tuning - {303},
+        "rates": tuning - {303},
+        "confirm-reuse": fresh,
+        "confirm-many": fresh,
+    }.items():
         assert {run.seed for run in plans.PLANS[name]()} == seeds, name
     assert {run.seed for run in plans.confirm_rates() + plans.confirm_rates_more()} == fresh
     assert isinstance(plans.gate0()[0], Spec)
