@@ -12,12 +12,11 @@ from pathlib import Path
 from statistics import fmean
 
 from plans import FRESH
-from spec import START
 from study_confirm import collapses, compared, confirmed_table, elsewhere
 from study_figure import draw, draw_idea
 from study_gate0 import gate0
 from study_rates import confirmed_rates, not_inferior, rates, usable, usable_bounds
-from study_table import Row, area, final, finished, held_out, steps_of
+from study_table import Row, area, final, finished, held_out, is_demo, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
 
 from corral.run.files import write_whole
@@ -115,7 +114,7 @@ EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {"elsewhere": elsewhere,
 
 def write(text: str, runs: Sequence[Row]) -> str:
     """The page with its blocks written anew."""
-    here = [run for run in runs if run.get("start", START) == START]
+    here = [run for run in runs if is_demo(run)]
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
@@ -135,7 +134,7 @@ def main() -> None:
     runs = read()
     text = write(PAGE.read_text(), runs)
     write_whole(PAGE, lambda beside: beside.write_text(text))
-    here = [run for run in runs if run.get("start", START) == START]
+    here = [run for run in runs if is_demo(run)]
     draw(here, PAGE.with_name("deployed-study.svg"))
     draw_idea(here, PAGE.with_name("deployed-idea.svg"))
 
