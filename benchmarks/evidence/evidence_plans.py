@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evidence_spec import Pretrained, Run
+from evidence_spec import WORD_STARTS, Pretrained, Run
 
 SEEDS = (401, 402, 403, 404, 405)
 """Those on which the study of deployed networks confirms what it found."""
@@ -106,20 +106,31 @@ def stability() -> list[Run]:
 
 
 def words() -> list[Pretrained]:
-    """A pretrained model: three seeds of four arms × three rates, then clipping with four passes, then two more seeds."""
-    again = (("ppo_clip", 4),)
-    blocks = (
-        (SEEDS[:3], WORD_RATES[:2], WORD_ARMS),
-        (SEEDS[:3], WORD_RATES[2:], WORD_ARMS),
-        (SEEDS[:3], WORD_RATES, again),
-        (SEEDS[3:], WORD_RATES, (*WORD_ARMS, *again)),
-    )
-    return [_pretrained(arm, rate, seed) for block in blocks for seed, rate, arm in itertools.product(*block)]
+    """SmolLM2: three seeds of four arms × three rates, then two more, then clipping with four passes."""
+    blocks = ((SEEDS[:3], WORD_ARMS), (SEEDS[3:], WORD_ARMS), (SEEDS, (("ppo_clip", 4),)))
+    grid = ((seed, rate, arm) for seeds, arms in blocks for seed, rate, arm in itertools.product(seeds, WORD_RATES, arms))
+    return [_pretrained(arm, rate, seed) for seed, rate, arm in grid]
 
 
-def _pretrained(arm: tuple[str, int], rate: float, seed: int, **others: Any) -> Pretrained:
+def held_words() -> list[Pretrained]:
+    """SmolLM2 with the deployed network held: a rate that nobody tunes, then one that is good and one that is not."""
+    arms, held = WORD_ARMS[:2], {"bound": 0.03}
+    automatic = itertools.product(SEEDS, arms)
+    plan = [_pretrained(arm, "auto", seed, schedule="constant", **held) for seed, arm in automatic]
+    for seed, arm in itertools.product(SEEDS[:3], arms):
+        plan += [_pretrained(arm, rate, seed, **held) for rate in (1e-4, 1e-3)] + [_pretrained(arm, 1e-3, seed)]
+    return plan
+
+
+def gemma_words() -> list[Pretrained]:
+    """Gemma: three seeds of four arms × three rates."""
+    grid = itertools.product(SEEDS[:3], WORD_RATES, WORD_ARMS)
+    return [_pretrained(arm, rate, seed, base="gemma") for seed, rate, arm in grid]
+
+
+def _pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = "smollm2", **others: Any) -> Pretrained:
     """Each seed has a start of its own, so that seeds vary more than the noise of reinforcement learning."""
-    given = {"model": f"runs/word-starts/{seed - SEEDS[0] + 1}", **others}
+    given = {"model": f"{WORD_STARTS[base]}/{seed - SEEDS[0] + 1}", "base": base, **others}
     return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, **given)
 
 
@@ -161,6 +172,8 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "a-starts": starts,
     "g": ablations,
     "b": words,
+    "b-held": held_words,
+    "b-gemma": gemma_words,
     "b-low": lambda: [_pretrained(arm, 3e-6, seed) for seed in SEEDS[:3] for arm in WORD_ARMS],
     "f": mismatch,
     "f-bounds": bounds,

@@ -23,7 +23,7 @@ DEVICES = ("cuda", "cpu")
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
 _DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
-    "recipe": "demo", "device": "cpu", "end_size": 0,
+    "recipe": "demo", "device": "cpu", "end_size": 0, "base": "",
 }  # fmt: skip
 """Fields that runs of the other study do not have."""
 
@@ -67,6 +67,12 @@ class Cell:
             wanted.pop(key)
         same = (run for run in runs if run["rate"] in self.rates and all(run[key] == value for key, value in wanted.items()))
         return {(run["seed"], run["rate"], run["device"]): run for run in same}
+
+
+def word_cell(base: str, arm: str, passes: int, rate: float | tuple[float, ...], **others: Any) -> Cell:
+    """Runs of a pretrained model on word problems."""
+    same: dict[str, Any] = {"recipe": PRETRAINED, "steps": 12, "every": 4, "others": {"base": base}}
+    return Cell(arm=(arm, ""), passes=passes, rate=rate, **same, **others)
 
 
 def arm_name(arm: tuple[str, str]) -> str:

@@ -13,7 +13,7 @@ from itertools import product
 from statistics import fmean, median, stdev
 
 from evidence_plans import ABLATIONS, ARMS, FAMILIES, HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
-from evidence_rows import HERE, PRETRAINED, Cell, Row, arm_name, collapsed, compare, measures, most_collapses, read_runs
+from evidence_rows import HERE, Cell, Row, arm_name, collapsed, compare, measures, most_collapses, read_runs, word_cell
 from llm_claims import CLAIMS, TROLL, judge
 from llm_figures import RATES, draw, figures
 from study_page import markdown, rate_text, short, two_digits
@@ -138,12 +138,11 @@ def estimators(runs: Sequence[Row]) -> str:
     return markdown(("advantage", "rate", "TROLL", "clipping", "points", "seeds"), lines) if lines else "Not run yet.\n"
 
 
-def words(runs: Sequence[Row]) -> str:
+def words(runs: Sequence[Row], base: str) -> str:
     """A pretrained model by objective, passes and rate; seconds of a run where several shared a card."""
     lines = []
-    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (3e-6, *WORD_RATES)):
-        cell = Cell(arm=(objective, ""), rate=rate, passes=passes, recipe=PRETRAINED, steps=12, every=3)
-        if found := list(cell.runs(runs).values()):
+    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (3e-6, *WORD_RATES, 1e-3)):
+        if found := list(word_cell(base, objective, passes, rate).runs(runs).values()):
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*_cells(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
     return markdown((*_HEAD, "seconds"), lines) if lines else "Not run yet.\n"
@@ -154,11 +153,13 @@ def word_starts(_: Sequence[Row]) -> str:
     if not STARTS.is_file():
         return "Not made yet.\n"
     rows = [json.loads(line) for line in STARTS.read_text().splitlines()]
-    kinds = list(rows[0]["after"])
-    first = rows[0]
-    lines = [[f"{first['model']} as it comes", "–", *(short(first["before"][kind]) for kind in kinds)]]
-    for row in rows:
-        lines.append([f"start {row['seed']}", str(len(row["epochs"])), *(short(row["after"][kind]) for kind in kinds)])
+    kinds, lines = list(rows[0]["after"]), []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == name]
+        lines.append([f"{name} as it comes", "–", *(short(mine[0]["before"][kind]) for kind in kinds)])
+        for row in sorted(mine, key=lambda row: row["seed"]):
+            after = [short(row["after"][kind]) for kind in kinds]
+            lines.append([f"{name}, start {row['seed']}", str(len(row["epochs"])), *after])
     return markdown(("", "epochs", *(kind if kind == "greedy" else f"T = {kind}" for kind in kinds)), lines)
 
 
@@ -269,13 +270,15 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "mismatch": mismatch,
     "blocked": blocked,
     "estimators": estimators,
-    "words": words,
+    "words": lambda runs: words(runs, "smollm2"),
+    "words-gemma": lambda runs: words(runs, "gemma"),
     "word-starts": word_starts,
     "starts": starts,
     "costs": costs,
     "seconds": seconds,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
-    "figure-words": _figure("words", "Area under success on SVAMP by learning rate, a line per objective and passes"),
+    "figure-words": _figure("words", "SmolLM2: area under success on SVAMP by learning rate, a line per objective and passes"),
+    "figure-words-gemma": _figure("words-gemma", "Gemma: the same"),
     "figure-reuse": _figure("reuse", "Area under held-out success by passes over each batch, a line per objective"),
     "figure-ablations": _figure("ablations", "Differences to TROLL as it is, with intervals"),
 }
