@@ -15,9 +15,10 @@ from plans import FRESH
 from study_confirm import collapses, compared, confirmed_table, elsewhere
 from study_figure import draw, draw_idea
 from study_gate0 import gate0
-from study_rates import confirmed_rates, not_inferior, rates, usable, usable_bounds
+from study_rates import confirmed_rates, not_inferior, rates, usable, usable_against_unheld, usable_bounds
 from study_table import Row, area, final, finished, held_out, is_demo, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
+from study_words import gate0_words, held_words, read_evidence, words_not_inferior
 
 from corral.run.files import write_whole
 
@@ -100,6 +101,7 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "ratesconstant": lambda runs: rates(runs, "constant"),
     "usable": lambda runs: usable(runs, "linear"),
     "usableconstant": lambda runs: usable(runs, "constant"),
+    "usableagainstunheld": usable_against_unheld,
     "usablebounds": lambda runs: usable_bounds(runs, "linear"),
     "usableboundsconstant": lambda runs: usable_bounds(runs, "constant"),
     "confirmed": confirmed_table,
@@ -108,8 +110,15 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "notinferior": not_inferior,
 }
 """Of runs of the demo's own model and task."""
-EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {"elsewhere": elsewhere, "collapses": collapses}
-"""Of all runs."""
+EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {
+    "elsewhere": elsewhere,
+    "collapses": lambda runs: collapses([*runs, *read_evidence()]),
+    "gate0words": lambda runs: gate0_words(runs, "linear"),
+    "gate0wordsconstant": lambda runs: gate0_words(runs, "constant"),
+    "heldwords": lambda _: held_words(read_evidence()),
+    "wordsnotinferior": lambda _: words_not_inferior(read_evidence()),
+}
+"""Of all runs, and of those of the evidence."""
 
 
 def write(text: str, runs: Sequence[Row]) -> str:
