@@ -34,6 +34,8 @@ WORD_RATES = (1e-5, 3e-5, 1e-4)
 """Of a pretrained model, half decades around that of the pilot; 3e-6 if the smallest turns out to be the best."""
 WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
+ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
+"""Objective and anchor of long runs."""
 PUBLISHED = (("troll", "published"), ("troll", "token mean"), ("ppo_clip", "token mean"), ("dppo", "token sum, no std"))
 """Objectives as their papers run them, where that differs from the common form: sums over a fixed length for all."""
 
@@ -100,9 +102,8 @@ def estimators() -> list[Run]:
 
 def stability() -> list[Run]:
     """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
-    anchored = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
     long: dict[str, Any] = {"steps": 100, "eval_every": 20, "schedule": "constant", "sampler": "fp8"}
-    return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, anchored)]
+    return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
 
 
 def words() -> list[Pretrained]:

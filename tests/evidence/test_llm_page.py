@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import llm_page
+import llm_tables
 import pytest
 from evidence_rows import Cell, compare, most_collapses, read_runs
 from llm_claims import CLAIMS, judge
@@ -106,7 +107,7 @@ def test_what_a_count_of_collapses_excludes(count: int, runs: int, most: float) 
 
 def test_a_run_that_died_counts_as_nothing_from_there_on() -> None:
     run = made_up("reinforce", 1, [0.2, 0.1], dead=True)
-    row = llm_page._cells("reinforce", [run])
+    row = llm_tables.cells_of("reinforce", [run])
     assert (row[3], row[-1]) == (".000", "1 of 1, at most 100 %")
 
 
