@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from plans import FRESH
-from study_confirm import collapses, compared, confirmed_table, elsewhere
+from study_confirm import MANY_COMPARED, MANY_NAMES, collapses, compared, confirmed_table, elsewhere
 from study_figure import draw, draw_idea
 from study_gate0 import gate0
 from study_rates import confirmed_rates, not_inferior, rates, usable, usable_against_unheld, usable_bounds
@@ -126,6 +126,8 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "usableboundsconstant": lambda runs: usable_bounds(runs, "constant"),
     "confirmed": confirmed_table,
     "compared": compared,
+    "many": lambda runs: confirmed_table(runs, MANY_NAMES),
+    "manycompared": lambda runs: compared(runs, MANY_COMPARED),
     "confirmedrates": confirmed_rates,
     "notinferior": not_inferior,
 }
