@@ -1,4 +1,4 @@
-"""Write what the runs of both studies hold into docs/results/llm.md: tables, verdicts and figures. Trains nothing.
+"""Write what the runs of both studies hold into docs/results/llm.md and README: tables, verdicts, figures. Trains nothing.
 
 A block between `<!-- evidence: NAME -->` and `<!-- /evidence -->` is written anew; whatever else the page says stays.
 
@@ -13,13 +13,19 @@ from evidence_rows import HERE, Row, read_runs
 from llm_claims import CLAIMS, judge
 from llm_figures import draw, figures
 from llm_tables import ablations, bounds, by_rate, estimators, floor, map_at, mismatch, published, reused, stability, starts
-from llm_words import blocked, costs, seconds, word_starts, words
+from llm_words import blocked, code, costs, seconds, word_starts, words
 from study_page import markdown
 
 from corral.report.statistics import ENOUGH, plain, signed
 from corral.run.files import write_whole
 
 PAGE = HERE.parents[1] / "docs/results/llm.md"
+README = HERE.parents[1] / "README.md"
+FRONT = (
+    *("troll-tuned", "troll-hot", "troll-reuse", "dppo-reuse", "troll-dppo"),
+    *("words-troll", "words-dppo", "words-reuse", "gemma-troll", "gemma-dppo", "gemma-reuse"),
+)
+"""Claims that README tells."""
 BLOCK = re.compile(r"<!-- evidence: ([\w-]+) -->\n.*?<!-- /evidence -->", re.DOTALL)
 
 
@@ -31,12 +37,14 @@ def count(runs: Sequence[Row]) -> str:
     )
 
 
-def verdicts(runs: Sequence[Row]) -> str:
-    """All claims in one table."""
+def verdicts(runs: Sequence[Row], names: Sequence[str] = ()) -> str:
+    """All claims in one table; or those named, as far as they have the seeds for a verdict."""
     found = judge(runs)
     lines = []
     for claim in CLAIMS:
         one = found[claim.name]
+        if names and (claim.name not in names or one.found is None or one.found.seeds < ENOUGH):
+            continue
         mean = None if one.found is None else one.found.mean
         ends = mean is not None and mean.low is not None and mean.high is not None
         interval = f"{plain(mean.low)} … {plain(mean.high)}" if ends and mean is not None else "–"
@@ -54,6 +62,7 @@ def _figure(name: str, words: str) -> Callable[[Sequence[Row]], str]:
 
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "verdicts": verdicts,
+    "front": lambda runs: verdicts(runs, FRONT),
     "count": count,
     "by-rate": by_rate,
     "tuned": lambda runs: map_at(runs, (TUNED, 3e-4)),
@@ -71,6 +80,7 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "words-gemma": lambda runs: words(runs, "gemma"),
     "word-starts": word_starts,
     "starts": starts,
+    "code": code,
     "costs": costs,
     "seconds": seconds,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
@@ -96,8 +106,9 @@ def write(text: str, runs: Sequence[Row]) -> str:
 def main() -> None:
     """Command line."""
     runs = read_runs()
-    text = write(PAGE.read_text(), runs)
-    write_whole(PAGE, lambda beside: beside.write_text(text))
+    for page in (PAGE, README):
+        text = write(page.read_text(), runs)
+        write_whole(page, lambda beside, text=text: beside.write_text(text))
     draw(runs, PAGE.parent)
 
 

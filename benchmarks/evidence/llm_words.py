@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import fmean, median
 
-from evidence_plans import REUSED, TUNED, WORD_ARMS, WORD_RATES
-from evidence_rows import HERE, Cell, Row, arm_name, word_cell
-from llm_tables import HEAD, cells_of
+from evidence_plans import HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
+from evidence_rows import CODED, HERE, Cell, Row, arm_name, compare, word_cell
+from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 
 STARTS = HERE / "results/word-starts.jsonl"
@@ -23,6 +23,22 @@ def words(runs: Sequence[Row], base: str) -> str:
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
     return markdown((*HEAD, "seconds"), lines) if lines else "Not run yet.\n"
+
+
+def code(runs: Sequence[Row]) -> str:
+    """Programs by objective and rate, then TROLL against clipping."""
+    cells = {
+        (rate, arm): Cell(arm=arm, rate=rate, recipe=CODED, steps=10)
+        for rate, arm in product((TUNED, HOT), (("ppo_clip", ""), ("troll", "")))
+    }
+    if not any(cell.runs(runs) for cell in cells.values()):
+        return "Not run yet.\n"
+    shown = table([(f"{arm_name(arm)}, {rate_text(rate)}", cell) for (rate, arm), cell in cells.items()], runs)
+    told = []
+    for rate in (TUNED, HOT):
+        found = compare(cells[rate, ("troll", "")], cells[rate, ("ppo_clip", "")], runs)
+        told += [] if found is None else [f"at {rate_text(rate)} {difference_text(found)} points, {found.seeds} seeds"]
+    return f"{shown}\nTROLL over clipping, areas paired by seed: {'; '.join(told)}.\n"
 
 
 def word_starts(_: Sequence[Row]) -> str:
