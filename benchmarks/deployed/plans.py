@@ -189,12 +189,13 @@ def confirm_constant() -> list[Shipped]:
     return one + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
 
 
+_FOUR: dict[str, Any] = {"passes": 4, "schedule": "constant"}
 MANY: tuple[dict[str, Any], ...] = (
-    {"objective": "troll", "rate": "auto", "bound": 0.01},
-    {"objective": "ppo_clip", "rate": "auto", "bound": 0.02},
-    {"objective": "dppo", "rate": "auto", "bound": 0.02},
-    {"objective": "ppo_clip", "rate": 1e-4},
-    {"objective": "troll", "rate": 1e-4},
+    {"objective": "troll", "rate": "auto", "bound": 0.01, **_FOUR},
+    {"objective": "ppo_clip", "rate": "auto", "bound": 0.02, **_FOUR},
+    {"objective": "dppo", "rate": "auto", "bound": 0.02, **_FOUR},
+    {"objective": "ppo_clip", "rate": 1e-4, **_FOUR},
+    {"objective": "troll", "rate": 1e-4, **_FOUR},
 )
 """Four passes with a constant schedule: the better bounds of two tuning seeds, DPPO's a guess; and the schedule alone, at the
 mean rate of the linear ones that were chosen."""
@@ -202,7 +203,7 @@ mean rate of the linear ones that were chosen."""
 
 def confirm_many() -> list[Shipped]:
     """Several passes with a constant schedule on fresh seeds."""
-    return _chosen(FRESH, [{**how, "schedule": "constant", "passes": 4} for how in MANY])
+    return _chosen(FRESH, MANY)
 
 
 def bound_many() -> list[Shipped]:

@@ -212,6 +212,16 @@ def test_plans_name_every_run_once() -> None:
     assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
 
 
+def test_golden_bounds_with_a_constant_schedule() -> None:
+    same: dict[str, Any] = {"rewards": [0.1] * 10, "steps": 10, "schedule": "constant", "passes": 4}
+    runs = [
+        made(seed, success={0: 0.2, 10: end}, rate=rate, **same) for rate, end, seed in ((1e-4, 0.5, 301), (2e-4, 0.4, 301))
+    ]
+    held: dict[str, Any] = {"rate": "auto", "arm": "on 0.01", "bound": 0.01, **same}
+    runs += [made(seed, success={0: 0.2, 10: 0.3 + seed / 1000}, **held) for seed in (301, 302)]
+    assert study_page.bounds_constant(runs).splitlines()[2] == "| troll | 4 | 1e-4: .500 | .601 .602 |"
+
+
 def test_golden_rows_of_a_pretrained_model(tmp_path: Path) -> None:
     # Areas of two measurements are their means: auto .35 and .45, tuned .30 and .40. t(.975, 1) = 12.706 times .05: .635.
     same: dict[str, Any] = {"recipe": "evidence-b", "rewards": [0.1] * 4, "held": {}}
