@@ -53,7 +53,7 @@ def _paint_reuse(axes: Any, runs: Sequence[Row]) -> bool:
     """Area by learning rate with four passes over each batch."""
     rates = (1e-4, 2e-4, 4e-4)
     _lines(axes, runs, rates, lambda arm, rate: Cell(arm=arm, rate=rate, passes=4, steps=10, every=2))
-    axes.set(xscale="log", xlabel="learning rate, four passes over each batch", ylabel="area under held-out success, 10 batches")
+    axes.set(xscale="log", xlabel="learning rate, four passes over a batch", ylabel="area under held-out success, 10 batches")
     return _end(axes, rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
 
 
