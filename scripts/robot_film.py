@@ -21,21 +21,25 @@ _COLOURS = 48
 
 
 def shrink(film: Path, out: Path, width: int, every: int = 2) -> int:
-    """Write one picture in so many, `width` wide, with one palette for all. Returns how many there are."""
+    """Write one picture in so many and all that are held, `width` wide, with one palette. Returns how many there are."""
     with Image.open(film) as source:
-        duration = source.info["duration"] * every
-        pictures = [picture.convert("RGB") for picture in ImageSequence.Iterator(source)]
-    kept = pictures[::every]
-    size = (width, round(width * kept[0].height / kept[0].width))
-    kept = [picture.resize(size, Image.Resampling.LANCZOS) for picture in kept]
-    ends = [*kept[:: max(1, len(kept) // 12)], kept[-1]]  # frames of success and failure among them
-    palette = Image.fromarray(np.concatenate([np.asarray(picture) for picture in ends])).quantize(
-        _COLOURS, Image.Quantize.MAXCOVERAGE
-    )
+        shown = [(picture.convert("RGB"), picture.info["duration"]) for picture in ImageSequence.Iterator(source)]
+    usual = min(duration for _, duration in shown)
+    kept, durations, waiting = list[Image.Image](), list[float](), 0
+    for picture, duration in shown:
+        if waiting and duration == usual:
+            durations[-1] += duration  # its predecessor is shown in its place
+            waiting -= 1
+        else:
+            kept.append(picture.resize((width, round(width * picture.height / picture.width)), Image.Resampling.LANCZOS))
+            durations.append(duration)
+            waiting = every - 1 if duration == usual else 0
+    held = [picture for picture, duration in zip(kept, durations, strict=True) if duration > every * usual]
+    strip = Image.fromarray(np.concatenate([np.asarray(picture) for picture in [*kept[:: max(1, len(kept) // 12)], *held]]))
+    palette = strip.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE)
     few = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in kept]
     write_whole(
-        out,
-        lambda beside: few[0].save(beside, "GIF", save_all=True, append_images=few[1:], duration=duration, loop=0),
+        out, lambda beside: few[0].save(beside, "GIF", save_all=True, append_images=few[1:], duration=durations, loop=0)
     )
     return len(few)
 

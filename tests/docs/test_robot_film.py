@@ -20,10 +20,14 @@ def test_a_film_is_shrunk_and_a_small_mark_keeps_its_colour(tmp_path: Path) -> N
     for number, picture in enumerate(pictures):
         picture[10:14, 10 * number : 10 * number + 4] = (220, 0, 0)  # a red mark of few pixels that moves
     first, *rest = map(Image.fromarray, pictures)
-    first.save(tmp_path / "film.gif", save_all=True, append_images=rest, duration=40)
-    assert module.shrink(tmp_path / "film.gif", tmp_path / "small.gif", 40) == 3
+    first.save(tmp_path / "film.gif", save_all=True, append_images=rest, duration=[40, 40, 40, 40, 40, 800])
+    assert module.shrink(tmp_path / "film.gif", tmp_path / "small.gif", 40) == 4  # of 0, 2 and 4, and 5, which is held
     with Image.open(tmp_path / "small.gif") as small:
-        assert (small.size, small.n_frames, small.info["duration"], small.info["loop"]) == ((40, 30), 3, 80, 0)
-        small.seek(2)
-        red, green, _ = small.convert("RGB").getpixel((21, 6))  # the mark of picture 4 begins at 40
-    assert red > green + 80
+        assert (small.size, small.n_frames, small.info["loop"]) == ((40, 30), 4, 0)
+        durations, marks = [], []
+        for number, begins in enumerate((0, 20, 40, 50)):
+            small.seek(number)
+            durations.append(small.info["duration"])
+            marks.append(small.convert("RGB").getpixel((begins // 2 + 1, 6)))
+    assert durations == [80, 80, 40, 800]
+    assert all(red > green + 80 for red, green, _ in marks)
