@@ -189,6 +189,31 @@ def confirm_constant() -> list[Shipped]:
     return one + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
 
 
+_FOUR: dict[str, Any] = {"passes": 4, "schedule": "constant"}
+MANY: tuple[dict[str, Any], ...] = (
+    {"objective": "troll", "rate": "auto", "bound": 0.01, **_FOUR},
+    {"objective": "ppo_clip", "rate": "auto", "bound": 0.02, **_FOUR},
+    {"objective": "dppo", "rate": "auto", "bound": 0.02, **_FOUR},
+    {"objective": "ppo_clip", "rate": 1e-4, **_FOUR},
+    {"objective": "troll", "rate": 1e-4, **_FOUR},
+)
+"""Four passes with a constant schedule: the better bounds of two tuning seeds, DPPO's a guess; and the schedule alone, at the
+mean rate of the linear ones that were chosen."""
+
+
+def confirm_many() -> list[Shipped]:
+    """Several passes with a constant schedule on fresh seeds."""
+    return _chosen(FRESH, MANY)
+
+
+def bound_many() -> list[Shipped]:
+    """Unheld rates, then bounds, with four and eight passes and a constant schedule, on tuning seeds."""
+    same: dict[str, Any] = {"end_size": 4096, "schedule": "constant", **_REUSE}
+    unheld = [{"passes": 4, "rate": rate} for rate in (1e-4, 2e-4, 5e-5)]
+    grid = [{"rate": "auto", "passes": passes, "bound": bound} for passes in (4, 8) for bound in (0.01, 0.02, 0.005)]
+    return shipped(TUNING[:2], _REUSED, unheld, **same) + shipped(TUNING[:2], _REUSED, grid, **same)
+
+
 def elsewhere() -> list[Shipped]:
     """The two of the main comparison on other tasks, from other warm starts and in another family; seeds outermost."""
     places = ("n_max29", "arithmetic", "start1", "start2", "start3", "gemma")
@@ -226,6 +251,8 @@ PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "confirm-rates-more": confirm_rates_more,
     "confirm-constant": confirm_constant,
     "confirm-more": confirm_more,
+    "confirm-many": confirm_many,
+    "bound-many": bound_many,
     "rates": lambda: both_schedules(rates, TUNING[:2]),
     "rates-more": lambda: both_schedules(rates, TUNING[2:]),
     "elsewhere": elsewhere,

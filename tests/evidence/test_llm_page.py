@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import llm_page
+import llm_tables
 import pytest
 from evidence_rows import Cell, compare, most_collapses, read_runs
 from llm_claims import CLAIMS, judge
@@ -19,7 +20,9 @@ def test_the_page_holds_the_numbers_of_its_runs() -> None:
     text = llm_page.PAGE.read_text()
     shown = int(re.findall(r"^(\d+) runs in all", text, re.MULTILINE)[0])
     # The other study adds runs that count here too; until `make results` the page is of those it had.
-    assert shown < len(RUNS) or llm_page.write(text, RUNS) == text, "run `make results`"
+    for page in (llm_page.PAGE, llm_page.README):
+        text = page.read_text()
+        assert shown < len(RUNS) or llm_page.write(text, RUNS) == text, "run `make results`"
 
 
 def test_it_runs_as_a_program_of_its_own() -> None:
@@ -29,7 +32,7 @@ def test_it_runs_as_a_program_of_its_own() -> None:
 
 
 def test_every_block_and_every_claim_is_on_the_page_once() -> None:
-    found = llm_page.BLOCK.findall(llm_page.PAGE.read_text())
+    found = [name for page in (llm_page.PAGE, llm_page.README) for name in llm_page.BLOCK.findall(page.read_text())]
     assert sorted(found) == sorted([*llm_page.BLOCKS, *(f"verdict-{claim.name}" for claim in CLAIMS)])
 
 
@@ -106,7 +109,7 @@ def test_what_a_count_of_collapses_excludes(count: int, runs: int, most: float) 
 
 def test_a_run_that_died_counts_as_nothing_from_there_on() -> None:
     run = made_up("reinforce", 1, [0.2, 0.1], dead=True)
-    row = llm_page._cells("reinforce", [run])
+    row = llm_tables.cells_of("reinforce", [run])
     assert (row[3], row[-1]) == (".000", "1 of 1, at most 100 %")
 
 
