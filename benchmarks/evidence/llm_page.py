@@ -86,7 +86,7 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
     "figure-words": _figure("words", "SmolLM2: area under success on SVAMP by learning rate, a line per objective and passes"),
     "figure-words-gemma": _figure("words-gemma", "Gemma: the same"),
-    "figure-reuse": _figure("reuse", "Area under held-out success by passes over each batch, a line per objective"),
+    "figure-reuse": _figure("reuse", "Four passes: area under held-out success by learning rate, a line per objective"),
     "figure-ablations": _figure("ablations", "Differences to TROLL as it is, with intervals"),
 }
 

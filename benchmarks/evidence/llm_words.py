@@ -38,7 +38,9 @@ def code(runs: Sequence[Row]) -> str:
     for rate in (TUNED, HOT):
         found = compare(cells[rate, ("troll", "")], cells[rate, ("ppo_clip", "")], runs)
         told += [] if found is None else [f"at {rate_text(rate)} {difference_text(found)} points, {found.seeds} seeds"]
-    return f"{shown}\nTROLL over clipping, areas paired by seed: {'; '.join(told)}.\n"
+    first = {run["seed"]: run["lines"][0] for cell in cells.values() for run in cell.runs(runs).values()}
+    begin = ", ".join(f"{short(line['success'])} ({short(line['greedy'])})" for _, line in sorted(first.items()))
+    return f"{shown}\nThe starts have {begin} greedy. TROLL over clipping, areas paired by seed: {'; '.join(told)}.\n"
 
 
 def word_starts(_: Sequence[Row]) -> str:
