@@ -14,6 +14,7 @@ from robot_results import FILE, TASKS, Run
 
 from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
 from corral.run.files import write_whole
+from corral.run.text import count
 
 PAGE = Path(__file__).parents[1] / "docs/results/robots.md"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
@@ -114,8 +115,8 @@ def efficiency_table(rows: Rows) -> str:
             for run in runs:
                 points = [(x, y) for x, y in zip(run["env_steps"], run["return"], strict=True) if x <= end[row]]
                 reached.append(steps_to(points, run["return"][0] + share * (best - run["return"][0])))
-            count, middle = int(np.isfinite(reached).sum()), float(np.median(reached))
-            cells.append(("–" if np.isinf(middle) else thousands(middle)) + f" ({count} of {len(runs)})")
+            got, middle = int(np.isfinite(reached).sum()), float(np.median(reached))
+            cells.append(("–" if np.isinf(middle) else thousands(middle)) + f" ({got} of {len(runs)})")
         lines.append([row, *cells])
     return markdown(["steps to", *(f"{share:.0%} of the way to {best:.1f}".replace("-", "−") for share in SHARES)], lines)
 
@@ -203,7 +204,7 @@ def plot(tasks: dict[str, Rows], name: str, path: Path) -> None:
             curves = np.array([[at(run, name, x) for x in steps] for run in runs], dtype=float)
             value, low, high = interquartile_curve(curves)
             colour = colour_of[row]
-            axis.plot(np.array(steps) / 1e6, value, color=colour, lw=1.5, label=row)
+            axis.plot(np.array(steps) / 1e6, value, color=colour, lw=1.5, label=f"{row} ({count(len(runs), 'seed')})")
             axis.fill_between(np.array(steps) / 1e6, low, high, color=colour, alpha=0.15, lw=0)
         axis.set(title=task, xlabel="million environment steps", ylabel=name)
         axis.title.set_fontsize(10)
