@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evidence_spec import WORD_STARTS, Pretrained, Run
+from evidence_spec import CODE, WORD_STARTS, Coded, Pretrained, Run
 
 SEEDS = (401, 402, 403, 404, 405)
 """Those on which the study of deployed networks confirms what it found."""
@@ -135,6 +135,13 @@ def _pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = 
     return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, **given)
 
 
+def code() -> list[Coded]:
+    """Programs: clipping and TROLL, three starts, at two rates."""
+    folder = str(CODE["task_config"]["path"]).rpartition("/")[0]
+    grid = itertools.product((TUNED, HOT), SEEDS[:3], ("ppo_clip", "troll"))
+    return [Coded(objective=arm, rate=rate, seed=seed, model=f"{folder}/{seed - SEEDS[0] + 1}") for rate, seed, arm in grid]
+
+
 def claims() -> list[Run]:
     """What the claims on the embedded model compare, and nothing else: 18 runs and 1,100 seconds of one core for each seed."""
     hot = [*ARMS[:6], ("troll", "constant dual"), ("troll", "no regression")]
@@ -180,6 +187,7 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "f-bounds": bounds,
     "f-stability": stability,
     "c": estimators,
+    "e": code,
     "tiny": tiny,
     "b-tiny": lambda: [_pretrained(arm, 1e-5, 401, steps=2, eval_size=16, eval_every=2) for arm in WORD_ARMS],
 }

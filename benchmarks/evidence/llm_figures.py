@@ -50,11 +50,11 @@ def _paint_map(axes: Any, runs: Sequence[Row]) -> bool:
 
 
 def _paint_reuse(axes: Any, runs: Sequence[Row]) -> bool:
-    """Area by passes at 2e-4."""
-    passes = (1, 2, 4, 8)
-    _lines(axes, runs, passes, lambda arm, count: Cell(arm=arm, rate=2e-4, passes=int(count), steps=10))
-    axes.set(xscale="log", xlabel="passes over each batch, 8 updates each", ylabel="area under held-out success, 10 batches")
-    return _end(axes, passes, [str(count) for count in passes])
+    """Area by learning rate with four passes over each batch."""
+    rates = (1e-4, 2e-4, 4e-4)
+    _lines(axes, runs, rates, lambda arm, rate: Cell(arm=arm, rate=rate, passes=4, steps=10, every=2))
+    axes.set(xscale="log", xlabel="learning rate, four passes over a batch", ylabel="area under held-out success, 10 batches")
+    return _end(axes, rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
 
 
 def _paint_words(axes: Any, runs: Sequence[Row], base: str) -> bool:

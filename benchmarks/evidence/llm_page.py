@@ -1,4 +1,4 @@
-"""Write what the runs of both studies hold into docs/results/llm.md: tables, verdicts and figures. Trains nothing.
+"""Write what the runs of both studies hold into docs/results/llm.md and README: tables, verdicts, figures. Trains nothing.
 
 A block between `<!-- evidence: NAME -->` and `<!-- /evidence -->` is written anew; whatever else the page says stays.
 
@@ -13,13 +13,19 @@ from evidence_rows import HERE, Row, read_runs
 from llm_claims import CLAIMS, judge
 from llm_figures import draw, figures
 from llm_tables import ablations, bounds, by_rate, estimators, floor, map_at, mismatch, published, reused, stability, starts
-from llm_words import blocked, costs, seconds, word_starts, words
+from llm_words import blocked, code, costs, seconds, word_starts, words
 from study_page import markdown
 
 from corral.report.statistics import ENOUGH, plain, signed
 from corral.run.files import write_whole
 
 PAGE = HERE.parents[1] / "docs/results/llm.md"
+README = HERE.parents[1] / "README.md"
+FRONT = (
+    *("troll-tuned", "troll-hot", "troll-reuse", "dppo-reuse", "troll-dppo"),
+    *("words-troll", "words-dppo", "words-reuse", "gemma-troll", "gemma-dppo", "gemma-reuse"),
+)
+"""Claims that README tells."""
 BLOCK = re.compile(r"<!-- evidence: ([\w-]+) -->\n.*?<!-- /evidence -->", re.DOTALL)
 
 
@@ -31,29 +37,28 @@ def count(runs: Sequence[Row]) -> str:
     )
 
 
-def verdicts(runs: Sequence[Row]) -> str:
-    """All claims in one table."""
-    found = judge(runs)
-    lines = []
-    for claim in CLAIMS:
-        one = found[claim.name]
-        mean = None if one.found is None else one.found.mean
-        ends = mean is not None and mean.low is not None and mean.high is not None
-        interval = f"{plain(mean.low)} … {plain(mean.high)}" if ends and mean is not None else "–"
-        points = "–" if mean is None else signed(mean.value)
-        lines.append([claim.says, points, interval, "0" if one.found is None else str(one.found.seeds), f"**{one.word}**"])
-    return markdown(("claim", "points", "95 %", "seeds", "verdict"), lines)
+def verdicts(runs: Sequence[Row], names: Sequence[str] = ()) -> str:
+    """Claims that have the seeds for a verdict in one table, all or those named; of all, also which have not."""
+    lines, untested = [], []
+    for name, one in judge(runs).items():
+        if one.found is None or one.found.seeds < ENOUGH:
+            untested.append(one.claim.says)
+        elif not names or name in names:
+            mean = one.found.mean
+            interval = "–" if mean.low is None or mean.high is None else f"{plain(mean.low)} … {plain(mean.high)}"
+            lines.append([one.claim.says, signed(mean.value), interval, str(one.found.seeds), f"**{one.word}**"])
+    shown = markdown(("claim", "points", "95 %", "seeds", "verdict"), lines) if lines else ""
+    return shown if names or not untested else f"{shown}\nNamed before any run, and not tested yet: {'; '.join(untested)}.\n"
 
 
 def _figure(name: str, words: str) -> Callable[[Sequence[Row]], str]:
     """An image, where there are runs to draw."""
-    return lambda runs: (
-        f"![{words}](llm-{name}.svg)\n" if name in figures(runs) else "No figure yet: too few settings were run.\n"
-    )
+    return lambda runs: f"![{words}](llm-{name}.svg)\n" if name in figures(runs) else ""
 
 
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "verdicts": verdicts,
+    "front": lambda runs: verdicts(runs, FRONT),
     "count": count,
     "by-rate": by_rate,
     "tuned": lambda runs: map_at(runs, (TUNED, 3e-4)),
@@ -71,23 +76,25 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "words-gemma": lambda runs: words(runs, "gemma"),
     "word-starts": word_starts,
     "starts": starts,
+    "code": code,
     "costs": costs,
     "seconds": seconds,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
     "figure-words": _figure("words", "SmolLM2: area under success on SVAMP by learning rate, a line per objective and passes"),
     "figure-words-gemma": _figure("words-gemma", "Gemma: the same"),
-    "figure-reuse": _figure("reuse", "Area under held-out success by passes over each batch, a line per objective"),
+    "figure-reuse": _figure("reuse", "Four passes: area under held-out success by learning rate, a line per objective"),
     "figure-ablations": _figure("ablations", "Differences to TROLL as it is, with intervals"),
 }
 
 
 def write(text: str, runs: Sequence[Row]) -> str:
-    """The page with its blocks written anew; `verdict-NAME` is the sentence of a claim."""
+    """The page with its blocks written anew; `verdict-NAME` is the sentence of a claim, if it has any run."""
     found = judge(runs)
 
     def block(name: str) -> str:
         if name.startswith("verdict-"):
-            return found[name.removeprefix("verdict-")].sentence + "\n"
+            one = found[name.removeprefix("verdict-")]
+            return "" if one.found is None else one.sentence + "\n"
         return BLOCKS[name](runs)
 
     return BLOCK.sub(lambda match: f"<!-- evidence: {match[1]} -->\n{block(match[1])}<!-- /evidence -->", text)
@@ -96,8 +103,9 @@ def write(text: str, runs: Sequence[Row]) -> str:
 def main() -> None:
     """Command line."""
     runs = read_runs()
-    text = write(PAGE.read_text(), runs)
-    write_whole(PAGE, lambda beside: beside.write_text(text))
+    for page in (PAGE, README):
+        text = write(page.read_text(), runs)
+        write_whole(page, lambda beside, text=text: beside.write_text(text))
     draw(runs, PAGE.parent)
 
 

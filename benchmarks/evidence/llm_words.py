@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import fmean, median
 
-from evidence_plans import REUSED, TUNED, WORD_ARMS, WORD_RATES
-from evidence_rows import HERE, Cell, Row, arm_name, word_cell
-from llm_tables import HEAD, cells_of
+from evidence_plans import HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
+from evidence_rows import CODED, HERE, Cell, Row, arm_name, compare, word_cell
+from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 
 STARTS = HERE / "results/word-starts.jsonl"
@@ -23,6 +23,24 @@ def words(runs: Sequence[Row], base: str) -> str:
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
     return markdown((*HEAD, "seconds"), lines) if lines else "Not run yet.\n"
+
+
+def code(runs: Sequence[Row]) -> str:
+    """Programs by objective and rate, then TROLL against clipping."""
+    cells = {
+        (rate, arm): Cell(arm=arm, rate=rate, recipe=CODED, steps=10)
+        for rate, arm in product((TUNED, HOT), (("ppo_clip", ""), ("troll", "")))
+    }
+    if not any(cell.runs(runs) for cell in cells.values()):
+        return "Not run yet.\n"
+    shown = table([(f"{arm_name(arm)}, {rate_text(rate)}", cell) for (rate, arm), cell in cells.items()], runs)
+    told = []
+    for rate in (TUNED, HOT):
+        found = compare(cells[rate, ("troll", "")], cells[rate, ("ppo_clip", "")], runs)
+        told += [] if found is None else [f"at {rate_text(rate)} {difference_text(found)} points, {found.seeds} seeds"]
+    first = {run["seed"]: run["lines"][0] for cell in cells.values() for run in cell.runs(runs).values()}
+    begin = ", ".join(f"{short(line['success'])} ({short(line['greedy'])})" for _, line in sorted(first.items()))
+    return f"{shown}\nThe starts have {begin} greedy. TROLL over clipping, areas paired by seed: {'; '.join(told)}.\n"
 
 
 def word_starts(_: Sequence[Row]) -> str:
@@ -55,20 +73,20 @@ def blocked(_: Sequence[Row]) -> str:
 
 
 def costs(_: Sequence[Row]) -> str:
-    """Seconds and memory over clipping, measured in turns: medians, and how far rounds lie apart."""
+    """Seconds and memory over clipping's of the same round: medians over rounds, and how far these lie apart."""
     if not COSTS.is_file():
         return "Not measured yet.\n"
     rows = [json.loads(line) for line in COSTS.read_text().splitlines()]
     lines = []
     for about in dict.fromkeys((row["device"], row["model"]) for row in rows):
         mine = [row for row in rows if (row["device"], row["model"]) == about]
-        clip = [row for row in mine if row["name"] == "ppo_clip"]
+        clip = {row["round"]: row for row in mine if row["name"] == "ppo_clip"}
         for name in dict.fromkeys(row["name"] for row in mine):
             some = [row for row in mine if row["name"] == name]
             cells = [f"{about[1]}, {about[0]}", name, str(len(some))]
             for key in ("step", "updates", "mib"):
-                base = median(row[key] for row in clip)
-                cells.append(f"{100 * (median(row[key] for row in some) / base - 1):+.1f} %" if base else "–")
+                more = [100 * (row[key] / clip[row["round"]][key] - 1) for row in some if clip[row["round"]][key]]
+                cells.append(f"{median(more):+.1f} %".replace("-", "−") if more else "–")
             taken = sorted(row["step"] for row in some)
             lines.append([*cells, f"{taken[0]:.2f} – {taken[-1]:.2f}"])
     return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)

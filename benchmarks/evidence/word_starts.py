@@ -29,6 +29,8 @@ from transformers.utils import logging as transformers_logging
 from corral.llm.models import load_model
 from corral.llm.problems import Problems, generate
 from corral.run.files import append_line
+from corral.task import verify_all
+from corral.task.dataset import FiniteTask
 from corral.task.words import WordProblems
 
 EQUATION = re.compile(r"[0-9.+\-*/()]+=([0-9.]+)")
@@ -55,25 +57,28 @@ def demonstrations(task: WordProblems) -> list[tuple[str, str]]:
 class Start:
     """A model with its problems, as `corral train` words them."""
 
+    longest = int(WORDS["max_completion_length"])
+    rate = RATE
+
     def __init__(self, name: str, data: str, device: str) -> None:
         self.model: PreTrainedModel
         self.model, self.tokenizer = load_model(name)
         self.model.to(device)  # type: ignore[arg-type]  # transformers' own annotation takes no string
-        self.learn, self.reinforce = (WordProblems(path=data, part=part) for part in ("sft", "rl"))
+        self.reinforce: FiniteTask = WordProblems(path=data, part="rl")
         self.problems = Problems(task=self.reinforce, tokenizer=self.tokenizer, instruction=str(WORDS["instruction"]))
 
     def success(self, prompts: list[str], *, temperature: float = 1.0, greedy: bool = False) -> float:
         """Share of the prompts that are answered rightly, a batch at a time."""
         self.model.eval()
         torch.manual_seed(0)
-        right, longest, device = 0.0, int(WORDS["max_completion_length"]), self.model.device.type
+        right, device = 0.0, self.model.device.type
         for start in range(0, len(prompts), ASKED):
             batch = prompts[start : start + ASKED]
             ids = self.problems.tokens(batch)
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                tokens = generate(self.model, self.tokenizer, ids, longest, greedy=greedy, temperature=temperature)
+                tokens = generate(self.model, self.tokenizer, ids, self.longest, greedy=greedy, temperature=temperature)
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            right += sum(self.reinforce.verify(prompt, text) for prompt, text in zip(batch, texts, strict=True))
+            right += sum(verify_all(self.reinforce, batch, texts))
         return right / len(prompts)
 
     def measure(self, prompts: list[str]) -> dict[str, float]:
@@ -97,7 +102,7 @@ class Start:
             optimizer.zero_grad()
             losses.append(loss.detach())
             for group in optimizer.param_groups:
-                group["lr"] = min(RATE, group["lr"] + RATE / WARM_UP)
+                group["lr"] = min(self.rate, group["lr"] + self.rate / WARM_UP)
         return float(torch.stack(losses).mean())
 
     def _loss(self, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
@@ -117,6 +122,13 @@ class Start:
             logits = self.model(**batch.to(device), logits_to_keep=longest + 1, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten().to(device))
 
+    def save(self, out: Path) -> None:
+        """Write model and tokenizer into a folder, whole."""
+        beside = out.with_name(f".{out.name}")
+        self.model.save_pretrained(beside)
+        self.tokenizer.save_pretrained(beside)
+        beside.replace(out)
+
 
 def make(name: str, data: str, seed: int, out: Path, *, problems: int, epochs: int, device: str) -> dict[str, Any]:
     """Train one start and write its folder whole; what it can do."""
@@ -126,7 +138,7 @@ def make(name: str, data: str, seed: int, out: Path, *, problems: int, epochs: i
     watched = start.reinforce.train_prompts(min(WATCHED, problems), seed=10_000 + seed)
     before = start.measure(svamp[:WATCHED])
     card: dict[str, Any] = {"model": name, "seed": seed, "held_out": len(svamp), "before": before, "epochs": []}
-    pairs, generator = demonstrations(start.learn), torch.Generator().manual_seed(seed)
+    pairs, generator = demonstrations(WordProblems(path=data, part="sft")), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(start.model.parameters(), lr=RATE / WARM_UP, weight_decay=0.0)
     while len(card["epochs"]) < epochs:
         loss = start.epoch(pairs, optimizer, generator)
@@ -135,10 +147,7 @@ def make(name: str, data: str, seed: int, out: Path, *, problems: int, epochs: i
         if reached >= ENOUGH:
             break
     card |= {"demonstrations": len(pairs), "after": start.measure(svamp), "seconds": time.monotonic() - began}
-    beside = out.with_name(f".{out.name}")
-    start.model.save_pretrained(beside)
-    start.tokenizer.save_pretrained(beside)
-    beside.replace(out)
+    start.save(out)
     return card
 
 
