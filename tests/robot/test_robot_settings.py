@@ -95,12 +95,12 @@ def test_defaults_are_a_whole_run() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "key", "value", "owners"),
     [
-        ("sb3-ppo", "noise_colour", 0.5, ", but of sb3-ppo-pink, sb3-sac-pink."),
-        ("sb3-ppo-pink", "mean_bound", 0.1, ", but of tce, bbrl, sb3-trpl."),
-        ("sb3-sac", "minibatches", 8, ", but of sb3-ppo, sb3-ppo-gsde, sb3-ppo-pink, sb3-trpl."),
-        ("sb3-trpl", "gradient_steps", 8, ", but of sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
-        ("bbrl", "points", 3, ", but of tce."),
-        ("tce", "rate", 1e-3, ", but of sb3-ppo, sb3-ppo-gsde,"),
+        ("sb3-ppo", "noise_colour", 0.5, ": it belongs to sb3-ppo-pink, sb3-sac-pink."),
+        ("sb3-ppo-pink", "mean_bound", 0.1, ": it belongs to tce, bbrl, sb3-trpl."),
+        ("sb3-sac", "minibatches", 8, ": it belongs to sb3-ppo, sb3-ppo-gsde, sb3-ppo-pink, sb3-trpl."),
+        ("sb3-trpl", "gradient_steps", 8, ": it belongs to sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
+        ("bbrl", "points", 3, ": it belongs to tce."),
+        ("tce", "rate", 1e-3, ": it belongs to sb3-ppo, sb3-ppo-gsde,"),
     ],
 )
 def test_a_setting_of_another_algorithm_is_refused(algorithm: str, key: str, value: Any, owners: str) -> None:
