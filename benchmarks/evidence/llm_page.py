@@ -38,26 +38,22 @@ def count(runs: Sequence[Row]) -> str:
 
 
 def verdicts(runs: Sequence[Row], names: Sequence[str] = ()) -> str:
-    """All claims in one table; or those named, as far as they have the seeds for a verdict."""
-    found = judge(runs)
-    lines = []
-    for claim in CLAIMS:
-        one = found[claim.name]
-        if names and (claim.name not in names or one.found is None or one.found.seeds < ENOUGH):
-            continue
-        mean = None if one.found is None else one.found.mean
-        ends = mean is not None and mean.low is not None and mean.high is not None
-        interval = f"{plain(mean.low)} … {plain(mean.high)}" if ends and mean is not None else "–"
-        points = "–" if mean is None else signed(mean.value)
-        lines.append([claim.says, points, interval, "0" if one.found is None else str(one.found.seeds), f"**{one.word}**"])
-    return markdown(("claim", "points", "95 %", "seeds", "verdict"), lines)
+    """Claims that have the seeds for a verdict in one table, all or those named; of all, also which have not."""
+    lines, untested = [], []
+    for name, one in judge(runs).items():
+        if one.found is None or one.found.seeds < ENOUGH:
+            untested.append(one.claim.says)
+        elif not names or name in names:
+            mean = one.found.mean
+            interval = "–" if mean.low is None or mean.high is None else f"{plain(mean.low)} … {plain(mean.high)}"
+            lines.append([one.claim.says, signed(mean.value), interval, str(one.found.seeds), f"**{one.word}**"])
+    shown = markdown(("claim", "points", "95 %", "seeds", "verdict"), lines) if lines else ""
+    return shown if names or not untested else f"{shown}\nNamed before any run, and not tested yet: {'; '.join(untested)}.\n"
 
 
 def _figure(name: str, words: str) -> Callable[[Sequence[Row]], str]:
     """An image, where there are runs to draw."""
-    return lambda runs: (
-        f"![{words}](llm-{name}.svg)\n" if name in figures(runs) else "No figure yet: too few settings were run.\n"
-    )
+    return lambda runs: f"![{words}](llm-{name}.svg)\n" if name in figures(runs) else ""
 
 
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -92,12 +88,13 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def write(text: str, runs: Sequence[Row]) -> str:
-    """The page with its blocks written anew; `verdict-NAME` is the sentence of a claim."""
+    """The page with its blocks written anew; `verdict-NAME` is the sentence of a claim, if it has any run."""
     found = judge(runs)
 
     def block(name: str) -> str:
         if name.startswith("verdict-"):
-            return found[name.removeprefix("verdict-")].sentence + "\n"
+            one = found[name.removeprefix("verdict-")]
+            return "" if one.found is None else one.sentence + "\n"
         return BLOCKS[name](runs)
 
     return BLOCK.sub(lambda match: f"<!-- evidence: {match[1]} -->\n{block(match[1])}<!-- /evidence -->", text)

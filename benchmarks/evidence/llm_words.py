@@ -73,20 +73,20 @@ def blocked(_: Sequence[Row]) -> str:
 
 
 def costs(_: Sequence[Row]) -> str:
-    """Seconds and memory over clipping, measured in turns: medians, and how far rounds lie apart."""
+    """Seconds and memory over clipping's of the same round: medians over rounds, and how far these lie apart."""
     if not COSTS.is_file():
         return "Not measured yet.\n"
     rows = [json.loads(line) for line in COSTS.read_text().splitlines()]
     lines = []
     for about in dict.fromkeys((row["device"], row["model"]) for row in rows):
         mine = [row for row in rows if (row["device"], row["model"]) == about]
-        clip = [row for row in mine if row["name"] == "ppo_clip"]
+        clip = {row["round"]: row for row in mine if row["name"] == "ppo_clip"}
         for name in dict.fromkeys(row["name"] for row in mine):
             some = [row for row in mine if row["name"] == name]
             cells = [f"{about[1]}, {about[0]}", name, str(len(some))]
             for key in ("step", "updates", "mib"):
-                base = median(row[key] for row in clip)
-                cells.append(f"{100 * (median(row[key] for row in some) / base - 1):+.1f} %" if base else "–")
+                more = [100 * (row[key] / clip[row["round"]][key] - 1) for row in some if clip[row["round"]][key]]
+                cells.append(f"{median(more):+.1f} %".replace("-", "−") if more else "–")
             taken = sorted(row["step"] for row in some)
             lines.append([*cells, f"{taken[0]:.2f} – {taken[-1]:.2f}"])
     return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)

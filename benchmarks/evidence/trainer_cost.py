@@ -68,7 +68,9 @@ def measure(name: str, steps: int, device: str, layers: list[dict[str, Any]]) ->
     try:
         with tempfile.TemporaryDirectory() as folder:
             settings = resolve([*layers, {"device": device, **quick}, OBJECTIVES[name]])
-            train(settings, out=Path(folder) / "run", quiet=True)
+            stopped = train(settings, out=Path(folder) / "run", quiet=True).summary["stopped"]
+            if stopped != "finished":
+                raise SystemExit(f"trainer_cost: {name} was {stopped} before its {steps + 1} steps; nothing is written of it.")
     finally:
         CorralTrainer.__init__, RunTrainer.measure = start, success  # type: ignore[method-assign]
         for take_off in undo:
