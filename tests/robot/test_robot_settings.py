@@ -138,6 +138,7 @@ def test_rewards_move_only_to_an_event_that_is_told() -> None:
         ("via_point_sparse", {"learner": {"critic_rate": "1e-3"}}, "with learner.plans_per_context=4 no critic is fitted"),
         ("via_point", {"learner": {"lam": "1", "plans_per_context": "2"}}, "`learner.lam` would change nothing"),
         ("via_point", {"learner": {"replan_from": "state"}}, "`learner.replan_from` would change nothing"),
+        ("via_point", {"learner": {"floor_in_region": "false"}}, "`learner.floor_in_region` would change nothing"),
     ],
 )  # fmt: skip
 def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[str, Any], sentence: str) -> None:
@@ -152,6 +153,7 @@ def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[st
         {"prodmp": {"basis": "8"}, "dtype": "float64"},
         {"algorithm": "sb3-ppo", "dtype": "float32"},
         {"learner": {"plans_per_context": "1", "critic_rate": "1e-3"}},
+        {"learner": {"entropy_floor": "0", "floor_in_region": "false"}},
         {"learner": {"replan_every": "50", "replan_from": "state", "plans_per_context": "1"}},
     ],
 )
