@@ -34,10 +34,16 @@ ARMS = {
 HEAD = ("arm", "rate", "n", "area", "less the bold arm's", "final", "greedy", "KL mean", "p99.9")
 
 
-def gate0(runs: Sequence[Row], schedule: str, objective: str = "ppo_clip") -> str:
+def gate0(runs: Sequence[Row], schedule: str) -> str:
     """Every arm at every rate: area, its paired difference from what ships, final success, how far the network goes."""
     some = [run for run in runs if "held" in run and (run["schedule"], run["steps"]) == (schedule, STEPS)]
-    return with_start(markdown(HEAD, gate0_lines([run for run in some if run["objective"] == objective])))
+    return with_start(markdown(HEAD, gate0_lines([run for run in some if run["objective"] == "ppo_clip"])))
+
+
+def gate0_words(runs: Sequence[Row], schedule: str) -> str:
+    """The same on SmolLM2."""
+    some = [run for run in runs if "held" in run and (run.get("recipe"), run["schedule"]) == ("evidence-b", schedule)]
+    return markdown(HEAD, gate0_lines(some, ARMS | {"lookahead": "Lookahead, share .03"}))
 
 
 def gate0_lines(runs: Sequence[Row], names: Mapping[str, str] = ARMS) -> list[list[str]]:

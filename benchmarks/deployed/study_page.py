@@ -14,11 +14,10 @@ from statistics import fmean
 from plans import FRESH
 from study_confirm import MANY_COMPARED, MANY_NAMES, collapses, compared, confirmed_table, elsewhere
 from study_figure import draw, draw_idea
-from study_gate0 import gate0
+from study_gate0 import gate0, gate0_words
 from study_rates import confirmed_rates, not_inferior, rates, usable, usable_against_unheld, usable_bounds
 from study_table import Row, area, final, finished, held_out, is_demo, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
-from study_words import gate0_words, held_words, read_evidence, words_not_inferior
 
 from corral.run.files import write_whole
 
@@ -112,7 +111,6 @@ def bounds_constant(runs: Sequence[Row]) -> str:
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "gate0": lambda runs: gate0(runs, "linear"),
     "gate0constant": lambda runs: gate0(runs, "constant"),
-    "gate0troll": lambda runs: gate0(runs, "linear", "troll"),
     "reuse": reuse,
     "tuned": tuned,
     "bounds": bounds,
@@ -134,13 +132,11 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
 """Of runs of the demo's own model and task."""
 EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {
     "elsewhere": elsewhere,
-    "collapses": lambda runs: collapses([*runs, *read_evidence()]),
+    "collapses": collapses,
     "gate0words": lambda runs: gate0_words(runs, "linear"),
     "gate0wordsconstant": lambda runs: gate0_words(runs, "constant"),
-    "heldwords": lambda _: held_words(read_evidence()),
-    "wordsnotinferior": lambda _: words_not_inferior(read_evidence()),
 }
-"""Of all runs, and of those of the evidence."""
+"""Of all runs."""
 
 
 def write(text: str, runs: Sequence[Row]) -> str:

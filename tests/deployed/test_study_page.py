@@ -17,7 +17,6 @@ import study_page
 import study_rates
 import study_table
 import study_text
-import study_words
 import torch
 from spec import Shipped, Spec
 
@@ -222,7 +221,7 @@ def test_golden_bounds_with_a_constant_schedule() -> None:
     assert study_page.bounds_constant(runs).splitlines()[2] == "| troll | 4 | 1e-4: .500 | .601 .602 |"
 
 
-def test_golden_rows_of_a_pretrained_model(tmp_path: Path) -> None:
+def test_golden_rows_of_a_pretrained_model() -> None:
     # Areas of two measurements are their means: auto .35 and .45, tuned .30 and .40. t(.975, 1) = 12.706 times .05: .635.
     same: dict[str, Any] = {"recipe": "evidence-b", "rewards": [0.1] * 4, "held": {}}
     ours = [made(seed, success={2: 0.3 + seed / 10, 4: 0.2 + seed / 10}, arm="auto_mean", rate=1e-3, **same) for seed in (1, 2)]
@@ -231,31 +230,9 @@ def test_golden_rows_of_a_pretrained_model(tmp_path: Path) -> None:
     for run in ours:
         lines = [line | ({"success": line["success"] - 0.05} if "success" in line else {}) for line in run["lines"]]
         tuned.append(run | {"arm": "tuned", "rate": 1e-5, "lines": lines})
-    table = study_words.gate0_words([*ours, *tuned], "linear").splitlines()
+    table = study_gate0.gate0_words([*ours, *tuned], "linear").splitlines()
     assert table[2] == "| nothing held | 1e-5 | 2 | .350 ± .635 | −.050 ± .000 | .300 | .900 | .01 | 1 |"
     assert table[3].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 2 | .400 ± .635 | – |")
-    assert study_words.gate0_words(ours, "constant") == study_words.MISSING
-    card = {"model": "smollm2", "after": {"greedy": 0.3, "1": 0.2, "0.4": 0.4}}
-    (tmp_path / "a.jsonl").write_text(json.dumps(card) + "\n" + json.dumps({**card, "model": "gemma"}) + "\n")
-    text = study_words.word_starts(tmp_path / "a.jsonl").strip()
-    assert text == "Starts (1): success .200 at temperature 1, .300 greedy, .400 at the best temperature (.4)."
-
-
-def test_golden_held_and_unheld_runs_of_a_pretrained_model() -> None:
-    same: dict[str, Any] = {"recipe": "evidence-b", "rewards": [0.1] * 4, "base": "smollm2", "variant": ""}
-    rises = {1: 0.00, 2: 0.01, 3: 0.02}
-    runs = [made(seed, success={0: 0.2, 4: 0.4 + rise}, rate=1e-5, **same) for seed, rise in rises.items()]
-    held: dict[str, Any] = {"rate": "auto", "arm": "on 0.03", "bound": 0.03, "schedule": "constant", **same}
-    runs += [made(seed, success={0: 0.2, 4: 0.42 + 2 * rise}, **held) for seed, rise in rises.items()]
-    runs += [made(1, success={0: 0.2, 4: 0.1}, rate=1e-4, **same), made(1, success={0: 0.2, 4: 0.9}, rewards=[0.1] * 4)]
-    table = study_words.held_words(runs).splitlines()
-    assert [line.split(" | ")[1:5] for line in table[2:5]] == [
-        ["1e-5", "linear", "no", "3"], ["1e-4", "linear", "no", "1"], ["auto", "constant", ".03", "3"],
-    ]  # fmt: skip
-    assert "1 of 1" in table[3]
-    # Areas: (.2 + final) / 2. Differences of area .01, .015, .02: .015, less t(.95, 2) = 2.920 times .005/√3: +.007.
-    found = study_words.words_not_inferior(runs)
-    assert "less 1e-5 unheld (3 seeds): area +.015, at least +.007; final +.030, at least +.013: not inferior." in found
 
 
 def two_completions() -> dict[str, torch.Tensor]:
