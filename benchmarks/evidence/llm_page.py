@@ -22,7 +22,7 @@ from corral.run.files import write_whole
 PAGE = HERE.parents[1] / "docs/results/llm.md"
 README = HERE.parents[1] / "README.md"
 FRONT = (
-    *("troll-tuned", "troll-hot", "troll-reuse", "dppo-reuse", "troll-dppo"),
+    *("troll-tuned", "troll-hot", "troll-reuse", "dppo-tuned", "dppo-hot", "dppo-reuse", "troll-dppo", "projection", "exact"),
     *("words-troll", "words-dppo", "words-reuse", "gemma-troll", "gemma-dppo", "gemma-reuse"),
 )
 """Claims that README tells."""
@@ -51,6 +51,13 @@ def verdicts(runs: Sequence[Row], names: Sequence[str] = ()) -> str:
     return shown if names or not untested else f"{shown}\nNamed before any run, and not tested yet: {'; '.join(untested)}.\n"
 
 
+def front(runs: Sequence[Row]) -> str:
+    """Claims for README, and how many of all hold."""
+    words = [one.word for one in judge(runs).values()]
+    shown = f"{words.count('holds here')} of {len(words) - words.count('too few runs')}"
+    return f"{verdicts(runs, FRONT)}\nOf all claims that were tested, {shown} hold.\n"
+
+
 def _figure(name: str, words: str) -> Callable[[Sequence[Row]], str]:
     """An image, where there are runs to draw."""
     return lambda runs: f"![{words}](llm-{name}.svg)\n" if name in figures(runs) else ""
@@ -58,7 +65,7 @@ def _figure(name: str, words: str) -> Callable[[Sequence[Row]], str]:
 
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "verdicts": verdicts,
-    "front": lambda runs: verdicts(runs, FRONT),
+    "front": front,
     "count": count,
     "by-rate": by_rate,
     "tuned": lambda runs: map_at(runs, (TUNED, 3e-4)),

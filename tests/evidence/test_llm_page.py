@@ -36,6 +36,15 @@ def test_every_block_and_every_claim_is_on_the_page_once() -> None:
     assert sorted(found) == sorted([*llm_page.BLOCKS, *(f"verdict-{claim.name}" for claim in CLAIMS)])
 
 
+def test_claims_without_runs_are_named_and_have_no_row() -> None:
+    assert llm_page.verdicts([]).startswith("\nNamed before any run, and not tested yet: TROLL beats clipping at a rate")
+    assert "Of all claims that were tested, 0 of 0 hold." in llm_page.front([])
+    runs = [made_up("troll", seed, [0.2, 0.6 + 0.01 * (seed - 402)]) for seed in (401, 402, 403)]
+    runs += [made_up("ppo_clip", seed, [0.2, 0.2]) for seed in (401, 402, 403)]
+    assert "| TROLL beats clipping at five times that rate | +20.0 |" in llm_page.verdicts(runs)
+    assert "1 of 1 hold" in llm_page.front(runs)
+
+
 def test_raw_files_are_small() -> None:
     assert sum(path.stat().st_size for path in (llm_page.HERE / "results").iterdir()) < 3_000_000
 

@@ -53,7 +53,7 @@ METRICS = (
     _region("tr/rest_mass", "Mass outside the support", "old probability of tokens that are not kept one by one", log=True),
     _region("tr/unconverged", "Unconverged projections", "tokens per update whose projection did not converge"),
     _region("tr/deployed_kl_mean", "Deployed KL", "mean KL to the network before the step, nats per token", log=True),
-    _region("learning_rate", "Learning rate", "after a step; it follows the deployed KL where a bound holds that", log=True),
+    _region("learning_rate", "Learning rate", "of a step; where a bound holds, the next follows the deployed KL", log=True),
     _region("tr/active_cov", "Active covariances", "share of Gaussians whose covariance was projected", percent=True),
     _region("skipped", "Skipped updates", "updates with a non-finite loss or gradient so far", largest=True),
     _region("grad_norm", "Gradient norm", "before clipping", log=True),
