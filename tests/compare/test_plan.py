@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.compare.command import Training, contestant_key, resume_arguments, start_arguments
+from corral.compare.command import Training, contestant_key, resume_arguments, run_settings, start_arguments
 from corral.compare.plan import ComparisonPlan, half_decades, make_plan, make_run, parse_sweeps
 from corral.run.files import RunError
 
@@ -169,3 +169,10 @@ def test_names_of_folders_hold_nothing_that_a_path_means() -> None:
     assert isinstance(
         ComparisonPlan(kind="llm", contestants=("a", "b"), sweep={}, choose_seeds=(), report_seeds=(0,)), ComparisonPlan
     )
+
+
+def test_what_is_given_for_plans_does_not_reach_contestants_without_a_trajectory() -> None:
+    training = Training(recipe="via_point", settings={"prodmp.basis": "8", "dtype": "float64", "iterations": "2"})
+    with_plans, without = (run_settings("robot", training, make_run(name, {}, 0, "report")) for name in ("tce", "sb3-ppo"))
+    assert set(with_plans) - set(without) == {"prodmp.basis", "dtype"}
+    assert without == {"iterations": "2", "algorithm": "sb3-ppo", "seed": 0}

@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 
+from corral.cli.explain import field_docs
+from corral.robot.baseline_config import BaselineConfig
+from corral.robot.dry_run import rehearse
 from corral.robot.prepare import prepare
-from corral.robot.settings import ALGORITHMS, Settings, resolve
+from corral.robot.settings import ALGORITHMS, RECIPES, Settings, check_flags, read_recipe, resolve
 from corral.robot.smoke import TRAINING
+from corral.robot.train import train
+from corral.robot.unused import check_used, used_by
 from corral.run.files import RunError
+from corral.run.settings import recipes
 
 SMALL: dict[str, Any] = {**TRAINING, "environment_config": {"reward": "sparse"}}
 
@@ -84,3 +90,77 @@ def test_mistakes_get_a_sentence(changes: dict[str, Any], sentence: str) -> None
 def test_defaults_are_a_whole_run() -> None:
     assert resolve([]) == Settings()
     assert prepare(Settings()).config.episodes == 64
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "value", "owners"),
+    [
+        ("sb3-ppo", "noise_colour", 0.5, ", but of sb3-ppo-pink, sb3-sac-pink."),
+        ("sb3-ppo-pink", "mean_bound", 0.1, ", but of tce, bbrl, sb3-trpl."),
+        ("sb3-sac", "minibatches", 8, ", but of sb3-ppo, sb3-ppo-gsde, sb3-ppo-pink, sb3-trpl."),
+        ("sb3-trpl", "gradient_steps", 8, ", but of sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
+        ("bbrl", "points", 3, ", but of tce."),
+        ("tce", "rate", 1e-3, ", but of sb3-ppo, sb3-ppo-gsde,"),
+    ],
+)
+def test_a_setting_of_another_algorithm_is_refused(algorithm: str, key: str, value: Any, owners: str) -> None:
+    settings = resolve([SMALL, {"algorithm": algorithm, "learner": {key: value}}])
+    for begin in (check_used, rehearse, train):
+        with pytest.raises(RunError) as refused:
+            begin(settings)  # type: ignore[operator]
+        assert f"{algorithm}: there is no setting `{key}`" in str(refused.value)
+        assert owners in str(refused.value)
+
+
+def test_what_a_baseline_reads_is_what_its_settings_say() -> None:
+    """Fields that not all baselines read begin their description with who does."""
+    every = {name for name in ALGORITHMS if name.startswith("sb3-")}
+    sac, pink = ({name for name in every if word in name} for word in ("sac", "pink"))
+    readers = {"PPO and TRPL:": every - sac, "TRPL:": {"sb3-trpl"}, "SAC:": sac, "…": sac, "sb3-…-pink:": pink}
+    for name, words in field_docs(BaselineConfig).items():
+        said = next((found for begin, found in readers.items() if words.startswith(begin)), every)
+        assert said == {algorithm for algorithm in every if name in used_by(algorithm)}, name
+
+
+def test_rewards_move_only_to_an_event_that_is_told() -> None:
+    moved = {"learner": {"move_to_event": True}}
+    with pytest.raises(RunError, match=r"corral/ViaPointReacher-v0 tells of none; corral/HopperJump-v0 does"):
+        check_used(resolve([SMALL, moved]))
+    check_used(resolve([SMALL, moved, {"environment": "corral/HopperJump-v0"}]))
+    check_used(resolve([SMALL, {"learner": {"move_to_event": False}}]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "sentence"),
+    [
+        ("via_point", {"algorithm": "sb3-ppo", "prodmp": {"basis": "8"}}, "`prodmp.basis` would change nothing"),
+        ("via_point", {"algorithm": "sb3-ppo", "dtype": "float64"}, "`dtype` is float32 for sb3-ppo"),
+        ("via_point_sparse", {"learner": {"critic_rate": "1e-3"}}, "with learner.plans_per_context=4 no critic is fitted"),
+        ("via_point", {"learner": {"lam": "1", "plans_per_context": "2"}}, "`learner.lam` would change nothing"),
+        ("via_point", {"learner": {"replan_from": "state"}}, "`learner.replan_from` would change nothing"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RunError) as refused:
+        check_flags([read_recipe(recipe), flags])
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"prodmp": {"basis": "8"}, "dtype": "float64"},
+        {"algorithm": "sb3-ppo", "dtype": "float32"},
+        {"learner": {"plans_per_context": "1", "critic_rate": "1e-3"}},
+        {"learner": {"replan_every": "50", "replan_from": "state", "plans_per_context": "1"}},
+    ],
+)
+def test_flags_that_change_something_pass(flags: dict[str, Any]) -> None:
+    check_flags([read_recipe("via_point_sparse"), flags])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_recipe_has_a_setting_that_its_algorithm_would_not_read(algorithm: str) -> None:
+    for recipe in recipes(RECIPES):
+        if not recipe.endswith("_published") or algorithm in ("tce", "bbrl"):
+            check_used(resolve([read_recipe(recipe), {"algorithm": algorithm}]))

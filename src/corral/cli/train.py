@@ -119,6 +119,8 @@ def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[
     unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
     given = nested([*given_settings(arguments, rest), *unsafe], settings.TABLES)
     settings.check_early([*layers, given])
+    if kind == "robot":
+        settings.check_flags([*layers, given])
     if arguments.smoke:
         if kind == "llm":
             quiet_libraries()  # before transformers is imported

@@ -61,6 +61,8 @@ def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | 
     layers += [read_file(config)] if config is not None else []
     given = nested(run_settings(kind, training, run).items(), settings.TABLES)
     layers += smoke.smoke_layers([*layers, given]) if training.smoke else []
+    if kind == "robot":
+        settings.check_flags([*layers, given])
     return settings.resolve([*layers, given])
 
 
@@ -83,15 +85,11 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 
 def _learner_config(settings: Any) -> Any:
     """A robot's algorithm with its settings."""
-    from corral.robot.prepare import EPISODIC
-    from corral.robot.settings import coerce_fields
+    from corral.robot.prepare import learner_config
+    from corral.robot.unused import check_used
 
-    if settings.algorithm in EPISODIC:
-        config_cls = EPISODIC[settings.algorithm][1]
-    else:
-        from corral.robot.baseline import BaselineConfig as config_cls
-    given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
-    return config_cls(iterations=settings.iterations, **given)
+    check_used(settings)
+    return learner_config(settings)
 
 
 def rate_grid(kind: Kind, contestants: tuple[str, ...], training: Training, config: Path | None = None) -> list[float]:

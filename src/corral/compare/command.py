@@ -50,7 +50,10 @@ def run_settings(kind: Kind, training: Training, run: PlannedRun) -> dict[str, A
     """Flags of one run by the name of their setting: what all share, then what it alone has."""
     name, variant = split_contestant(run.contestant)
     own = {contestant_key(kind, name, key): _flag_text(value) for key, value in run.setting.items()}
-    return {**training.settings, _CONTESTANT[kind]: name, **variant, **own, "seed": run.seed}
+    shared = training.settings
+    if kind == "robot" and name.startswith("sb3-"):  # no trajectory, and float32: what the others were given is not for it
+        shared = {key: value for key, value in shared.items() if key != "dtype" and not key.startswith("prodmp.")}
+    return {**shared, _CONTESTANT[kind]: name, **variant, **own, "seed": run.seed}
 
 
 def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:

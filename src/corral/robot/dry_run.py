@@ -4,11 +4,13 @@ from corral.robot.env import ENVIRONMENTS
 from corral.robot.learner import Learner
 from corral.robot.prepare import parameters, prepare
 from corral.robot.settings import Settings
+from corral.robot.unused import check_used
 from corral.run.settings import toml_lines
 
 
 def rehearse(settings: Settings) -> list[str]:
     """Lines of a TOML file with these settings, after comments about the episodes and the networks."""
+    check_used(settings)
     agent = prepare(settings)
     try:
         count, episodes = parameters(agent), agent.config.episodes

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from corral.naming import nearest
+from corral.robot.baseline_config import BaselineConfig
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.config import DTYPES
 from corral.robot.env import ENVIRONMENTS, Environment, make_envs
@@ -58,17 +59,20 @@ def check_environment_config(environment: Environment, given: Mapping[str, Any])
             raise RunError(f"{name} has no setting `{key}`.{nearest(key, known)}")
 
 
+def learner_config(settings: Settings) -> Any:
+    """The algorithm's settings, each checked: TCEConfig, BBRLConfig or BaselineConfig."""
+    config_cls = EPISODIC[settings.algorithm][1] if settings.algorithm in EPISODIC else BaselineConfig
+    given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
+    return config_cls(iterations=settings.iterations, **given)
+
+
 def _plant(settings: Settings, environment: Environment, episodes: int) -> Plant:
     envs = make_envs(settings.environment, episodes, workers=settings.workers, **settings.environment_config)
     return Plant(envs, environment.tracking, environment.steps)
 
 
 def _episodic(settings: Settings, environment: Environment) -> Learner:
-    make, config_cls = EPISODIC[settings.algorithm]
-    config = config_cls(
-        iterations=settings.iterations,
-        **coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"]),
-    )
+    make, config = EPISODIC[settings.algorithm][0], learner_config(settings)
     given = {"basis": 5, "tau": environment.steps * environment.dt} | coerce_fields(
         "prodmp", ProDMP, settings.prodmp, without=["dof"]
     )
@@ -78,10 +82,9 @@ def _episodic(settings: Settings, environment: Environment) -> Learner:
 
 
 def _baseline(settings: Settings, environment: Environment) -> Agent:
-    from corral.robot.baseline import Baseline, BaselineConfig
+    from corral.robot.baseline import Baseline
 
-    given = coerce_fields(settings.algorithm, BaselineConfig, settings.learner, without=["iterations"])
-    config = BaselineConfig(iterations=settings.iterations, **given)
+    config = learner_config(settings)
     return Baseline(_plant(settings, environment, config.episodes), settings.algorithm, config, seed=settings.seed)
 
 

@@ -20,6 +20,8 @@ ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
 TABLES = ("environment_config", "prodmp", "learner")
 """Settings that are tables: layers add to them, key by key. The command line asks for them by this name, of either kind."""
 
+_OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")} | {"learner.lam"}
+
 _ELSEWHERE = {
     "steps": "iterations",
     "objective": "algorithm",
@@ -104,6 +106,28 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
 def check_early(layers: Sequence[Mapping[str, Any]]) -> None:
     """Refuse, before torch is imported, what `resolve` refuses."""
     resolve(layers)
+
+
+def check_flags(layers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what the last layer, the command line, sets and this run would never read.
+
+    A recipe or a file serves several algorithms and ways to run them, so it may hold such things; a flag means this run.
+    """
+    settings, given = resolve(layers), layers[-1]
+    named = [f"{table}.{key}" for table in ("prodmp", "learner") for key in given.get(table, {})]
+    plans, algorithm = settings.learner.get("plans_per_context", 1), settings.algorithm
+    for key in named:
+        why = None
+        if key.startswith("prodmp.") and algorithm.startswith("sb3-"):
+            why = f"{algorithm} chooses an action at every step and has no trajectory. Leave it out, or choose tce or bbrl."
+        elif key in _OF_THE_CRITIC and plans != 1:
+            why = f"with learner.plans_per_context={plans} no critic is fitted. Leave it out, or set plans_per_context to 1."
+        elif key == "learner.replan_from" and settings.learner.get("replan_every") is None:
+            why = "one plan serves the whole episode. Set learner.replan_every too, or leave it out."
+        if why is not None:
+            raise RunError(f"`{key}` would change nothing: {why}")
+    if "dtype" in given and algorithm.startswith("sb3-") and settings.dtype != "float32":
+        raise RunError(f"`dtype` is float32 for {algorithm}, as stable-baselines3 has it; got {settings.dtype}. Leave it out.")
 
 
 def read_recipe(name: str) -> dict[str, Any]:

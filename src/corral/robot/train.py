@@ -13,6 +13,7 @@ from corral.robot.env import ENVIRONMENTS
 from corral.robot.measure import measure
 from corral.robot.prepare import Agent, describe, model_name, optimizers, prepare, updates_of
 from corral.robot.settings import Settings, resolve
+from corral.robot.unused import check_used
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder, Stopped, versions
@@ -40,6 +41,7 @@ def train(
 ) -> Outcome:
     """A new run, in `out` or in a new folder under runs/; under smoke-runs/ where it is none to keep."""
     settings = settings if isinstance(settings, Settings) else resolve([settings])
+    check_used(settings)
     agent = prepare(settings)
     name = settings.environment.rpartition("/")[2].rpartition("-v")[0]
     folder = RunFolder.create(out, f"{name}-{settings.algorithm}-{settings.seed}", smoke=smoke)

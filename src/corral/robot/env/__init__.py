@@ -30,6 +30,8 @@ class Environment:
     """How its joints follow a plan."""
     vector_entry_point: str | None = None
     """Steps all copies at once, where there is such a form."""
+    tells_event: bool = False
+    """The last info has the step of an `event`, to which TCE can move what is paid later."""
 
 
 ENVIRONMENTS = {
@@ -45,6 +47,7 @@ ENVIRONMENTS = {
         steps=250,
         dt=0.008,
         tracking=Tracking(joints=(3, 6), velocities=(9, 12), p=1.0, d=0.1),
+        tells_event=True,
     ),
     "corral/BoxPushing-v0": Environment(
         entry_point="corral.robot.env.box_pushing:BoxPushing",

@@ -1,0 +1,60 @@
+"""Settings of step-based baselines; they are read without stable-baselines3."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from corral.robot.config import PROJECTIONS
+from corral.validate import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineConfig:
+    """Settings of a baseline; what is not here is stable-baselines3's default."""
+
+    iterations: int = 125
+    """Batches of episodes."""
+    episodes: int = 64
+    """Episodes in a batch, a multiple of the number of environments."""
+    rate: float = 3e-4
+    """Learning rate."""
+    gamma: float = 0.99
+    """Discount γ."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Widths of every network's layers."""
+    epochs: int = 10
+    """PPO and TRPL: passes over a batch."""
+    minibatches: int = 16
+    """PPO and TRPL: updates per pass."""
+    train_freq: int = 64
+    """SAC: for so many steps of the environments …"""
+    gradient_steps: int = 8
+    """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
+    noise_colour: float = 1.0
+    """sb3-…-pink: β of the noise's spectrum 1/f^β; 1 is pink, 0 white, 2 red. 0.5 was found to suit PPO best."""
+    projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
+    """TRPL: measure of the trust region of a step."""
+    mean_bound: float = 0.03
+    """TRPL: ε_μ, how far the mean may move per batch, in each state; this and the next two are what others' code has for KL."""
+    cov_bound: float = 0.001
+    """TRPL: ε_Σ, how far the covariance may move per batch."""
+    regression: float = 8.0
+    """TRPL: weight of KL(π_θ‖sg π̃), which draws the network into the region."""
+    deployed_bound: float = math.inf
+    """TRPL: mean KL per step of the network after a batch's updates from the network before them that is allowed; what goes
+    further is retracted. inf measures alone."""
+    controller_span: float | None = None
+    """Radians: an action is where the joints should be, so far around where they began, and the controller of plans leads them
+    there. Without it, an action is the environment's own."""
+
+    def __post_init__(self) -> None:
+        counts = ("iterations", "episodes", "epochs", "minibatches", "train_freq", "gradient_steps")
+        require(self, *counts, at_least=1, integer=True)
+        require(self, "rate", above=0)
+        require(self, "controller_span", above=0, finite=True, optional=True)
+        require(self, "gamma", at_least=0, at_most=1)
+        require(self, "noise_colour", finite=True)
+        require(self, "projection", one_of=PROJECTIONS)
+        require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
+        require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
+        require(self, "regression", at_least=0, finite=True)
