@@ -32,8 +32,9 @@ $(READY): pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable $(EXTRAS)
 	@touch $@
 
+# Each batch of rollouts is used four times, and the learning rate finds itself (docs/deployed.md).
 demo: setup
-	$(RUN) -m corral.cli train
+	$(RUN) -m corral.cli train --num-iterations 4 --learning-rate auto --steps 15 --eval-every 5
 	$(RUN) -m corral.cli report runs --out runs/report.html
 
 test: setup

@@ -14,22 +14,45 @@ from robot_results import FILE, TASKS, Run
 
 from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
 from corral.run.files import write_whole
+from corral.run.text import count
 
 PAGE = Path(__file__).parents[1] / "docs/results/robots.md"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
-ORDER = ("TCE", "TCE, paid at take-off", "TCE, published rules", "BBRL", "PPO", "PPO, gSDE", "SAC", "SAC, gSDE")
-COLOURS = ("#2563eb", "#0891b2", "#7c3aed", "#dc2626", "#059669", "#84cc16", "#d97706", "#92400e")
+ORDER = ("TCE", "BBRL", "PPO", "TRPL", "SAC")
+"""Of rows by the name they begin with; those that begin alike are in the order of the alphabet."""
+COLOURS = {
+    "TCE": ("#2563eb", "#0891b2", "#7c3aed", "#1e3a8a", "#6366f1", "#38bdf8"), "BBRL": ("#dc2626", "#be185d", "#f87171"),
+    "PPO": ("#059669", "#84cc16", "#14b8a6", "#166534", "#a3a300", "#4d7c0f"), "TRPL": ("#4b5563", "#9ca3af"),
+    "SAC": ("#d97706", "#92400e", "#fbbf24", "#b45309"),
+}  # fmt: skip
+"""Of the rows that begin with each, in turn."""
 SHARES = (0.5, 0.8, 0.95)
 Rows = dict[str, list[Run]]
 
 
 def by_task(runs: Iterable[Run]) -> dict[str, Rows]:
-    """Runs of each task by row, in the order of `ORDER`; those that came less than half as far as they were to are left out."""
+    """Runs of each task by row, in the rows' order; those that came less than half as far as they were to are left out."""
     tasks: dict[str, Rows] = {}
     for task, group in groupby(sorted(runs, key=place), lambda run: run["task"]):
         kept = [run for run in group if 2 * run["iterations"] >= run["asked"]]
-        tasks[task] = {row: found for row in ORDER if (found := [run for run in kept if run["row"] == row])}
+        tasks[task] = {
+            row: [run for run in kept if run["row"] == row] for row in sorted({run["row"] for run in kept}, key=rank)
+        }
     return {task: rows for task, rows in tasks.items() if rows}
+
+
+def rank(row: str) -> tuple[int, str]:
+    """Where a row stands in tables."""
+    return ORDER.index(row.split(",")[0]), row
+
+
+def colours(tasks: dict[str, Rows]) -> dict[str, str]:
+    """One for each row, the same in every figure."""
+    every = sorted({row for rows in tasks.values() for row in rows}, key=rank)
+    alike = {first: list(found) for first, found in groupby(every, lambda row: row.split(",")[0])}
+    return {
+        row: COLOURS[first][number % len(COLOURS[first])] for first, rows in alike.items() for number, row in enumerate(rows)
+    }
 
 
 def place(run: Run) -> tuple[int, str]:
@@ -39,7 +62,12 @@ def place(run: Run) -> tuple[int, str]:
 
 def ends(rows: Rows) -> dict[str, int]:
     """Environment steps at which each row is looked at: the most at which all of its runs were measured."""
-    return {row: max(set.intersection(*(set(run["env_steps"]) for run in runs))) for row, runs in rows.items()}
+    return {row: common_end(runs) for row, runs in rows.items()}
+
+
+def common_end(runs: list[Run]) -> int:
+    """The most environment steps at which all of these were measured."""
+    return max(set.intersection(*(set(run["env_steps"]) for run in runs)))
 
 
 def at(run: Run, name: str, end: int) -> float | None:
@@ -87,8 +115,8 @@ def efficiency_table(rows: Rows) -> str:
             for run in runs:
                 points = [(x, y) for x, y in zip(run["env_steps"], run["return"], strict=True) if x <= end[row]]
                 reached.append(steps_to(points, run["return"][0] + share * (best - run["return"][0])))
-            count, middle = int(np.isfinite(reached).sum()), float(np.median(reached))
-            cells.append(("–" if np.isinf(middle) else thousands(middle)) + f" ({count} of {len(runs)})")
+            got, middle = int(np.isfinite(reached).sum()), float(np.median(reached))
+            cells.append(("–" if np.isinf(middle) else thousands(middle)) + f" ({got} of {len(runs)})")
         lines.append([row, *cells])
     return markdown(["steps to", *(f"{share:.0%} of the way to {best:.1f}".replace("-", "−") for share in SHARES)], lines)
 
@@ -127,11 +155,10 @@ def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
     """TCE against every other row of each task, by pairs of equal seeds; all comparisons of the page are made together."""
     made: list[tuple[str, str, str, Difference, int]] = []
     for task, rows in tasks.items():
-        last = ends(rows)
         for row in rows:
             if row == "TCE" or "TCE" not in rows:
                 continue
-            end = min(last["TCE"], last[row])  # equal steps, where one row has fewer
+            end = common_end([*rows["TCE"], *rows[row]])  # equal steps, where one row has fewer
             ours, theirs = ({str(run["seed"]): at(run, "return", end) for run in rows[one]} for one in ("TCE", row))
             if set(ours) & set(theirs):
                 made.append((task, "TCE", row, difference(ours, theirs), end))
@@ -166,7 +193,7 @@ def plot(tasks: dict[str, Rows], name: str, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "corral"  # the same file from the same numbers
     from matplotlib import pyplot
 
-    columns = min(3, len(tasks))
+    colour_of, columns = colours(tasks), min(3, len(tasks))
     height = -(-len(tasks) // columns)
     figure, axes = pyplot.subplots(height, columns, figsize=(4.6 * columns, 3.4 * height), squeeze=False)
     for axis in axes.ravel()[len(tasks) :]:
@@ -176,8 +203,8 @@ def plot(tasks: dict[str, Rows], name: str, path: Path) -> None:
             steps = [x for x in runs[0]["env_steps"] if x <= end]
             curves = np.array([[at(run, name, x) for x in steps] for run in runs], dtype=float)
             value, low, high = interquartile_curve(curves)
-            colour = COLOURS[ORDER.index(row)]
-            axis.plot(np.array(steps) / 1e6, value, color=colour, lw=1.5, label=row)
+            colour = colour_of[row]
+            axis.plot(np.array(steps) / 1e6, value, color=colour, lw=1.5, label=f"{row} ({count(len(runs), 'seed')})")
             axis.fill_between(np.array(steps) / 1e6, low, high, color=colour, alpha=0.15, lw=0)
         axis.set(title=task, xlabel="million environment steps", ylabel=name)
         axis.title.set_fontsize(10)

@@ -1,7 +1,8 @@
 """How many control steps a second do the simulated tasks take, as one batch and step by step, and how long is TCE's own update?
 
     python benchmarks/robot_rate.py                    threads 1, 2, 4, … up to the number of cores
-    python benchmarks/robot_rate.py --learner          and TCE's batches of the recipes: simulation against updates
+    python benchmarks/robot_rate.py --learner          and TCE's batches of the recipes: simulation against updates, one thread
+    python benchmarks/robot_rate.py --task --learner   those alone
 
 Best of several repetitions, rewards and observations included; seconds of the clock and of the processor.
 """
@@ -20,6 +21,9 @@ from corral.robot.prepare import prepare
 from corral.robot.settings import read_recipe, resolve
 from corral.run.cores import cores
 
+RECIPES = (
+    "hopper_jump", "hopper_jump_published", "box_pushing", "box_pushing_published", "via_point", "via_point_sparse",
+)  # fmt: skip
 TASKS = {"hopper": "corral/HopperJump-v0", "box": "corral/BoxPushing-v0"}
 
 
@@ -58,15 +62,15 @@ def measure_task(task: str, workers: list[int], episodes: int, repetitions: int)
         plant.close()
 
 
-def measure_learner(task: str) -> None:
-    """Simulation and updates of one batch of TCE's recipe."""
-    agent = prepare(resolve([read_recipe({"hopper": "hopper_jump", "box": "box_pushing"}[task])]))
+def measure_learner(recipe: str) -> None:
+    """Simulation and updates of one batch of a recipe."""
+    agent = prepare(resolve([read_recipe(recipe), {"workers": 1}]))
     agent.step()
     sampled, updated = best(agent.sample, 2), best(partial(agent.improve, *agent.sample()), 2)
     rates = (
         f"simulated in {sampled[0]:.2f} s ({sampled[1]:.2f} s of CPU) and learned from in {updated[0]:.2f} s ({updated[1]:.2f})"
     )
-    print(f"{task:6}  TCE's recipe: a batch is {rates}", flush=True)
+    print(f"{recipe:22} a batch is {rates}", flush=True)
     agent.plant.close()
 
 
@@ -77,14 +81,15 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--workers", type=int, nargs="*", help="numbers of threads")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--learner", action="store_true")
+    parser.add_argument("--learner", action="store_true", help="TCE's batches of --recipe too")
+    parser.add_argument("--recipe", choices=RECIPES, nargs="*", default=list(RECIPES))
     options = parser.parse_args()
     torch.set_num_threads(1)
     workers = options.workers or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores()]
     for task in options.task:
         measure_task(task, workers, options.episodes, options.repetitions)
-        if options.learner:
-            measure_learner(task)
+    for recipe in options.recipe if options.learner else ():
+        measure_learner(recipe)
 
 
 if __name__ == "__main__":

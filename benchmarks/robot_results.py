@@ -23,6 +23,8 @@ ROWS = {
     "tce": "TCE", "bbrl": "BBRL", "sb3-ppo": "PPO", "sb3-ppo-gsde": "PPO, gSDE", "sb3-ppo-pink": "PPO, coloured noise",
     "sb3-sac": "SAC", "sb3-sac-gsde": "SAC, gSDE", "sb3-sac-pink": "SAC, coloured noise", "sb3-trpl": "TRPL",
 }  # fmt: skip
+LENGTHS = {0.9e6: "up to 10 million steps", 20e6: "more than 20 million steps"}
+"""Runs of so many planned steps stand by themselves: those of a task that are about as long are compared."""
 MEASURED = (
     "return", "success", "motion/jerk", "motion/spectrum", "motion/torque_rate", "explore/jerk", "explore/spectrum",
     "explore/torque_rate", "explore/autocorrelation",
@@ -31,22 +33,33 @@ Run = dict[str, Any]
 
 
 def task_of(config: Mapping[str, Any]) -> str:
-    """What was learned: the environment, and its reward or task."""
+    """What was learned: the environment, its reward or task, and for how long where that is long."""
     settings = config["settings"]
     chosen = [
         key if value is True else str(value) for key, value in settings["environment_config"].items() if value is not False
     ]
-    return ", ".join([TASKS[settings["environment"]], *chosen]).replace("_", " ")
+    steps = settings["iterations"] * config["objective"]["episodes"] * config["task"]["steps"]
+    length = [words for least, words in LENGTHS.items() if steps >= least][-1:]
+    return ", ".join([TASKS[settings["environment"]], *chosen, *length]).replace("_", " ")
 
 
 def row_of(config: Mapping[str, Any]) -> str:
     """How: the algorithm, and by which rules where there are several."""
     algorithm, chosen = config["settings"]["algorithm"], config["objective"]
+    row = ROWS[algorithm]
     if algorithm == "tce" and not chosen["closing_segment"]:
-        return "TCE, published rules"
-    if algorithm == "tce" and chosen["move_to_event"]:
-        return "TCE, paid at take-off"
-    return ROWS[algorithm] + (", same controller" if chosen.get("controller_span") else "")
+        row += ", published rules"
+    elif algorithm == "tce" and chosen["move_to_event"]:
+        row += ", paid at take-off"
+    if chosen.get("replan_every"):
+        row += f", a plan every {chosen['replan_every']} steps" + (
+            " from the state" if chosen["replan_from"] == "state" else ""
+        )
+    if chosen.get("contextual_covariance"):
+        row += ", covariance of the context"
+    if algorithm.endswith("-pink") and chosen["noise_colour"] != 1:
+        row += f" 1/f^{chosen['noise_colour']:g}"
+    return row + (", same controller" if chosen.get("controller_span") else "")
 
 
 def read_run(path: Path) -> Run | None:

@@ -2,6 +2,7 @@
 
     python benchmarks/robot_study.py --plan arm-tune --workers 16 --minutes 8 --out PIECE --done EARLIER …
     python benchmarks/robot_study.py --plan arm-tune --table --out PIECE        what came out so far
+    python benchmarks/robot_study.py --plan arm-tune --try                      a batch of each kind of run; the plan's cost
     python benchmarks/robot_results.py --keep PIECE/runs                           runs → benchmarks/results/robots.json
 
 Every run is one `corral train` on one thread. A piece packs its runs' folders into a few archives, so that they can be carried
@@ -19,12 +20,19 @@ import tarfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 from robot_plans import PLANS, Job
+
+from corral.robot.prepare import learner_config, prepare
+from corral.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
+from corral.robot.unused import check_used
+from corral.run.settings import nested
 
 _ARCHIVES, _GRACE = 6, 60
 """Archives that a piece leaves, and seconds that a run may need to reach its next checkpoint."""
@@ -46,6 +54,38 @@ def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
         folder.rename(folder.with_name(f"{folder.name}.lost-{time.time_ns()}"))
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def settings_of(job: Job) -> Settings:
+    """As `corral train` resolves and checks them."""
+    layers = [read_recipe(job.recipe), nested([("seed", str(job.seed)), *job.changes], TABLES)]
+    check_flags(layers)
+    settings = resolve(layers)
+    check_used(settings)
+    return settings
+
+
+def try_jobs(jobs: Sequence[Job]) -> None:
+    """One batch of one run of each setting, after another that warms up; what all of them would take, in hours of one core.
+
+    SAC is tried with four episodes: an update for every step makes a batch of 64 take minutes.
+    """
+    total = 0.0
+    for setting, members in by_setting(jobs).items():
+        settings = settings_of(members[0])
+        whole = learner_config(settings).episodes
+        episodes = min(whole, 4) if settings.algorithm.startswith("sb3-sac") else whole
+        agent = prepare(replace(settings, learner={**settings.learner, "episodes": episodes}))
+        agent.step()
+        began = time.process_time()
+        agent.step()
+        seconds = (time.process_time() - began) * whole / episodes
+        agent.plant.close()
+        hours = seconds * settings.iterations * len(members) / 3600
+        total += hours
+        count = f"{len(members)} × {settings.iterations} batches"
+        print(f"{setting:40} {count:18} {seconds:8.2f} CPU-seconds a batch  {hours:7.1f} core-hours", flush=True)
+    print(f"{'':40} {len(jobs)} runs {total:51.1f} core-hours, measurements on held-out contexts not counted")
 
 
 def run_jobs(jobs: Sequence[Job], workers: int, minutes: float, root: Path) -> None:
@@ -121,12 +161,17 @@ def score(root: Path, setting: str) -> tuple[float, float]:
     return (mean(x["success"] or 0.0 for x in last), mean(x["return"] for x in last)) if last else (-math.inf, -math.inf)
 
 
-def print_table(jobs: Sequence[Job], root: Path) -> None:
-    """Means over the seeds of each setting, of the last measurement."""
+def by_setting(jobs: Sequence[Job]) -> dict[str, list[Job]]:
+    """Runs that differ in their seed alone."""
     groups: dict[str, list[Job]] = defaultdict(list)
     for job in jobs:
         groups[job.setting].append(job)
-    for setting, members in groups.items():
+    return groups
+
+
+def print_table(jobs: Sequence[Job], root: Path) -> None:
+    """Means over the seeds of each setting, of the last measurement."""
+    for setting, members in by_setting(jobs).items():
         last = [lines[-1] for job in members if (lines := measured_lines(root / job.name))]
         if last:
             success = [line["success"] for line in last if line["success"] is not None]
@@ -149,7 +194,11 @@ def main() -> None:
     parser.add_argument("--done", type=Path, nargs="*", default=[], help="folders with archives of earlier pieces")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--try", action="store_true", dest="rehearse", help="one batch of each kind of run; writes nothing")
     options = parser.parse_args()
+    if options.rehearse:
+        torch.set_num_threads(1)
+        return try_jobs([job for plan in options.plan for job in PLANS[plan](partial(score, options.out / "runs"))])
     root = options.runs or options.out / "runs"
     for folder in (root, options.out):
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from measure import FEW, ROWS, Measure, summarise
-from spec import LEVEL, Spec, placed
+from spec import LEVEL, TAILS, Spec, WordSpec
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -67,7 +67,9 @@ class StudyTrainer(CorralTrainer):
         for group, rate in zip(optimizer.param_groups, self.begun.rates, strict=True):
             group["lr"] = rate * factor
         for inputs in self._buffered_inputs:
-            self.accelerator.backward(self._compute_loss(self.model, inputs))
+            with self.compute_loss_context_manager():
+                loss = self._compute_loss(self.model, inputs)
+            self.accelerator.backward(loss)
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -83,10 +85,10 @@ class Begun:
         self.deployed = snapshot(trainer.model)
         self.weights = self.deployed if raw is None else raw
         self.ema = self.deployed
-        self.measure = Measure(trainer.model, batch, slice(0, min(ROWS, rows)))
+        self.measure = Measure(trainer, batch, slice(0, min(ROWS, rows)))
         held = trainer.spec.held
-        self.quarter = Measure(trainer.model, batch, slice(rows * 3 // 4, rows)) if held.accept else None
-        self.quick = Measure(trainer.model, batch, slice(0, FEW)) if held.stop or held.within else None
+        self.quarter = Measure(trainer, batch, slice(rows * 3 // 4, rows)) if held.accept else None
+        self.quick = Measure(trainer, batch, slice(0, FEW)) if held.stop or held.within else None
         optimizer = trainer.optimizer.optimizer
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.moments: dict[Any, Any] = {}
@@ -100,7 +102,7 @@ class Hold(TrainerCallback):
 
     def __init__(self, trainer: StudyTrainer, parts: Parts, deadline: float) -> None:
         self.trainer, self.parts, self.deadline = trainer, parts, deadline
-        self.spec, self.controller = trainer.spec, RateController()
+        self.spec, self.controller, self.level = trainer.spec, RateController(), dict(LEVEL)
         self.steps: list[dict[str, Any]] = []
         self.success = verifier(parts.problems.task)
         self.began = time.monotonic()
@@ -138,7 +140,7 @@ class Hold(TrainerCallback):
             restore(trainer.model, begun.ema)
         before = after = summarise(measure.kl())
         by = held.retract or held.control or "mean"
-        bound = aim * held.slack * LEVEL[by]
+        bound = aim * held.slack * self.level[by]
         for _ in range(REDOS if held.redo or (held.first and step == 0) else 0):
             needed = math.sqrt(bound / after[by]) if math.isfinite(after[by]) else 0.1
             if needed >= REDO_BELOW:
@@ -148,12 +150,7 @@ class Hold(TrainerCallback):
             after = summarise(measure.kl())
         moved = after
         if held.retract is not None:
-            name = "mean" if held.retract == "k3" else held.retract
-            source = "k3" if held.retract == "k3" else "exact"
-            certificate = retract(
-                trainer.model, begun.weights, lambda: measure.kl()[source], bound=bound, statistic=name, max_probes=PROBES
-            )
-            share = certificate.share
+            share = self._retract(held.retract, bound, aim * held.slack, first=step == 0)
         if held.share is not None:
             share = held.share
             new = snapshot(trainer.model)
@@ -169,6 +166,7 @@ class Hold(TrainerCallback):
             self._scale(redone * self.controller.update(moved[held.control], aim * LEVEL[held.control]))
         return {
             "aim": aim,
+            "level": self.level[by],
             "share": share,
             "redone": redone,
             "gain": gain,
@@ -176,6 +174,20 @@ class Hold(TrainerCallback):
             "before": before,
             "after": after,
         }
+
+    def _retract(self, by: str, bound: float, mean: float, *, first: bool) -> float:
+        """Back until the statistic fits; the share kept. A tail's level is found where the mean fits, in the first step."""
+        model, begun = self.trainer.model, self.trainer.begun
+        levels = first and by in TAILS and isinstance(self.spec, WordSpec)
+        name, source = ("mean", by) if by == "k3" else ("mean" if levels else by, "exact")
+        certificate = retract(
+            model, begun.weights, lambda: begun.measure.kl()[source],
+            bound=mean if levels else bound, statistic=name, max_probes=PROBES,
+        )  # fmt: skip
+        if levels and certificate.share:
+            after = summarise(begun.measure.kl())
+            self.level[by] = after[by] / after["mean"]
+        return certificate.share
 
     def _scale(self, factor: float) -> None:
         """Another rate from now on, under the same schedule."""
@@ -207,14 +219,8 @@ class Hold(TrainerCallback):
 def run(spec: Spec, deadline: float) -> dict[str, Any]:
     """Train, and tell how it went; `finished` is False where the deadline came first."""
     transformers_logging.set_verbosity_error()
-    calm = {"warmup_steps": spec.steps * 8 // 10, "max_grad_norm": 0.2} if spec.held.calm else {}
-    scheduler = "linear" if spec.schedule == "linear" else "constant_with_warmup"
-    settings = resolve([
-        read_recipe("demo"),
-        {"objective": spec.objective, "seed": spec.seed, "steps": spec.steps, "learning_rate": spec.rate},
-        {**placed(spec.device), "eval_size": spec.eval_size, "lr_scheduler_type": scheduler, **calm},
-    ])  # fmt: skip
-    parts = prepare(settings)
+    transformers_logging.disable_progress_bar()
+    parts = prepare(resolve([read_recipe(spec.recipe), spec.layer()]))
     set_seed(spec.seed)
     began, cpu = time.monotonic(), time.process_time()
     trainer = StudyTrainer(parts.model, parts.rewards, parts.config, parts.dataset, processing_class=parts.problems.tokenizer)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spec import Arm, Shipped, Spec
+from spec import Arm, Shipped, Spec, WordSpec
 
 TUNED = (2e-4, 4e-4)
 """Rates at which nothing needs to be held: the best, and the largest that is not far behind."""
@@ -37,6 +37,14 @@ ARMS = {
 }
 """What is compared, the most telling first. Prodigy and schedule-free AdamW are packages that the study does without."""
 
+WORD_ARMS = (
+    "auto_mean", "rate_first", "mean", "none", "redo", "rate_k3", "rate_update", "p999", "lookahead", "stop", "k3", "cvar",
+    "accept", "ema", "calm",
+)  # fmt: skip
+"""Those on a pretrained model, the most telling first."""
+BOTH_SCHEDULES = ("auto_mean", "rate_first", "mean")
+WORDS_TUNED = (1e-5, 3e-5)
+"""Rates at which nothing needs to be held there, by the pilot of docs/results/llm.md."""
 RATES = (3e-4, 1e-3, 1e-4, 3e-3, 1e-2, 3e-5, 3e-2)
 """Half decades around the demo's own 2e-4, the most telling first."""
 BOUNDS = (0.01, 0.1, 0.03, 0.003, 0.3)
@@ -79,6 +87,21 @@ def gate0(schedule: str = "linear", objective: str = "ppo_clip") -> list[Spec]:
     """Every arm × two rates far too large × five seeds, and nothing at rates that suit it; seeds outermost."""
     plan = arms(("tuned", *ARMS), schedule, range(201, 206), objective)
     return [replace(spec, steps=10, eval_every=2, eval_size=1024) for spec in plan]
+
+
+def gate0_words() -> list[WordSpec]:
+    """The same on SmolLM2 at a rate 30 to 100 times too large, and nothing at rates that suit it; seeds outermost."""
+    same: dict[str, Any] = {"steps": 10, "eval_every": 2, "eval_size": 1000}
+    plan = []
+    for seed in FRESH[:3]:
+        for name in WORD_ARMS:
+            held = Arm(share=0.03) if name == "lookahead" else ARMS[name]
+            linear = WordSpec(arm=name, held=held, rate=1e-3, schedule="linear", seed=seed, **same)
+            plan += [linear, *([replace(linear, schedule="constant")] if name in BOTH_SCHEDULES else [])]
+            if name == "auto_mean":  # what it is compared with is wanted next
+                tuned = [replace(linear, arm="tuned", held=Arm(), rate=rate) for rate in WORDS_TUNED]
+                plan += [*tuned, *(replace(run, schedule="constant") for run in tuned)]
+    return plan
 
 
 def both_schedules(plan: Callable[..., Sequence[Spec | Shipped]], seeds: Sequence[int]) -> list[Spec | Shipped]:
@@ -166,19 +189,37 @@ def confirm_constant() -> list[Shipped]:
     return one + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
 
 
+_FOUR: dict[str, Any] = {"passes": 4, "schedule": "constant"}
+MANY: tuple[dict[str, Any], ...] = (
+    {"objective": "troll", "rate": "auto", "bound": 0.01, **_FOUR},
+    {"objective": "ppo_clip", "rate": "auto", "bound": 0.02, **_FOUR},
+    {"objective": "dppo", "rate": "auto", "bound": 0.02, **_FOUR},
+    {"objective": "ppo_clip", "rate": 1e-4, **_FOUR},
+    {"objective": "troll", "rate": 1e-4, **_FOUR},
+)
+"""Four passes with a constant schedule: the better bounds of two tuning seeds, DPPO's a guess; and the schedule alone, at the
+mean rate of the linear ones that were chosen."""
+
+
+def confirm_many() -> list[Shipped]:
+    """Several passes with a constant schedule on fresh seeds."""
+    return _chosen(FRESH, MANY)
+
+
+def bound_many() -> list[Shipped]:
+    """Unheld rates, then bounds, with four and eight passes and a constant schedule, on tuning seeds."""
+    same: dict[str, Any] = {"end_size": 4096, "schedule": "constant", **_REUSE}
+    unheld = [{"passes": 4, "rate": rate} for rate in (1e-4, 2e-4, 5e-5)]
+    grid = [{"rate": "auto", "passes": passes, "bound": bound} for passes in (4, 8) for bound in (0.01, 0.02, 0.005)]
+    return shipped(TUNING[:2], _REUSED, unheld, **same) + shipped(TUNING[:2], _REUSED, grid, **same)
+
+
 def elsewhere() -> list[Shipped]:
     """The two of the main comparison on other tasks, from other warm starts and in another family; seeds outermost."""
     places = ("n_max29", "arithmetic", "start1", "start2", "start3", "gemma")
     few: dict[str, Any] = {"eval_every": 5}  # the curve is not compared
     runs = [replace(run, start=start, **few) for run in _chosen(FRESH[:3], CHOSEN[:2]) for start in places]
     return runs + [replace(run, start="n_max9", **few) for run in _chosen(FRESH[:3], CHOSEN[:2])]
-
-
-def smollm2() -> list[Shipped]:
-    """A pretrained model of 135 M parameters: at a rate that suits it and at ten times that, unheld and held, and at "auto"."""
-    grid = [{"passes": passes, **arm} for arm in ({"rate": 1e-5}, {"rate": "auto", "bound": 0.03}) for passes in (1, 4)]
-    grid += [{"rate": 1e-4}, {"rate": 1e-4, "bound": 0.03}]
-    return shipped(FRESH[:5], ("troll", "ppo_clip", "dppo"), grid, start="smollm2", steps=10, eval_every=2, eval_size=1024)
 
 
 def rates(schedule: str = "linear") -> list[Shipped]:
@@ -210,12 +251,14 @@ PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "confirm-rates-more": confirm_rates_more,
     "confirm-constant": confirm_constant,
     "confirm-more": confirm_more,
+    "confirm-many": confirm_many,
+    "bound-many": bound_many,
     "rates": lambda: both_schedules(rates, TUNING[:2]),
     "rates-more": lambda: both_schedules(rates, TUNING[2:]),
     "elsewhere": elsewhere,
-    "smollm2": smollm2,
     "gate0": lambda: both_schedules(gate0, range(201, 204)),
     "gate0-more": lambda: both_schedules(gate0, range(204, 206)),
+    "gate0-words": gate0_words,
     "gate0-troll": lambda: gate0(objective="troll"),
     "tiny": tiny,
 }

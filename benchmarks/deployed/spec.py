@@ -7,6 +7,8 @@ from typing import Any
 
 LEVEL = {"mean": 1.0, "k3": 1.2, "p999": 115.0, "cvar": 58.0}
 """A statistic's bound in multiples of the mean's, so that arms move the network equally far on average."""
+TAILS = ("p999", "cvar")
+"""Those whose level is the embedded model's own: a pretrained one finds its own in the first step that the mean allows."""
 SECONDS_BY_PROBLEM = 0.0035
 """About what a held-out problem takes, sampled and greedy, on one core."""
 GUESS = {"cpu": 1.0, "cuda": 0.3}
@@ -19,16 +21,10 @@ STARTS: dict[str, dict[str, Any]] = {
     "arithmetic": {"model": "runs/starts/arithmetic-1", "task": "arithmetic", "task_config": {"operations": "+-", "digits": 3}},
     **{f"start{seed}": {"model": f"runs/starts/llama-{seed}"} for seed in (1, 2, 3)},
     "gemma": {"model": "runs/starts/gemma-1"},
-    "smollm2": {
-        "model": "smollm2",
-        "task": "word_problems:WordProblems",
-        "instruction": "{problem} Answer briefly.",
-        "device": "auto",
-    },
 }
 """What is trained on what, on top of the demo: numbers that the embedded model has never seen, or few; sums and differences of
 three digits, with a start of their own; three other warm starts and another family, all made on a GPU (docs/deployed.md has the
-commands); a pretrained model, after `make smollm2`."""
+commands)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +72,7 @@ class Spec:
     eval_size: int = 512
     device: str = "cpu"
     """Where it trains, in float32 on either."""
+    recipe: str = "demo"
 
     @property
     def key(self) -> str:
@@ -95,6 +92,35 @@ class Spec:
     def aim(self, step: int) -> float:
         """The mean KL that step 0, 1, … is meant to have."""
         return self.target * ((1 - step / self.steps) ** 2 if self.schedule == "linear" else 1.0)
+
+    def layer(self) -> dict[str, Any]:
+        """Settings on top of the recipe."""
+        given = {"objective": self.objective, "seed": self.seed, "steps": self.steps, "learning_rate": self.rate}
+        given |= {"lr_scheduler_type": "linear" if self.schedule == "linear" else "constant_with_warmup"}
+        given |= {"warmup_steps": self.steps * 8 // 10, "max_grad_norm": 0.2} if self.held.calm else {}
+        return given | {**placed(self.device), "eval_size": self.eval_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordSpec(Spec):
+    """One run of SmolLM2 on word problems, in bf16 on a GPU: each seed from a warm start of its own (word_starts.py)."""
+
+    recipe: str = "evidence-b"
+
+    @property
+    def key(self) -> str:
+        """A name that no other run has."""
+        return f"words-{super().key}"
+
+    @property
+    def seconds(self) -> float:
+        """A guess at the seconds of a step where a dozen runs share an H200."""
+        return 10.0 if self.held.redo or self.held.first else 8.0
+
+    def layer(self) -> dict[str, Any]:
+        """Settings on top of the recipe."""
+        words = {"model": f"runs/word-starts/{self.seed - 400}", "task_config": {"path": "runs/words", "part": "rl"}}
+        return super().layer() | words | {"bf16": self.device == "cuda"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +192,7 @@ def cost_group(run: Mapping[str, Any]) -> str:
     """Runs that cost about the same by step: one arm, or the same model, as often used and measured; on one device."""
     words = [run["device"]] if run.get("device", "cpu") != "cpu" else []
     if "passes" not in run:
+        words += [run["recipe"]] if run.get("recipe", "demo") != "demo" else []
         return " ".join([run["arm"], *words])
     words += [run["start"]] if run.get("start", START) != START else []
     return " ".join([*words, f"x{run['passes']} {run['eval_size']}/{run['eval_every']} {run.get('end_size', 0)}"])

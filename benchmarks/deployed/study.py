@@ -115,7 +115,7 @@ def can_start(spec: Spec | Shipped) -> bool:
 
 def start_of(spec: Spec | Shipped) -> str:
     """The model that it starts from."""
-    return str(spec.layer().get("model", "tiny")) if isinstance(spec, Shipped) else "tiny"
+    return str(spec.layer().get("model", "tiny"))
 
 
 def main() -> None:

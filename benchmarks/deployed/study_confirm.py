@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from plans import CHOSEN, FRESH
+from plans import CHOSEN, FRESH, MANY
 from spec import START, Shipped
 from study_table import Row, area, certificate, final, held_out, is_below_start, steps_of
 from study_text import (
@@ -37,8 +37,25 @@ NAMES = (
     "TROLL, 4 passes at 2e-4",
 )
 """Of `CHOSEN`, in its order."""
-COMPARED = ((0, 1), (3, 1), (4, 1), (0, 5))
-"""The comparisons that were named before a run was looked at, by their places in `CHOSEN`."""
+MANY_NAMES = (
+    'TROLL, `"auto"` held at .01, constant',
+    'clipping, `"auto"` held at .02, constant',
+    'DPPO, `"auto"` held at .02, constant',
+    "clipping at 1e-4, constant",
+    "TROLL at 1e-4, constant",
+)
+"""Of `MANY`, all with four passes."""
+SETTINGS: dict[str, Mapping[str, Any]] = dict(zip((*NAMES, *MANY_NAMES), (*CHOSEN, *MANY), strict=True))
+COMPARED = ((NAMES[0], NAMES[1]), (NAMES[3], NAMES[1]), (NAMES[4], NAMES[1]), (NAMES[0], NAMES[5]))
+"""The comparisons that were named before a run was looked at."""
+MANY_COMPARED = (
+    (MANY_NAMES[0], NAMES[0]),
+    (MANY_NAMES[0], MANY_NAMES[4]),
+    (MANY_NAMES[1], NAMES[1]),
+    (MANY_NAMES[1], MANY_NAMES[3]),
+    (MANY_NAMES[2], NAMES[1]),
+)
+"""The same of several passes with a constant schedule: against what was the best before, and against the schedule alone."""
 
 
 def steps_to(run: Row, level: float = LEVEL) -> float:
@@ -69,16 +86,16 @@ CONFIRMED = (
 )
 
 
-def confirmed_table(runs: Sequence[Row]) -> str:
+def confirmed_table(runs: Sequence[Row], names: Sequence[str] = NAMES) -> str:
     """The chosen settings, and what the start can do."""
-    return with_start(markdown(CONFIRMED, confirmed(runs)))
+    return with_start(markdown(CONFIRMED, confirmed(runs, names)))
 
 
-def confirmed(runs: Sequence[Row]) -> list[list[str]]:
+def confirmed(runs: Sequence[Row], names: Sequence[str] = NAMES) -> list[list[str]]:
     """A line per chosen setting: seeds, area and final success with intervals, greedy success, steps to .60, KL."""
     lines = []
-    for name, how in zip(NAMES, CHOSEN, strict=True):
-        if not (found := runs_of(runs, how)):
+    for name in names:
+        if not (found := runs_of(runs, SETTINGS[name])):
             continue
         took = [steps_to(run) for run in found]
         reached = sum(map(math.isfinite, took))
@@ -94,10 +111,10 @@ def confirmed(runs: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def compared(runs: Sequence[Row]) -> str:
-    """The named comparisons: paired differences of area, and which hold together."""
-    pairs = [(a, b, *(by_seed(runs_of(runs, CHOSEN[place]), area) for place in (a, b))) for a, b in COMPARED]
-    found: list[tuple[int, int, Difference]] = [
+def compared(runs: Sequence[Row], named: Sequence[tuple[str, str]] = COMPARED) -> str:
+    """The named comparisons: differences of area, paired where they can be, and which hold together."""
+    pairs = [(a, b, *(by_seed(runs_of(runs, SETTINGS[name]), area) for name in (a, b))) for a, b in named]
+    found: list[tuple[str, str, Difference]] = [
         (a, b, difference(ours, theirs)) for a, b, ours, theirs in pairs if ours and theirs
     ]
     lines = []
@@ -105,7 +122,8 @@ def compared(runs: Sequence[Row]) -> str:
         low, high = one.mean.low, one.mean.high
         interval = "no interval" if low is None or high is None else f"{signed(low)} to {signed(high)}"
         verdict = "holds" if holds else "does not show"
-        lines.append(f"- {NAMES[a]}, against {NAMES[b]}: {signed(one.mean.value)} ({interval}; {one.seeds} seeds): {verdict}.")
+        seeds = f"{one.seeds} seeds" if one.paired else f"{one.seeds} runs each"
+        lines.append(f"- {a}, against {b}: {signed(one.mean.value)} ({interval}; {seeds}): {verdict}.")
     return "\n".join(lines) + "\n"
 
 

@@ -23,6 +23,7 @@ def draw(runs: Sequence[Row], path: Path) -> None:
     reused = [
         run for run in runs if run.get("passes") and run["steps"] == 10 and not run.get("reuse") and run["seed"] not in FRESH
     ]
+    reused = [run for run in reused if run["schedule"] == "linear"]
     kept = [run for run in reused if (run["rate"], run["arm"]) in ((2e-4, "off"), ("auto", "on"))]
     panels: list[tuple[Sequence[Row], Callable[[Row], float], str]] = [
         (kept, lambda run: run["passes"], "passes over each batch"),

@@ -1,6 +1,6 @@
 """Gate 0 on the page: every arm that holds the network, at rates far too large, against the one that ships."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from study_table import Row, area, final
@@ -37,17 +37,30 @@ HEAD = ("arm", "rate", "n", "area", "less the bold arm's", "final", "greedy", "K
 def gate0(runs: Sequence[Row], schedule: str) -> str:
     """Every arm at every rate: area, its paired difference from what ships, final success, how far the network goes."""
     some = [run for run in runs if "held" in run and (run["schedule"], run["steps"]) == (schedule, STEPS)]
-    found = group((run for run in some if run["objective"] == "ppo_clip"), "arm", "rate")
+    return with_start(markdown(HEAD, gate0_lines([run for run in some if run["objective"] == "ppo_clip"])))
+
+
+def gate0_words(runs: Sequence[Row], schedule: str) -> str:
+    """The same on SmolLM2."""
+    some = [run for run in runs if "held" in run and (run.get("recipe"), run["schedule"]) == ("evidence-b", schedule)]
+    return markdown(HEAD, gate0_lines(some, ARMS | {"lookahead": "Lookahead, share .03"}))
+
+
+def gate0_lines(runs: Sequence[Row], names: Mapping[str, str] = ARMS) -> list[list[str]]:
+    """The table's lines: arms in the order of their names, each at its rates."""
+    found = group(runs, "arm", "rate")
+    ships = [cell for (arm, _), cell in found.items() if arm == SHIPS]
+    only = ships[0] if len(ships) == 1 else []  # at one rate alone, it is what every other is compared with
     lines, before = [], ""
-    for arm, name in ARMS.items():
+    for arm, name in names.items():
         for rate in sorted(rate for of, rate in found if of == arm):
             some = found[arm, rate]
-            cells = [with_interval([area(run) for run in some]), _behind(some, found.get((SHIPS, rate), []))]
+            cells = [with_interval([area(run) for run in some]), _behind(some, found.get((SHIPS, rate), only))]
             cells += [short(fmean(final(run) for run in some)), short(fmean(final(run, "greedy") for run in some))]
             shown = "" if name == before else name
             lines.append([shown, rate_text(rate), str(len(some)), *cells, kl(some, "mean"), kl(some, "p999")])
             before = name
-    return with_start(markdown(HEAD, lines))
+    return lines
 
 
 def _behind(ours: Sequence[Row], ships: Sequence[Row]) -> str:

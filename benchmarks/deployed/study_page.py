@@ -12,12 +12,11 @@ from pathlib import Path
 from statistics import fmean
 
 from plans import FRESH
-from spec import START
-from study_confirm import collapses, compared, confirmed_table, elsewhere
+from study_confirm import MANY_COMPARED, MANY_NAMES, collapses, compared, confirmed_table, elsewhere
 from study_figure import draw, draw_idea
-from study_gate0 import gate0
-from study_rates import confirmed_rates, not_inferior, rates, usable, usable_bounds
-from study_table import Row, area, final, finished, held_out, steps_of
+from study_gate0 import gate0, gate0_words
+from study_rates import confirmed_rates, not_inferior, rates, usable, usable_against_unheld, usable_bounds
+from study_table import Row, area, final, finished, held_out, is_demo, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
 
 from corral.run.files import write_whole
@@ -28,10 +27,10 @@ TRIALS = (1e-4, 2e-4, 4e-4)
 BLOCK = re.compile(r"<!-- study: (\w+) -->\n.*?<!-- /study -->", re.DOTALL)
 
 
-def tuning(runs: Iterable[Row]) -> list[Row]:
+def tuning(runs: Iterable[Row], schedule: str = "linear") -> list[Row]:
     """Ten steps with fixed passes on the seeds that settings were chosen by; a bound that was not given is .02."""
     some = [run for run in runs if "passes" in run and run["steps"] == 10 and run["seed"] not in FRESH and not run.get("reuse")]
-    return [run | {"bound": run["bound"] or 0.02} for run in some if run["schedule"] == "linear"]
+    return [run | {"bound": run["bound"] or 0.02} for run in some if run["schedule"] == schedule]
 
 
 def reuse(runs: Sequence[Row]) -> str:
@@ -91,31 +90,58 @@ def bounds(runs: Sequence[Row]) -> str:
     return with_start(markdown(head, lines))
 
 
+def bounds_constant(runs: Sequence[Row]) -> str:
+    """The same with a constant schedule, beside the best unheld rate that was tried with it."""
+    some = tuning(runs, "constant")
+    held = group((run for run in some if run["rate"] == "auto"), "objective", "passes", "bound")
+    unheld = group((run for run in some if run["arm"] == "off"), "objective", "passes", "rate")
+    tried, lines = sorted(float(str(bound)) for bound in {key[2] for key in held}), []
+    for objective, passes in product(OBJECTIVES, (1, 4, 8)):
+        cells = [held.get((objective, passes, bound), []) for bound in tried]
+        if not any(cells):
+            continue
+        others = {rate: cell for (name, often, rate), cell in unheld.items() if (name, often) == (objective, passes)}
+        best = max(others, key=lambda rate: fmean(map(final, others[rate])), default=None)
+        left = "–" if best is None else f"{rate_text(float(str(best)))}: {numbers(map(final, others[best]))}"
+        lines.append([objective, str(passes), left, *(numbers(map(final, cell)) for cell in cells)])
+    head = ("objective", "passes", "not held, at its best rate", *(f"held at {two_digits(bound)}" for bound in tried))
+    return with_start(markdown(head, lines))
+
+
 BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "gate0": lambda runs: gate0(runs, "linear"),
     "gate0constant": lambda runs: gate0(runs, "constant"),
     "reuse": reuse,
     "tuned": tuned,
     "bounds": bounds,
+    "boundsconstant": bounds_constant,
     "rates": lambda runs: rates(runs, "linear"),
     "ratesconstant": lambda runs: rates(runs, "constant"),
     "usable": lambda runs: usable(runs, "linear"),
     "usableconstant": lambda runs: usable(runs, "constant"),
+    "usableagainstunheld": usable_against_unheld,
     "usablebounds": lambda runs: usable_bounds(runs, "linear"),
     "usableboundsconstant": lambda runs: usable_bounds(runs, "constant"),
     "confirmed": confirmed_table,
     "compared": compared,
+    "many": lambda runs: confirmed_table(runs, MANY_NAMES),
+    "manycompared": lambda runs: compared(runs, MANY_COMPARED),
     "confirmedrates": confirmed_rates,
     "notinferior": not_inferior,
 }
 """Of runs of the demo's own model and task."""
-EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {"elsewhere": elsewhere, "collapses": collapses}
+EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {
+    "elsewhere": elsewhere,
+    "collapses": collapses,
+    "gate0words": lambda runs: gate0_words(runs, "linear"),
+    "gate0wordsconstant": lambda runs: gate0_words(runs, "constant"),
+}
 """Of all runs."""
 
 
 def write(text: str, runs: Sequence[Row]) -> str:
     """The page with its blocks written anew."""
-    here = [run for run in runs if run.get("start", START) == START]
+    here = [run for run in runs if is_demo(run)]
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
@@ -135,7 +161,7 @@ def main() -> None:
     runs = read()
     text = write(PAGE.read_text(), runs)
     write_whole(PAGE, lambda beside: beside.write_text(text))
-    here = [run for run in runs if run.get("start", START) == START]
+    here = [run for run in runs if is_demo(run)]
     draw(here, PAGE.with_name("deployed-study.svg"))
     draw_idea(here, PAGE.with_name("deployed-idea.svg"))
 

@@ -96,6 +96,15 @@ def usable(runs: Sequence[Row], schedule: str) -> str:
     return "".join(f"- {one.contestant}{', held' if _is_held(one) else ''}: {_range_text(one)}.\n" for one in order)
 
 
+def usable_against_unheld(runs: Sequence[Row]) -> str:
+    """The usable range of rates of every objective, held with a constant schedule, by its best rate with nothing held."""
+    unheld = [run for kind in SCHEDULES for run in over_rates(runs, kind) if run["arm"] == UNHELD]
+    held = [run for run in over_rates(runs, "constant") if run["arm"] == HELD]
+    ranges = usable_range(sweep_rows([*held, *unheld]), baseline=sweep_rows(unheld)) if held else []
+    order = sorted(filter(_is_held, ranges), key=lambda one: OBJECTIVES.index(one.contestant))
+    return "".join(f"- {one.contestant}, held: {_range_text(one)}.\n" for one in order)
+
+
 def _range_text(found: UsableRange) -> str:
     """`1e-4 … 1e-3 (3 of 7 rates), 1.0 to 1.5 decades`."""
     return ", ".join(filter(None, [found.text(found.own), found.width_text]))

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from spec import START
+
 Row = dict[str, Any]
 """One run: its settings, how it ended, and a line per step."""
 
@@ -16,6 +18,11 @@ def finished(places: list[Path]) -> dict[str, Row]:
     files = [file for place in places for file in (sorted(place.rglob("*.jsonl")) if place.is_dir() else [place])]
     lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
     return {line["key"]: line for line in lines if line.get("finished")}
+
+
+def is_demo(run: Row) -> bool:
+    """Whether it is one of the demo's own model and task."""
+    return run.get("start", START) == START and run.get("recipe", "demo") == "demo"
 
 
 def steps_of(run: Row) -> list[Row]:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evidence_spec import Pretrained, Run
+from evidence_spec import CODE, WORD_STARTS, Coded, Pretrained, Run
 
 SEEDS = (401, 402, 403, 404, 405)
 """Those on which the study of deployed networks confirms what it found."""
@@ -34,6 +34,8 @@ WORD_RATES = (1e-5, 3e-5, 1e-4)
 """Of a pretrained model, half decades around that of the pilot; 3e-6 if the smallest turns out to be the best."""
 WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
+ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
+"""Objective and anchor of long runs."""
 PUBLISHED = (("troll", "published"), ("troll", "token mean"), ("ppo_clip", "token mean"), ("dppo", "token sum, no std"))
 """Objectives as their papers run them, where that differs from the common form: sums over a fixed length for all."""
 
@@ -100,27 +102,44 @@ def estimators() -> list[Run]:
 
 def stability() -> list[Run]:
     """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
-    anchored = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
     long: dict[str, Any] = {"steps": 100, "eval_every": 20, "schedule": "constant", "sampler": "fp8"}
-    return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, anchored)]
+    return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
 
 
 def words() -> list[Pretrained]:
-    """A pretrained model: three seeds of four arms × three rates, then clipping with four passes, then two more seeds."""
-    again = (("ppo_clip", 4),)
-    blocks = (
-        (SEEDS[:3], WORD_RATES[:2], WORD_ARMS),
-        (SEEDS[:3], WORD_RATES[2:], WORD_ARMS),
-        (SEEDS[:3], WORD_RATES, again),
-        (SEEDS[3:], WORD_RATES, (*WORD_ARMS, *again)),
-    )
-    return [_pretrained(arm, rate, seed) for block in blocks for seed, rate, arm in itertools.product(*block)]
+    """SmolLM2: three seeds of four arms × three rates, then two more, then clipping with four passes."""
+    blocks = ((SEEDS[:3], WORD_ARMS), (SEEDS[3:], WORD_ARMS), (SEEDS, (("ppo_clip", 4),)))
+    grid = ((seed, rate, arm) for seeds, arms in blocks for seed, rate, arm in itertools.product(seeds, WORD_RATES, arms))
+    return [_pretrained(arm, rate, seed) for seed, rate, arm in grid]
 
 
-def _pretrained(arm: tuple[str, int], rate: float, seed: int, **others: Any) -> Pretrained:
+def held_words() -> list[Pretrained]:
+    """SmolLM2 with the deployed network held: a rate that nobody tunes, then one that is good and one that is not."""
+    arms, held = WORD_ARMS[:2], {"bound": 0.03}
+    automatic = itertools.product(SEEDS, arms)
+    plan = [_pretrained(arm, "auto", seed, schedule="constant", **held) for seed, arm in automatic]
+    for seed, arm in itertools.product(SEEDS[:3], arms):
+        plan += [_pretrained(arm, rate, seed, **held) for rate in (1e-4, 1e-3)] + [_pretrained(arm, 1e-3, seed)]
+    return plan
+
+
+def gemma_words() -> list[Pretrained]:
+    """Gemma: three seeds of four arms × three rates."""
+    grid = itertools.product(SEEDS[:3], WORD_RATES, WORD_ARMS)
+    return [_pretrained(arm, rate, seed, base="gemma") for seed, rate, arm in grid]
+
+
+def _pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = "smollm2", **others: Any) -> Pretrained:
     """Each seed has a start of its own, so that seeds vary more than the noise of reinforcement learning."""
-    given = {"model": f"runs/word-starts/{seed - SEEDS[0] + 1}", **others}
+    given = {"model": f"{WORD_STARTS[base]}/{seed - SEEDS[0] + 1}", "base": base, **others}
     return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, **given)
+
+
+def code() -> list[Coded]:
+    """Programs: clipping and TROLL, three starts, at three rates."""
+    folder = str(CODE["task_config"]["path"]).rpartition("/")[0]
+    grid = itertools.product((TUNED, 1e-4, HOT), SEEDS[:3], ("ppo_clip", "troll"))
+    return [Coded(objective=arm, rate=rate, seed=seed, model=f"{folder}/{seed - SEEDS[0] + 1}") for rate, seed, arm in grid]
 
 
 def claims() -> list[Run]:
@@ -161,11 +180,14 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "a-starts": starts,
     "g": ablations,
     "b": words,
+    "b-held": held_words,
+    "b-gemma": gemma_words,
     "b-low": lambda: [_pretrained(arm, 3e-6, seed) for seed in SEEDS[:3] for arm in WORD_ARMS],
     "f": mismatch,
     "f-bounds": bounds,
     "f-stability": stability,
     "c": estimators,
+    "e": code,
     "tiny": tiny,
     "b-tiny": lambda: [_pretrained(arm, 1e-5, 401, steps=2, eval_size=16, eval_every=2) for arm in WORD_ARMS],
 }

@@ -17,24 +17,25 @@ from study_table import Row, area, certificate, final, held_out, steps_of  # noq
 
 from corral.report.statistics import Difference, difference, has_collapsed  # noqa: E402
 
-PRETRAINED = "evidence-b"
-"""The recipe of pretrained models, each seed of which has a start of its own."""
+PRETRAINED, CODED = "evidence-b", "evidence-e"
+"""The recipes of pretrained models and of programs, each seed of which has a start of its own."""
 DEVICES = ("cuda", "cpu")
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
 _DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
-    "recipe": "demo", "device": "cpu", "end_size": 0,
+    "recipe": "demo", "device": "cpu", "end_size": 0, "base": "",
 }  # fmt: skip
 """Fields that runs of the other study do not have."""
 
 
 def read_runs() -> list[Row]:
-    """Finished runs of the demo and of pretrained models whose network nothing holds; one of each key and device."""
+    """Finished runs of the demo, of pretrained models and of programs, nothing held; one of each key and device."""
     files = [file for place in PLACES for file in sorted(place.glob("*.jsonl"))]
     lines = [{**_DEFAULTS, **json.loads(line)} for file in files for line in file.read_text().splitlines()]
     ours = [run for run in lines if run.get("finished") and "held" not in run]
     found = {(run["key"], run["device"]): run for run in ours}.values()
-    return [run for run in found if run["arm"] == "off" and run["start"] == START and run["recipe"] in ("demo", PRETRAINED)]
+    recipes = ("demo", PRETRAINED, CODED)
+    return [run for run in found if run["arm"] == "off" and run["start"] == START and run["recipe"] in recipes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,16 @@ class Cell:
         """By seed, rate and device."""
         wanted = {**_DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, **self.others}
-        for key in ("device", "end_size", *(["model"] if self.recipe == PRETRAINED else [])):
+        for key in ("device", "end_size", *([] if self.recipe == "demo" else ["model"])):
             wanted.pop(key)
         same = (run for run in runs if run["rate"] in self.rates and all(run[key] == value for key, value in wanted.items()))
         return {(run["seed"], run["rate"], run["device"]): run for run in same}
+
+
+def word_cell(base: str, arm: str, passes: int, rate: float | tuple[float, ...], **others: Any) -> Cell:
+    """Runs of a pretrained model on word problems."""
+    same: dict[str, Any] = {"recipe": PRETRAINED, "steps": 12, "every": 4, "others": {"base": base}}
+    return Cell(arm=(arm, ""), passes=passes, rate=rate, **same, **others)
 
 
 def arm_name(arm: tuple[str, str]) -> str:

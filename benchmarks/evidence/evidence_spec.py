@@ -16,6 +16,10 @@ from corral.llm.settings import read_recipe
 
 WORDS = {**read_recipe("evidence-b"), "task_config": {"path": "runs/words", "part": "rl"}}
 """Settings of a pretrained model's runs; runs/words has asdiv, mawps and svamp, the half for reinforcement is trained on."""
+CODE = {**read_recipe("evidence-e"), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
+"""Settings of runs that write programs; code_starts.py makes the problems and the starts."""
+WORD_STARTS = {"smollm2": "runs/word-starts", "gemma": "runs/word-starts-gemma"}
+"""Where word_starts.py puts the starts of a pretrained model, a folder 1, 2, … for each seed."""
 COMPLETIONS = 512
 """Of a batch of rollouts, as the demo has it."""
 
@@ -87,6 +91,8 @@ class Run(Shipped):
 class Pretrained(Run):
     """A run of a pretrained model on word problems, from a start of word_starts.py; bf16 on a GPU, which several share."""
 
+    base: str = "smollm2"
+    """A name of WORD_STARTS: what the start was made of."""
     recipe: str = "evidence-b"
     steps: int = int(WORDS["steps"])
     eval_every: int = int(WORDS["eval_every"])
@@ -95,13 +101,33 @@ class Pretrained(Run):
     @property
     def key(self) -> str:
         """A name that no other run has."""
-        return f"words-{super().key}"
+        return f"words-{'' if self.base == 'smollm2' else self.base + '-'}{super().key}"
 
     @property
     def seconds(self) -> float:
-        """A guess at the seconds of a step where five runs share an H200."""
-        return 3.0 + 2.5 * self.passes
+        """Seconds of a step where ten runs share an H200, which they fill: 10 to 17 with one pass; alone a fifth of that."""
+        return 10.0 + 4.0 * self.passes
+
+    def layer(self) -> dict[str, Any]:
+        """Settings on top of the recipe; the optimizer's state, a gigabyte, is not written, as nothing is resumed."""
+        own = {"bf16": self.device == "cuda", "task_config": WORDS["task_config"], "save_only_model": True}
+        return super().layer() | own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded(Run):
+    """A run of the embedded model that writes one-line functions, from a start of code_starts.py."""
+
+    recipe: str = "evidence-e"
+    steps: int = int(CODE["steps"])
+    eval_every: int = int(CODE["eval_every"])
+    eval_size: int = int(CODE["eval_size"])
+
+    @property
+    def key(self) -> str:
+        """A name that no other run has."""
+        return f"code-{super().key}"
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe."""
-        return super().layer() | {"bf16": self.device == "cuda", "task_config": WORDS["task_config"]}
+        return super().layer() | {"task_config": CODE["task_config"]}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from evidence_plans import WORD_RATES
-from evidence_rows import PRETRAINED, Cell, Row, arm_name, compare
+from evidence_rows import Cell, Row, arm_name, compare, word_cell
 
 from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
 
@@ -15,7 +15,7 @@ TUNED_UP_TO = 400
 TROLL, CLIP, DPPO, NONE = ("troll", ""), ("ppo_clip", ""), ("dppo", ""), ("reinforce", "")
 _HOT = Cell(arm=TROLL, rate=1e-3)
 _REUSED = Cell(arm=TROLL, rate=2e-4, passes=4, steps=10, every=2)
-_WORDS = Cell(arm=TROLL, rate=WORD_RATES, best=True, recipe=PRETRAINED, steps=12, every=3)
+_WORDS, _GEMMA = (word_cell(base, "troll", 1, WORD_RATES, best=True) for base in ("smollm2", "gemma"))
 _FP8 = Cell(arm=TROLL, others={"sampler": "fp8", "anchor": "rollout"})
 
 
@@ -50,6 +50,14 @@ CLAIMS = (
         says="TROLL beats clipping on SmolLM2 with four passes over a batch, each at its best rate",
         ours=replace(_WORDS, passes=4),
         theirs=replace(_WORDS, arm=CLIP, passes=4),
+    ),
+    _claim("gemma-troll", "TROLL beats clipping on Gemma, each at its best rate", _GEMMA, TROLL, CLIP),
+    _claim("gemma-dppo", "DPPO beats clipping on Gemma, each at its best rate", _GEMMA, DPPO, CLIP),
+    Claim(
+        name="gemma-reuse",
+        says="TROLL with four passes beats clipping with one on Gemma, each at its best rate, at equal rollouts",
+        ours=replace(_GEMMA, passes=4),
+        theirs=replace(_GEMMA, arm=CLIP),
     ),
     _claim("dppo-tuned", "DPPO beats clipping at a rate that suits both", Cell(arm=TROLL), DPPO, CLIP),
     _claim("dppo-hot", "DPPO beats clipping at five times that rate", _HOT, DPPO, CLIP),

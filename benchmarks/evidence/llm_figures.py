@@ -1,12 +1,13 @@
 """Figures of docs/results/llm.md: the map over rates, reuse of batches, TROLL's ablations."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from evidence_plans import ABLATIONS, ARMS, WORD_ARMS, WORD_RATES
-from evidence_rows import PRETRAINED, Cell, Row, arm_name, compare
+from evidence_rows import Cell, Row, arm_name, compare, word_cell
 from study_table import area
 
 from corral.report.looks import LIGHT, MARKERS, assign_looks
@@ -20,7 +21,8 @@ def figures(runs: Sequence[Row]) -> dict[str, Any]:
     from matplotlib.figure import Figure
 
     found = {}
-    paints = {"map": _paint_map, "reuse": _paint_reuse, "ablations": _paint_ablations, "words": _paint_words}
+    paints = {"map": _paint_map, "reuse": _paint_reuse, "ablations": _paint_ablations}
+    paints |= {"words": partial(_paint_words, base="smollm2"), "words-gemma": partial(_paint_words, base="gemma")}
     for name, paint in paints.items():
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         if paint(figure.subplots(), runs):
@@ -48,16 +50,15 @@ def _paint_map(axes: Any, runs: Sequence[Row]) -> bool:
 
 
 def _paint_reuse(axes: Any, runs: Sequence[Row]) -> bool:
-    """Area by passes at 2e-4."""
-    passes = (1, 2, 4, 8)
-    _lines(axes, runs, passes, lambda arm, count: Cell(arm=arm, rate=2e-4, passes=int(count), steps=10))
-    axes.set(xscale="log", xlabel="passes over each batch, 8 updates each", ylabel="area under held-out success, 10 batches")
-    return _end(axes, passes, [str(count) for count in passes])
+    """Area by learning rate with four passes over each batch."""
+    rates = (1e-4, 2e-4, 4e-4)
+    _lines(axes, runs, rates, lambda arm, rate: Cell(arm=arm, rate=rate, passes=4, steps=10, every=2))
+    axes.set(xscale="log", xlabel="learning rate, four passes over a batch", ylabel="area under held-out success, 10 batches")
+    return _end(axes, rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
 
 
-def _paint_words(axes: Any, runs: Sequence[Row]) -> bool:
+def _paint_words(axes: Any, runs: Sequence[Row], base: str) -> bool:
     """Area of a pretrained model by learning rate."""
-    same: dict[str, Any] = {"recipe": PRETRAINED, "steps": 12, "every": 3}
     for objective, passes in (*WORD_ARMS, ("ppo_clip", 4)):
         name = objective if passes == 1 else f"{objective} × {passes} passes"
         look = (*assign_looks([arm for arm, _ in WORD_ARMS])[objective], "-" if passes == 1 else "--")
@@ -65,7 +66,7 @@ def _paint_words(axes: Any, runs: Sequence[Row]) -> bool:
             axes,
             runs,
             WORD_RATES,
-            lambda rate, arm=(objective, ""), passes=passes: Cell(arm=arm, rate=rate, passes=passes, **same),
+            partial(word_cell, base, objective, passes),
             name,
             look,
         )

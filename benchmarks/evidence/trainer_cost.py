@@ -22,6 +22,7 @@ import torch
 import transformers
 from cost import Clock  # beside the study of deployed networks
 
+from corral.llm.run_trainer import RunTrainer
 from corral.llm.settings import TABLES, read_recipe, resolve
 from corral.llm.train import train
 from corral.llm.trainer import CorralTrainer
@@ -55,20 +56,23 @@ def measure(name: str, steps: int, device: str, layers: list[dict[str, Any]]) ->
                 if device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
 
-    start = CorralTrainer.__init__
+    start, success = CorralTrainer.__init__, RunTrainer.measure
 
     def begin(trainer: CorralTrainer, *args: Any, **kwargs: Any) -> None:
         start(trainer, *args, **kwargs)
         trainer.add_callback(AfterTheFirst())
 
     CorralTrainer.__init__ = begin  # type: ignore[method-assign]
+    RunTrainer.measure = lambda _: {}  # type: ignore[method-assign]  # held-out success is not what is timed
     quick = {"eval_size": 1, "eval_every": 999, "keep_completions": 0, "checkpoint_every": 999, "steps": steps + 1}
     try:
         with tempfile.TemporaryDirectory() as folder:
             settings = resolve([*layers, {"device": device, **quick}, OBJECTIVES[name]])
-            train(settings, out=Path(folder) / "run", quiet=True)
+            stopped = train(settings, out=Path(folder) / "run", quiet=True).summary["stopped"]
+            if stopped != "finished":
+                raise SystemExit(f"trainer_cost: {name} was {stopped} before its {steps + 1} steps; nothing is written of it.")
     finally:
-        CorralTrainer.__init__ = start  # type: ignore[method-assign]
+        CorralTrainer.__init__, RunTrainer.measure = start, success  # type: ignore[method-assign]
         for take_off in undo:
             take_off()
     spent = {key: (clock.spent[key] - first[key]) / steps for key in ("step", "rollouts")}

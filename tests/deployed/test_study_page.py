@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import plans
@@ -16,9 +17,10 @@ import study_page
 import study_rates
 import study_table
 import study_text
+import torch
 from spec import Shipped, Spec
-from word_problems import WordProblems
 
+from corral.deployed import restore, snapshot
 from corral.report.statistics import area_under_curve
 
 
@@ -191,38 +193,109 @@ def test_plans_name_every_run_once() -> None:
     runs = plans.reuse()
     assert {run.passes for run in runs} == {1, 2, 4, 8}
     tuning, fresh = {301, 302, 303}, {*range(401, 411)}
-    for name, seeds in {"bound": tuning, "tune": tuning - {303}, "rates": tuning - {303}, "confirm-reuse": fresh}.items():
+    for name, seeds in {
+        "bound": tuning,
+        "tune": tuning - {303},
+        "rates": tuning - {303},
+        "confirm-reuse": fresh,
+        "confirm-many": fresh,
+    }.items():
         assert {run.seed for run in plans.PLANS[name]()} == seeds, name
     assert {run.seed for run in plans.confirm_rates() + plans.confirm_rates_more()} == fresh
     assert isinstance(plans.gate0()[0], Spec)
+    words = plans.gate0_words()
+    assert {run.layer()["model"] for run in words} == {f"runs/word-starts/{seed - 400}" for seed in range(401, 404)}
+    assert replace(words[0], device="cuda").layer()["bf16"]
     held = Shipped(objective="troll", rate="auto", seed=3, bound=None)
     assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
     assert Shipped(objective="troll", rate=1e-3, seed=3, bound=0.02).layer()["deployed_bound"] == 0.02
 
 
-def test_golden_word_problems() -> None:
-    task = WordProblems()
-    problem = "Of 40 apples in a crate, 2 are sold. How many apples are left?"
-    assert [task.verify(problem, text) for text in ("38", "40 - 2 = 38 apples.", "1,038", "2", "")] == [1.0, 1.0, 0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="none of its problems"):
-        task.verify("3 7 12>22:", "22")
-    assert not {*task.train_prompts(300, 1)} & {*task.held_out_prompts(300, 2)}
-    assert all(task.verify(*pair) == 1.0 and len(pair[0]) <= task.max_prompt_length for pair in task.demonstrations(50, 3))
+def test_golden_bounds_with_a_constant_schedule() -> None:
+    same: dict[str, Any] = {"rewards": [0.1] * 10, "steps": 10, "schedule": "constant", "passes": 4}
+    runs = [
+        made(seed, success={0: 0.2, 10: end}, rate=rate, **same) for rate, end, seed in ((1e-4, 0.5, 301), (2e-4, 0.4, 301))
+    ]
+    held: dict[str, Any] = {"rate": "auto", "arm": "on 0.01", "bound": 0.01, **same}
+    runs += [made(seed, success={0: 0.2, 10: 0.3 + seed / 1000}, **held) for seed in (301, 302)]
+    assert study_page.bounds_constant(runs).splitlines()[2] == "| troll | 4 | 1e-4: .500 | .601 .602 |"
+
+
+def test_golden_rows_of_a_pretrained_model() -> None:
+    # Areas of two measurements are their means: auto .35 and .45, tuned .30 and .40. t(.975, 1) = 12.706 times .05: .635.
+    same: dict[str, Any] = {"recipe": "evidence-b", "rewards": [0.1] * 4, "held": {}}
+    ours = [made(seed, success={2: 0.3 + seed / 10, 4: 0.2 + seed / 10}, arm="auto_mean", rate=1e-3, **same) for seed in (1, 2)]
+    ours = [run | {"lines": [line | {"after": {"mean": 0.01, "p999": 1.0}} for line in run["lines"]]} for run in ours]
+    tuned = []
+    for run in ours:
+        lines = [line | ({"success": line["success"] - 0.05} if "success" in line else {}) for line in run["lines"]]
+        tuned.append(run | {"arm": "tuned", "rate": 1e-5, "lines": lines})
+    table = study_gate0.gate0_words([*ours, *tuned], "linear").splitlines()
+    assert table[2] == "| nothing held | 1e-5 | 2 | .350 ± .635 | −.050 ± .000 | .300 | .900 | .01 | 1 |"
+    assert table[3].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 2 | .400 ± .635 | – |")
+
+
+def two_completions() -> dict[str, torch.Tensor]:
+    """Two problems, one of them padded, with completions of four and two tokens."""
+    torch.manual_seed(1)
+    prompts, completions = torch.randint(3, 90, (2, 5)), torch.randint(3, 90, (2, 4))
+    masks = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    return {
+        "prompt_ids": prompts, "completion_ids": completions, "prompt_mask": masks[0], "completion_mask": masks[1],
+        "advantages": torch.tensor([1.0, -1.0]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bf16"])
+def test_a_measurement_is_of_the_network_in_its_training_precision(half: bool) -> None:
+    from measure import Measure
+
+    from corral.llm.models import load_model
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=half)
+
+    model = load_model("tiny")[0]
+    batch = two_completions()
+    ids, seen = (torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], 1) for what in ("ids", "mask"))
+
+    def policy() -> torch.Tensor:
+        with torch.no_grad(), autocast():
+            logits = model(input_ids=ids, attention_mask=seen).logits
+        return logits[:, 4:-1][batch["completion_mask"].bool()].double().log_softmax(-1)
+
+    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(autocast=autocast))
+    measure, old = Measure(trainer, batch, slice(0, 2)), policy()
+    assert not measure.kl()["exact"].any()
+    weights = snapshot(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn_like(p)
+    new = policy()
+    oracle = (new.exp() * (new - old)).sum(-1)  # logits of a half-precision GEMM are rounded there, and not in ours
+    torch.testing.assert_close(measure.kl()["exact"].double(), oracle, rtol=0.1 if half else 1e-3, atol=1e-3 if half else 1e-5)
+    restore(model, weights)
+    assert not measure.kl()["exact"].any()
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps with a random model over bytes in its place, on the CPU."""
-    import shipped_run
+def test_gate_0_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps with a random model over bytes in its place, in bfloat16 on the CPU; its tail has a level of its own."""
+    import held_run
 
-    smoke = {"model": "smoke", "device": "cpu", "num_generations": 2, "per_device_train_batch_size": 2}
-    monkeypatch.setitem(spec.STARTS, "smollm2", spec.STARTS["smollm2"] | smoke | {"reward": "corral.llm.smoke:letters"})
-    run = replace(plans.smollm2()[0], steps=2, eval_size=2, end_size=2)
-    found = shipped_run.run(run, math.inf)
+    layer = spec.WordSpec.layer
+    smoke = {"model": "smoke", "task": "countdown", "task_config": {}, "instruction": "{problem}", "bf16": True}
+    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.llm.smoke:letters"}
+    monkeypatch.setattr(spec.WordSpec, "layer", lambda self: layer(self) | smoke)
+    run = next(run for run in plans.gate0_words() if run.arm == "p999")
+    found = held_run.run(replace(run, rate=3e-2, steps=2, eval_size=2), math.inf)
     assert found["finished"]
-    assert len(found["lines"]) == 3
-    assert found["lines"][-1]["tr/step_share"] == 1.0  # the first of the plan is unheld
-    assert found["end"]["problems"] == 2
+    assert found["recipe"] == "evidence-b"
+    first, second = found["lines"]
+    assert first["after"]["mean"] <= first["aim"]
+    assert first["share"] < 1  # else nothing was found
+    assert second["level"] == pytest.approx(first["after"]["p999"] / first["after"]["mean"])
+    assert second["after"]["p999"] <= second["aim"] * second["level"]
 
 
 def test_plans_run_where_no_report_can_be_made() -> None:

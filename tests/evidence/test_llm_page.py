@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import llm_page
+import llm_tables
 import pytest
 from evidence_rows import Cell, compare, most_collapses, read_runs
 from llm_claims import CLAIMS, judge
@@ -19,7 +20,9 @@ def test_the_page_holds_the_numbers_of_its_runs() -> None:
     text = llm_page.PAGE.read_text()
     shown = int(re.findall(r"^(\d+) runs in all", text, re.MULTILINE)[0])
     # The other study adds runs that count here too; until `make results` the page is of those it had.
-    assert shown < len(RUNS) or llm_page.write(text, RUNS) == text, "run `make results`"
+    for page in (llm_page.PAGE, llm_page.README):
+        text = page.read_text()
+        assert shown < len(RUNS) or llm_page.write(text, RUNS) == text, "run `make results`"
 
 
 def test_it_runs_as_a_program_of_its_own() -> None:
@@ -29,8 +32,17 @@ def test_it_runs_as_a_program_of_its_own() -> None:
 
 
 def test_every_block_and_every_claim_is_on_the_page_once() -> None:
-    found = llm_page.BLOCK.findall(llm_page.PAGE.read_text())
+    found = [name for page in (llm_page.PAGE, llm_page.README) for name in llm_page.BLOCK.findall(page.read_text())]
     assert sorted(found) == sorted([*llm_page.BLOCKS, *(f"verdict-{claim.name}" for claim in CLAIMS)])
+
+
+def test_claims_without_runs_are_named_and_have_no_row() -> None:
+    assert llm_page.verdicts([]).startswith("\nNamed before any run, and not tested yet: TROLL beats clipping at a rate")
+    assert "Of all claims that were tested, 0 of 0 hold." in llm_page.front([])
+    runs = [made_up("troll", seed, [0.2, 0.6 + 0.01 * (seed - 402)]) for seed in (401, 402, 403)]
+    runs += [made_up("ppo_clip", seed, [0.2, 0.2]) for seed in (401, 402, 403)]
+    assert "| TROLL beats clipping at five times that rate | +20.0 |" in llm_page.verdicts(runs)
+    assert "1 of 1 hold" in llm_page.front(runs)
 
 
 def test_raw_files_are_small() -> None:
@@ -42,7 +54,7 @@ def made_up(objective: str, seed: int, success: list[float], rate: float = 1e-3,
     lines = [{"step": step, "success": value, "greedy": value, "reward": value} for step, value in enumerate(success)]
     about = {"objective": objective, "rate": rate, "seed": seed, "passes": 1, "steps": 15, "schedule": "linear", "arm": "off"}
     about |= {"variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None}
-    about |= {"recipe": "demo", "start": "demo", "eval_every": 5, "device": "cpu"}
+    about |= {"recipe": "demo", "start": "demo", "eval_every": 5, "device": "cpu", "base": ""}
     return {**about, "dead": False, "lines": lines, **more}
 
 
@@ -106,7 +118,7 @@ def test_what_a_count_of_collapses_excludes(count: int, runs: int, most: float) 
 
 def test_a_run_that_died_counts_as_nothing_from_there_on() -> None:
     run = made_up("reinforce", 1, [0.2, 0.1], dead=True)
-    row = llm_page._cells("reinforce", [run])
+    row = llm_tables.cells_of("reinforce", [run])
     assert (row[3], row[-1]) == (".000", "1 of 1, at most 100 %")
 
 

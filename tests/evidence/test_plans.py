@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from evidence_plans import ABLATIONS, PLANS, SEEDS
-from evidence_spec import COMPLETIONS, VARIANTS, Run
+from evidence_spec import COMPLETIONS, VARIANTS, Pretrained, Run
 from llm_claims import CLAIMS
 from plans import PLANS as STUDY
 
@@ -29,7 +29,7 @@ def test_every_variant_resolves_and_changes_something() -> None:
         plain = resolved(replace(spec, variant=""))
         settings = resolved(spec)
         config = trainer_config(settings, max_completion_length=8)  # refuses what cannot run
-        assert config.generation_batch_size == COMPLETIONS
+        assert config.generation_batch_size == (256 if isinstance(spec, Pretrained) else COMPLETIONS)
         changed = (settings.objective_config, settings.trainer) != (plain.objective_config, plain.trainer)
         assert changed == bool(variant), variant
 
@@ -54,11 +54,15 @@ def test_one_update_per_batch_is_one() -> None:
 
 
 def test_the_plan_of_claims_has_what_every_claim_compares() -> None:
-    planned = [{**asdict(spec), "arm": spec.arm, "device": "cpu"} for name in ("claims", "b") for spec in PLANS[name]()]
+    planned = [
+        {"base": "", **asdict(spec), "arm": spec.arm, "device": "cpu"}
+        for name in ("claims", "b", "b-gemma")
+        for spec in PLANS[name]()
+    ]
     for claim in CLAIMS:
         for cell in (claim.ours, claim.theirs):
             found = {seed for seed, *_ in cell.runs(planned)}
-            assert found == set(SEEDS), claim.name
+            assert found == set(SEEDS[:3] if claim.name.startswith("gemma") else SEEDS), claim.name
 
 
 def test_ablations_change_one_thing_each() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import evidence_spec
 import pytest
+import torch
 import word_starts
 from evidence_plans import PLANS, SEEDS, WORD_RATES
 from evidence_rows import at_best
@@ -40,6 +41,17 @@ def test_a_start_is_a_folder_that_loads_and_says_what_it_can_do(tmp_path: Path) 
     assert json.dumps(card)
 
 
+def test_the_loss_is_that_of_the_answers_alone_and_padding_is_not_seen() -> None:
+    start = word_starts.Start("smoke", DATA, "cpu")
+    rows = [([5, 6, 7, 8, 9], [10, 11]), ([12, 13], [14, 15, 16, 17])]
+    start.model.eval()
+    one_by_one = []
+    for prompt, answer in rows:
+        logits = start.model(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        one_by_one += [-logits[len(prompt) + place - 1, token] for place, token in enumerate(answer)]
+    torch.testing.assert_close(start._loss(rows), torch.stack(one_by_one).mean(), rtol=1e-4, atol=1e-5)
+
+
 def test_every_seed_has_a_start_and_every_rate() -> None:
     plan = PLANS["b"]()
     assert {spec.model for spec in plan} == {f"runs/word-starts/{place}" for place in (1, 2, 3, 4, 5)}
@@ -47,7 +59,18 @@ def test_every_seed_has_a_start_and_every_rate() -> None:
     assert len(plan) == len(arms) * len(SEEDS) * len(WORD_RATES) == 75
     settings = resolve([read_recipe("evidence-b"), replace(plan[0], device="cuda").layer()])
     assert (settings.task_config["part"], settings.device, settings.eval_size) == ("rl", "cuda", 1000)
-    assert settings.trainer["bf16"] is True
+    assert (settings.trainer["bf16"], settings.trainer["save_only_model"]) == (True, True)
+
+
+def test_held_runs_and_those_of_gemma_are_told_apart() -> None:
+    held, gemma, plain = ({spec.key: spec for spec in PLANS[name]()} for name in ("b-held", "b-gemma", "b"))
+    assert (len(held), len(gemma)) == (28, 36)
+    assert not held.keys() & plain.keys()
+    assert not gemma.keys() & plain.keys()
+    assert {spec.model for spec in gemma.values()} == {f"runs/word-starts-gemma/{place}" for place in (1, 2, 3)}
+    automatic = [spec for spec in held.values() if spec.rate == "auto"]
+    assert {(spec.arm, spec.schedule) for spec in automatic} == {("on 0.03", "constant")}
+    assert resolve([read_recipe("evidence-b"), automatic[0].layer()]).trainer["learning_rate"] == "auto"
 
 
 def test_a_run_of_the_plan_trains(monkeypatch: pytest.MonkeyPatch) -> None:

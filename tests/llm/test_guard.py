@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tiny_models import make_trainer
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from corral.llm.guard import GuardCallback, on_any_process
+from corral.llm.guard import GuardCallback, SelfCheck, on_any_process
 from corral.llm.policy_term import PolicyTerm
 from corral.llm.trainer import CorralTrainer
 from corral.run.watch import CollapseLimits
@@ -66,6 +67,18 @@ def test_many_skipped_updates_in_a_row_are_a_collapse() -> None:
     for update in range(10):
         pre_step(guard, model_with_gradients(float("nan")), update)
     assert guard.collapsed == "10 updates in a row had to be skipped: nothing is being learned."
+
+
+def test_golden_a_hidden_kl_is_warned_of_unless_it_was_retracted() -> None:
+    # .1 is above .05; of a step that kept 18 %, .1 · .18² = .003 is left.
+    said: list[str] = []
+    check = SelfCheck(SimpleNamespace(union=False))  # type: ignore[arg-type]
+    check.say = said.append
+    for line in ({"tr/hidden_kl_max": 0.1, "tr/step_share": 0.18}, {"tr/hidden_kl_max": 0.04}):
+        check.on_log(ARGS, TrainerState(is_world_process_zero=True), TrainerControl(), logs=line)
+    assert not said
+    check.on_log(ARGS, TrainerState(is_world_process_zero=True), TrainerControl(), logs={"tr/hidden_kl_max": 0.1})
+    assert [sentence[:24] for sentence in said] == ["tr/hidden_kl_max is 0.1:"]
 
 
 def on_log(guard: GuardCallback, line: dict[str, Any]) -> TrainerControl:

@@ -22,7 +22,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def test_the_recipes_that_there_are() -> None:
-    evidence = [f"evidence-{part}" for part in "abfgh"]
+    evidence = [f"evidence-{part}" for part in "abefgh"]
     assert ["code", "countdown", "dapo-like", "demo", "dppo_published", *evidence, "gsm8k", "tool_use"] == NAMES
 
 

@@ -61,6 +61,13 @@ def test_golden_area_and_start_count_too() -> None:
     assert found.sentence == "troll: 1e-4 … 3e-4 (2 of 4 rates), 0.5 decades"
 
 
+def test_golden_by_a_baseline_of_its_own() -> None:
+    # By all rows .60 is the best, so .57 is wanted, and .55 is not usable; by the second rate alone .55 is: .5225 is wanted.
+    sweep = rows({1e-4: [0.60] * 2, 3e-4: [0.55] * 2, 1e-3: [0.53] * 2, 3e-3: [0.52] * 2})
+    (found,), (against,) = usable_range(sweep), usable_range(sweep, baseline=rows({3e-4: [0.55] * 2}))
+    assert (found.own, against.own, against.overall) == ((1e-4,), (1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3))
+
+
 def test_golden_by_the_best_of_all() -> None:
     # troll: best .60, so .575 is inside and .56 is not. Best of all .64: .608 is wanted, which nothing of troll's has.
     troll = rows({1e-5: [0.56] * 2, 3e-5: [0.575] * 2, 1e-4: [0.60] * 2, 3e-4: [0.58] * 2, 1e-3: [0.0] * 2})

@@ -84,6 +84,15 @@ def test_figures_say_how_a_kl_was_estimated(small: Path) -> None:
     }
 
 
+def test_a_learning_rate_is_drawn_beside_the_deployed_kl_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", "troll")
+    assert "learning_rate" not in {metric.key for metric in select_metrics(read_runs([tmp_path]))}
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) | {"learning_rate": 1e-4, "tr/deployed_kl_mean": 0.01} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert {"learning_rate", "tr/deployed_kl_mean"} <= {metric.key for metric in select_metrics(read_runs([tmp_path]))}
+
+
 def test_a_difference_that_was_not_varied_is_said(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "troll", learning_rate=1e-3)
     write_run(tmp_path / "b", "dppo", learning_rate=1e-4)

@@ -298,6 +298,18 @@ def test_a_critic_of_contexts_sees_no_states() -> None:
     assert correlation == pytest.approx(1.0)  # they are normalised over the batch
 
 
+def test_a_critic_s_step_in_pieces_is_one_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, targets = torch.randn(7, 15, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    expected = (learner("tce", episodes=4).critic.value(inputs).squeeze(-1) - targets).square().mean().detach()
+    found = []
+    for piece in (3, 7):  # pieces of 3, 3 and 1 states
+        monkeypatch.setattr("corral.robot.learner._PIECE", piece)
+        agent = learner("tce", episodes=4)
+        assert_close(agent.improve_critic(inputs, targets), expected)
+        found.append(torch.cat([parameter.grad.flatten() for parameter in agent.critic.value.parameters()]))
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("algorithm", LEARNERS)
 def test_a_critic_in_float32_leaves_the_policy_in_float64(algorithm: str) -> None:
     settings = {"episodes": 8, "policy_epochs": 3, "critic_epochs": 3}

@@ -110,3 +110,38 @@ def test_the_page_is_what_the_file_says() -> None:
     runs = json.loads(robot_results.FILE.read_text())["runs"]
     page = robot_page.PAGE.read_text()
     assert robot_page.page(robot_page.by_task(runs), page) == page, "run python benchmarks/robot_page.py"
+
+
+def test_long_runs_and_variants_have_a_place_of_their_own() -> None:
+    def about(algorithm: str, iterations: int, **chosen: Any) -> tuple[str, str]:
+        environment = {"environment": "corral/HopperJump-v0", "environment_config": {"reward": "sparse"}}
+        settings = {"algorithm": algorithm, "iterations": iterations, **environment}
+        rules = {"episodes": 64, "closing_segment": True, "move_to_event": False, "noise_colour": 1.0, "replan_from": "desired"}
+        config = {"settings": settings, "objective": rules | chosen, "task": {"steps": 250}}
+        return robot_results.task_of(config), robot_results.row_of(config)
+
+    # A batch is 64 × 250 = 16,000 steps: 40 are 0.64 million, 75 are 1.2, 625 are 10, 3000 are 48.
+    assert about("tce", 40) == ("hopper jump, sparse", "TCE")
+    assert about("sb3-sac", 75)[0] == about("tce", 625)[0] == "hopper jump, sparse, up to 10 million steps"
+    assert about("tce", 3000)[0] == "hopper jump, sparse, more than 20 million steps"
+    assert about("sb3-ppo-pink", 325)[1] == "PPO, coloured noise"
+    half = about("sb3-ppo-pink", 325, noise_colour=0.5, controller_span=1.0)[1]
+    assert half == "PPO, coloured noise 1/f^0.5, same controller"
+    assert about("tce", 325, replan_every=50, replan_from="state")[1] == "TCE, a plan every 50 steps from the state"
+    assert about("bbrl", 625, contextual_covariance=True)[1] == "BBRL, covariance of the context"
+
+
+def test_rows_have_an_order_and_colours_of_their_own() -> None:
+    names = ["PPO, same controller", "SAC", "TCE, published rules", "BBRL", "TRPL", "TCE", "PPO"]
+    tasks = robot_page.by_task([run(name, 0, [-9.0, -5.0, -4.0]) for name in names])
+    (rows,) = tasks.values()
+    assert list(rows) == ["TCE", "TCE, published rules", "BBRL", "PPO", "PPO, same controller", "TRPL", "SAC"]
+    assert len(set(robot_page.colours(tasks).values())) == len(names)
+
+
+def test_rows_measured_at_other_steps_are_compared_where_both_were() -> None:
+    # TCE is measured at 100, 200 and 300 steps, PPO at 100 and 250: at 100 TCE is 2 ahead, whatever comes later.
+    tce = [run("TCE", seed, [-9.0, -5.0 + 0.01 * seed, -4.0, -3.0], asked=3) for seed in range(3)]
+    ppo = [run("PPO", seed, [-9.0, -7.0 - 0.01 * seed, -1.0]) | {"env_steps": [0, 100, 250]} for seed in range(3)]
+    (said,) = robot_page.claims(robot_page.by_task([*tce, *ppo])).values()
+    assert said == ["TCE beats PPO on return after 0 thousand steps: +2.0, 95 % interval 2.0…2.1, 3 seeds."]

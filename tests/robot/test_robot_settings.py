@@ -95,12 +95,12 @@ def test_defaults_are_a_whole_run() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "key", "value", "owners"),
     [
-        ("sb3-ppo", "noise_colour", 0.5, ", but of sb3-ppo-pink, sb3-sac-pink."),
-        ("sb3-ppo-pink", "mean_bound", 0.1, ", but of tce, bbrl, sb3-trpl."),
-        ("sb3-sac", "minibatches", 8, ", but of sb3-ppo, sb3-ppo-gsde, sb3-ppo-pink, sb3-trpl."),
-        ("sb3-trpl", "gradient_steps", 8, ", but of sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
-        ("bbrl", "points", 3, ", but of tce."),
-        ("tce", "rate", 1e-3, ", but of sb3-ppo, sb3-ppo-gsde,"),
+        ("sb3-ppo", "noise_colour", 0.5, ": it belongs to sb3-ppo-pink, sb3-sac-pink."),
+        ("sb3-ppo-pink", "mean_bound", 0.1, ": it belongs to tce, bbrl, sb3-trpl."),
+        ("sb3-sac", "minibatches", 8, ": it belongs to sb3-ppo, sb3-ppo-gsde, sb3-ppo-pink, sb3-trpl."),
+        ("sb3-trpl", "gradient_steps", 8, ": it belongs to sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
+        ("bbrl", "points", 3, ": it belongs to tce."),
+        ("tce", "rate", 1e-3, ": it belongs to sb3-ppo, sb3-ppo-gsde,"),
     ],
 )
 def test_a_setting_of_another_algorithm_is_refused(algorithm: str, key: str, value: Any, owners: str) -> None:
@@ -138,6 +138,7 @@ def test_rewards_move_only_to_an_event_that_is_told() -> None:
         ("via_point_sparse", {"learner": {"critic_rate": "1e-3"}}, "with learner.plans_per_context=4 no critic is fitted"),
         ("via_point", {"learner": {"lam": "1", "plans_per_context": "2"}}, "`learner.lam` would change nothing"),
         ("via_point", {"learner": {"replan_from": "state"}}, "`learner.replan_from` would change nothing"),
+        ("via_point", {"learner": {"floor_in_region": "false"}}, "`learner.floor_in_region` would change nothing"),
     ],
 )  # fmt: skip
 def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[str, Any], sentence: str) -> None:
@@ -152,6 +153,7 @@ def test_a_flag_that_would_change_nothing_is_refused(recipe: str, flags: dict[st
         {"prodmp": {"basis": "8"}, "dtype": "float64"},
         {"algorithm": "sb3-ppo", "dtype": "float32"},
         {"learner": {"plans_per_context": "1", "critic_rate": "1e-3"}},
+        {"learner": {"entropy_floor": "0", "floor_in_region": "false"}},
         {"learner": {"replan_every": "50", "replan_from": "state", "plans_per_context": "1"}},
     ],
 )

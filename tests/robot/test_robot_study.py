@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import robot_study
-from robot_plans import PLANS, TUNED_ON
+from robot_plans import PLANS, TUNED_ON, jobs
 
-from corral.robot.prepare import EPISODIC
-from corral.robot.settings import coerce_fields, read_recipe, resolve
-from corral.run.settings import nested
+from corral.robot.prepare import learner_config
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -18,10 +16,8 @@ def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan:
     jobs = list(PLANS[plan](lambda setting: (float(setting.endswith("cov-0.001")), 0.0)))
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
-        given = nested([("seed", str(job.seed)), *job.changes], ("environment_config", "prodmp", "learner"))
-        settings = resolve([read_recipe(job.recipe), given])
-        if settings.algorithm in EPISODIC:
-            EPISODIC[settings.algorithm][1](**coerce_fields("learner", EPISODIC[settings.algorithm][1], settings.learner))
+        settings = robot_study.settings_of(job)
+        assert learner_config(settings).iterations == settings.iterations
         assert (settings.seed in TUNED_ON) == (plan.endswith(("explore", "tune")))
 
 
@@ -63,3 +59,12 @@ def test_an_outcome_is_the_last_measurement(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "ret')  # cut off
     assert robot_study.outcome(tmp_path).split() == ["step", "1", "success", "0.500", "return", "-2.00", "3", "s"]
+
+
+def test_a_plan_is_tried_and_its_cost_told(capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"iterations": 10, "learner__episodes": 4, "learner__policy_epochs": 1, "learner__critic_epochs": 1}
+    robot_study.try_jobs([*jobs("arm", "via_point", range(3), **small)])
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("arm ")
+    assert "3 × 10 batches" in first
+    assert "3 runs" in last

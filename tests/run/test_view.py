@@ -160,3 +160,6 @@ def test_numbers_and_texts() -> None:
     assert shorten("a\nb") == "a⏎b"
     assert len(shorten("x" * 500)) == 120
     assert readable({"success": None, "reward": 0.5, "skipped": 2, "warnings": []}) == [("reward", "0.5"), ("skipped", "2")]
+    certified = {"learning_rate": 1.9853e-4, "tr/deployed_kl_mean": 0.0168}
+    assert readable(certified) == [("learning_rate", "0.000199"), ("tr/deployed_kl_mean", "0.0168")]
+    assert readable({"learning_rate": 2e-4}) == []  # it follows its schedule

@@ -23,8 +23,9 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 
 AUTO_PASSES = 8
 """Passes over a batch that `reuse="auto"` makes at most, where `num_iterations` is TRL's default of 1."""
-AUTO_RATE, AUTO_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.02
-"""What `learning_rate="auto"` stands for: a rate to start from, and the `deployed_bound` that brings it where it belongs."""
+AUTO_RATE, AUTO_BOUND, PASSES_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.01, 0.02
+"""What `learning_rate="auto"` stands for: a rate to start from, and the `deployed_bound` that brings it where it belongs: with
+one pass over each batch, with several, and with `reuse="auto"`."""
 
 
 @dataclass
@@ -81,7 +82,8 @@ class CorralConfig(GRPOConfig):
     learning_rate: float | str = field(  # type: ignore[assignment]  # transformers has no word
         default=1e-6,
         metadata={
-            "help": "Peak learning rate; `auto` starts at 1e-3 and lets `deployed_bound`, .03 unless given, find the rate."
+            "help": "Peak learning rate; `auto` starts at 1e-3 and lets `deployed_bound` find the rate; unless given .03 with "
+            "one pass over each batch and .01 with several."
         },
     )
     deployed_bound: float | None = field(
@@ -101,8 +103,8 @@ class CorralConfig(GRPOConfig):
     lr_scheduler_type: SchedulerType | str = field(
         default="auto",
         metadata={
-            "help": "The learning rate's schedule; `auto` is linear, and constant where the learning rate is `auto` and each "
-            "batch of rollouts is used once."
+            "help": "The learning rate's schedule; `auto` is linear, and constant where the learning rate is `auto` and "
+            "`reuse` is not."
         },
     )
     disable_dropout: bool = field(
@@ -128,13 +130,13 @@ class CorralConfig(GRPOConfig):
             first = self.make_objective().config.reductions[0]
             self.loss_type = next(name for name, how in REDUCTIONS.items() if how == first)
         if self.lr_scheduler_type == "auto":
-            # A decay takes the bound with it: that costs where a batch is used once, and helps where it is used often.
-            once = self.num_iterations == 1 and self.reuse != "auto"
-            self.lr_scheduler_type = "constant" if self.learning_rate == "auto" and once else "linear"
+            # A decay takes the bound with it: it ends too tight. With `reuse="auto"` the constant one was not measured.
+            self.lr_scheduler_type = "constant" if self.learning_rate == "auto" and self.reuse != "auto" else "linear"
         if self.learning_rate == "auto":  # transformers wants a number
             self.learning_rate = AUTO_RATE
             if self.deployed_bound is None:
-                self.deployed_bound = REUSE_BOUND if self.reuse == "auto" else AUTO_BOUND
+                fixed = AUTO_BOUND if self.num_iterations == 1 else PASSES_BOUND
+                self.deployed_bound = REUSE_BOUND if self.reuse == "auto" else fixed
         if self.reuse == "auto":
             self.deployed_bound = REUSE_BOUND if self.deployed_bound is None else self.deployed_bound
             self.num_iterations = AUTO_PASSES if self.num_iterations == 1 else self.num_iterations

@@ -121,8 +121,9 @@ class SelfCheck(TrainerCallback):
             )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Warn if KL was hidden in the tail, which the union of both supports would have seen."""
-        hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0)
+        """Warn if KL was hidden in the tail, which the union of both supports would have seen, and was not retracted."""
+        kept = kwargs["logs"].get("tr/step_share", 1.0)
+        hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0) * kept**2  # near the old weights a KL grows as the square
         if self.tail_reported or not hidden > _HIDDEN_KL or self.trainer.union:
             return
         self.tail_reported = True

@@ -52,6 +52,8 @@ METRICS = (
     _region("tr/mismatch", "Sampler mismatch", "total variation between sampler and trainer on sampled tokens", log=True),
     _region("tr/rest_mass", "Mass outside the support", "old probability of tokens that are not kept one by one", log=True),
     _region("tr/unconverged", "Unconverged projections", "tokens per update whose projection did not converge"),
+    _region("tr/deployed_kl_mean", "Deployed KL", "mean KL to the network before the step, nats per token", log=True),
+    _region("learning_rate", "Learning rate", "of a step; where a bound holds, the next follows the deployed KL", log=True),
     _region("tr/active_cov", "Active covariances", "share of Gaussians whose covariance was projected", percent=True),
     _region("skipped", "Skipped updates", "updates with a non-finite loss or gradient so far", largest=True),
     _region("grad_norm", "Gradient norm", "before clipping", log=True),
@@ -88,9 +90,12 @@ _SAMPLED = {
 
 
 def select_metrics(runs: Sequence[Run]) -> list[Metric]:
-    """Metrics that any run has; counters only if they ever count."""
+    """Metrics that any run has; counters only if they ever count, the learning rate beside a deployed KL alone."""
     found, robots = [], all(run.is_robot for run in runs)
+    certified = any("tr/deployed_kl_mean" in line for run in runs for line in run.lines)
     for metric in METRICS:
+        if metric.key == "learning_rate" and not certified:
+            continue
         metric = replace(metric, caption=_ROBOTS[metric.key]) if robots and metric.key in _ROBOTS else metric
         if metric.key in _SAMPLED and (names := _without_support(runs)):
             metric = replace(metric, caption=metric.caption + _SAMPLED[metric.key].format(names=names))

@@ -28,6 +28,9 @@ _LAST_RATE = 0.01
 """Learning rates fall linearly to this share of their first value."""
 
 
+_PIECE = 2000
+"""States of a batch that go through the critic together: 128 numbers of each are 1 MB in float32."""
+
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
 """Of a Gaussian with standard deviation 1: what is left of an entropy per parameter is the logarithm of a mean deviation."""
 
@@ -158,8 +161,10 @@ class Learner(ABC):
         context, old = self.planner.contexts(episodes).to(self.dtype), snapshot(self.policy)
         metrics = {}
         if credit.inputs is not None and credit.targets is not None:
+            inputs = self.critic.normalise(credit.inputs)  # the same in every epoch
+            targets = credit.targets.to(inputs)
             for _ in range(self.config.critic_epochs):
-                metrics["critic_loss"] = self.improve_critic(credit.inputs, credit.targets)
+                metrics["critic_loss"] = self.improve_critic(inputs, targets)
         for _ in range(self.config.policy_epochs):
             metrics |= self.improve_policy(context, plans, credit, log_old)
         if self.config.set_covariance:
@@ -185,13 +190,15 @@ class Learner(ABC):
         return Credit(normalise_advantages(apart, mask), mask)
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
-        """One full-batch step on V's squared error."""
-        values = self.critic(inputs)
-        loss = (values - targets.to(values)).square().mean()
+        """One full-batch step on V's squared error at normalised inputs, in pieces whose activations stay in the cache."""
         self.critic_optimizer.zero_grad()
-        loss.backward()
+        loss = targets.new_zeros(())
+        for states, wanted in zip(inputs.split(_PIECE), targets.split(_PIECE), strict=True):
+            error = (self.critic.value(states).squeeze(-1) - wanted).square().sum() / len(targets)
+            error.backward()
+            loss += error.detach()
         self.critic_optimizer.step()
-        return loss.detach()
+        return loss
 
     def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
         """One full-batch step on the policy's loss."""

@@ -136,6 +136,10 @@ class Critic(nn.Module):
         self.normaliser = Normaliser(observation)
         self.value = mlp(observation, hidden, 1, activation, gain=1.0)
 
+    def normalise(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b O"]:
+        """What the network reads, in its precision."""
+        return self.normaliser(observations).to(self.value[0].weight)
+
     def forward(self, observations: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
         """Values."""
-        return self.value(self.normaliser(observations).to(self.value[0].weight)).squeeze(-1)
+        return self.value(self.normalise(observations)).squeeze(-1)

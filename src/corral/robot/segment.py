@@ -122,14 +122,17 @@ def segment_log_prob(
             f"segment_log_prob: {int((info > 0).sum())} of {info.numel()} covariances are not positive definite. Points too "
             f"close for `jitter`, more points than parameters, or NaN in `chol`: see segment_jitter."
         )
-    e = torch.einsum("...nsm,...dm->...nds", rows, (params - mean).unflatten(-1, (-1, rows.shape[-1]))).flatten(-2)
-    if lower.ndim == 3:  # one factor for every episode: they are the columns of one right-hand side
-        white = torch.linalg.solve_triangular(lower, e.reshape(-1, *e.shape[-2:]).permute(1, 2, 0), upper=False)
-        square = white.square().sum(-2).mT.reshape(e.shape[:-1])
+    gap = params - mean
+    if lower.ndim == 3:  # one factor for every episode: whiten its rows instead of their ends, and all are one product
+        ends = torch.einsum("de,nsm->ndsem", torch.eye(gap.shape[-1] // rows.shape[-1]).to(rows), rows).flatten(1, 2).flatten(2)
+        whiten = torch.linalg.solve_triangular(lower, ends, upper=False).transpose(0, 1)  # L_n⁻¹ (I_D ⊗ R_n) [D·S N W]
+        white = whiten.flatten(0, 1) @ gap.reshape(-1, gap.shape[-1]).mT
+        square = white.unflatten(0, whiten.shape[:2]).square().sum(0).mT.reshape(*gap.shape[:-1], -1)
     else:
+        e = torch.einsum("...nsm,...dm->...nds", rows, gap.unflatten(-1, (-1, rows.shape[-1]))).flatten(-2)
         square = torch.linalg.solve_triangular(lower, e[..., None], upper=False).square().sum((-2, -1))
     log_det = lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    logp = -0.5 * square - log_det - 0.5 * e.shape[-1] * math.log(2 * math.pi)
+    logp = -0.5 * square - log_det - 0.5 * lower.shape[-1] * math.log(2 * math.pi)
     return logp if mask is None else torch.where(mask, logp, 0.0)
 
 

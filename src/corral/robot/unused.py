@@ -43,8 +43,8 @@ def check_used(settings: Settings) -> None:
         owners = [name for name in ALGORITHMS if key in used_by(name)]
         if owners and settings.algorithm not in owners:
             raise RunError(
-                f"{settings.algorithm}: there is no setting `{key}`, but of {', '.join(owners)}. Leave it out, choose such an "
-                f"algorithm, or in a file put it into that one's table, [{owners[0]}]."
+                f"{settings.algorithm}: there is no setting `{key}`: it belongs to {', '.join(owners)}. Leave it out, choose "
+                f"another algorithm, or in a file put it into the table of its own, [{owners[0]}]."
             )
     known = ENVIRONMENTS.get(settings.environment)
     if known is not None and not known.tells_event and settings.learner.get("move_to_event"):

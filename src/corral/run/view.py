@@ -20,7 +20,7 @@ from corral.run.text import visible
 _METRICS = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
 """What every line shows, in this order; then comes whatever starts with tr/."""
 
-_IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after")
+_IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after", "tr/deployed_kl_mean")
 """How much of that fits into one line of text."""
 
 _Line = Mapping[str, Any]
@@ -203,7 +203,8 @@ def make_view(*, quiet: bool, silent: bool = False) -> RunView:
 
 def readable(line: _Line) -> list[tuple[str, str]]:
     """Names and numbers of a line that are worth showing."""
-    keys = [*_METRICS, *sorted(key for key in line if key.startswith("tr/"))]
+    rate = ("learning_rate",) if "tr/deployed_kl_mean" in line else ()  # it follows what the network moves by
+    keys = [*_METRICS, *rate, *sorted(key for key in line if key.startswith("tr/"))]
     pairs = [(key, line[key]) for key in keys if line.get(key) is not None]
     if line.get("skipped"):
         pairs.append(("skipped", line["skipped"]))

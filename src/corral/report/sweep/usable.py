@@ -96,7 +96,12 @@ class UsableRange:
         return [[*members] for inside, members in grouped if inside]
 
 
-def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: float = SHARE) -> list[UsableRange]:
+def usable_range(
+    rows: Sequence[SweepRow],
+    key: str = "learning_rate",
+    share: float = SHARE,
+    baseline: Sequence[SweepRow] | None = None,
+) -> list[UsableRange]:
     """The values of `key` that are usable for certain, by contestant and other swept settings.
 
         usable  iff  low(final) ≥ share · final*  and  low(area) ≥ share · area*  and  no measurement is below the start
@@ -109,8 +114,10 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
     Args:
         key: a swept setting whose values are numbers, or `auto`.
         share: of the tuned setting.
+        baseline: those of the rows that the tuned setting is chosen among; all of them unless given.
     """
     found = cells(rows)
+    tuned = found if baseline is None else cells(baseline)
     stable = [cell for cell in found if _is_stable(cell)]
     judged = not stable or any(len(cell.seeds) > 1 for cell in stable)
     units = _uncertainty([cell.finals for cell in stable]), _uncertainty([cell.aucs for cell in stable])
@@ -135,7 +142,7 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
 
     ranges = []
     for (contestant, _), members in _by_others(found, key).items():
-        own = [cell for cell in found if cell.contestant == contestant]
+        own = [cell for cell in tuned if cell.contestant == contestant]
         ranges.append(
             UsableRange(
                 contestant=contestant,
@@ -143,7 +150,7 @@ def usable_range(rows: Sequence[SweepRow], key: str = "learning_rate", share: fl
                 setting=_others(members[0], key),
                 tried=tuple(value_at(cell.setting, key) for cell in members),
                 own=within(members, own, -1),
-                overall=within(members, found, -1),
+                overall=within(members, tuned, -1),
                 possible=within(members, own, 1),
                 judged=judged,
             )

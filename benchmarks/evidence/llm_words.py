@@ -1,0 +1,109 @@
+"""Tables of docs/results/llm.md on pretrained models, on what it costs, and on which tokens are blocked."""
+
+import json
+from collections.abc import Sequence
+from itertools import product
+from statistics import fmean, median
+
+from evidence_plans import HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
+from evidence_rows import CODED, HERE, Cell, Row, arm_name, compare, word_cell
+from llm_tables import HEAD, cells_of, difference_text, table
+from study_page import markdown, rate_text, short, two_digits
+
+STARTS = HERE / "results/word-starts.jsonl"
+BLOCKED = HERE / "results/blocked.jsonl"
+COSTS = HERE / "results/cost.jsonl"
+
+
+def words(runs: Sequence[Row], base: str) -> str:
+    """A pretrained model by objective, passes and rate; seconds of a run where several shared a card."""
+    lines = []
+    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (3e-6, *WORD_RATES, 1e-3)):
+        if found := list(word_cell(base, objective, passes, rate).runs(runs).values()):
+            name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
+            lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
+    return markdown((*HEAD, "seconds"), lines) if lines else "Not run yet.\n"
+
+
+def code(runs: Sequence[Row]) -> str:
+    """Programs by objective and rate, then TROLL against clipping at each rate, and each at its best."""
+    rates, arms = (1e-4, TUNED, HOT), (("troll", ""), ("ppo_clip", ""))
+    cells = {(rate, arm): Cell(arm=arm, rate=rate, recipe=CODED, steps=10) for rate, arm in product(rates, arms)}
+    if not any(cell.runs(runs) for cell in cells.values()):
+        return "Not run yet.\n"
+    shown = table([(f"{arm_name(arm)}, {rate_text(rate)}", cell) for (rate, arm), cell in cells.items()], runs)
+    pairs = [(f"at {rate_text(rate)}", [cells[rate, arm] for arm in arms]) for rate in rates]
+    best = [Cell(arm=arm, rate=rates, best=True, recipe=CODED, steps=10) for arm in arms]
+    told = []
+    for where, (ours, theirs) in [*pairs, ("each at the rate that is best for it on the other seeds", best)]:
+        found = compare(ours, theirs, runs)
+        told += [] if found is None else [f"{where} {difference_text(found)}"]
+    first = {run["seed"]: run["lines"][0] for cell in cells.values() for run in cell.runs(runs).values()}
+    begin = ", ".join(f"{short(line['success'])} ({short(line['greedy'])})" for _, line in sorted(first.items()))
+    points = f"TROLL over clipping, points of area paired by seed: {'; '.join(told)}."
+    return f"{shown}\nThe starts have {begin}, greedy in brackets. {points}\n"
+
+
+def word_starts(_: Sequence[Row]) -> str:
+    """What the starts can do on SVAMP, as the model comes and after its warm-up, greedy and by temperature."""
+    if not STARTS.is_file():
+        return "Not made yet.\n"
+    rows = [json.loads(line) for line in STARTS.read_text().splitlines()]
+    kinds, lines = list(rows[0]["after"]), []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == name]
+        lines.append([f"{name} as it comes", "–", *(short(mine[0]["before"][kind]) for kind in kinds)])
+        for row in sorted(mine, key=lambda row: row["seed"]):
+            after = [short(row["after"][kind]) for kind in kinds]
+            lines.append([f"{name}, start {row['seed']}", str(len(row["epochs"])), *after])
+    return markdown(("", "epochs", *(kind if kind == "greedy" else f"T = {kind}" for kind in kinds)), lines)
+
+
+def blocked(_: Sequence[Row]) -> str:
+    """Share of tokens that each rule blocks, by rate and old probability, beside the total variation over the vocabulary."""
+    if not BLOCKED.is_file():
+        return "Not measured yet.\n"
+    lines, rules = [], list[str]()
+    for row in map(json.loads, BLOCKED.read_text().splitlines()):
+        for bucket in row["buckets"]:
+            rules = list(bucket["blocked"])
+            shares = [f"{100 * bucket['blocked'][rule]:.1f} ({100 * bucket['near'][rule]:.1f})" for rule in rules]
+            about = [rate_text(row["rate"]), bucket["bucket"], f"{bucket['tokens']:,}", two_digits(bucket["tv"])]
+            lines.append([*about, f"{100 * bucket['far']:.1f}", *shares])
+    return markdown(("rate", "old probability", "tokens", "mean TV", "TV above .2, %", *rules), lines)
+
+
+def costs(_: Sequence[Row]) -> str:
+    """Seconds and memory over clipping's of the same round: medians over rounds, and how far these lie apart."""
+    if not COSTS.is_file():
+        return "Not measured yet.\n"
+    rows = [json.loads(line) for line in COSTS.read_text().splitlines()]
+    lines = []
+    for about in dict.fromkeys((row["device"], row["model"]) for row in rows):
+        mine = [row for row in rows if (row["device"], row["model"]) == about]
+        clip = {row["round"]: row for row in mine if row["name"] == "ppo_clip"}
+        for name in dict.fromkeys(row["name"] for row in mine):
+            some = [row for row in mine if row["name"] == name]
+            cells = [f"{about[1]}, {about[0]}", name, str(len(some))]
+            for key in ("step", "updates", "mib"):
+                more = [100 * (row[key] / clip[row["round"]][key] - 1) for row in some if clip[row["round"]][key]]
+                cells.append(f"{median(more):+.1f} %".replace("-", "−") if more else "–")
+            taken = sorted(row["step"] for row in some)
+            lines.append([*cells, f"{taken[0]:.2f} – {taken[-1]:.2f}"])
+    return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)
+
+
+def seconds(runs: Sequence[Row]) -> str:
+    """Seconds of whole runs with four passes that shared one GPU, over clipping's."""
+    taken = {}
+    for arm in REUSED:
+        found = Cell(arm=arm, rate=TUNED, passes=4, steps=10, every=2).runs(runs).items()
+        if mine := [run["seconds"] for (*_, device), run in found if device == "cuda" and not run["end_size"]]:
+            taken[arm_name(arm)] = mine
+    if "ppo_clip" not in taken:
+        return "Not measured yet.\n"
+    base, lines = fmean(taken["ppo_clip"]), []
+    for name, some in taken.items():
+        more = f"{100 * (fmean(some) / base - 1):+.0f} %".replace("-", "−")
+        lines.append([name, str(len(some)), f"{fmean(some):.0f} s", more])
+    return markdown(("", "runs", "a run", "over clipping"), lines)
