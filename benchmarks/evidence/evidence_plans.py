@@ -136,9 +136,9 @@ def _pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = 
 
 
 def code() -> list[Coded]:
-    """Programs: clipping and TROLL, three starts, at two rates."""
+    """Programs: clipping and TROLL, three starts, at three rates."""
     folder = str(CODE["task_config"]["path"]).rpartition("/")[0]
-    grid = itertools.product((TUNED, HOT), SEEDS[:3], ("ppo_clip", "troll"))
+    grid = itertools.product((TUNED, 1e-4, HOT), SEEDS[:3], ("ppo_clip", "troll"))
     return [Coded(objective=arm, rate=rate, seed=seed, model=f"{folder}/{seed - SEEDS[0] + 1}") for rate, seed, arm in grid]
 
 

@@ -26,21 +26,22 @@ def words(runs: Sequence[Row], base: str) -> str:
 
 
 def code(runs: Sequence[Row]) -> str:
-    """Programs by objective and rate, then TROLL against clipping."""
-    cells = {
-        (rate, arm): Cell(arm=arm, rate=rate, recipe=CODED, steps=10)
-        for rate, arm in product((TUNED, HOT), (("ppo_clip", ""), ("troll", "")))
-    }
+    """Programs by objective and rate, then TROLL against clipping at each rate, and each at its best."""
+    rates, arms = (1e-4, TUNED, HOT), (("troll", ""), ("ppo_clip", ""))
+    cells = {(rate, arm): Cell(arm=arm, rate=rate, recipe=CODED, steps=10) for rate, arm in product(rates, arms)}
     if not any(cell.runs(runs) for cell in cells.values()):
         return "Not run yet.\n"
     shown = table([(f"{arm_name(arm)}, {rate_text(rate)}", cell) for (rate, arm), cell in cells.items()], runs)
+    pairs = [(f"at {rate_text(rate)}", [cells[rate, arm] for arm in arms]) for rate in rates]
+    best = [Cell(arm=arm, rate=rates, best=True, recipe=CODED, steps=10) for arm in arms]
     told = []
-    for rate in (TUNED, HOT):
-        found = compare(cells[rate, ("troll", "")], cells[rate, ("ppo_clip", "")], runs)
-        told += [] if found is None else [f"at {rate_text(rate)} {difference_text(found)} points, {found.seeds} seeds"]
+    for where, (ours, theirs) in [*pairs, ("each at the rate that is best for it on the other seeds", best)]:
+        found = compare(ours, theirs, runs)
+        told += [] if found is None else [f"{where} {difference_text(found)}"]
     first = {run["seed"]: run["lines"][0] for cell in cells.values() for run in cell.runs(runs).values()}
     begin = ", ".join(f"{short(line['success'])} ({short(line['greedy'])})" for _, line in sorted(first.items()))
-    return f"{shown}\nThe starts have {begin} greedy. TROLL over clipping, areas paired by seed: {'; '.join(told)}.\n"
+    points = f"TROLL over clipping, points of area paired by seed: {'; '.join(told)}."
+    return f"{shown}\nThe starts have {begin}, greedy in brackets. {points}\n"
 
 
 def word_starts(_: Sequence[Row]) -> str:

@@ -79,7 +79,8 @@ def test_smoke_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("argv", "message"),
     [
         ([], "eval takes a run's folder or a model"),
-        (["tiny"], "tiny is a model and has no task of its own: say which with --task"),
+        (["tiny"], "tiny is a model, and has no task of its own: say which with --task"),
+        (["nowhere"], "nowhere is no folder here, and a model of the hub has no task of its own: say which with --task"),
         (["tiny", "--task", "count-down"], "there is no task 'count-down'. Did you mean 'countdown'?"),
         (["tiny", "--task", "countdown", "--samples", "0"], "`samples` is a whole number ≥ 1; got 0"),
         (["tiny", "--task", "countdown", "--samples", "many"], "`samples` is int; got 'many'"),

@@ -35,9 +35,9 @@ def test_a_right_function_passes_in_the_sandbox_and_a_wrong_one_does_not(tmp_pat
     assert task.verify_all([prompt] * 3, [right, "def f(a,b):return 77777", "("]) == [1.0, 0.0, 0.0]
 
 
-def test_each_seed_has_a_start_of_its_own_and_both_rates() -> None:
+def test_each_seed_has_a_start_of_its_own_and_every_rate() -> None:
     plan = PLANS["e"]()
-    assert len(plan) == 3 * 2 * 2
+    assert len(plan) == 3 * 3 * 2
     assert {(spec.seed, spec.model) for spec in plan} == {(400 + n, f"runs/code-starts/{n}") for n in (1, 2, 3)}
     settings = resolve([read_recipe("evidence-e"), plan[0].layer()])
     assert (settings.task, settings.task_config["path"], settings.trainer["deployed_bound"]) == (

@@ -35,7 +35,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 """Data sets in the shapes in which they are passed around, a handful of rows each."""
 
-SHIPPED = ("arithmetic", "code", "countdown", "dapo_math", "expression", "gsm8k", "reasoning_gym", "words")
+SHIPPED = ("arithmetic", "code", "countdown", "dapo_math", "expression", "gsm8k", "reasoning_gym", "two_numbers", "words")
 """Tasks that need no file: they draw their problems, or a few ship with corral."""
 
 RIGHT = {

@@ -43,7 +43,7 @@ def test_every_task_has_a_row_and_names_where_its_data_come_from() -> None:
         assert hub is None or f"`{hub.name}`" in table[name]
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "expression"])
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "expression", "two_numbers"])
 def test_settings_of_procedural_tasks(name: str) -> None:
     found = re.findall(rf"^\| `{name}` \| `(\w+)` \| `([^`]+)` \|", section("Procedural settings"), re.MULTILINE)
     assert dict(found) == defaults(TASKS[name])

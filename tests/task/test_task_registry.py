@@ -12,7 +12,7 @@ import corral.task
 from corral.task import TASKS, Task, find_task, make_task, names, verify_all
 from corral.task.countdown import Countdown
 
-OFFLINE = {"arithmetic", "code", "countdown", "expression", "reasoning_gym"}
+OFFLINE = {"arithmetic", "code", "countdown", "expression", "reasoning_gym", "two_numbers"}
 OURS = OFFLINE | {"gsm8k", "math500", "aime24", "aime25", "amc", "dapo_math", "jsonl", "humaneval", "mbpp", "apps", "words"}
 
 

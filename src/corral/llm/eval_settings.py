@@ -66,7 +66,8 @@ class EvalSettings:
         subject = find_subject(self.model, self.checkpoint)
         task = self.task or subject.defaults.get("task")
         if task is None:
-            raise RunError(f"{self.model} is a model and has no task of its own: say which with --task.")
+            what = "is no folder here, and a model of the hub" if "hub" in subject.identity else "is a model, and"
+            raise RunError(f"{self.model} {what} has no task of its own: say which with --task.")
         return subject, task
 
     def multi_turn(self, subject: Subject) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from corral.task.jsonl import Jsonl
 from corral.task.messages import Message, text_of
 from corral.task.reasoning_gym import ReasoningGym
 from corral.task.sandbox import SandboxResult, run_python
+from corral.task.two_numbers import TwoNumbers
 from corral.task.words import WordProblems
 
 __all__ = [
@@ -86,6 +87,7 @@ TASKS: dict[str, type[Task]] = {
     "math500": MATH500,
     "mbpp": MBPP,
     "reasoning_gym": ReasoningGym,
+    "two_numbers": TwoNumbers,
     "words": WordProblems,
 }
 
