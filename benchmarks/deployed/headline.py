@@ -171,7 +171,8 @@ def sentence(runs: Sequence[Row]) -> str:
     return (
         f"TROLL, with four passes over each batch, has {100 * LEVEL:.0f} % success after {ours:.1f} batches of rollouts; "
         f"PPO's clip, tuned over rate and passes,\nafter {tuned:.1f}, with one pass after {once:.0f}. (Medians of {seeds[0]} "
-        f"fresh seeds of [the study](docs/deployed.md#fresh-seeds), a small model{others};\n`make results`.)"
+        f"fresh seeds of [the study](docs/deployed.md#fresh-seeds), a small model; TROLL held at .03, "
+        f"linear{others};\n`make results`.)"
     )
 
 

@@ -14,6 +14,7 @@ times as fast as one core each:
 import argparse
 import multiprocessing as mp
 import os
+import signal
 import sys
 import time
 import traceback
@@ -88,23 +89,25 @@ def study(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of all of them
     for process in pool:
         process.start()
-    done = 0
-    while done < len(plan) and (any(process.is_alive() for process in pool) or not results.empty()):
-        try:
-            found = results.get(timeout=2)
-        except Empty:
-            if time.time() > deadline + 20:
-                break
-            continue
-        done += 1
-        append_line(file, found)
-        last = [line["success"] for line in found.get("lines", ()) if "success" in line]
-        passed = time.time() - deadline + 60 * minutes
-        print(f"{passed:5.0f} s  {found['key']:50}  {found.get('seconds', 0):4.0f} s  success {last}", flush=True)
-        if "error" in found:
-            print(found["error"], flush=True)
-    for process in pool:
-        process.terminate()  # at most what is still busy after the deadline
+    try:
+        done = 0
+        while done < len(plan) and (any(process.is_alive() for process in pool) or not results.empty()):
+            try:
+                found = results.get(timeout=2)
+            except Empty:
+                if time.time() > deadline + 20:
+                    break
+                continue
+            done += 1
+            append_line(file, found)
+            last = [line["success"] for line in found.get("lines", ()) if "success" in line]
+            passed = time.time() - deadline + 60 * minutes
+            print(f"{passed:5.0f} s  {found['key']:50}  {found.get('seconds', 0):4.0f} s  success {last}", flush=True)
+            if "error" in found:
+                print(found["error"], flush=True)
+    finally:  # a run that is told to end would go on to its next step
+        for process in pool:
+            process.kill()
 
 
 def can_start(spec: Spec | Shipped) -> bool:
@@ -131,6 +134,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("study: ended by SIGTERM"))  # so that its processes end too
     have = finished([options.out, *options.done])
     plan = [spec for name in options.plan for spec in PLANS[name]()]
     plan = plan if options.steps is None else [replace(spec, steps=options.steps) for spec in plan]
