@@ -33,32 +33,32 @@ def _claim(name: str, says: str, cell: Cell, ours: tuple[str, str], theirs: tupl
     return Claim(name=name, says=says, ours=replace(cell, arm=ours), theirs=replace(cell, arm=theirs))
 
 
+def _on(model: str, name: str, cell: Cell) -> tuple[Claim, ...]:
+    """What is claimed of every pretrained model."""
+    return (
+        _claim(f"{name}-troll", f"TROLL beats clipping on {model}, each at its best rate", cell, TROLL, CLIP),
+        _claim(f"{name}-dppo", f"DPPO beats clipping on {model}, each at its best rate", cell, DPPO, CLIP),
+        Claim(
+            name=f"{name}-reuse",
+            says=f"TROLL with four passes beats clipping with one on {model}, each at its best rate, at equal rollouts",
+            ours=replace(cell, passes=4),
+            theirs=replace(cell, arm=CLIP),
+        ),
+    )
+
+
 CLAIMS = (
     _claim("troll-tuned", "TROLL beats clipping at a rate that suits both", Cell(arm=TROLL), TROLL, CLIP),
     _claim("troll-hot", "TROLL beats clipping at five times that rate", _HOT, TROLL, CLIP),
     _claim("troll-reuse", "TROLL beats clipping with four passes over a batch", _REUSED, TROLL, CLIP),
-    _claim("words-troll", "TROLL beats clipping on SmolLM2, each at its best rate", _WORDS, TROLL, CLIP),
-    _claim("words-dppo", "DPPO beats clipping on SmolLM2, each at its best rate", _WORDS, DPPO, CLIP),
-    Claim(
-        name="words-reuse",
-        says="TROLL with four passes beats clipping with one on SmolLM2, each at its best rate, at equal rollouts",
-        ours=replace(_WORDS, passes=4),
-        theirs=replace(_WORDS, arm=CLIP),
-    ),
+    *_on("SmolLM2", "words", _WORDS),
     Claim(
         name="words-passes",
         says="TROLL beats clipping on SmolLM2 with four passes over a batch, each at its best rate",
         ours=replace(_WORDS, passes=4),
         theirs=replace(_WORDS, arm=CLIP, passes=4),
     ),
-    _claim("gemma-troll", "TROLL beats clipping on Gemma, each at its best rate", _GEMMA, TROLL, CLIP),
-    _claim("gemma-dppo", "DPPO beats clipping on Gemma, each at its best rate", _GEMMA, DPPO, CLIP),
-    Claim(
-        name="gemma-reuse",
-        says="TROLL with four passes beats clipping with one on Gemma, each at its best rate, at equal rollouts",
-        ours=replace(_GEMMA, passes=4),
-        theirs=replace(_GEMMA, arm=CLIP),
-    ),
+    *_on("Gemma", "gemma", _GEMMA),
     _claim("dppo-tuned", "DPPO beats clipping at a rate that suits both", Cell(arm=TROLL), DPPO, CLIP),
     _claim("dppo-hot", "DPPO beats clipping at five times that rate", _HOT, DPPO, CLIP),
     _claim("dppo-reuse", "DPPO beats clipping with four passes over a batch", _REUSED, DPPO, CLIP),

@@ -109,7 +109,7 @@ def _where(name: str) -> dict[str, Any]:
         HfApi().model_info(name, timeout=10)
     except (HfHubHTTPError, ValueError):  # it answers, or there is no such name
         return {}
-    except Exception:  # of being offline, of which each release has others
+    except Exception:  # offline, and each release of huggingface_hub raises another error then
         return {"local_files_only": True}
     return {}
 

@@ -139,7 +139,7 @@ class ProDMP:
         params = at_least_float32(params)
         design = self._design(times, start_time).to(params)
         weights = params.unflatten(-1, (self.dof, self.columns))
-        # The state is two more parameters of each joint: one product [T, M + 2] for all plans and joints.
+        # The state is two more parameters of each joint: one GEMM with [T, M + 2] for all plans and joints.
         state = torch.stack(torch.broadcast_tensors(position.to(params), velocity.to(params)), -1)
         batch = torch.broadcast_shapes(weights.shape[:-1], state.shape[:-1])
         inputs = torch.cat([weights.expand(*batch, -1), state.expand(*batch, -1)], -1)

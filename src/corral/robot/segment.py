@@ -123,7 +123,7 @@ def segment_log_prob(
             f"close for `jitter`, more points than parameters, or NaN in `chol`: see segment_jitter."
         )
     gap = params - mean
-    if lower.ndim == 3:  # one factor for every episode: whiten its rows instead of their ends, and all are one product
+    if lower.ndim == 3:  # one factor for every episode: whiten rows instead of ends, and the rest is one GEMM
         ends = torch.einsum("de,nsm->ndsem", torch.eye(gap.shape[-1] // rows.shape[-1]).to(rows), rows).flatten(1, 2).flatten(2)
         whiten = torch.linalg.solve_triangular(lower, ends, upper=False).transpose(0, 1)  # L_n⁻¹ (I_D ⊗ R_n) [D·S N W]
         white = whiten.flatten(0, 1) @ gap.reshape(-1, gap.shape[-1]).mT
