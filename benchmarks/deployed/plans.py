@@ -42,9 +42,10 @@ WORD_ARMS = (
     "accept", "ema", "calm",
 )  # fmt: skip
 """Those on a pretrained model, the most telling first."""
-BOTH_SCHEDULES = ("auto_mean", "rate_first", "mean")
+TOLD_APART = ("auto_mean", "rate_first", "mean", "none")
+"""Those that run with both schedules, and at a rate ten times larger."""
 WORDS_TUNED = (1e-5, 3e-5)
-"""Rates at which nothing needs to be held there, by the pilot of docs/results/llm.md."""
+"""Rates at which nothing needs to be held there, by the map of docs/results/llm.md."""
 RATES = (3e-4, 1e-3, 1e-4, 3e-3, 1e-2, 3e-5, 3e-2)
 """Half decades around the demo's own 2e-4, the most telling first."""
 BOUNDS = (0.01, 0.1, 0.03, 0.003, 0.3)
@@ -90,17 +91,19 @@ def gate0(schedule: str = "linear", objective: str = "ppo_clip") -> list[Spec]:
 
 
 def gate0_words() -> list[WordSpec]:
-    """The same on SmolLM2 at a rate 30 to 100 times too large, and nothing at rates that suit it; seeds outermost."""
-    same: dict[str, Any] = {"steps": 10, "eval_every": 2, "eval_size": 1000}
+    """The same on SmolLM2 at rates 30 and 300 times too large, and nothing at rates that suit it; seeds outermost."""
+    same: dict[str, Any] = {"steps": 10, "eval_every": 2, "eval_size": 512}
     plan = []
     for seed in FRESH[:3]:
         for name in WORD_ARMS:
             held = Arm(share=0.03) if name == "lookahead" else ARMS[name]
             linear = WordSpec(arm=name, held=held, rate=1e-3, schedule="linear", seed=seed, **same)
-            plan += [linear, *([replace(linear, schedule="constant")] if name in BOTH_SCHEDULES else [])]
+            plan += [linear]
             if name == "auto_mean":  # what it is compared with is wanted next
                 tuned = [replace(linear, arm="tuned", held=Arm(), rate=rate) for rate in WORDS_TUNED]
                 plan += [*tuned, *(replace(run, schedule="constant") for run in tuned)]
+            if name in TOLD_APART:
+                plan += [replace(linear, schedule="constant"), replace(linear, rate=1e-2)]
     return plan
 
 

@@ -55,7 +55,7 @@ def gate0_lines(runs: Sequence[Row], names: Mapping[str, str] = ARMS) -> list[li
     for arm, name in names.items():
         for rate in sorted(rate for of, rate in found if of == arm):
             some = found[arm, rate]
-            cells = [with_interval([area(run) for run in some]), _behind(some, found.get((SHIPS, rate), only))]
+            cells = [with_interval([area(run) for run in some]), behind(some, found.get((SHIPS, rate), only))]
             cells += [short(fmean(final(run) for run in some)), short(fmean(final(run, "greedy") for run in some))]
             shown = "" if name == before else name
             lines.append([shown, rate_text(rate), str(len(some)), *cells, kl(some, "mean"), kl(some, "p999")])
@@ -63,7 +63,7 @@ def gate0_lines(runs: Sequence[Row], names: Mapping[str, str] = ARMS) -> list[li
     return lines
 
 
-def _behind(ours: Sequence[Row], ships: Sequence[Row]) -> str:
+def behind(ours: Sequence[Row], ships: Sequence[Row]) -> str:
     """The paired difference of area from the arm that ships at the same rate, with its 95 % interval; a dash without any."""
     mine, theirs = by_seed(ours, area), by_seed(ships, area)
     gaps = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]

@@ -15,6 +15,7 @@ from plans import FRESH
 from study_confirm import MANY_COMPARED, MANY_NAMES, collapses, compared, confirmed_table, elsewhere
 from study_figure import draw, draw_idea
 from study_gate0 import gate0, gate0_words
+from study_pretrained import pretrained
 from study_rates import confirmed_rates, not_inferior, rates, usable, usable_against_unheld, usable_bounds
 from study_table import Row, area, final, finished, held_out, is_demo, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
@@ -135,6 +136,7 @@ EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {
     "collapses": collapses,
     "gate0words": lambda runs: gate0_words(runs, "linear"),
     "gate0wordsconstant": lambda runs: gate0_words(runs, "constant"),
+    "pretrained": pretrained,
 }
 """Of all runs."""
 

@@ -71,7 +71,7 @@ class Cell:
 
 
 def word_cell(base: str, arm: str, passes: int, rate: float | tuple[float, ...], **others: Any) -> Cell:
-    """Runs of a pretrained model on word problems."""
+    """Runs of a pretrained model; `base` is a name of BASES."""
     same: dict[str, Any] = {"recipe": PRETRAINED, "steps": 12, "every": 4, "others": {"base": base}}
     return Cell(arm=(arm, ""), passes=passes, rate=rate, **same, **others)
 

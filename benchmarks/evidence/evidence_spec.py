@@ -14,12 +14,17 @@ from spec import Shipped  # of the other study, found by the line above
 
 from corral.llm.settings import read_recipe
 
-WORDS = {**read_recipe("evidence-b"), "task_config": {"path": "runs/words", "part": "rl"}}
-"""Settings of a pretrained model's runs; runs/words has asdiv, mawps and svamp, the half for reinforcement is trained on."""
+PRETRAINED = read_recipe("evidence-b")
+"""Settings of a pretrained model's runs."""
+BASES: dict[str, dict[str, Any]] = {
+    "smollm2": {"model": "runs/pretrained/smollm2"},
+    "gemma": {"model": "runs/pretrained/gemma-{start}", "instruction": "{problem}\nAnswer:"},
+    "words": {"model": "runs/pretrained/smollm2", "task": "words", "task_config": {"path": "runs/words"}},
+}
+"""Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2 on
+word problems from books (runs/words has asdiv, mawps and svamp). pretrained_starts.py makes the folders."""
 CODE = {**read_recipe("evidence-e"), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
 """Settings of runs that write programs; code_starts.py makes the problems and the starts."""
-WORD_STARTS = {"smollm2": "runs/word-starts", "gemma": "runs/word-starts-gemma"}
-"""Where word_starts.py puts the starts of a pretrained model, a folder 1, 2, … for each seed."""
 COMPLETIONS = 512
 """Of a batch of rollouts, as the demo has it."""
 
@@ -89,29 +94,29 @@ class Run(Shipped):
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained(Run):
-    """A run of a pretrained model on word problems, from a start of word_starts.py; bf16 on a GPU, which several share."""
+    """A run of a pretrained model in bf16 on a GPU, which several share."""
 
     base: str = "smollm2"
-    """A name of WORD_STARTS: what the start was made of."""
+    """One of BASES."""
     recipe: str = "evidence-b"
-    steps: int = int(WORDS["steps"])
-    eval_every: int = int(WORDS["eval_every"])
-    eval_size: int = int(WORDS["eval_size"])
+    steps: int = int(PRETRAINED["steps"])
+    eval_every: int = int(PRETRAINED["eval_every"])
+    eval_size: int = int(PRETRAINED["eval_size"])
 
     @property
     def key(self) -> str:
         """A name that no other run has."""
-        return f"words-{'' if self.base == 'smollm2' else self.base + '-'}{super().key}"
+        return f"{self.base}-{super().key}"
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step where ten runs share an H200, which they fill: 10 to 17 with one pass; alone a fifth of that."""
-        return 10.0 + 4.0 * self.passes
+        """A guess at the seconds of a step where ten runs share an H200, which they fill; alone a quarter of that."""
+        return 5.0 + 2.0 * self.passes
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe; the optimizer's state, a gigabyte, is not written, as nothing is resumed."""
-        own = {"bf16": self.device == "cuda", "task_config": WORDS["task_config"], "save_only_model": True}
-        return super().layer() | own
+        own = {**BASES[self.base], "bf16": self.device == "cuda", "save_only_model": True}
+        return super().layer() | own | {"model": self.model}
 
 
 @dataclass(frozen=True, kw_only=True)

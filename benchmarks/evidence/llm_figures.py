@@ -70,7 +70,7 @@ def _paint_words(axes: Any, runs: Sequence[Row], base: str) -> bool:
             name,
             look,
         )
-    axes.set(xscale="log", xlabel="learning rate", ylabel="area under success on SVAMP, 12 batches")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="area under held-out success, 12 batches")
     return _end(axes, WORD_RATES, [f"{rate:.0e}".replace("e-0", "e-") for rate in WORD_RATES])
 
 

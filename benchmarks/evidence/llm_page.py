@@ -13,7 +13,7 @@ from evidence_rows import HERE, Row, read_runs
 from llm_claims import CLAIMS, judge
 from llm_figures import draw, figures
 from llm_tables import ablations, bounds, by_rate, estimators, floor, map_at, mismatch, published, reused, stability, starts
-from llm_words import blocked, code, costs, seconds, word_starts, words
+from llm_words import blocked, code, costs, pretrained_starts, seconds, words
 from study_page import markdown
 
 from corral.report.statistics import ENOUGH, plain, signed
@@ -81,13 +81,14 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "estimators": estimators,
     "words": lambda runs: words(runs, "smollm2"),
     "words-gemma": lambda runs: words(runs, "gemma"),
-    "word-starts": word_starts,
+    "words-books": lambda runs: words(runs, "words"),
+    "pretrained-starts": pretrained_starts,
     "starts": starts,
     "code": code,
     "costs": costs,
     "seconds": seconds,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
-    "figure-words": _figure("words", "SmolLM2: area under success on SVAMP by learning rate, a line per objective and passes"),
+    "figure-words": _figure("words", "SmolLM2: area under held-out success by learning rate, a line per objective and passes"),
     "figure-words-gemma": _figure("words-gemma", "Gemma: the same"),
     "figure-reuse": _figure("reuse", "Four passes: area under held-out success by learning rate, a line per objective"),
     "figure-ablations": _figure("ablations", "Differences to TROLL as it is, with intervals"),

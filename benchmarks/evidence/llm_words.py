@@ -10,7 +10,7 @@ from evidence_rows import CODED, HERE, Cell, Row, arm_name, compare, word_cell
 from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 
-STARTS = HERE / "results/word-starts.jsonl"
+STARTS = HERE / "results/pretrained-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"
 COSTS = HERE / "results/cost.jsonl"
 
@@ -18,7 +18,7 @@ COSTS = HERE / "results/cost.jsonl"
 def words(runs: Sequence[Row], base: str) -> str:
     """A pretrained model by objective, passes and rate; seconds of a run where several shared a card."""
     lines = []
-    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (3e-6, *WORD_RATES, 1e-3)):
+    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (*WORD_RATES, 1e-3)):
         if found := list(word_cell(base, objective, passes, rate).runs(runs).values()):
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
@@ -44,19 +44,19 @@ def code(runs: Sequence[Row]) -> str:
     return f"{shown}\nThe starts have {begin}, greedy in brackets. {points}\n"
 
 
-def word_starts(_: Sequence[Row]) -> str:
-    """What the starts can do on SVAMP, as the model comes and after its warm-up, greedy and by temperature."""
+def pretrained_starts(_: Sequence[Row]) -> str:
+    """What the starts can do on held-out problems, as the model comes and after its warm-up, greedy and by temperature."""
     if not STARTS.is_file():
         return "Not made yet.\n"
     rows = [json.loads(line) for line in STARTS.read_text().splitlines()]
     kinds, lines = list(rows[0]["after"]), []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == name]
-        lines.append([f"{name} as it comes", "–", *(short(mine[0]["before"][kind]) for kind in kinds)])
-        for row in sorted(mine, key=lambda row: row["seed"]):
-            after = [short(row["after"][kind]) for kind in kinds]
-            lines.append([f"{name}, start {row['seed']}", str(len(row["epochs"])), *after])
-    return markdown(("", "epochs", *(kind if kind == "greedy" else f"T = {kind}" for kind in kinds)), lines)
+    for row in rows:
+        rounds = row["rounds"]
+        if rounds and row["seed"] == 1:
+            lines.append([f"{row['model']} as it comes", "–", *(short(row["before"][kind]) for kind in kinds)])
+        name = f"{row['model']}, start {row['seed']}" if rounds else f"{row['model']} as it comes"
+        lines.append([name, str(len(rounds)) if rounds else "–", *(short(row["after"][kind]) for kind in kinds)])
+    return markdown(("", "rounds", *(kind if kind == "greedy" else f"T = {kind}" for kind in kinds)), lines)
 
 
 def blocked(_: Sequence[Row]) -> str:

@@ -10,6 +10,11 @@ from corral.task import make_task
 from corral.task.two_numbers import TwoNumbers
 
 TASK = TwoNumbers()
+WORDS = {
+    "+": ("more are put", "together", "get on", "both cost"),
+    "-": ("are sold", "away", "cut off", "older"),
+    "*": ("in each", "seats each", "Each of", "rows of"),
+}
 SHELF = "A shelf holds {} books, and {} more are put on it. How many books does it hold now?"
 
 
@@ -36,7 +41,8 @@ def test_the_last_whole_number_counts() -> None:
 def test_an_oracle_agrees_on_any_text(seed: int, text: str) -> None:
     (prompt,) = TASK.train_prompts(1, seed)
     a, b = map(int, re.findall("[0-9]+", prompt))
-    result = a + b if "shelf" in prompt else a - b if "apples" in prompt else a * b
+    (operation,) = (operation for operation, words in WORDS.items() if any(word in prompt for word in words))
+    result = {"+": a + b, "-": a - b, "*": a * b}[operation]
     digits = "".join(c if c in "0123456789" else " " for c in text.replace(",", "")).split()
     assert TASK.verify(prompt, text) == float(digits[-1:] == [str(result)])
     assert TASK.verify(prompt, f"{text} {result}") == 1.0
@@ -48,13 +54,14 @@ def test_draws_repeat_extend_fit_and_never_leak() -> None:
     assert all(TASK.verify(prompt, answer) == 1.0 and len(prompt) <= TASK.max_prompt_length for prompt, answer in pairs)
     assert not {prompt for prompt, _ in pairs} & set(held_out)
     assert min(int(answer) for _, answer in pairs) >= 0
-    assert {prompt.split()[0] for prompt in held_out} == {"A", "Of", "There"}
+    drawn = [operation for prompt in held_out for operation, words in WORDS.items() if any(word in prompt for word in words)]
+    assert all(80 < drawn.count(operation) < 120 for operation in WORDS), "no operation is rare"
 
 
 def test_golden_draws_are_pinned() -> None:
     assert TASK.demonstrations(2, seed=0) == [
-        ("Of 94 apples in a crate, 57 are sold. How many apples are left?", "37"),
-        ("There are 9 boxes with 3 pencils in each. How many pencils are there?", "27"),
+        ("A rope is 94 metres long, and 57 metres are cut off. How many metres are left?", "37"),
+        ("A garden has 9 rows of 3 trees. How many trees does it have?", "27"),
     ]
 
 

@@ -11,8 +11,17 @@ from corral.validate import require
 
 _STORIES: tuple[tuple[str, Callable[[int, int], int]], ...] = (
     ("A shelf holds {a} books, and {b} more are put on it. How many books does it hold now?", operator.add),
+    ("Mia picks {a} plums and Tom picks {b}. How many plums do they pick together?", operator.add),
+    ("A bus has {a} passengers, and {b} more get on. How many passengers does it have now?", operator.add),
+    ("A pen costs {a} cents and a ruler costs {b}. How many cents do both cost?", operator.add),
     ("Of {a} apples in a crate, {b} are sold. How many apples are left?", operator.sub),
+    ("Ben has {a} stamps and gives {b} of them away. How many stamps does he keep?", operator.sub),
+    ("A rope is {a} metres long, and {b} metres are cut off. How many metres are left?", operator.sub),
+    ("Anna is {a} years old and Leo is {b}. How many years older is Anna?", operator.sub),
     ("There are {a} boxes with {b} pencils in each. How many pencils are there?", operator.mul),
+    ("A train has {a} cars with {b} seats each. How many seats does it have?", operator.mul),
+    ("Each of {a} children brings {b} flowers. How many flowers are there?", operator.mul),
+    ("A garden has {a} rows of {b} trees. How many trees does it have?", operator.mul),
 )
 """Text, and what to compute; a is the larger number, so that nothing is negative."""
 _PATTERNS = [re.compile(re.escape(text).replace(r"\{a\}", "([0-9]+)").replace(r"\{b\}", "([0-9]+)")) for text, _ in _STORIES]
