@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from evidence_spec import CODE
-from word_starts import Start
+from supervised import Start
 
-from corral.llm.models import load_model
-from corral.llm.problems import Problems
 from corral.run.files import append_line, write_whole
 from corral.task.code import Code
 
@@ -72,29 +70,15 @@ def _row(prompt: str, code: str) -> dict[str, Any]:
     return {"prompt": prompt, "entry": "f", "tests": tests, "reference": code}
 
 
-class CodeStart(Start):
-    """The embedded model with the problems above."""
-
-    def __init__(self, folder: Path, device: str) -> None:
-        self.model, self.tokenizer = load_model("tiny")
-        self.model.to(device)  # type: ignore[arg-type]  # transformers' own annotation takes no string
-        self.reinforce, self.longest, self.rate = Code(path=str(folder), workers=1), int(CODE["max_completion_length"]), RATE
-        self.problems = Problems(task=self.reinforce, tokenizer=self.tokenizer, instruction=str(CODE["instruction"]))
-
-
 def make(folder: Path, pairs: list[tuple[str, str]], seed: int, out: Path, *, rounds: int, device: str) -> dict[str, Any]:
     """Train one start and write its folder whole; what it can do on problems to train on."""
-    start = CodeStart(folder, device)
-    watched = start.reinforce.train_prompts(WATCHED, seed=10_000 + seed)
-    optimizer = torch.optim.AdamW(start.model.parameters(), lr=RATE / 10, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(seed)
-    card: dict[str, Any] = {"model": "tiny", "task": "code", "seed": seed, "before": start.success(watched), "rounds": []}
-    while len(card["rounds"]) < rounds:
-        loss = start.epoch(pairs[len(card["rounds"]) % PARTS :: PARTS], optimizer, generator)
-        card["rounds"].append({"loss": loss, "success": start.success(watched)})
-        print(card["rounds"][-1], flush=True)
-        if card["rounds"][-1]["success"] >= ENOUGH:
-            break
+    task = Code(path=str(folder), workers=1)
+    how: dict[str, Any] = {"instruction": str(CODE["instruction"]), "longest": int(CODE["max_completion_length"])}
+    start = Start("tiny", task, rate=RATE, device=device, **how)
+    watched = task.train_prompts(WATCHED, seed=10_000 + seed)
+    card: dict[str, Any] = {"model": "tiny", "task": "code", "seed": seed, "before": start.success(watched)}
+    parts = (pairs[round % PARTS :: PARTS] for round in range(rounds))
+    card["rounds"] = start.until(ENOUGH, watched, parts, torch.Generator().manual_seed(seed))
     start.save(out)
     return card
 

@@ -14,6 +14,7 @@ import spec
 import study_confirm
 import study_gate0
 import study_page
+import study_pretrained
 import study_rates
 import study_table
 import study_text
@@ -204,7 +205,8 @@ def test_plans_name_every_run_once() -> None:
     assert {run.seed for run in plans.confirm_rates() + plans.confirm_rates_more()} == fresh
     assert isinstance(plans.gate0()[0], Spec)
     words = plans.gate0_words()
-    assert {run.layer()["model"] for run in words} == {f"runs/word-starts/{seed - 400}" for seed in range(401, 404)}
+    assert {run.layer()["model"] for run in words} == {"runs/pretrained/smollm2"}
+    assert len({run.key for run in words}) == len(words) == 3 * (len(plans.WORD_ARMS) + 4 + 2 * len(plans.TOLD_APART))
     assert replace(words[0], device="cuda").layer()["bf16"]
     held = Shipped(objective="troll", rate="auto", seed=3, bound=None)
     assert held.layer()["deployed_bound"] == 0.02  # whatever is the default by now
@@ -233,6 +235,25 @@ def test_golden_rows_of_a_pretrained_model() -> None:
     table = study_gate0.gate0_words([*ours, *tuned], "linear").splitlines()
     assert table[2] == "| nothing held | 1e-5 | 2 | .350 ± .635 | −.050 ± .000 | .300 | .900 | .01 | 1 |"
     assert table[3].startswith("| **controlled by the mean, retracted by the mean at 2 δ** | 1e-3 | 2 | .400 ± .635 | – |")
+
+
+def test_golden_held_runs_of_a_pretrained_model_beside_its_best_unheld_rate() -> None:
+    # Areas of two measurements are their means. Unheld .30, .32 at 1e-5 and .40, .42 at 3e-5, the best; held .45, .45: the pairs
+    # differ by .05 and .03, so .04 ± 12.706 · .01 = .127.
+    same: dict[str, Any] = {"recipe": "evidence-b", "base": "smollm2", "rewards": [0.1] * 2, "objective": "troll", "passes": 1}
+
+    def run(seed: int, value: float, **others: Any) -> study_table.Row:
+        found = made(seed, success={0: value - 0.2, 2: value + 0.2}, **same, **others)
+        return found | {"lines": [line | {"tr/deployed_kl_mean": 0.01, "tr/deployed_kl_p999": 1.0} for line in found["lines"]]}
+
+    off: dict[str, Any] = {"arm": "off", "bound": math.inf, "schedule": "linear"}
+    runs = [run(seed, value, rate=1e-5, **off) for seed, value in ((401, 0.3), (402, 0.32))]
+    runs += [run(seed, value, rate=3e-5, **off) for seed, value in ((401, 0.4), (402, 0.42))]
+    runs += [run(seed, 0.45, rate="auto", arm="on 0.03", bound=0.03, schedule="constant") for seed in (401, 402)]
+    table = study_pretrained.pretrained_table(runs).splitlines()
+    assert table[2] == "| troll | 1 | no | 3e-5 | 2 | .410 ± .127 | – | .610 | .900 | .01 | 1 | 0 of 2 |"
+    assert table[3] == "| troll | 1 | .03, constant | auto | 2 | .450 ± .000 | +.040 ± .127 | .650 | .900 | .01 | 1 | 0 of 2 |"
+    assert study_pretrained.pretrained_table([]) == "Not run yet.\n"
 
 
 def two_completions() -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from corral.llm.settings import read_recipe, resolve
 def test_a_start_is_a_folder_that_loads_and_says_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained_starts, "RATE", 1e-3)
     monkeypatch.setattr(pretrained_starts, "WATCHED", 4)
-    start = pretrained_starts.Start("gemma", "cpu", name="smoke")
+    start = pretrained_starts.load("gemma", "cpu", "smoke")
     before = [weight.detach().clone() for weight in start.model.parameters()]
     card = pretrained_starts.make(start, "gemma", 1, tmp_path / "1", rounds=2, problems=2)
     assert len(card["rounds"]) == 2
@@ -34,7 +34,7 @@ def test_a_start_is_a_folder_that_loads_and_says_what_it_can_do(tmp_path: Path, 
 
 
 def test_without_rounds_a_start_is_the_model_as_it_comes(tmp_path: Path) -> None:
-    start = pretrained_starts.Start("smollm2", "cpu", name="smoke")
+    start = pretrained_starts.load("smollm2", "cpu", "smoke")
     card = pretrained_starts.make(start, "smollm2", 1, tmp_path / "1", rounds=0, problems=2)
     assert card["rounds"] == []
     pairs = zip(load_model("smoke")[0].parameters(), load_model(str(tmp_path / "1"))[0].parameters(), strict=True)
@@ -42,7 +42,7 @@ def test_without_rounds_a_start_is_the_model_as_it_comes(tmp_path: Path) -> None
 
 
 def test_the_loss_is_that_of_the_answers_alone_and_padding_is_not_seen() -> None:
-    start = pretrained_starts.Start("smollm2", "cpu", name="smoke")
+    start = pretrained_starts.load("smollm2", "cpu", "smoke")
     rows = [([5, 6, 7, 8, 9], [10, 11]), ([12, 13], [14, 15, 16, 17])]
     start.model.eval()
     one_by_one = []
