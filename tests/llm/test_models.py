@@ -22,6 +22,7 @@ def test_smollm2_is_an_ordinary_model_once_it_is_loaded(tmp_path: Path) -> None:
     model, tokenizer = load_model("smollm2")
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(torch.equal(p, p.bfloat16().float()) for p in model.parameters()), "a small update would flip a rounding"
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)

@@ -982,6 +982,7 @@ class TestContract:
     SIGNATURES: ClassVar[dict[str, list[str]]] = {
         "__init__": ["self", "model", "reward_funcs", "args"],
         "create_accelerator_and_postprocess": ["self"],
+        "_generate": ["self", "prompts"],
         "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
         "_generate_and_score_completions": ["self", "inputs"],
         "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],

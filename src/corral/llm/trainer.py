@@ -24,6 +24,7 @@ from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
 from corral.llm.processes import ALONE, is_alone_by_mistake
 from corral.llm.rollout_support import RolloutSupport, check_server
+from corral.llm.rounded import rounded_weights
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.sharding import check_processes, check_teacher
 from corral.llm.teacher import Teacher
@@ -43,7 +44,7 @@ TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Seven methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Eight methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -199,6 +200,11 @@ class CorralTrainer(GRPOTrainer):
             self.args.use_cache = getattr(self.model.config, "use_cache", False)  # not every family has one
         super().create_accelerator_and_postprocess()
         check_processes(self)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's rollouts, in half precision where the forward pass is."""
+        with rounded_weights(self):
+            return super()._generate(*args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's, kept for corral's advantages."""
