@@ -130,9 +130,10 @@ def gemma() -> list[Pretrained]:
     return [_pretrained(arm, rate, seed, base="gemma") for seed, rate, arm in grid]
 
 
-def books() -> list[Pretrained]:
-    """SmolLM2 on word problems from books, at the rate that is good for those with two numbers: three seeds of three arms."""
-    return [_pretrained(arm, 3e-5, seed, base="words") for seed, arm in itertools.product(SEEDS[:3], WORD_ARMS[:3])]
+def elsewhere() -> list[Pretrained]:
+    """SmolLM2 on word problems from books, then on GSM8K, at the rate that is good for those with two numbers: three seeds."""
+    grid = itertools.product(("words", "gsm8k"), SEEDS[:3], WORD_ARMS[:3])
+    return [_pretrained(arm, 3e-5, seed, base=base) for base, seed, arm in grid]
 
 
 def _pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = "smollm2", **others: Any) -> Pretrained:
@@ -187,7 +188,7 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b": pretrained,
     "b-held": held_pretrained,
     "b-gemma": gemma,
-    "b-books": books,
+    "b-elsewhere": elsewhere,
     "f": mismatch,
     "f-bounds": bounds,
     "f-stability": stability,

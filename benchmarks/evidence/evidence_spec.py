@@ -20,9 +20,17 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm2": {"model": "runs/pretrained/smollm2"},
     "gemma": {"model": "runs/pretrained/gemma-{start}", "instruction": "{problem}\nAnswer:"},
     "words": {"model": "runs/pretrained/smollm2", "task": "words", "task_config": {"path": "runs/words"}},
+    "gsm8k": {
+        "model": "runs/pretrained/smollm2",
+        "task": "gsm8k",
+        "task_config": {"path": "runs/gsm8k"},
+        "instruction": "{problem}\nThink in one short line, and put the final number into \\boxed{}.",
+        "max_completion_length": 96,
+        "eval_size": 128,
+    },
 }
 """Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2 on
-word problems from books (runs/words has asdiv, mawps and svamp). pretrained_starts.py makes the folders."""
+word problems from books (runs/words has asdiv, mawps and svamp) and on GSM8K. pretrained_starts.py makes the folders."""
 CODE = {**read_recipe("evidence-e"), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
 """Settings of runs that write programs; code_starts.py makes the problems and the starts."""
 COMPLETIONS = 512

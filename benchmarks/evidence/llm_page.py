@@ -82,6 +82,7 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "words": lambda runs: words(runs, "smollm2"),
     "words-gemma": lambda runs: words(runs, "gemma"),
     "words-books": lambda runs: words(runs, "words"),
+    "words-gsm8k": lambda runs: words(runs, "gsm8k"),
     "pretrained-starts": pretrained_starts,
     "starts": starts,
     "code": code,

@@ -62,10 +62,10 @@ def test_every_seed_has_every_rate() -> None:
     assert (settings.trainer["bf16"], settings.trainer["save_only_model"]) == (True, True)
 
 
-def test_held_runs_those_of_gemma_and_those_of_books_are_told_apart() -> None:
-    plans = {name: {spec.key: spec for spec in PLANS[name]()} for name in ("b", "b-held", "b-gemma", "b-books")}
-    assert [len(plan) for plan in plans.values()] == [75, 33, 36, 9]
-    assert len({key for plan in plans.values() for key in plan}) == 75 + 33 + 36 + 9
+def test_held_runs_those_of_gemma_and_those_on_other_problems_are_told_apart() -> None:
+    plans = {name: {spec.key: spec for spec in PLANS[name]()} for name in ("b", "b-held", "b-gemma", "b-elsewhere")}
+    assert [len(plan) for plan in plans.values()] == [75, 33, 36, 18]
+    assert len({key for plan in plans.values() for key in plan}) == 75 + 33 + 36 + 18
     assert {spec.model for spec in plans["b-gemma"].values()} == {f"runs/pretrained/gemma-{place}" for place in (1, 2, 3)}
     asked = resolve([read_recipe("evidence-b"), next(iter(plans["b-gemma"].values())).layer()])
     assert asked.instruction == "{problem}\nAnswer:"
@@ -75,7 +75,9 @@ def test_held_runs_those_of_gemma_and_those_of_books_are_told_apart() -> None:
         (4, "on 0.01", "constant"),
     }
     assert resolve([read_recipe("evidence-b"), automatic[0].layer()]).trainer["learning_rate"] == "auto"
-    assert resolve([read_recipe("evidence-b"), next(iter(plans["b-books"].values())).layer()]).task == "words"
+    elsewhere = [resolve([read_recipe("evidence-b"), spec.layer()]) for spec in plans["b-elsewhere"].values()]
+    assert [settings.task for settings in elsewhere] == ["words"] * 9 + ["gsm8k"] * 9
+    assert {settings.trainer["max_completion_length"] for settings in elsewhere[9:]} == {96}
 
 
 def test_a_run_of_the_plan_trains(monkeypatch: pytest.MonkeyPatch) -> None:
