@@ -4,12 +4,20 @@ from dataclasses import asdict, replace
 
 import pytest
 from evidence_plans import ABLATIONS, PLANS, SEEDS
-from evidence_spec import COMPLETIONS, VARIANTS, Pretrained, Run
+from evidence_spec import COMPLETIONS, OWN_OBJECTIVES, VARIANTS, Pretrained, Run
 from llm_claims import CLAIMS
 from plans import PLANS as STUDY
 
 from corral.llm.prepare import trainer_config
 from corral.llm.settings import Settings, read_recipe, resolve
+from corral.objective import OBJECTIVES
+
+
+@pytest.fixture(autouse=True)
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study's own objectives, as in a process that trains, for as long as a test lasts."""
+    for name, objective in OWN_OBJECTIVES.items():
+        monkeypatch.setitem(OBJECTIVES, name, objective)
 
 
 def resolved(spec: Run) -> Settings:
@@ -56,7 +64,7 @@ def test_one_update_per_batch_is_one() -> None:
 def test_the_plan_of_claims_has_what_every_claim_compares() -> None:
     planned = [
         {"base": "", **asdict(spec), "arm": spec.arm, "device": "cpu"}
-        for name in ("claims", "b", "b-gemma")
+        for name in ("claims", "b", "b-gemma", "f-rare")
         for spec in PLANS[name]()
     ]
     for claim in CLAIMS:
