@@ -36,6 +36,10 @@ WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
 ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
 """Objective and anchor of long runs."""
+LONG: dict[str, Any] = {"passes": 4, "steps": 64, "eval_every": 16, "schedule": "constant", "sampler": "fp8"}
+"""2,048 updates: 32 of each of 64 batches."""
+MOE = "runs/starts/moe-1"
+"""A mixture of experts, whose routing a sampler in fp8 changes."""
 RARE = (("ppo_clip", ""), ("rare_clip", "below .1"), ("rare_clip", "below .01"), ("dppo", ""))
 """Clipping, the same lifted for tokens whose old probability is below a threshold, and DPPO."""
 AGAIN: dict[str, Any] = {"passes": 4, "steps": 10, "eval_every": 2}
@@ -112,9 +116,18 @@ def estimators() -> list[Run]:
 
 
 def stability() -> list[Run]:
-    """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
-    long: dict[str, Any] = {"steps": 100, "eval_every": 20, "schedule": "constant", "sampler": "fp8"}
-    return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
+    """DPPO's stability protocol in small: 2,048 updates at a small constant rate, an fp8 sampler, both anchors.
+
+    The protocol asks for problems that can all be solved: the embedded model solves its training problems greedily, so rewards
+    should reach 1. The paper has 4 updates per batch, this plan 32 in four passes, so that a run takes two minutes of a GPU.
+    """
+    return [run((name, ""), 1e-4, seed, anchor=anchor, **LONG) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
+
+
+def experts() -> list[Run]:
+    """A mixture of experts with a sampler in fp8, which routes some tokens otherwise, by anchor: runs/starts must exist."""
+    grid = itertools.product(SEEDS[:3], ("rollout", "old"), ("dppo", "troll", "ppo_clip"))
+    return [run((name, ""), TUNED, seed, model=MOE, sampler="fp8", anchor=anchor) for seed, anchor, name in grid]
 
 
 def words() -> list[Pretrained]:
@@ -197,6 +210,7 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "f-bounds": bounds,
     "f-rare": rare,
     "f-stability": stability,
+    "f-moe": experts,
     "c": estimators,
     "e": code,
     "tiny": tiny,

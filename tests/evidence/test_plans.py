@@ -73,5 +73,19 @@ def test_the_plan_of_claims_has_what_every_claim_compares() -> None:
             assert found == set(SEEDS[:3] if claim.name.startswith("gemma") else SEEDS), claim.name
 
 
+def test_long_runs_have_thousands_of_updates_from_a_coarse_sampler() -> None:
+    for spec in PLANS["f-stability"]():
+        config = trainer_config(resolved(spec), max_completion_length=8)
+        assert spec.steps * config.steps_per_generation * config.num_iterations == 2048
+        assert (spec.sampler, config.lr_scheduler_type, config.anchor) == ("fp8", "constant", spec.anchor)
+
+
+def test_a_mixture_of_experts_has_a_coarse_sampler_and_both_anchors() -> None:
+    runs = PLANS["f-moe"]()
+    assert {(spec.model, spec.sampler, spec.rate, spec.steps) for spec in runs} == {("runs/starts/moe-1", "fp8", 2e-4, 15)}
+    assert len(runs) == 3 * 2 * 3  # seeds × anchors × objectives
+    assert PLANS["f-moe"]()[0].key == "shipped-dppo-off-0.0002-linear-x1-15-401-moe-1-fp8-rollout"
+
+
 def test_ablations_change_one_thing_each() -> None:
     assert all(len(VARIANTS[name]) == 1 for name in ABLATIONS if not name.startswith("K="))
