@@ -42,20 +42,26 @@ def to_fp8(weight: Tensor) -> Tensor:
 PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {"float32": lambda weight: weight, "bf16": to_bf16, "fp8": to_fp8}
 
 
+@contextmanager
+def rounded(model: Any, precision: str) -> Iterator[None]:
+    """Inside, the model is a sampler with weights of this precision; then it is what it was, bit for bit."""
+    exact, mode = snapshot(model), model.training
+    restore(model, {name: PRECISIONS[precision](weight) for name, weight in exact.items()})
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(mode)
+        restore(model, exact)
+
+
 @torch.no_grad()
 def roll_out(prompts: list[Any], trainer: RunTrainer, precision: str) -> dict[str, Any]:
     """TRL's rollout function: tokens of prompts and completions, and log-probs of the sampler's likeliest at every place."""
     model, tokenizer = trainer.model, trainer.processing_class
     ids = trainer.session.problems.tokenise(prompts)  # what TRL would do with them
-    exact = snapshot(model)
-    restore(model, {name: PRECISIONS[precision](weight) for name, weight in exact.items()})
-    mode = model.training
-    model.eval()
-    try:
+    with rounded(model, precision):
         tokens, logits = _sample(model, tokenizer, ids, trainer.max_completion_length)
-    finally:
-        model.train(mode)
-        restore(model, exact)
     logp = logits.float().log_softmax(-1)
     found: dict[str, Any] = {"prompt_ids": ids, "completion_ids": tokens}
     if not (trainer.needs_support and trainer.anchor == "rollout"):  # one number a token

@@ -36,6 +36,14 @@ WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
 ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
 """Objective and anchor of long runs."""
+LONG: dict[str, Any] = {"passes": 4, "steps": 64, "eval_every": 16, "schedule": "constant", "sampler": "fp8"}
+"""2,048 updates: 32 of each of 64 batches."""
+MOE = "runs/starts/moe-1"
+"""A mixture of experts, whose routing a sampler in fp8 changes."""
+RARE = (("ppo_clip", ""), ("rare_clip", "below .1"), ("rare_clip", "below .01"), ("dppo", ""))
+"""Clipping, the same lifted for tokens whose old probability is below a threshold, and DPPO."""
+AGAIN: dict[str, Any] = {"passes": 4, "steps": 10, "eval_every": 2}
+"""32 updates per batch: four passes over each, 10 batches."""
 PUBLISHED = (("troll", "published"), ("troll", "token mean"), ("ppo_clip", "token mean"), ("dppo", "token sum, no std"))
 """Objectives as their papers run them, where that differs from the common form: sums over a fixed length for all."""
 
@@ -57,9 +65,9 @@ def floor() -> list[Run]:
 
 
 def reused() -> list[Run]:
-    """32 updates per batch at three rates, 10 batches."""
+    """Four passes over each batch at three rates."""
     grid = itertools.product(SEEDS, (TUNED, 4e-4, 1e-4), REUSED)
-    return [run(arm, rate, seed, passes=4, steps=10, eval_every=2) for seed, rate, arm in grid]
+    return [run(arm, rate, seed, **AGAIN) for seed, rate, arm in grid]
 
 
 def ablations() -> list[Run]:
@@ -94,6 +102,13 @@ def bounds() -> list[Run]:
     return [run(("dppo", variant), rate, seed) for seed, rate, variant in grid]
 
 
+def rare() -> list[Run]:
+    """Clipping lifted for rare tokens, where it is tuned, at a large rate, and with four passes over a batch."""
+    settings: tuple[tuple[float, dict[str, Any]], ...] = ((TUNED, AGAIN), (HOT, {}), (TUNED, {}))
+    grid = itertools.product(SEEDS, settings, RARE)
+    return [run(arm, rate, seed, **others) for seed, (rate, others), arm in grid]
+
+
 def estimators() -> list[Run]:
     """TROLL and clipping under other advantages than the group's standardised ones."""
     grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("rloo", "no std", "reinforce++"), ("troll", "ppo_clip"))
@@ -101,9 +116,18 @@ def estimators() -> list[Run]:
 
 
 def stability() -> list[Run]:
-    """Hundreds of batches at a small constant rate, an fp8 sampler, both anchors: does anything break in the end?"""
-    long: dict[str, Any] = {"steps": 100, "eval_every": 20, "schedule": "constant", "sampler": "fp8"}
-    return [run((name, ""), 1e-4, seed, anchor=anchor, **long) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
+    """DPPO's stability protocol in small: 2,048 updates at a small constant rate, an fp8 sampler, both anchors.
+
+    The protocol asks for problems that can all be solved: the embedded model solves its training problems greedily, so rewards
+    should reach 1. The paper has 4 updates per batch, this plan 32 in four passes, so that a run takes two minutes of a GPU.
+    """
+    return [run((name, ""), 1e-4, seed, anchor=anchor, **LONG) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
+
+
+def experts() -> list[Run]:
+    """A mixture of experts with a sampler in fp8, which routes some tokens otherwise, by anchor: runs/starts must exist."""
+    grid = itertools.product(SEEDS[:3], ("rollout", "old"), ("dppo", "troll", "ppo_clip"))
+    return [run((name, ""), TUNED, seed, model=MOE, sampler="fp8", anchor=anchor) for seed, anchor, name in grid]
 
 
 def pretrained() -> list[Pretrained]:
@@ -151,11 +175,10 @@ def code() -> list[Coded]:
 def claims() -> list[Run]:
     """What the claims on the embedded model compare, and nothing else: 18 runs and 1,100 seconds of one core for each seed."""
     hot = [*ARMS[:6], ("troll", "constant dual"), ("troll", "no regression")]
-    again: dict[str, Any] = {"passes": 4, "steps": 10, "eval_every": 2}
     plan = []
     for seed in SEEDS:
         plan += [run(arm, HOT, seed) for arm in hot]
-        plan += [run(arm, TUNED, seed, **again) for arm in ARMS[:3]] + [run(arm, TUNED, seed) for arm in ARMS[:3]]
+        plan += [run(arm, TUNED, seed, **AGAIN) for arm in ARMS[:3]] + [run(arm, TUNED, seed) for arm in ARMS[:3]]
         anchored = itertools.product((("troll", ""), ("dppo", "")), ("rollout", "old"))
         plan += [run(arm, TUNED, seed, sampler="fp8", anchor=anchor) for arm, anchor in anchored]
     return plan
@@ -170,7 +193,7 @@ def first() -> list[Run]:
 def tiny() -> list[Run]:
     """Two steps of every variant, and of one update per batch: does it run at all?"""
     small: dict[str, Any] = {"steps": 2, "eval_size": 16, "eval_every": 2}
-    arms = dict.fromkeys([*ARMS, *PUBLISHED, *(("troll", variant) for variant in ABLATIONS)])
+    arms = dict.fromkeys([*ARMS, *RARE, *PUBLISHED, *(("troll", variant) for variant in ABLATIONS)])
     plan = [run(arm, 1e-3, 1, **small) for arm in arms] + [run(("troll", ""), 1e-3, 1, updates=1, **small)]
     coarse = itertools.product((("dppo", ""), ("troll", "")), ("rollout", "old"))
     return plan + [run(arm, 1e-3, 1, sampler="fp8", anchor=anchor, **small) for arm, anchor in coarse]
@@ -191,7 +214,9 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b-elsewhere": elsewhere,
     "f": mismatch,
     "f-bounds": bounds,
+    "f-rare": rare,
     "f-stability": stability,
+    "f-moe": experts,
     "c": estimators,
     "e": code,
     "tiny": tiny,

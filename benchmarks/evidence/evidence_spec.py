@@ -10,9 +10,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "deployed"))
 
+from rare_clip import RareClipConfig, rare_clip
 from spec import Shipped  # of the other study, found by the line above
 
 from corral.llm.settings import read_recipe
+from corral.objective import ObjectiveFunction
+from corral.objective.config import ObjectiveConfig
+
+OWN_OBJECTIVES: dict[str, tuple[ObjectiveFunction, type[ObjectiveConfig]]] = {"rare_clip": (rare_clip, RareClipConfig)}
+"""Objectives that corral does not have; evidence_study.py registers them in every process that trains."""
 
 PRETRAINED = read_recipe("evidence-b")
 """Settings of a pretrained model's runs."""
@@ -50,6 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "α=10": {"objective_config": {"regression": 10.0}},
     "δ=.1": {"objective_config": {"bound": 0.1}},
     "δ=.15": {"objective_config": {"bound": 0.15}},
+    "below .1": {"objective_config": {"rare": 0.1}},
+    "below .01": {"objective_config": {"rare": 0.01}},
     "rloo": {"advantage": "rloo"},
     "no std": {"advantage": "dr_grpo"},
     "reinforce++": {"advantage": "reinforce++"},

@@ -16,7 +16,9 @@ sys.path.insert(0, str(HERE.parent / "deployed"))
 import study  # noqa: E402  # beside the plans it runs, and found by the line above
 from coarse_sampler import sampling_in  # noqa: E402
 from evidence_plans import PLANS  # noqa: E402
-from evidence_spec import Run  # noqa: E402
+from evidence_spec import OWN_OBJECTIVES, Run  # noqa: E402
+
+from corral import register_objective  # noqa: E402
 
 plain = study.shipped_run.run
 
@@ -29,6 +31,8 @@ def run(spec: Run, deadline: float) -> dict[str, Any]:
 
 if __name__ in ("__main__", "__mp_main__"):  # in every process of the study; a test that imports this file is none
     study.PLANS, study.shipped_run.run = PLANS, run
+    for name, objective in OWN_OBJECTIVES.items():
+        register_objective(name, *objective)
 
 if __name__ == "__main__":
     done = [str(HERE / "results"), str(HERE.parent / "deployed/results")]

@@ -63,6 +63,13 @@ CLAIMS = (
     _claim("dppo-hot", "DPPO beats clipping at five times that rate", _HOT, DPPO, CLIP),
     _claim("dppo-reuse", "DPPO beats clipping with four passes over a batch", _REUSED, DPPO, CLIP),
     _claim("troll-dppo", "TROLL beats DPPO with four passes over a batch", _REUSED, TROLL, DPPO),
+    _claim(
+        "rare-reuse",
+        "Clipping lifted for tokens below .1 beats clipping with four passes over a batch",
+        _REUSED,
+        ("rare_clip", "below .1"),
+        CLIP,
+    ),
     _claim("region", "Clipping beats no region at all at five times that rate", _HOT, CLIP, NONE),
     _claim("topk", "A top-K divergence beats the sampled token's in DPPO", _HOT, ("dppo", "top-K"), DPPO),
     _claim("projection", "The projected gradient beats the regression alone", _HOT, TROLL, ("troll", "unprojected")),

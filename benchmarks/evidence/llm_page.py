@@ -12,8 +12,22 @@ from evidence_plans import HOT, TUNED
 from evidence_rows import HERE, Row, read_runs
 from llm_claims import CLAIMS, judge
 from llm_figures import draw, figures
-from llm_tables import ablations, bounds, by_rate, estimators, floor, map_at, mismatch, published, reused, stability, starts
-from llm_words import blocked, code, costs, pretrained_starts, seconds, words
+from llm_tables import (
+    ablations,
+    bounds,
+    by_rate,
+    estimators,
+    experts,
+    floor,
+    map_at,
+    mismatch,
+    published,
+    rare,
+    reused,
+    stability,
+    starts,
+)
+from llm_words import blocked, code, costs, pretrained_starts, routing, seconds, words
 from study_page import markdown
 
 from corral.report.statistics import ENOUGH, plain, signed
@@ -76,6 +90,9 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "mismatch": mismatch,
     "stability": stability,
     "bounds": bounds,
+    "rare": rare,
+    "routing": routing,
+    "moe": experts,
     "published": published,
     "blocked": blocked,
     "estimators": estimators,

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from statistics import fmean, stdev
 
-from evidence_plans import ABLATIONS, ANCHORED, ARMS, FAMILIES, HOT, PUBLISHED, REUSED, TUNED
-from evidence_rows import Cell, Row, arm_name, collapsed, compare, measures, most_collapses
+from evidence_plans import ABLATIONS, ANCHORED, ARMS, FAMILIES, HOT, LONG, MOE, PUBLISHED, RARE, REUSED, TUNED
+from evidence_rows import Cell, Row, arm_name, collapsed, compare, measures, most_collapses, steps_of
 from llm_claims import TROLL
 from llm_figures import RATES
 from study_page import markdown, rate_text, short, two_digits
@@ -14,6 +14,8 @@ from study_page import markdown, rate_text, short, two_digits
 from corral.report.statistics import Difference, plain, signed
 
 HEAD = ("", "runs", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
+WINDOW = 8
+"""Batches in a row over which rewards are averaged."""
 
 
 def cells_of(name: str, found: Sequence[Row]) -> list[str]:
@@ -27,12 +29,14 @@ def cells_of(name: str, found: Sequence[Row]) -> list[str]:
 
 
 def table(cells: Iterable[tuple[str, Cell]], runs: Sequence[Row]) -> str:
-    """A row for every cell with runs, and the names of those without."""
+    """A row for every cell with runs, and the names of those without; "Not run yet." where none has any."""
     found = [(name, list(cell.runs(runs).values())) for name, cell in cells]
     missing = [name for name, members in found if not members]
     lines = [cells_of(name, members) for name, members in found if members]
+    if not lines:
+        return "Not run yet.\n"
     absent = f"Not run yet: {'; '.join(missing)}.\n" if missing else ""
-    return "\n".join(filter(None, [markdown(HEAD, lines) if lines else "", absent]))
+    return "\n".join(filter(None, [markdown(HEAD, lines), absent]))
 
 
 def map_at(runs: Sequence[Row], rate: float | tuple[float, ...]) -> str:
@@ -94,8 +98,7 @@ def mismatch(runs: Sequence[Row]) -> str:
             for anchor in ("rollout", "old"):
                 others = {"sampler": sampler, "anchor": anchor}
                 cells.append((f"{arm_name(arm)}, {sampler}, `{anchor}`", Cell(arm=arm, others=others)))
-    found = any(cell.runs(runs) for _, cell in cells)
-    return table(cells, runs) if found else "Not run yet.\n"
+    return table(cells, runs)
 
 
 def estimators(runs: Sequence[Row]) -> str:
@@ -141,12 +144,45 @@ def floor(runs: Sequence[Row]) -> str:
 
 
 def stability(runs: Sequence[Row]) -> str:
-    """A hundred batches at a small constant rate with a sampler in fp8."""
-    cells = []
+    """Thousands of updates at a small constant rate with a sampler in fp8; rewards in training, at best and at last, beside."""
+    lines = []
     for name, anchor in ANCHORED:
         others = {"sampler": "fp8", "anchor": anchor, "schedule": "constant"}
-        cells.append((f"{name}, `{anchor}`", Cell(arm=(name, ""), rate=1e-4, steps=100, every=20, others=others)))
-    return table(cells, runs) if any(cell.runs(runs) for _, cell in cells) else "Not run yet.\n"
+        size = {"passes": LONG["passes"], "steps": LONG["steps"], "every": LONG["eval_every"]}
+        found = list(Cell(arm=(name, ""), rate=1e-4, others=others, **size).runs(runs).values())
+        if found:
+            rewards = [smoothed_rewards(run) for run in found]
+            best, last = fmean(map(max, rewards)), fmean(curve[-1] for curve in rewards)
+            lines.append([*cells_of(f"{name}, `{anchor}`", found), short(best), short(last)])
+    return markdown((*HEAD, "reward, best", "reward, last"), lines) if lines else "Not run yet.\n"
+
+
+def smoothed_rewards(run: Row) -> list[float]:
+    """Rewards in training, means over 8 batches in a row; a dead run goes on at 0."""
+    rewards = [line["reward"] for line in steps_of(run)]
+    rewards += [0.0] * (run["steps"] - len(rewards))
+    return [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
+
+
+def experts(runs: Sequence[Row]) -> str:
+    """A mixture of experts with a sampler in fp8, by anchor."""
+    cells = []
+    for name, anchor in product(("dppo", "troll", "ppo_clip"), ("rollout", "old")):
+        others = {"model": MOE, "sampler": "fp8", "anchor": anchor}
+        cells.append((f"{name}, `{anchor}`", Cell(arm=(name, ""), rate=TUNED, others=others)))
+    return table(cells, runs)
+
+
+def rare(runs: Sequence[Row]) -> str:
+    """Clipping lifted for rare tokens, beside clipping and DPPO, with one pass and with four."""
+    if not any(run["objective"] == "rare_clip" for run in runs):
+        return "Not run yet.\n"
+    again = {"passes": 4, "steps": 10, "every": 2}
+    cells = []
+    for (rate, size), arm in product(((TUNED, {}), (TUNED, again), (HOT, {})), RARE):
+        cell = Cell(arm=arm, rate=rate, **size)
+        cells.append((f"{arm_name(arm)}, {8 * cell.passes} updates, {rate_text(rate)}", cell))
+    return table(cells, runs)
 
 
 def bounds(runs: Sequence[Row]) -> str:

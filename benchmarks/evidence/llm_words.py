@@ -1,4 +1,4 @@
-"""Tables of docs/results/llm.md on pretrained models, on what it costs, and on which tokens are blocked."""
+"""Tables of docs/results/llm.md on pretrained models, on what it costs, on blocked tokens and on routing."""
 
 import json
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from study_page import markdown, rate_text, short, two_digits
 
 STARTS = HERE / "results/pretrained-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"
+ROUTING = HERE / "results/routing.jsonl"
 COSTS = HERE / "results/cost.jsonl"
 
 
@@ -71,6 +72,20 @@ def blocked(_: Sequence[Row]) -> str:
             about = [rate_text(row["rate"]), bucket["bucket"], f"{bucket['tokens']:,}", two_digits(bucket["tv"])]
             lines.append([*about, f"{100 * bucket['far']:.1f}", *shares])
     return markdown(("rate", "old probability", "tokens", "mean TV", "TV above .2, %", *rules), lines)
+
+
+def routing(_: Sequence[Row]) -> str:
+    """How often a sampler in lower precision uses other experts than the trainer, and |log-prob gaps| with and without that."""
+    if not ROUTING.is_file():
+        return "Not measured yet.\n"
+    lines = []
+    for row in map(json.loads, ROUTING.read_text().splitlines()):
+        shares = [f"{100 * row[key]:.1f} %" if key in row else "–" for key in ("flipped_places", "flipped_tokens")]
+        parts = [row[key] for key in ("all", "flipped", "same")]
+        gaps = [" / ".join(map(two_digits, part.values())) if part else "–" for part in parts]
+        lines.append([row["model"], row["precision"], f"{row['tokens']:,}", *shares, *gaps])
+    shown = ("tokens × layers rerouted", "tokens rerouted", "gap: mean / p99.9 / max", "rerouted", "not rerouted")
+    return markdown(("model", "sampler", "tokens", *shown), lines)
 
 
 def costs(_: Sequence[Row]) -> str:

@@ -122,6 +122,34 @@ def test_a_run_that_died_counts_as_nothing_from_there_on() -> None:
     assert (row[3], row[-1]) == (".000", "1 of 1, at most 100 %")
 
 
+def test_clipping_lifted_for_rare_tokens_is_a_table_once_it_has_runs() -> None:
+    clip = made_up("ppo_clip", 401, [0.2, 0.4], 2e-4)
+    assert llm_tables.rare([clip]) == "Not run yet.\n"
+    lifted = made_up("rare_clip", 401, [0.2, 0.6], 2e-4, variant="below .1", passes=4, steps=10, eval_every=2)
+    shown = llm_tables.rare([clip, lifted])
+    assert "| ppo_clip, 8 updates, 2e-4 | 1 | .300 |" in shown
+    assert "| rare_clip, below .1, 32 updates, 2e-4 | 1 | .400 |" in shown
+    assert "Not run yet: rare_clip, below .1, 8 updates, 2e-4; " in shown
+
+
+def test_a_mixture_of_experts_is_told_by_anchor() -> None:
+    about = {"model": "runs/starts/moe-1", "sampler": "fp8", "anchor": "old"}
+    assert llm_tables.experts([made_up("dppo", 401, [0.2, 0.4], 2e-4)]) == "Not run yet.\n"
+    shown = llm_tables.experts([made_up("dppo", 401, [0.2, 0.4], 2e-4, **about)])
+    assert "| dppo, `old` | 1 | .300 |" in shown
+    assert "Not run yet: dppo, `rollout`; troll, `rollout`;" in shown
+
+
+def test_long_runs_tell_their_rewards_at_best_and_at_last() -> None:
+    # 64 batches: 8 with reward .2, 48 with 1, then .5: means over 8 in a row are 1 at best and .5 at last.
+    about = {"passes": 4, "steps": 64, "eval_every": 16, "schedule": "constant", "sampler": "fp8", "anchor": "rollout"}
+    run = made_up("dppo", 401, [0.2] * 9 + [1.0] * 48 + [0.5] * 8, 1e-4, **about)
+    assert llm_tables.stability([]) == "Not run yet.\n"
+    assert llm_tables.stability([run]).splitlines()[-1].endswith("| 1.000 | .500 |")
+    died = {**run, "lines": run["lines"][:41], "dead": True}
+    assert (len(llm_tables.smoothed_rewards(died)), llm_tables.smoothed_rewards(died)[-1]) == (57, 0.0)
+
+
 def test_the_noise_floor_is_told() -> None:
     # Areas .3 and .3: the same. Areas .3 and .5: their standard deviation is .1·√2, 14 points.
     same = [made_up(name, 401, [0.2, 0.4], updates=1) for name in ("troll", "dppo")]

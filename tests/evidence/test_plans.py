@@ -4,12 +4,20 @@ from dataclasses import asdict, replace
 
 import pytest
 from evidence_plans import ABLATIONS, PLANS, SEEDS
-from evidence_spec import COMPLETIONS, VARIANTS, Pretrained, Run
+from evidence_spec import COMPLETIONS, OWN_OBJECTIVES, VARIANTS, Pretrained, Run
 from llm_claims import CLAIMS
 from plans import PLANS as STUDY
 
 from corral.llm.prepare import trainer_config
 from corral.llm.settings import Settings, read_recipe, resolve
+from corral.objective import OBJECTIVES
+
+
+@pytest.fixture(autouse=True)
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study's own objectives, as in a process that trains, for as long as a test lasts."""
+    for name, objective in OWN_OBJECTIVES.items():
+        monkeypatch.setitem(OBJECTIVES, name, objective)
 
 
 def resolved(spec: Run) -> Settings:
@@ -56,13 +64,27 @@ def test_one_update_per_batch_is_one() -> None:
 def test_the_plan_of_claims_has_what_every_claim_compares() -> None:
     planned = [
         {"base": "", **asdict(spec), "arm": spec.arm, "device": "cpu"}
-        for name in ("claims", "b", "b-gemma")
+        for name in ("claims", "b", "b-gemma", "f-rare")
         for spec in PLANS[name]()
     ]
     for claim in CLAIMS:
         for cell in (claim.ours, claim.theirs):
             found = {seed for seed, *_ in cell.runs(planned)}
             assert found == set(SEEDS[:3] if claim.name.startswith("gemma") else SEEDS), claim.name
+
+
+def test_long_runs_have_thousands_of_updates_from_a_coarse_sampler() -> None:
+    for spec in PLANS["f-stability"]():
+        config = trainer_config(resolved(spec), max_completion_length=8)
+        assert spec.steps * config.steps_per_generation * config.num_iterations == 2048
+        assert (spec.sampler, config.lr_scheduler_type, config.anchor) == ("fp8", "constant", spec.anchor)
+
+
+def test_a_mixture_of_experts_has_a_coarse_sampler_and_both_anchors() -> None:
+    runs = PLANS["f-moe"]()
+    assert {(spec.model, spec.sampler, spec.rate, spec.steps) for spec in runs} == {("runs/starts/moe-1", "fp8", 2e-4, 15)}
+    assert len(runs) == 3 * 2 * 3  # seeds × anchors × objectives
+    assert PLANS["f-moe"]()[0].key == "shipped-dppo-off-0.0002-linear-x1-15-401-moe-1-fp8-rollout"
 
 
 def test_ablations_change_one_thing_each() -> None:
