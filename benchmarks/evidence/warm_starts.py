@@ -3,9 +3,9 @@
     python benchmarks/evidence/warm_starts.py --out runs/starts                          seeds 1, 2, 3 of the embedded model
     python benchmarks/evidence/warm_starts.py --out runs/starts --families qwen3 gemma moe --seeds 1 --workers 3
 
-Each is a folder FAMILY-SEED for `--model` and the plans `a-starts` and `f-moe`, with what it can do in warm_start.json. With one start,
-seeds vary the noise of reinforcement learning alone. A GPU takes five minutes or less for each; several share it. Starts that
-are there already are left alone.
+Each is a folder FAMILY-SEED for `--model` and the plans `a-starts` and `f-moe`, with what it can do in warm_start.json. With
+one start, seeds vary the noise of reinforcement learning alone. A GPU takes five minutes or less for each; several share it.
+Starts that are there already are left alone.
 """
 
 import argparse
