@@ -114,7 +114,6 @@ def hopper_48m(_: Score) -> Iterator[Job]:
 
 def _hopper_plans(size: str, seeds: Sequence[int], length: Mapping[str, Any]) -> Iterator[Job]:
     yield from jobs(f"hopper-{size}-tce", "hopper_jump", seeds, **length)
-    yield from jobs(f"hopper-{size}-tce-takeoff", "hopper_jump", seeds, **length, learner__move_to_event="true")
     yield from jobs(f"hopper-{size}-tce-published", "hopper_jump_published", seeds, **length)
     yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **length, algorithm="bbrl")
 

@@ -1,30 +1,40 @@
 """How many control steps a second do the simulated tasks take, as one batch and step by step, and how long is TCE's own update?
 
-    python benchmarks/robot_rate.py                    threads 1, 2, 4, … up to the number of cores
-    python benchmarks/robot_rate.py --learner          and TCE's batches of the recipes: simulation against updates, one thread
-    python benchmarks/robot_rate.py --task --learner   those alone
+    python benchmarks/robot_rate.py                     threads 1, 2, 4, … up to the number of cores
+    python benchmarks/robot_rate.py --threads 1 16 --episodes 512 --way batch --repetitions 2 --save     16 cores? a minute
+    python benchmarks/robot_rate.py --learner           and TCE's batches of the recipes, one thread
+    python benchmarks/robot_rate.py --task --learner    those alone
+    python benchmarks/robot_rate.py --page              saved rows → docs/environments.md
 
-Best of several repetitions, rewards and observations included; seconds of the clock and of the processor.
+Best of several repetitions, rewards and observations included; seconds of the clock and of the processor. A batch of many
+threads wants many copies: at every step the threads wait for the slowest of them.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
+from results import FOLDER, Row, markdown, read_rows, rounded, stamp, table, write_rows
 
 from corral.robot.env import ENVIRONMENTS, make_envs
 from corral.robot.episode import Plant
 from corral.robot.prepare import prepare
 from corral.robot.settings import read_recipe, resolve
 from corral.run.cores import cores
+from corral.run.files import write_whole
 
 RECIPES = (
     "hopper_jump", "hopper_jump_published", "box_pushing", "box_pushing_published", "via_point", "via_point_sparse",
 )  # fmt: skip
 TASKS = {"hopper": "corral/HopperJump-v0", "box": "corral/BoxPushing-v0"}
+WAYS = ("batch", "steps")
+"""MuJoCo's own batch, and one environment after the other (a block of them on each thread)."""
+FILE, PAGE = FOLDER / "robot_rate.jsonl", Path(__file__).parents[1] / "docs/environments.md"
+BEGIN, END = "<!-- measured: rate -->", "<!-- /measured: rate -->"
 
 
 def best(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
@@ -48,48 +58,99 @@ def play(plant: Plant, seeds: list[int], batch: bool) -> None:
         plant.act(context, lambda t, seen: tracking.action(plan[:, t], 0 * plan[:, t], seen))
 
 
-def measure_task(task: str, workers: list[int], episodes: int, repetitions: int) -> None:
-    """One line for each number of threads and way of playing."""
-    known, alone, seeds = ENVIRONMENTS[TASKS[task]], 0.0, list(range(episodes))
-    steps = episodes * known.steps
-    for count in workers:
+def measure_task(task: str, threads: Sequence[int], ways: Sequence[str], episodes: int, repetitions: int) -> list[Row]:
+    """A row for each number of threads and way of playing."""
+    known, seeds = ENVIRONMENTS[TASKS[task]], list(range(episodes))
+    steps, rows = episodes * known.steps, list[Row]()
+    for count in threads:
         plant = Plant(make_envs(TASKS[task], episodes, workers=count), known.tracking, known.steps)
-        for how in ("batch", "steps"):
-            clock, processor = best(partial(play, plant, seeds, how == "batch"), repetitions)
-            alone = alone or clock
-            rate = f"{steps / clock:8.0f} steps/s  {1e6 * processor / steps:5.0f} µs of CPU a step"
-            print(f"{task:6}  {count:2} threads  {how:5}  {rate}  {alone / clock:5.2f} × one thread's batch", flush=True)
+        for way in ways:
+            clock, processor = best(partial(play, plant, seeds, way == "batch"), repetitions)
+            measured = {"steps_per_second": steps / clock, "cpu_us_per_step": 1e6 * processor / steps}
+            rows.append({"task": task, "episodes": episodes, "cores": cores(), "workers": count, "way": way, **measured})
         plant.close()
+    return with_ratios(rows)
 
 
-def measure_learner(recipe: str) -> None:
-    """Simulation and updates of one batch of a recipe."""
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """How many times faster each row of a task is than one thread's batch, and than one thread's steps, if those are there."""
+    alone = {row["way"]: row["steps_per_second"] for row in rows if row["workers"] == 1}
+    return [row | {f"times_one_{way}": row["steps_per_second"] / rate for way, rate in alone.items()} for row in rows]
+
+
+def measure_learner(recipe: str) -> Row:
+    """Simulation and updates of one batch of a recipe, on one thread."""
     agent = prepare(resolve([read_recipe(recipe), {"workers": 1}]))
     agent.step()
     sampled, updated = best(agent.sample, 2), best(partial(agent.improve, *agent.sample()), 2)
-    rates = (
-        f"simulated in {sampled[0]:.2f} s ({sampled[1]:.2f} s of CPU) and learned from in {updated[0]:.2f} s ({updated[1]:.2f})"
-    )
-    print(f"{recipe:22} a batch is {rates}", flush=True)
     agent.plant.close()
+    cpu = {"simulated_cpu_s": sampled[1], "learned_cpu_s": updated[1]}
+    return {"recipe": recipe, "simulated_s": sampled[0], "learned_s": updated[0], **cpu, "times": updated[1] / sampled[1]}
+
+
+def save(rows: Sequence[Row]) -> None:
+    """Put rows in place of earlier ones of the same task and number of cores, or recipe."""
+    replaced, where = {_kind(row) for row in rows}, stamp()
+    short = [where | {name: rounded(value) for name, value in row.items()} for row in rows]
+    write_rows(FILE, [row for row in read_rows(FILE) if _kind(row) not in replaced] + short)
+
+
+def _kind(row: Row) -> tuple[object, ...]:
+    return row.get("task"), row.get("cores"), row.get("recipe")
+
+
+def block(rows: Sequence[Row]) -> str:
+    """The table of the page."""
+    if not any("task" in row for row in rows):
+        return "Not measured yet."
+    head = ["task", "cores", "copies", "threads", "", "steps/s", "× one thread's batch", "× one thread, step by step"]
+    ways = {"batch": "as one batch", "steps": "step by step"}
+    lines = [
+        [row["task"], *(str(row[key]) for key in ("cores", "episodes", "workers")), ways[row["way"]],
+         f"{row['steps_per_second']:,.0f}".replace(",", " "), _times(row, "batch"), _times(row, "steps")]
+        for row in rows if "task" in row
+    ]  # fmt: skip
+    return markdown(head, lines)
+
+
+def _times(row: Row, way: str) -> str:
+    return f"{row[key]:.2f}" if (key := f"times_one_{way}") in row else "–"
+
+
+def write_page() -> None:
+    """The table of saved rows into the page."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    text = f"{before}{BEGIN}\n\n{block(read_rows(FILE)).rstrip()}\n\n{END}{rest.split(END)[1]}"
+    write_whole(PAGE, lambda beside: beside.write_text(text))
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, nargs="*", default=list(TASKS))
-    parser.add_argument("--episodes", type=int, default=64)
-    parser.add_argument("--workers", type=int, nargs="*", help="numbers of threads")
+    parser.add_argument("--threads", type=int, nargs="*", help="numbers of threads; ratios need 1 among them")
+    parser.add_argument("--way", choices=WAYS, nargs="*", default=list(WAYS))
+    parser.add_argument("--episodes", type=int, default=64, help="copies that are simulated together")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--learner", action="store_true", help="TCE's batches of --recipe too")
     parser.add_argument("--recipe", choices=RECIPES, nargs="*", default=list(RECIPES))
+    parser.add_argument("--save", action="store_true", help=f"keep the rows in {FILE.name}")
+    parser.add_argument("--page", action="store_true", help="write the saved rows into the page, and measure nothing")
     options = parser.parse_args()
+    if options.page:
+        return write_page()
     torch.set_num_threads(1)
-    workers = options.workers or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores()]
+    threads = options.threads or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores()]
     for task in options.task:
-        measure_task(task, workers, options.episodes, options.repetitions)
+        rows = measure_task(task, threads, options.way, options.episodes, options.repetitions)
+        print(table(rows), flush=True)
+        if options.save:
+            save(rows)
     for recipe in options.recipe if options.learner else ():
-        measure_learner(recipe)
+        row = measure_learner(recipe)
+        print(table([row]), flush=True)
+        if options.save:
+            save([row])
 
 
 if __name__ == "__main__":

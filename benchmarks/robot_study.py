@@ -3,6 +3,7 @@
     python benchmarks/robot_study.py --plan arm-tune --workers 16 --minutes 8 --out PIECE --done EARLIER …
     python benchmarks/robot_study.py --plan arm-tune --table --out PIECE        what came out so far
     python benchmarks/robot_study.py --plan arm-tune --try                      a batch of each kind of run; the plan's cost
+    python benchmarks/robot_study.py --plan box-long --only 'tce-[01]$' …       some of its runs, the others on another machine
     python benchmarks/robot_results.py --keep PIECE/runs                           runs → benchmarks/results/robots.json
 
 Every run is one `corral train` on one thread. A piece packs its runs' folders into a few archives, so that they can be carried
@@ -13,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +65,11 @@ def settings_of(job: Job) -> Settings:
     settings = resolve(layers)
     check_used(settings)
     return settings
+
+
+def select(jobs: Iterable[Job], only: str | None) -> list[Job]:
+    """Runs whose name contains a match of a regular expression; all without one."""
+    return [job for job in jobs if only is None or re.search(only, job.name)]
 
 
 def try_jobs(jobs: Sequence[Job]) -> None:
@@ -187,6 +194,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=PLANS, nargs="+", required=True, help="one after the other")
+    parser.add_argument("--only", metavar="REGEX", help="runs of the plan whose name contains a match, such as 'bbrl-[012]$'")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=Path("runs/robot-study"))
@@ -198,14 +206,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.rehearse:
         torch.set_num_threads(1)
-        return try_jobs([job for plan in options.plan for job in PLANS[plan](partial(score, options.out / "runs"))])
+        found = [job for plan in options.plan for job in PLANS[plan](partial(score, options.out / "runs"))]
+        return try_jobs(select(found, options.only))
     root = options.runs or options.out / "runs"
     for folder in (root, options.out):
         folder.mkdir(parents=True, exist_ok=True)
     unpack([options.out, *options.done], root)
     began, jobs = time.monotonic(), list[Job]()
     for plan in options.plan:  # one after the other: what the next runs may depend on what came out
-        jobs += (own := list(PLANS[plan](partial(score, root))))
+        jobs += (own := select(PLANS[plan](partial(score, root)), options.only))
         left = [job for job in own if not is_finished(root / job.name)]
         if options.list:
             print("\n".join(" ".join([job.name, *job.arguments()]) for job in left))
@@ -213,6 +222,8 @@ def main() -> None:
             minutes = options.minutes - (time.monotonic() - began) / 60
             print(f"{len(left)} runs to do, {len(own) - len(left)} done; {options.workers} at a time, {minutes:.1f} minutes")
             run_jobs(left, options.workers, minutes, root)
+    if not jobs:
+        raise SystemExit(f"robot_study: no run of {' or '.join(options.plan)} matches --only {options.only!r}. See --list.")
     if not (options.list or options.table):
         pack([root / job.name for job in jobs if (root / job.name).is_dir()], options.out)
     print_table(jobs, root)

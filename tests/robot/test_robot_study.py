@@ -21,6 +21,20 @@ def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan:
         assert (settings.seed in TUNED_ON) == (plan.endswith(("explore", "tune")))
 
 
+def test_some_runs_of_a_plan_are_chosen_by_name() -> None:
+    found = list(PLANS["hopper-long"](lambda _: (0.0, 0.0)))
+    chosen = robot_study.select(found, "10M-(tce|bbrl)-[01]$")
+    assert [job.name for job in chosen] == [f"hopper-10M-{row}-{seed}" for row in ("tce", "bbrl") for seed in (0, 1)]
+    assert robot_study.select(found, None) == found
+
+
+def test_a_choice_of_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["robot_study.py", "--plan", "hopper-48M", "--only", "10M", "--list", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit, match="no run of hopper-48M matches --only '10M'"):
+        robot_study.main()
+
+
 def test_the_final_runs_are_of_what_did_best_and_of_nothing_where_nothing_was_tuned(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no run of arm-tune for tce on dense"):
         list(PLANS["arm-final"](partial(robot_study.score, tmp_path)))
