@@ -92,7 +92,7 @@ def gate0(schedule: str = "linear", objective: str = "ppo_clip") -> list[Spec]:
 
 def gate0_words() -> list[WordSpec]:
     """The same on SmolLM2 at rates 30 and 300 times too large, and nothing at rates that suit it; seeds outermost."""
-    same: dict[str, Any] = {"steps": 10, "eval_every": 2, "eval_size": 512}
+    same: dict[str, Any] = {"steps": 10, "eval_every": 2, "eval_size": 256}
     plan = []
     for seed in FRESH[:3]:
         for name in WORD_ARMS:

@@ -131,9 +131,8 @@ def experts() -> list[Run]:
 
 
 def pretrained() -> list[Pretrained]:
-    """SmolLM2: three seeds of four arms × three rates, then two more, then clipping with four passes."""
-    blocks = ((SEEDS[:3], WORD_ARMS), (SEEDS[3:], WORD_ARMS), (SEEDS, (("ppo_clip", 4),)))
-    grid = ((seed, rate, arm) for seeds, arms in blocks for seed, rate, arm in itertools.product(seeds, WORD_RATES, arms))
+    """SmolLM2: three seeds of four arms × three rates, then two more."""
+    grid = itertools.chain(*(itertools.product(seeds, WORD_RATES, WORD_ARMS) for seeds in (SEEDS[:3], SEEDS[3:])))
     return [_pretrained(arm, rate, seed) for seed, rate, arm in grid]
 
 
@@ -210,6 +209,7 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "g": ablations,
     "b": pretrained,
     "b-held": held_pretrained,
+    "b-clip": lambda: [_pretrained(("ppo_clip", 4), rate, seed) for seed, rate in itertools.product(SEEDS, WORD_RATES)],
     "b-gemma": gemma,
     "b-elsewhere": elsewhere,
     "f": mismatch,

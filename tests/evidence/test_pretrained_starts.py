@@ -53,7 +53,7 @@ def test_the_loss_is_that_of_the_answers_alone_and_padding_is_not_seen() -> None
 
 
 def test_every_seed_has_every_rate() -> None:
-    plan = PLANS["b"]()
+    plan = [*PLANS["b"](), *PLANS["b-clip"]()]
     assert {spec.model for spec in plan} == {"runs/pretrained/smollm2"}
     arms = {(spec.objective, spec.passes) for spec in plan}
     assert len(plan) == len(arms) * len(SEEDS) * len(WORD_RATES) == 75
@@ -63,8 +63,8 @@ def test_every_seed_has_every_rate() -> None:
 
 
 def test_held_runs_those_of_gemma_and_those_on_other_problems_are_told_apart() -> None:
-    plans = {name: {spec.key: spec for spec in PLANS[name]()} for name in ("b", "b-held", "b-gemma", "b-elsewhere")}
-    assert [len(plan) for plan in plans.values()] == [75, 33, 36, 18]
+    plans = {name: {spec.key: spec for spec in PLANS[name]()} for name in ("b", "b-clip", "b-held", "b-gemma", "b-elsewhere")}
+    assert [len(plan) for plan in plans.values()] == [60, 15, 33, 36, 18]
     assert len({key for plan in plans.values() for key in plan}) == 75 + 33 + 36 + 18
     assert {spec.model for spec in plans["b-gemma"].values()} == {f"runs/pretrained/gemma-{place}" for place in (1, 2, 3)}
     asked = resolve([read_recipe("evidence-b"), next(iter(plans["b-gemma"].values())).layer()])
