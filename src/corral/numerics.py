@@ -86,7 +86,9 @@ def expm1_minus(x: Tensor) -> Tensor:
 def expm1_minus_series(x: Tensor) -> Tensor:
     """eˣ − 1 − x for |x| < ½, as x² Σ xⁿ/(n+2)! until the terms no longer count: the plain form cancels to x²/2."""
     terms = 15 if x.dtype == torch.float64 else 8
-    series = torch.full_like(x, 1 / math.factorial(terms + 1))
-    for n in range(terms, 1, -1):
-        series = torch.addcmul(x.new_tensor(1 / math.factorial(n)), series, x)
+    # One tensor for all coefficients: making fourteen takes longer than the sum.
+    first, *others = x.new_tensor([1 / math.factorial(n) for n in range(terms + 1, 1, -1)]).unbind()
+    series = first.expand_as(x)
+    for coefficient in others:
+        series = torch.addcmul(coefficient, series, x)
     return x * x * series

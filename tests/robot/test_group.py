@@ -110,3 +110,19 @@ def test_it_learns_without_a_critic() -> None:
         agent.step()
     after = agent.evaluate(list(range(32))).returns.mean()
     assert after > 0.8 * before, f"returns are negative: {before:.1f} → {after:.1f}"
+
+
+@pytest.mark.parametrize("contextual", [False, True])
+def test_the_network_sees_a_context_once_and_learns_the_same(contextual: bool) -> None:
+    agent = learner("tce", episodes=12, plans_per_context=4, contextual_covariance=contextual)
+    context = torch.randn((3, agent.plant.observation_size), dtype=torch.float64).repeat_interleave(4, 0)
+    seen: list[int] = []
+    agent.policy.mean.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    found = []
+    for gaussians in (agent.gaussians(context), agent.policy(context)):
+        weights = [torch.linspace(-1, 1, part.numel()).view_as(part) for part in gaussians]
+        loss = sum((part * weight).sum() for part, weight in zip(gaussians, weights, strict=True))
+        found.append((*gaussians, *torch.autograd.grad(loss, list(agent.policy.parameters()))))
+    assert seen == [3, 12]
+    for once, each in zip(*found, strict=True):
+        assert_close(once, each)

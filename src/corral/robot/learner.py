@@ -177,7 +177,7 @@ class Learner(ABC):
     @torch.no_grad()
     def deployed_kl(self, context: Float[Tensor, "E C"], old: Plans) -> Float[Tensor, " E"]:
         """KL(π_θ‖π_old) at each context, in nats per plan, of the network that draws the next batch: no projection is in it."""
-        mean, chol = self.policy(context)
+        mean, chol = self.gaussians(context)
         return gaussian_kl(mean, chol, old.mean, old.chol).total
 
     def values(self, states: Float[Tensor, "*b O"]) -> Float[Tensor, "*b"]:
@@ -202,7 +202,7 @@ class Learner(ABC):
 
     def improve_policy(self, context: Tensor, plans: Plans, credit: Credit, log_old: Tensor) -> dict[str, Tensor]:
         """One full-batch step on the policy's loss."""
-        mean, chol = self.policy(context)
+        mean, chol = self.gaussians(context)
         projected, factor = self.project(mean, chol, plans)
         log_ratio = self.log_prob(plans.params, projected.mean, factor) - log_old
         ratio = clamp_log_ratio(torch.where(credit.mask, log_ratio, 0.0)).exp()
@@ -226,6 +226,14 @@ class Learner(ABC):
             "tr/ratio_max": ratio.detach().max(),
             "tr/unconverged": (~projected.converged).to(self.dtype).mean(),
         }
+
+    def gaussians(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
+        """The policy at each plan's context; plans of one context follow one another, and the network sees it once."""
+        plans = self.config.plans_per_context
+        if plans == 1:
+            return self.policy(context)
+        mean, chol = self.policy(context[::plans])
+        return mean.repeat_interleave(plans, 0), chol if chol.ndim == 2 else chol.repeat_interleave(plans, 0)
 
     def project(self, mean: Tensor, chol: Tensor, old: Plans) -> tuple[GaussianProjection, Tensor]:
         """The policy in its trust region, and its factor with enough entropy."""
