@@ -9,7 +9,10 @@ from study_table import Row, area, final, finished, is_below_start
 from study_text import RESULTS, group, kl, markdown, rate_text, short, two_digits, with_interval
 
 EVIDENCE = Path(__file__).parents[1] / "evidence/results"
-HEAD = ("objective", "passes", "held at", "rate", "n", "area", "less the best unheld rate's", "final", "greedy", "KL mean", "p99.9", "below its start")  # fmt: skip
+HEAD = (
+    "objective", "passes", "held at", "rate", "n", "area", "less the best unheld rate's", "final", "greedy", "KL mean", "p99.9",
+    "below its start",
+)  # fmt: skip
 
 
 def read_pretrained() -> list[Row]:

@@ -139,9 +139,7 @@ def pretrained() -> list[Pretrained]:
 def held_pretrained() -> list[Pretrained]:
     """SmolLM2 with the deployed network held: a rate that nobody tunes, then one that is good and one that is not."""
     automatic = itertools.product(SEEDS, (*WORD_ARMS[:2], ("troll", 4)))
-    plan = [
-        _pretrained(arm, "auto", seed, schedule="constant", bound=0.03 if arm[1] == 1 else 0.01) for seed, arm in automatic
-    ]
+    plan = [_pretrained(arm, "auto", seed, schedule="constant", bound=0.03 if arm[1] == 1 else 0.01) for seed, arm in automatic]
     for seed, arm in itertools.product(SEEDS[:3], WORD_ARMS[:2]):
         plan += [_pretrained(arm, rate, seed, bound=0.03) for rate in (1e-4, 1e-3)] + [_pretrained(arm, 1e-3, seed)]
     return plan

@@ -35,8 +35,8 @@ BASES: dict[str, dict[str, Any]] = {
         "eval_size": 128,
     },
 }
-"""Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2 on
-word problems from books (runs/words has asdiv, mawps and svamp) and on GSM8K. pretrained_starts.py makes the folders."""
+"""Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2
+on word problems from books (runs/words has asdiv, mawps and svamp) and on GSM8K. pretrained_starts.py makes the folders."""
 CODE = {**read_recipe("evidence-e"), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
 """Settings of runs that write programs; code_starts.py makes the problems and the starts."""
 COMPLETIONS = 512

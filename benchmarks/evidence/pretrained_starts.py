@@ -4,8 +4,8 @@
     python benchmarks/evidence/pretrained_starts.py gemma --seeds 1 2 3 --log starts.jsonl
 
 A base model neither ends its answers nor knows what is asked of it: it learns demonstrations, a few at a time, until a tenth of
-its samples on other training problems is right. Folders of BASES for the plans `b…` and `gate0-words`; a line each in --log, with
-what a start can do on held-out problems, greedy and at four temperatures. Starts that are there already are left alone.
+its samples on other training problems is right. Folders of BASES for the plans `b…` and `gate0-words`; a line each in --log,
+with what a start can do on held-out problems, greedy and at four temperatures. Starts that are there already are left alone.
 """
 
 import argparse

@@ -83,7 +83,9 @@ class Start:
             logits = self.model(**batch.to(device), logits_to_keep=longest + 1, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten().to(device))
 
-    def until(self, enough: float, watched: list[str], parts: Iterable[list[tuple[str, str]]], generator: torch.Generator) -> list[dict[str, float]]:
+    def until(
+        self, enough: float, watched: list[str], parts: Iterable[list[tuple[str, str]]], generator: torch.Generator
+    ) -> list[dict[str, float]]:
         """A round for each part of the demonstrations, until this share of the watched problems is right; loss and success."""
         found: list[dict[str, float]] = []
         for pairs in parts:

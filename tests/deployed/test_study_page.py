@@ -238,8 +238,8 @@ def test_golden_rows_of_a_pretrained_model() -> None:
 
 
 def test_golden_held_runs_of_a_pretrained_model_beside_its_best_unheld_rate() -> None:
-    # Areas of two measurements are their means. Unheld .30, .32 at 1e-5 and .40, .42 at 3e-5, the best; held .45, .45: the pairs
-    # differ by .05 and .03, so .04 ± 12.706 · .01 = .127.
+    # Areas of two measurements are their means. Unheld .30, .32 at 1e-5 and .40, .42 at 3e-5, the best; held .45, .45: the
+    # pairs differ by .05 and .03, so .04 ± 12.706 · .01 = .127.
     same: dict[str, Any] = {"recipe": "evidence-b", "base": "smollm2", "rewards": [0.1] * 2, "objective": "troll", "passes": 1}
 
     def run(seed: int, value: float, **others: Any) -> study_table.Row:

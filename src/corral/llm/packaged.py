@@ -67,8 +67,8 @@ def is_installed(name: str) -> bool:
 def load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in float32, from weights of four bits or so, and its tokenizer.
 
-    Weights are rounded to bfloat16, in which these models were published. As dequantised, one in twelve lies halfway between two
-    of its numbers: under bfloat16 autocast all of those would jump at the first update, however small.
+    Weights are rounded to bfloat16, in which these models were published. As dequantised, one in twelve lies halfway between
+    two of its numbers: under bfloat16 autocast all of those would jump at the first update, however small.
     """
     about = PACKAGED[name]
     folder = _find_folder(about)
