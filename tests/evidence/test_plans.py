@@ -64,7 +64,7 @@ def test_one_update_per_batch_is_one() -> None:
 def test_the_plan_of_claims_has_what_every_claim_compares() -> None:
     planned = [
         {"base": "", **asdict(spec), "arm": spec.arm, "device": "cpu"}
-        for name in ("claims", "b", "b-gemma", "f-rare")
+        for name in ("claims", "b", "b-clip", "b-gemma", "f-rare")
         for spec in PLANS[name]()
     ]
     for claim in CLAIMS:
