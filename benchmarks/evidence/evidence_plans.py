@@ -119,7 +119,7 @@ def stability() -> list[Run]:
     """DPPO's stability protocol in small: 2,048 updates at a small constant rate, an fp8 sampler, both anchors.
 
     The protocol asks for problems that can all be solved: the embedded model solves its training problems greedily, so rewards
-    should reach 1. The paper has 4 updates per batch, this plan 32 in four passes, so that a run takes two minutes of a GPU.
+    should reach 1. The paper has 4 updates per batch, this plan 32 in four passes, so that a run takes minutes of a GPU.
     """
     return [run((name, ""), 1e-4, seed, anchor=anchor, **LONG) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
 

@@ -178,10 +178,62 @@ def test_the_bound_holds_whatever_the_updates_did(tmp_path):
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
 
 
+class Remember(TrainerCallback):
+    """After each update, once the network is held: its rate and its scale, and how many weights have moments."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.rates, self.scales, self.moments = trainer, [], [], []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        optimizer = self.trainer.optimizer.optimizer
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.scales.append(self.trainer.deployed.controller.scale)
+        self.moments.append(len(optimizer.state))
+
+
+def test_after_a_step_of_which_nothing_is_left_the_optimizer_starts_over(tmp_path, caplog):
+    trainer = make_trainer(
+        tmp_path, deployed_bound=1e-3, max_steps=3, steps_per_generation=1, learning_rate=3.0, lr_scheduler_type="constant"
+    )
+    seen = Remember(trainer)
+    trainer.add_callback(seen)
+    trainer.train()
+    first, *others = certificates(trainer)
+    assert first["tr/step_share"] < 0.05
+    # D is some 3.7 nats, so that √(.0005 / D) is .012: a thirtieth is the least.
+    assert seen.rates[0] == pytest.approx(3.0 / 30)
+    assert "Update 1: the step moved the network by" in caplog.text
+    assert seen.moments[0] == 0 < seen.moments[-1]
+    assert others[-1]["tr/step_share"] > 0.05
+    assert all(line["tr/deployed_kl_mean"] <= 1e-3 for line in (first, *others))
+
+
+class Poison(TrainerCallback):
+    """Moments that are no numbers after the first update: every later one would be lost."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 1:
+            for moments in self.trainer.optimizer.optimizer.state.values():
+                moments["exp_avg"].fill_(math.nan)
+
+
+def test_moments_that_are_no_numbers_do_not_last(tmp_path):
+    trainer = make_trainer(tmp_path, deployed_bound=0.02, max_steps=4, steps_per_generation=1, learning_rate=1e-3)
+    trainer.add_callback(Poison(trainer))
+    trainer.train()
+    shares = [line["tr/step_share"] for line in certificates(trainer)]
+    assert shares[0] > 0 == shares[1] < shares[2]
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+
+
 def test_the_bound_follows_the_schedule(tmp_path):
     # Linear over 8 updates: factors 1, 7/8 | 6/8, 5/8 | 4/8, 3/8 | 2/8, 1/8, so δ_k = .02 · (15, 11, 7, 3)² / 16².
     trainer = make_trainer(tmp_path, deployed_bound=0.02, max_steps=8, lr_scheduler_type="linear", **WILD)
-    witness = Witness(trainer, updates=2)
+    witness, seen = Witness(trainer, updates=2), Remember(trainer)
+    trainer.add_callback(seen)
     trainer.train()
     bounds = [0.02 * (top / 16) ** 2 for top in (15, 11, 7, 3)]
     found = [line["tr/deployed_kl_mean"] for line in certificates(trainer)]
@@ -190,7 +242,8 @@ def test_the_bound_follows_the_schedule(tmp_path):
     callback = trainer.callback_handler.callbacks[0]
     # Rates: the schedule's, times all factors until then; the peak is the rate that was asked for times the scale.
     assert callback._scheduler().base_lrs[0] == pytest.approx(0.3 * callback.controller.scale)
-    assert witness.rates[2] == pytest.approx(0.3 * 0.25 * 6 / 8)
+    assert witness.rates[2] == pytest.approx(0.3 * seen.scales[1] * 6 / 8)
+    assert seen.scales[1] <= 0.25
 
 
 def test_a_step_at_rate_0_moves_nothing_and_asks_for_nothing(tmp_path):
@@ -271,7 +324,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, passes):
     assert any(measured[1:])
     assert "tr/deployed_heldout_kl_mean" not in whole[0]
     rates = [line["learning_rate"] for line in whole[1:]]
-    assert rates[1] < 0.5 * rates[0]  # the controller was at work before the cut
+    assert rates[1] < 0.5 * settings.trainer["learning_rate"]  # the controller was at work before the cut
     if passes > 1:
         assert min(line["tr/passes"] for line in whole[1:]) < 3
         tokens = pq.read_table(tmp_path / "whole" / "tokens.parquet")["step"].to_pylist()

@@ -34,6 +34,10 @@ LEAST_ESS = 0.5
 """The effective sample size, as a share of the tokens, below which `reuse="auto"` makes no further pass."""
 PROBES = 4
 """Measurements of a step at most; one where the step fits."""
+FAR, LEAST_SHARE = 25.0, 0.05
+"""Times the bound, and the share kept of a step beyond it, from which on the optimizer starts over."""
+LEAST_FACTOR = 1 / 30
+"""What the rate is multiplied with at least where it does."""
 
 
 class DeployedCallback(TrainerCallback):
@@ -42,7 +46,9 @@ class DeployedCallback(TrainerCallback):
         δ_k = bound · (rate_k / peak rate)²          mean KL(π_new ‖ π_old) ≤ δ_k
 
     The bound follows the schedule as the KL of a small step does. What goes further is retracted; the learning rate is scaled
-    so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already.
+    so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already. After a step
+    of which next to nothing could be kept the optimizer starts over: at the rate that √(δ/D) says, and with its moments cleared,
+    which are of gradients that nobody will see again, or no numbers.
 
     With `reuse="auto"` the network is measured after every pass over the batch, and another one is made while it is nearer than
     fifty times the bound and the effective sample size is at least ½. A step beyond the bound goes on: many passes, retracted
@@ -127,8 +133,10 @@ class DeployedCallback(TrainerCallback):
                 trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound, max_probes=PROBES
             )
         self.spent, self._before, self._old = not last, old, None
-        if bound < math.inf:
-            moved, aim = certificate.before.mean, AIM * bound
+        moved, aim = certificate.before.mean, AIM * bound
+        if certificate.share < LEAST_SHARE and not moved <= FAR * bound:  # further, or no number
+            self._start_over(moved, aim)
+        elif bound < math.inf:
             # A batch that is left because its ratios are spread is no reason for a larger rate.
             self._scale(self.controller.update(moved if last else max(moved, aim), aim))
         metrics = certificate.metrics()
@@ -136,6 +144,19 @@ class DeployedCallback(TrainerCallback):
             metrics["tr/passes"] = float(self._passes)
         for name, value in metrics.items():
             trainer._metrics["train"][name].append(value)
+
+    def _start_over(self, moved: float, aim: float) -> None:
+        """A rate that would have gone about as far as was meant, and an optimizer that has seen nothing."""
+        factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
+        self.controller.scale *= factor
+        self._scale(factor)
+        optimizer = self._scheduler().optimizer
+        optimizer.state.clear()
+        update, rate = self.trainer.state.global_step, optimizer.param_groups[0]["lr"]
+        logger.warning(
+            "Update %d: the step moved the network by %.2g nats a token, where %.2g were meant. Next to nothing of it is kept; the "
+            "optimizer starts over with a learning rate of %.1e.", update, moved, aim, rate,
+        )  # fmt: skip
 
     def certify_held_out(self, drawn: list[tuple[list[int], list[int]]]) -> dict[str, float]:
         """How far the last step went on held-out prompts, from prompts and completions that the network has just drawn.
