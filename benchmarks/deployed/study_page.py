@@ -17,6 +17,7 @@ from study_figure import draw, draw_idea
 from study_gate0 import gate0, gate0_words
 from study_pretrained import pretrained
 from study_rates import confirmed_rates, not_inferior, rates, usable, usable_against_unheld, usable_bounds
+from study_start_over import start_over
 from study_table import Row, area, final, finished, held_out, is_demo, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
 
@@ -137,6 +138,7 @@ EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {
     "gate0words": lambda runs: gate0_words(runs, "linear"),
     "gate0wordsconstant": lambda runs: gate0_words(runs, "constant"),
     "pretrained": pretrained,
+    "startover": start_over,
 }
 """Of all runs."""
 
