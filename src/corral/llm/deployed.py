@@ -47,8 +47,8 @@ class DeployedCallback(TrainerCallback):
 
     The bound follows the schedule as the KL of a small step does. What goes further is retracted; the learning rate is scaled
     so that steps go half as far. Its scale lives in the scheduler's base rates, which checkpoints hold already. After a step
-    of which next to nothing could be kept the optimizer starts over: at the rate that √(δ/D) says, and with its moments cleared,
-    which are of gradients that nobody will see again, or no numbers.
+    of which next to nothing could be kept the optimizer starts over: at the rate that √(δ/D) says, and with its moments
+    cleared, which are of gradients that nobody will see again, or no numbers.
 
     With `reuse="auto"` the network is measured after every pass over the batch, and another one is made while it is nearer than
     fifty times the bound and the effective sample size is at least ½. A step beyond the bound goes on: many passes, retracted
@@ -154,8 +154,8 @@ class DeployedCallback(TrainerCallback):
         optimizer.state.clear()
         update, rate = self.trainer.state.global_step, optimizer.param_groups[0]["lr"]
         logger.warning(
-            "Update %d: the step moved the network by %.2g nats a token, where %.2g were meant. Next to nothing of it is kept; the "
-            "optimizer starts over with a learning rate of %.1e.", update, moved, aim, rate,
+            "Update %d: the step moved the network by %.2g nats a token, where %.2g were meant. Next to nothing of it is kept; "
+            "the optimizer starts over with a learning rate of %.1e.", update, moved, aim, rate,
         )  # fmt: skip
 
     def certify_held_out(self, drawn: list[tuple[list[int], list[int]]]) -> dict[str, float]:
