@@ -118,11 +118,11 @@ def test_a_batch_whose_ratios_are_spread_is_used_up(tmp_path):
         assert line["tr/step_share"] == trainer.deployed.controller.scale == 1.0
 
 
-@pytest.mark.parametrize(("rate", "factor"), [(0.3, 0.25), (1e-6, 1.5)])
-def test_the_rate_moves_where_no_number_of_passes_helps(tmp_path, rate, factor):
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 1 / 30, 0.25), (1e-6, 1.5, 1.5)])
+def test_the_rate_moves_where_no_number_of_passes_helps(tmp_path, rate, least, most):
     trainer = make_trainer(tmp_path, "ppo_clip", deployed_bound=0.02, max_steps=6, learning_rate=rate, **PASSES)
     trainer.train()
-    assert trainer.deployed.controller.scale == pytest.approx(factor)  # the most that a step changes it by
+    assert least <= trainer.deployed.controller.scale <= most  # the most that a step changes it by
 
 
 def test_defaults(tmp_path):

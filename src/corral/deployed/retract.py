@@ -126,7 +126,7 @@ def retract(
     kept = max(fitting, key=lambda one: one.share, default=nothing)
     if not tried or tried[-1].share != kept.share:
         _place(parameters, old, new, kept.share)
-        _forget_copies(module)
+    _forget_copies(module)
     return Certificate(
         statistic=statistic, bound=bound, share=kept.share, probes=len(tried),
         value_before=first.value, value_after=kept.value, before=first.kl, after=kept.kl,
