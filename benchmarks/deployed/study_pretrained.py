@@ -40,7 +40,7 @@ def pretrained_table(runs: Sequence[Row]) -> str:
         for (bound, rate, schedule), some in sorted(held.items(), key=lambda item: str(item[0][1])):
             arms.append((f"{two_digits(float(str(bound)))}{', constant' if schedule == 'constant' else ''}", rate, some))
         for how, rate, some in arms:
-            cells = [str(objective), str(passes), how, rate_text(rate), str(len(some))]  # type: ignore[arg-type]
+            cells = [str(objective), str(passes), how, rate_text(rate), str(len(some))]  # type: ignore[arg-type]  # `group` has objects
             cells += [with_interval([area(run) for run in some]), behind(some, unheld[best]), short(fmean(map(final, some)))]
             cells += [short(fmean(final(run, "greedy") for run in some)), kl(some, "mean"), kl(some, "p999")]
             lines.append([*cells, f"{sum(map(is_below_start, some))} of {len(some)}"])

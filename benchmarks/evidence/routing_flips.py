@@ -71,7 +71,7 @@ def describe(gap: Tensor, flips: Tensor) -> dict[str, Any]:
 def measure(name: str, precision: str, batches: int, seed: int) -> dict[str, Any]:
     """Batches of completions by the rounded network, read by both."""
     (model, tokenizer), task = load_model(name), Countdown()
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     gaps, flips = [], []
     for index in range(batches):
         with rounded(model, precision):

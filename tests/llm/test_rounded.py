@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from tiny_models import make_trainer, rollouts
 from transformers import GenerationMixin
 
@@ -60,6 +61,16 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
         assert model.lm_head.weight.dtype == torch.bfloat16
         assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_adapters_and_their_base_are_rounded_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
+    trainer = make_trainer(tmp_path, "troll", bf16=True, trainer_kwargs=lora)
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    seen = dtypes_while_generating(monkeypatch)
+    rollouts(trainer)
+    assert seen[-1] == {torch.bfloat16}
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
 
 def test_a_sampler_of_the_users_own_reads_exact_weights(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ LEAST_ESS = 0.5
 PROBES = 4
 """Measurements of a step at most; one where the step fits."""
 FAR, LEAST_SHARE = 25.0, 0.05
-"""Times the bound, and the share kept of a step beyond it, from which on the optimizer starts over."""
+"""The optimizer starts over after a step beyond FAR times the bound of which less than LEAST_SHARE is kept."""
 LEAST_FACTOR = 1 / 30
-"""What the rate is multiplied with at least where it does."""
+"""The smallest factor of the learning rate when it does."""
 
 
 class DeployedCallback(TrainerCallback):

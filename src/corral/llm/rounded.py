@@ -18,10 +18,10 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def rounded_weights(trainer: "CorralTrainer") -> Iterator[None]:
     """Inside, float32 weights are in the half precision of the forward pass; then the very same tensors are back.
 
-    Under autocast a weight is rounded anew for every token that is generated (a sixth of the GPU's time when SmolLM2 generates
-    on an H200), and what lies between GEMMs, the keys of the cache among it, is float32. Rounded weights are what inference
-    engines sample from as well. Nothing is rounded in float32 training, where weights are sharded, or where a sampler of the
-    user's own reads the model.
+    Under autocast weights and activations are cast anew for every token that is generated, and what lies between GEMMs, the
+    keys of the cache among it, is float32. In one profile of SmolLM2 generating on an H200 these casts were 93 of 541 ms of
+    kernels; whole runs were not timed. Inference engines sample from rounded weights as well. Nothing is rounded in float32
+    training, where weights are sharded, or where a sampler of the user's own reads the model.
     """
     dtype = _HALF.get(trainer.accelerator.mixed_precision)
     if dtype is None or is_sharded(trainer) or trainer.args.deepspeed or trainer.reports_logps:
