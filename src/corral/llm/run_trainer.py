@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from trl.models.utils import unwrap_model_for_generation
 
+from corral.llm.autocast import one_autocast
 from corral.llm.deployed_probe import TOKENS
 from corral.llm.guard import GuardCallback
 from corral.llm.models import base_model
 from corral.llm.problems import Problems, Sampling, generate
 from corral.llm.rewards import Reward, RewardError
-from corral.llm.rounded import rounded_weights
 from corral.llm.settings import Settings
 from corral.llm.sharding import is_sharded, root_weights
 from corral.llm.tokens import CompletionSample, token_rows
@@ -151,7 +151,7 @@ class RunTrainer(CorralTrainer):
                 torch.random.fork_rng(devices=devices),
                 unwrap_model_for_generation(self.model_wrapped, process) as unwrapped,
                 root_weights(self.model_wrapped),
-                rounded_weights(self),
+                one_autocast(self),
             ):
                 model = base_model(unwrapped)  # an adapter sits inside the layers of its base
                 for greedy in (False, True):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from corral.advantage import Advantage, group_advantages
+from corral.llm.autocast import one_autocast
 from corral.llm.config import CorralConfig, Sampler
 from corral.llm.deployed import DeployedCallback
 from corral.llm.guard import SelfCheck
@@ -24,7 +25,6 @@ from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
 from corral.llm.processes import ALONE, is_alone_by_mistake
 from corral.llm.rollout_support import RolloutSupport, check_server
-from corral.llm.rounded import rounded_weights
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.sharding import check_processes, check_teacher
 from corral.llm.teacher import Teacher
@@ -202,8 +202,8 @@ class CorralTrainer(GRPOTrainer):
         check_processes(self)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's rollouts, in half precision where the forward pass is."""
-        with rounded_weights(self):
+        """TRL's rollouts, weights rounded once where the forward pass is in half precision."""
+        with one_autocast(self):
             return super()._generate(*args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
