@@ -118,6 +118,19 @@ def _hopper_plans(size: str, seeds: Sequence[int], length: Mapping[str, Any]) ->
     yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **length, algorithm="bbrl")
 
 
+def hopper_credit(_: Score) -> Iterator[Job]:
+    """Why TCE stands still on hopper jump: 2 million steps with and without credit for what a segment changes later, with a critic
+    and with the other plans of a context as the baseline."""
+    plans = {"learner__plans_per_context": 4, "learner__mirrored": "true"}
+    to_go = {"learner__credit_lam": 1.0}
+    rows: Mapping[str, Mapping[str, Any]] = {
+        "tce": {}, "tce-plans-to-go": plans | to_go, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": to_go, "tce-plans": plans,
+        "bbrl-plans": plans | {"algorithm": "bbrl"}, "tce-take-off": {"learner__move_to_event": "true"},
+    }  # fmt: skip
+    for seed, (row, changes) in product(SEEDS[:3], rows.items()):
+        yield from jobs(f"hopper-2M-{row}", "hopper_jump", [seed], **LONG, iterations=125, **changes)
+
+
 def hopper_sac(_: Score) -> Iterator[Job]:
     """SAC on hopper jump for 1.2 million steps with its own update ratio and networks: one update for every step."""
     own = {"algorithm": "sb3-sac", "learner__train_freq": 1, "learner__gradient_steps": 1, "learner__hidden": [256, 256]}
@@ -184,6 +197,7 @@ PLANS = {
     "hopper-48M": hopper_48m,
     "hopper-steps": hopper_steps,
     "hopper-sac": hopper_sac,
+    "hopper-credit": hopper_credit,
     "box-long": box_long,
     "box-40M": box_40m,
     "metaworld": metaworld,

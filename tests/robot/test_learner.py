@@ -453,6 +453,21 @@ def test_the_published_rule_leaves_the_last_reward_out() -> None:
         assert moved == seen
 
 
+@pytest.mark.parametrize("plans", [1, 2])
+def test_every_segment_has_credit_for_what_is_paid_at_the_end(plans: int) -> None:
+    # Paid in the last step alone, to the first plan: with λ = 0 that is the last segment's, with λ = 1 everybody's.
+    for lam, credited in ((0.0, [False, True]), (1.0, [True, True])):
+        agent = learner("tce", credit_lam=lam, plans_per_context=plans, policy_epochs=1, critic_epochs=1)
+        episodes, drawn = agent.sample()
+        agent.begin_batch(drawn)
+        paid = torch.zeros_like(episodes.rewards)
+        paid[0, -1] = 100.0
+        agent.critic.value[-1].weight.data.zero_()  # a critic that expects nothing
+        with torch.no_grad():
+            found = agent.credit(replace(episodes, rewards=paid)).advantages[0]
+        assert [bool(found[0] > 1), bool(found[-1] > 1)] == credited
+
+
 def test_rewards_are_credited_to_the_event_that_earned_them() -> None:
     # A reward in the last step, and an event in step 40: told of it, the segment around step 40 is paid and the last is not.
     agents = [learner("tce", move_to_event=moved, policy_epochs=1, critic_epochs=1) for moved in (False, True)]

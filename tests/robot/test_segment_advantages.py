@@ -54,6 +54,13 @@ def test_golden_credit():
     assert live.all()
 
 
+def test_golden_credit_for_what_comes_later():
+    # The same with λ = ½: A_1 = −32 as above, A_0 = −6.5 + ½ · (½)² · A_1 = −6.5 − 4 = −10.5.
+    rewards, values = doubles([1, 2, 3, 4, 5, 6]), doubles([10, 20, 30, 40, 50, 60])
+    got, _ = segment_advantages(rewards, values, torch.tensor([[1, 3], [3, 5]]), gamma=0.5, lam=0.5)
+    assert_close(got, doubles([-10.5, -32.0]))
+
+
 def test_golden_an_episode_that_ends_early():
     # Steps 0 … 3 are live, γ = 1.
     # (1, 3) is whole: 2 + 3 + V_3 − V_1 = 25. (3, 5) runs to the end: r_3 − V_3 = −36. (5, 6) never was.
@@ -106,6 +113,31 @@ def test_the_loop_agrees(seed, points, gamma, closing):
     assert live.sum(-1).tolist() == [len(row) for row in expected]
     assert (got[~live] == 0).all()
     assert_close(got[live], torch.tensor([x for row in expected for x in row], dtype=torch.float64))
+
+
+@given(seed=st.integers(0, 2**20), points=st.integers(2, 17), gamma=st.sampled_from([0.0, 0.5, 1.0]), lam=st.floats(0, 1))
+def test_later_credit_by_loop(seed, points, gamma, lam):
+    # A_n = Σ_{m ≥ n} λ^{m−n} γ^{a_m − a_n} δ_m over the segments that count.
+    rewards, values, mask, lengths = episodes(seed)
+    pairs = draw_pairs(17, points)
+    got, live = segment_advantages(rewards, values, pairs, mask=mask, gamma=gamma, lam=lam)
+    for i, alone in enumerate(by_loop(rewards, values, pairs, lengths, gamma, True)):
+        starts = pairs[:, 0].tolist()
+        expected = [
+            sum(lam ** (m - n) * gamma ** (starts[m] - starts[n]) * alone[m] for m in range(n, len(alone)))
+            for n in range(len(alone))
+        ]
+        assert_close(got[i, live[i]], torch.tensor(expected, dtype=torch.float64), atol=1e-11)
+
+
+@given(seed=st.integers(0, 2**20), points=st.integers(2, 17))
+def test_all_later_credit_is_the_return_minus_the_value(seed, points):
+    rewards, values, mask, lengths = episodes(seed)
+    pairs = draw_pairs(17, points)
+    got, live = segment_advantages(rewards, values, pairs, mask=mask, lam=1.0)
+    for i, n in live.nonzero().tolist():
+        first = int(pairs[n, 0])
+        assert_close(got[i, n], rewards[i, first : lengths[i]].sum() - values[i, first], atol=1e-11)
 
 
 @given(seed=st.integers(0, 2**20), points=st.integers(2, 17))
@@ -216,7 +248,10 @@ def test_bad_arguments():
             segment_advantages(ok, ok, torch.tensor(bad))
     with pytest.raises(ValueError, match=r"pairs is \[N 2\]"):
         segment_advantages(ok, ok, torch.zeros(0, 2, dtype=torch.long))
-    with pytest.raises(ValueError, match="`gamma`"):
-        segment_advantages(ok, ok, pairs, gamma=1.1)
+    for bad_share in ({"gamma": 1.1}, {"lam": -0.1}):
+        with pytest.raises(ValueError, match="`gamma` and `lam` must lie in"):
+            segment_advantages(ok, ok, pairs, **bad_share)
+    with pytest.raises(ValueError, match="each pair begins where the one before ends"):
+        segment_advantages(ok, ok, torch.tensor([[0, 1], [2, 4]]), lam=0.5)
     with pytest.raises(ValueError, match="must be finite at unmasked steps"):
         segment_advantages(ok + math.nan, ok, pairs)

@@ -144,12 +144,14 @@ def segment_advantages(
     *,
     mask: Bool[Tensor, "B T"] | None = None,
     gamma: float = 1.0,
+    lam: float = 0.0,
     closing_segment: bool = True,
 ) -> tuple[Float[Tensor, "B N"], Bool[Tensor, "B N"]]:
     """Credit of each segment: what it earned, and how much better it left the state than it found it.
 
-        A_n = Σ_{t=a}^{b−1} γ^{t−a} r_t + γ^{b−a} V(s_b) − V(s_a)        (a, b) = pairs_n
+        δ_n = Σ_{t=a}^{b−1} γ^{t−a} r_t + γ^{b−a} V(s_b) − V(s_a)        (a, b) = pairs_n
         closing:  the last segment runs to the end, Σ_{t=a}^{end} γ^{t−a} r_t − V(s_a)
+        A_n = δ_n + λ γ^{b−a} A_{n+1}
 
     As published, no segment holds the last reward, which lies at or after every b: a policy paid at the end learns from its
     critic alone. Closing the last segment changes its advantage and not its likelihood.
@@ -159,18 +161,22 @@ def segment_advantages(
         pairs: a < b ≤ T of each segment, in order of a [N 2].
         mask: unmasked steps [B T], from the first on; all of them without it.
         gamma: discount γ in [0, 1].
+        lam: λ in [0, 1] of the generalised advantage over segments. 0 as published: what a segment changes later counts as far as
+            V sees it. With 1 it has credit for all that is earned from its beginning on; segments must then join.
         closing_segment: False for the published rule.
     Returns:
         Advantages [B N], without gradient, and which count, [B N]: those that begin before their episode ends, or, by the
         published rule, end by then. Advantages are 0 where they do not.
     Ref:
         Li et al. 2024, arXiv:2401.11437. Invariant: with γ = 1 consecutive segments sum to what was earned from the
-        first a on, minus V(s_a): the values in between cancel.
+        first a on, minus V(s_a): the values in between cancel; that is A_n of λ = 1.
     """
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     _check_episodes(rewards, values, pairs, mask)
-    if not number_in(gamma, 0, 1):
-        raise ValueError(f"segment_advantages: `gamma` must lie in [0, 1]; got {gamma!r}.")
+    if not (number_in(gamma, 0, 1) and number_in(lam, 0, 1)):
+        raise ValueError(f"segment_advantages: `gamma` and `lam` must lie in [0, 1]; got {gamma!r} and {lam!r}.")
+    if lam and not torch.equal(pairs[1:, 0], pairs[:-1, 1]):
+        raise ValueError(f"segment_advantages: with `lam` > 0 each pair begins where the one before ends; got {pairs.tolist()}.")
     rewards = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
     values = torch.where(mask, at_least_float32(values.detach()), 0.0)
     if not bool(rewards.isfinite().all() & values.isfinite().all()):
@@ -189,7 +195,11 @@ def segment_advantages(
         credit = torch.where(closes, rewards @ discount.mT, credit)
     else:
         counted = last <= length
-    return torch.where(counted, credit - values[:, first], 0.0), counted
+    advantages = list(torch.where(counted, credit - values[:, first], 0.0).unbind(-1))
+    decay = (lam * rewards.new_tensor(gamma) ** (last - first)).tolist()
+    for n in reversed(range(len(advantages) - 1)):
+        advantages[n] = advantages[n] + decay[n] * advantages[n + 1]
+    return torch.stack(advantages, -1), counted
 
 
 def normalise_advantages(advantages: Float[Tensor, "B N"], mask: Bool[Tensor, "B N"]) -> Float[Tensor, "B N"]:

@@ -34,6 +34,9 @@ class TCEConfig(LearnerConfig):
     """Discount γ."""
     lam: float = 0.95
     """λ of the critic's targets."""
+    credit_lam: float = 0.0
+    """λ of the advantages, from segment to segment: 0 as published; 1 credits a segment with all that is earned from its
+    beginning on, which needs no critic to see in the state what will be paid later."""
     points: int = 25
     """Ends of segments per episode; several plans share them, and each has at least two."""
     closing_segment: bool = True
@@ -51,7 +54,7 @@ class TCEConfig(LearnerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "gamma", "lam", at_least=0, at_most=1)
+        require(self, "gamma", "lam", "credit_lam", at_least=0, at_most=1)
         require(self, "points", at_least=2, integer=True)
         require(self, "critic_inputs", one_of=("state", "context"))
         require(self, "jitter", above=0, note="at 0 close points make a singular covariance")
@@ -71,7 +74,7 @@ class TCE(Learner):
     """Temporally correlated episodic learning: episodes explore as a whole and are credited in pieces.
 
         ρ_k = N(y_a, y_b; π̃) / N(y_a, y_b; π_old)          the two ends of segment k, jointly
-        A_k = Σ_{t=a}^{b−1} r_t + V(s_b) − V(s_a)
+        A_k = Σ_{t=a}^{b−1} r_t + V(s_b) − V(s_a)          and λ A_{k+1} with `credit_lam`
 
     With several plans per episode, a segment lies within one of them, and the last of a plan ends where the next plan begins.
 
@@ -136,6 +139,7 @@ class TCE(Learner):
             self.pairs,
             mask=cut(played),
             gamma=config.gamma,
+            lam=config.credit_lam,
             closing_segment=config.closing_segment,
         )
         if not alone:
