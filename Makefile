@@ -188,6 +188,7 @@ results: setup
 	$(RUN) benchmarks/head_page.py
 	$(RUN) benchmarks/robot_page.py
 	$(RUN) benchmarks/robot_arm.py
+	$(RUN) benchmarks/robot_credit.py
 	$(RUN) benchmarks/robot_rate.py --page
 	$(RUN) benchmarks/deployed/study_page.py
 	$(RUN) benchmarks/evidence/llm_page.py

@@ -113,19 +113,19 @@ def hopper_48m(_: Score) -> Iterator[Job]:
 
 
 def _hopper_plans(size: str, seeds: Sequence[int], length: Mapping[str, Any]) -> Iterator[Job]:
-    yield from jobs(f"hopper-{size}-tce", "hopper_jump", seeds, **length)
+    yield from jobs(f"hopper-{size}-tce-to-go", "hopper_jump", seeds, **length)
     yield from jobs(f"hopper-{size}-tce-published", "hopper_jump_published", seeds, **length)
     yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **length, algorithm="bbrl")
 
 
 def hopper_credit(_: Score) -> Iterator[Job]:
-    """Why TCE stands still on hopper jump: 2 million steps with and without credit for what a segment changes later, with a critic
-    and with the other plans of a context as the baseline."""
+    """Why TCE stands still on hopper jump: 2 million steps with and without credit for what a segment changes later, with a
+    critic and with the other plans of a context as the baseline."""
     plans = {"learner__plans_per_context": 4, "learner__mirrored": "true"}
-    to_go = {"learner__credit_lam": 1.0}
+    now = {"learner__credit_lam": 0.0}
     rows: Mapping[str, Mapping[str, Any]] = {
-        "tce": {}, "tce-plans-to-go": plans | to_go, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": to_go, "tce-plans": plans,
-        "bbrl-plans": plans | {"algorithm": "bbrl"}, "tce-take-off": {"learner__move_to_event": "true"},
+        "tce": now, "tce-plans-to-go": plans, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": {}, "tce-plans": plans | now,
+        "bbrl-plans": plans | {"algorithm": "bbrl"}, "tce-take-off": now | {"learner__move_to_event": "true"},
     }  # fmt: skip
     for seed, (row, changes) in product(SEEDS[:3], rows.items()):
         yield from jobs(f"hopper-2M-{row}", "hopper_jump", [seed], **LONG, iterations=125, **changes)

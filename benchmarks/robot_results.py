@@ -51,6 +51,8 @@ def row_of(config: Mapping[str, Any]) -> str:
         row += ", published rules"
     elif algorithm == "tce" and chosen["move_to_event"]:
         row += ", paid at take-off"
+    if chosen.get("credit_lam"):
+        row += ", credit for what comes later"
     if chosen.get("replan_every"):
         row += f", a plan every {chosen['replan_every']} steps" + (
             " from the state" if chosen["replan_from"] == "state" else ""

@@ -161,8 +161,8 @@ def segment_advantages(
         pairs: a < b ≤ T of each segment, in order of a [N 2].
         mask: unmasked steps [B T], from the first on; all of them without it.
         gamma: discount γ in [0, 1].
-        lam: λ in [0, 1] of the generalised advantage over segments. 0 as published: what a segment changes later counts as far as
-            V sees it. With 1 it has credit for all that is earned from its beginning on; segments must then join.
+        lam: λ in [0, 1] of the generalised advantage over segments. 0 as published: what a segment changes later counts as
+            far as V sees it. With 1 it has credit for all that is earned from its beginning on; segments must then join.
         closing_segment: False for the published rule.
     Returns:
         Advantages [B N], without gradient, and which count, [B N]: those that begin before their episode ends, or, by the
@@ -176,7 +176,9 @@ def segment_advantages(
     if not (number_in(gamma, 0, 1) and number_in(lam, 0, 1)):
         raise ValueError(f"segment_advantages: `gamma` and `lam` must lie in [0, 1]; got {gamma!r} and {lam!r}.")
     if lam and not torch.equal(pairs[1:, 0], pairs[:-1, 1]):
-        raise ValueError(f"segment_advantages: with `lam` > 0 each pair begins where the one before ends; got {pairs.tolist()}.")
+        raise ValueError(
+            f"segment_advantages: with `lam` > 0 each pair begins where the one before ends; got {pairs.tolist()}."
+        )
     rewards = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
     values = torch.where(mask, at_least_float32(values.detach()), 0.0)
     if not bool(rewards.isfinite().all() & values.isfinite().all()):
