@@ -35,16 +35,19 @@ def prepared(tmp_path: Path, **settings: Any) -> CorralTrainer:
     return trainer
 
 
-IDS = torch.arange(5, 21).view(2, 8)
+def ids(trainer: CorralTrainer) -> Tensor:
+    """Two prompts of eight tokens, where the model is."""
+    return torch.arange(5, 21, device=trainer.accelerator.device).view(2, 8)
 
 
 def generated(trainer: CorralTrainer) -> tuple[Tensor, dict[int, int]]:
     """Logits of six tokens drawn [6 B V], and how often weights were cast for them."""
     model: Any = trainer.model
+    prompts = ids(trainer)
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "return_dict_in_generate": True}
     torch.manual_seed(0)
     with torch.no_grad(), Casts() as casts:
-        out = model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), output_logits=True, **how)
+        out = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), output_logits=True, **how)
     return torch.stack(out.logits), casts.of
 
 
@@ -65,7 +68,7 @@ def test_an_adapter_samples_in_the_precision_it_is_trained_in(tmp_path: Path) ->
     with one_autocast(trainer):
         drawn = generated(trainer)[0][0]
     with torch.no_grad():
-        trained = trainer.model(input_ids=IDS, logits_to_keep=1).logits[:, -1].float()
+        trained = trainer.model(input_ids=ids(trainer), logits_to_keep=1).logits[:, -1].float()
     assert torch.equal(drawn, trained)
     assert not torch.equal(generated(trainer)[0][0], trained), "peft generates past accelerate's autocast, in float32"
 
@@ -90,7 +93,7 @@ def test_rollouts_are_under_one_autocast(tmp_path: Path, monkeypatch: pytest.Mon
     trainer, seen, generate = prepared(tmp_path, bf16=bf16), [], GenerationMixin.generate
 
     def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(torch.is_autocast_enabled("cpu"))
+        seen.append(torch.is_autocast_enabled(trainer.accelerator.device.type))
         return generate(model, *args, **kwargs)
 
     monkeypatch.setattr(GenerationMixin, "generate", watched)
@@ -102,4 +105,4 @@ def test_a_sampler_of_the_users_own_sees_no_autocast(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, "troll", bf16=True)
     trainer.reports_logps = True
     with one_autocast(trainer):
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(trainer.accelerator.device.type)
