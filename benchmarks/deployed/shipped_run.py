@@ -31,9 +31,9 @@ KEPT = ("step", "reward", "success", "greedy", "learning_rate", "entropy", "grad
 
 
 def is_dead(lines: list[dict[str, Any]]) -> bool:
-    """Whether the last steps had no reward at all."""
+    """Whether so many steps in a row had no reward at all; the one in which the run was told to end may have had some."""
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
-    return len(rewards) >= DEAD and not any(rewards[-DEAD:])
+    return any(not any(rewards[at : at + DEAD]) for at in range(len(rewards) - DEAD + 1))
 
 
 def run(spec: Shipped, deadline: float) -> dict[str, Any]:

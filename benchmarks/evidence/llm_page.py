@@ -27,7 +27,7 @@ from llm_tables import (
     stability,
     starts,
 )
-from llm_words import blocked, code, costs, pretrained_starts, routing, seconds, words
+from llm_words import blocked, code, costs, made_again, pretrained_starts, routing, seconds, words
 from study_page import markdown
 
 from corral.report.statistics import ENOUGH, plain, signed
@@ -97,6 +97,7 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "blocked": blocked,
     "estimators": estimators,
     "words": lambda runs: words(runs, "smollm2"),
+    "made-again": made_again,
     "words-gemma": lambda runs: words(runs, "gemma"),
     "words-books": lambda runs: words(runs, "words"),
     "words-gsm8k": lambda runs: words(runs, "gsm8k"),

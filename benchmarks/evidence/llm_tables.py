@@ -113,18 +113,24 @@ def estimators(runs: Sequence[Row]) -> str:
     return markdown(("advantage", "rate", "TROLL", "clipping", "points", "seeds"), lines) if lines else "Not run yet.\n"
 
 
+STARTED = ("troll", "dppo", "ppo_clip")
+"""Objectives from other starts, clipping last."""
+
+
 def starts(runs: Sequence[Row]) -> str:
-    """Other warm starts and families: TROLL against clipping, paired by seed."""
+    """Other warm starts and families: TROLL and DPPO against clipping, paired by seed."""
     lines = []
     for name in [*(f"llama-{seed}" for seed in (1, 2, 3)), *(f"{family}-1" for family in FAMILIES)]:
-        others = {"model": f"runs/starts/{name}"}
         for rate in (TUNED, HOT):
-            cells = [Cell(arm=arm, rate=rate, others=others) for arm in (("troll", ""), ("ppo_clip", ""))]
-            found = compare(*cells, runs)
-            if found is not None:
+            cells = [Cell(arm=(arm, ""), rate=rate, others={"model": f"runs/starts/{name}"}) for arm in STARTED]
+            *ours, clipping = cells
+            found = [one for cell in ours if (one := compare(cell, clipping, runs)) is not None]
+            if len(found) == len(ours):
                 areas = [short(measures(list(cell.runs(runs).values()))["area"]) for cell in cells]
-                lines.append([name, rate_text(rate), *areas, difference_text(found), str(found.seeds)])
-    return markdown(("start", "rate", "TROLL", "clipping", "points", "seeds"), lines) if lines else "Not run yet.\n"
+                seeds = str(min(one.seeds for one in found))
+                lines.append([name, rate_text(rate), *areas, *map(difference_text, found), seeds])
+    titles = ("start", "rate", "TROLL", "DPPO", "clipping", "TROLL − clipping", "DPPO − clipping", "seeds")
+    return markdown(titles, lines) if lines else "Not run yet.\n"
 
 
 def floor(runs: Sequence[Row]) -> str:

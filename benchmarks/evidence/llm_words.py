@@ -9,11 +9,16 @@ from evidence_plans import HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
 from evidence_rows import CODED, HERE, Cell, Row, arm_name, compare, word_cell
 from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
+from study_table import area
+
+from corral.report.statistics import plain, signed
 
 STARTS = HERE / "results/pretrained-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"
 ROUTING = HERE / "results/routing.jsonl"
 COSTS = HERE / "results/cost.jsonl"
+AGAIN = HERE / "results/exact-sampler/words.jsonl"
+"""Runs of SmolLM2 made again, with rollouts in the precision of training; the others have every weight rounded in them."""
 
 
 def words(runs: Sequence[Row], base: str) -> str:
@@ -24,6 +29,25 @@ def words(runs: Sequence[Row], base: str) -> str:
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
     return markdown((*HEAD, "seconds"), lines) if lines else "Not run yet.\n"
+
+
+def made_again(runs: Sequence[Row]) -> str:
+    """By how much areas change where rollouts are drawn in the precision of training, and what objectives then differ by."""
+    again = [json.loads(line) for line in AGAIN.read_text().splitlines()] if AGAIN.is_file() else []
+    before = {run["key"]: run for run in runs}
+    moved = [100 * (area(run) - area(before[run["key"]])) for run in again if run["key"] in before]
+    if not moved:
+        return "Not made again yet.\n"
+    first = [before[run["key"]] for run in again if run["key"] in before]
+    told = []
+    for arm in ("troll", "dppo"):
+        ours, clip = ({run["seed"]: 100 * area(run) for run in again if run["objective"] == name} for name in (arm, "ppo_clip"))
+        was, then = ({run["seed"]: 100 * area(run) for run in first if run["objective"] == name} for name in (arm, "ppo_clip"))
+        seeds = sorted(ours.keys() & clip.keys())
+        now = ", ".join(signed(ours[seed] - clip[seed]) for seed in seeds)
+        told.append(f"{arm} − ppo_clip {now}, where it was {', '.join(signed(was[seed] - then[seed]) for seed in seeds)}")
+    spread = f"by {signed(fmean(moved))} points in the mean ({plain(min(moved))} … {plain(max(moved))})"
+    return f"{len(moved)} runs were made again with it: areas differ {spread}. By seed, {'; '.join(told)}.\n"
 
 
 def code(runs: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import plans
 import pytest
+import shipped_run
 import spec
 import study_confirm
 import study_gate0
@@ -49,6 +50,20 @@ def test_golden_area_of_a_run_and_of_a_dead_one() -> None:
     assert study_table.area(dead) == pytest.approx(0.125)
     assert study_table.rewards(dead) == pytest.approx(0.025)
     assert study_table.final(dead) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "dead"),
+    [
+        ([None, 0.1, 0.0, 0.0, 0.0, 0.0], True),
+        ([0.1, 0.0, 0.0, 0.0, 0.0, 0.1], True),  # the step in which it was told to end
+        ([0.0, 0.0, 0.0, 0.1, 0.0], False),
+        ([0.0, 0.0, 0.0], False),
+        ([], False),
+    ],
+)
+def test_golden_four_steps_without_any_reward_end_a_run(rewards: list[float | None], dead: bool) -> None:
+    assert shipped_run.is_dead([{"reward": reward} for reward in rewards]) is dead
 
 
 def test_golden_rows_of_the_page() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import llm_page
 import llm_tables
+import llm_words
 import pytest
 from evidence_rows import Cell, compare, most_collapses, read_runs
 from llm_claims import CLAIMS, judge
@@ -140,6 +141,33 @@ def test_a_mixture_of_experts_is_told_by_anchor() -> None:
     shown = llm_tables.experts([made_up("dppo", 401, [0.2, 0.4], 2e-4, **about)])
     assert "| dppo, `old` | 1 | .300 |" in shown
     assert "Not run yet: dppo, `rollout`; troll, `rollout`;" in shown
+
+
+def test_other_starts_are_told_against_clipping() -> None:
+    ends = {"troll": 0.6, "dppo": 0.3, "ppo_clip": 0.4}
+    runs = [
+        made_up(arm, seed, [0.2, end], 1e-3, model="runs/starts/qwen3-1") for arm, end in ends.items() for seed in (401, 402)
+    ]
+    assert llm_tables.starts(runs[:4]) == "Not run yet.\n", "there is no clipping to compare with"
+    # Areas are (.2 + .6)/2, (.2 + .3)/2 and (.2 + .4)/2.
+    (row,) = llm_tables.starts(runs).splitlines()[2:]
+    assert row.startswith("| qwen3-1 | 1e-3 | .400 | .250 | .300 | +10.0")
+    assert "| −5.0" in row
+    assert row.endswith("| 2 |")
+
+
+def test_golden_runs_made_again_with_another_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "again.jsonl"
+    monkeypatch.setattr(llm_words, "AGAIN", file)
+    before = {"ppo_clip": [0.2, 0.4], "troll": [0.2, 0.5], "dppo": [0.2, 0.6]}
+    runs = [made_up(arm, 401, success, key=arm) for arm, success in before.items()]
+    assert llm_words.made_again(runs) == "Not made again yet.\n"
+    after = {"ppo_clip": [0.2, 0.42], "troll": [0.2, 0.56], "dppo": [0.2, 0.56]}
+    file.write_text("".join(json.dumps(made_up(arm, 401, success, key=arm)) + "\n" for arm, success in after.items()))
+    # Areas: .30, .35, .40 before; .31, .38, .38 after. So +1, +3, −2: .667 in the mean.
+    shown = llm_words.made_again(runs)
+    assert "3 runs were made again with it: areas differ by +0.7 points in the mean (−2.0 … 3.0)." in shown
+    assert "troll − ppo_clip +7.0, where it was +5.0; dppo − ppo_clip +7.0, where it was +10.0." in shown
 
 
 def test_long_runs_tell_their_rewards_at_best_and_at_last() -> None:
