@@ -5,6 +5,7 @@ import importlib
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 
 import corral
 from corral.cli import refuse
-from corral.engine.checkup import ENGINES, run_checkup
+from corral.engine.checkup import ENGINES, Checkup, run_checkup
 from corral.llm import LAST_TESTED, TRL_RANGE, is_untested
 from corral.run.cores import cores
+from corral.run.files import RunError
 from corral.run.text import count
 from corral.task.sandbox import SandboxUnavailable, available_backend, memory_bound
 
@@ -59,16 +61,18 @@ _OPTIONAL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which engine, if any."""
-    parser.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
+    """Which engine or model, if any."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
+    which.add_argument("--model", metavar="NAME", help="does this model compute on this device what its weights say?")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print what was found; the status is 1 if `corral train` could not run, or not all of what is installed for it."""
     if rest:
-        return refuse(f"doctor takes no arguments but --engine; got {' '.join(rest)}.")
-    if arguments.engine is not None:
-        return _run_engine(arguments.engine)
+        return refuse(f"doctor takes no arguments but --engine and --model; got {' '.join(rest)}.")
+    if arguments.engine is not None or arguments.model is not None:
+        return _run_checkup(arguments)
     trouble: list[str] = []
     rows = [("corral", corral.__version__, str(_PACKAGE)), ("python", platform.python_version(), "")]
     rows += [(name, *_check_package(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
@@ -92,11 +96,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 1 if trouble else 0
 
 
-def _run_engine(name: str) -> int:
-    """Print what an engine knows of corral; the status is 1 if it is not active there."""
+def _run_checkup(arguments: argparse.Namespace) -> int:
+    """Print what an engine knows of corral, or how a model computes here; the status is 1 if that is wrong."""
     try:
-        found = run_checkup(name)
-    except ValueError as error:
+        found = run_checkup(arguments.engine) if arguments.model is None else _check_model(arguments.model)
+    except (ValueError, RunError) as error:
         return refuse(str(error))
     for row, what in found.rows:
         sys.stdout.write(f"{row:<17} {what}\n")
@@ -104,6 +108,17 @@ def _run_engine(name: str) -> int:
         sys.stdout.write(f"\n# {what}\n{lines}\n")
     sys.stdout.write("\n" + "".join(f"wrong: {line}\n" for line in found.trouble) if found.trouble else f"\n{found.verdict}\n")
     return 1 if found.trouble else 0
+
+
+def _check_model(name: str) -> Checkup:
+    """As corral.llm.checkup does, where language models can be trained at all."""
+    try:
+        check: Callable[[str], Checkup] = importlib.import_module("corral.llm.checkup").check_model
+    except ImportError as error:
+        raise RunError(
+            f"--model needs {error.name or 'what trains language models'}: {_KINDS['language models'][1]}"
+        ) from error
+    return check(name)
 
 
 def installed_version(name: str) -> str | None:

@@ -1,0 +1,64 @@
+"""`corral doctor --model`: a padded batch against float32 alone, with right kernels and with a wrong one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from corral.cli import main
+from corral.llm import checkup
+from corral.llm.models import load_model
+from corral.task.countdown import Countdown
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+exact = torch.nn.functional.scaled_dot_product_attention
+
+
+def corrupt(query: Any, key: Any, value: Any, **more: Any) -> Any:
+    """Attention that forgets the mask of a batch: padding is read like any other token."""
+    more["attn_mask"] = more["attn_mask"] if len(query) == 1 else None
+    more["is_causal"] = more.get("is_causal", False) or (len(query) > 1 and query.shape[2] > 1)
+    return exact(query, key, value, **more)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_padded_batch_is_near_float32_and_nearer_without_rounding(device: str) -> None:
+    model, tokenizer = load_model("tiny")
+    model.to(device).eval()
+    asked = checkup.prompts(Countdown(), tokenizer)
+    assert len({len(row) for row in asked}) > 1, "nothing would be padded"
+    whole = checkup.distances(model, tokenizer, asked, None, None)
+    half = checkup.distances(model, tokenizer, asked, torch.bfloat16, None)
+    for without, rounded in zip(whole, half, strict=True):
+        assert 0 <= without.mean <= without.largest < 1e-6
+        assert 1e-6 < rounded.mean < checkup.TOLERANCE
+
+
+def test_golden_distance() -> None:
+    # Two tokens of one answer: equal distributions, then KL((½, ½) ‖ (¾, ¼)) = ½ ln(⅔) + ½ ln 2 = .1438.
+    exact = [torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()]
+    ours = torch.tensor([[[0.5, 0.5], [0.75, 0.25], [0.9, 0.1]]]).log()
+    found = checkup._distance(exact, ours)
+    assert (found.mean, found.largest) == (pytest.approx(0.0719, abs=1e-4), pytest.approx(0.1438, abs=1e-4))
+
+
+def test_a_kernel_that_forgets_padding_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", corrupt)
+    monkeypatch.setattr(checkup, "KERNELS", {"as in training": None, "cudnn": SDPBackend.CUDNN_ATTENTION})
+    assert main(["doctor", "--model", "tiny"]) == 1
+    shown = capsys.readouterr().out
+    assert "wrong: tiny computes something else here than in float32" in shown
+
+
+def test_right_kernels_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "tiny"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith(("math", "cudnn")))
+    assert rows["math"].startswith("sampling: KL ")
+    if not torch.cuda.is_available():
+        assert rows["cudnn"] == "not for this model and device"
+
+
+def test_what_cannot_be_checked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "./nowhere"]) == 2
+    assert "there is no folder ./nowhere" in capsys.readouterr().err
