@@ -151,17 +151,22 @@ def middle(found: list[float | None]) -> str:
     return f"{np.median(there):.3g}".replace("-", "−") if there else "–"
 
 
+OURS = ("TCE, credit for what comes later", "TCE")
+"""What the other rows of a task are compared with: the first that it has."""
+
+
 def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
     """TCE against every other row of each task, by pairs of equal seeds; all comparisons of the page are made together."""
     made: list[tuple[str, str, str, Difference, int]] = []
     for task, rows in tasks.items():
+        own = next((name for name in OURS if name in rows), None)
         for row in rows:
-            if row == "TCE" or "TCE" not in rows:
+            if own is None or row == own:
                 continue
-            end = common_end([*rows["TCE"], *rows[row]])  # equal steps, where one row has fewer
-            ours, theirs = ({str(run["seed"]): at(run, "return", end) for run in rows[one]} for one in ("TCE", row))
+            end = common_end([*rows[own], *rows[row]])  # equal steps, where one row has fewer
+            ours, theirs = ({str(run["seed"]): at(run, "return", end) for run in rows[one]} for one in (own, row))
             if set(ours) & set(theirs):
-                made.append((task, "TCE", row, difference(ours, theirs), end))
+                made.append((task, own, row, difference(ours, theirs), end))
     holds = holm([found.p for *_, found, _ in made])
     said: dict[str, list[str]] = {task: [] for task in tasks}
     for (task, one, other, found, end), held in zip(made, holds, strict=True):

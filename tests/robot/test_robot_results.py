@@ -94,6 +94,17 @@ def test_claims_need_seeds_and_hold_together() -> None:
     assert said[1].startswith("No difference can be claimed between TCE and PPO")
 
 
+def test_a_task_whose_recipe_credits_later_rewards_is_judged_with_it() -> None:
+    names = ("TCE", robot_page.OURS[0], "BBRL")
+    rows = {
+        name: [run(name, seed, [-9.0, -1.0 - place - 0.01 * seed]) for seed in range(3)] for place, name in enumerate(names)
+    }
+    said = robot_page.claims({"hopper": rows})["hopper"]
+    assert len(said) == 2
+    assert all(robot_page.OURS[0] in line for line in said)
+    assert robot_page.claims({"hopper": {"BBRL": rows["BBRL"]}}) == {"hopper": []}
+
+
 def test_the_page_keeps_what_people_wrote(tmp_path: Path) -> None:
     runs = [run("TCE", seed, [-9.0, -1.0 - seed]) for seed in range(3)] + [run("BBRL", seed, [-9.0, -5.0]) for seed in range(3)]
     tasks = robot_page.by_task(runs)
