@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from corral.engine.checkup import Checkup
 from corral.llm.models import choose_device, load_model
 from corral.llm.problems import cut_at_end, end_tokens, plain_sampling
 from corral.task import Task
@@ -48,8 +47,15 @@ class Distance(NamedTuple):
         return f"KL {self.mean:.1e}, at most {self.largest:.1e}"
 
 
-def check_model(name: str, device: str = "auto") -> Checkup:
-    """Rows on each attention kernel; trouble where the one that training would use is far from float32."""
+class Findings(NamedTuple):
+    """Rows to show, a name and what was found each, and what is wrong."""
+
+    rows: list[tuple[str, str]]
+    trouble: list[str]
+
+
+def check_model(name: str, device: str = "auto") -> Findings:
+    """A row on each attention kernel; trouble where the one that training would use is far from float32."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # of settings that greedy sampling does not read
     model, tokenizer = load_model(name)
@@ -57,8 +63,7 @@ def check_model(name: str, device: str = "auto") -> Checkup:
     model.to(on).eval()  # type: ignore[arg-type]  # transformers' own annotation takes no string
     half = torch.bfloat16 if on == "cuda" and name != "tiny" else None
     asked = prompts(Countdown() if name == "tiny" else TwoNumbers(), tokenizer)
-    found = Checkup(rows=[("model", name), ("device", f"{on}, {'float32' if half is None else 'bfloat16'}")])
-    found.verdict = "Padded batches give what float32 gives, one prompt at a time."
+    found = Findings([("model", name), ("device", f"{on}, {'float32' if half is None else 'bfloat16'}")], [])
     for kernel, backend in KERNELS.items():
         try:
             drawn, scored = distances(model, tokenizer, asked, half, backend)

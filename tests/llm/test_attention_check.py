@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from corral.cli import main
-from corral.llm import checkup
+from corral.llm import attention_check
 from corral.llm.models import load_model
 from corral.task.countdown import Countdown
 
@@ -26,26 +26,26 @@ def corrupt(query: Any, key: Any, value: Any, **more: Any) -> Any:
 def test_a_padded_batch_is_near_float32_and_nearer_without_rounding(device: str) -> None:
     model, tokenizer = load_model("tiny")
     model.to(device).eval()
-    asked = checkup.prompts(Countdown(), tokenizer)
+    asked = attention_check.prompts(Countdown(), tokenizer)
     assert len({len(row) for row in asked}) > 1, "nothing would be padded"
-    whole = checkup.distances(model, tokenizer, asked, None, None)
-    half = checkup.distances(model, tokenizer, asked, torch.bfloat16, None)
+    whole = attention_check.distances(model, tokenizer, asked, None, None)
+    half = attention_check.distances(model, tokenizer, asked, torch.bfloat16, None)
     for without, rounded in zip(whole, half, strict=True):
         assert 0 <= without.mean <= without.largest < 1e-6
-        assert 1e-6 < rounded.mean < checkup.TOLERANCE
+        assert 1e-6 < rounded.mean < attention_check.TOLERANCE
 
 
 def test_golden_distance() -> None:
     # Two tokens of one answer: equal distributions, then KL((½, ½) ‖ (¾, ¼)) = ½ ln(⅔) + ½ ln 2 = .1438.
     exact = [torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()]
     ours = torch.tensor([[[0.5, 0.5], [0.75, 0.25], [0.9, 0.1]]]).log()
-    found = checkup._distance(exact, ours)
+    found = attention_check._distance(exact, ours)
     assert (found.mean, found.largest) == (pytest.approx(0.0719, abs=1e-4), pytest.approx(0.1438, abs=1e-4))
 
 
 def test_a_kernel_that_forgets_padding_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", corrupt)
-    monkeypatch.setattr(checkup, "KERNELS", {"as in training": None, "cudnn": SDPBackend.CUDNN_ATTENTION})
+    monkeypatch.setattr(attention_check, "KERNELS", {"as in training": None, "cudnn": SDPBackend.CUDNN_ATTENTION})
     assert main(["doctor", "--model", "tiny"]) == 1
     shown = capsys.readouterr().out
     assert "wrong: tiny computes something else here than in float32" in shown
