@@ -1,5 +1,6 @@
 """`corral doctor --model`: a padded batch against float32 alone, with right kernels and with a wrong one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,4 +62,16 @@ def test_right_kernels_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_cannot_be_checked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", "./nowhere"]) == 2
-    assert "there is no folder ./nowhere" in capsys.readouterr().err
+    assert "there is no run or model folder ./nowhere" in capsys.readouterr().err
+
+
+def test_a_run_and_a_folder_without_a_padding_token_are_models_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = load_model("tiny")
+    tokenizer.pad_token = None
+    model.save_pretrained(tmp_path / "folder")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    run = ["train", "--model", "smoke", "--steps", "1", "--out", str(tmp_path / "run"), "--quiet", "--device", "cpu"]
+    assert main(run) == 0
+    for name in ("folder", "run"):
+        assert main(["doctor", "--model", str(tmp_path / name)]) == 0
+        assert "Padded batches give what float32 gives" in capsys.readouterr().out
