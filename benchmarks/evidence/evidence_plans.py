@@ -32,6 +32,8 @@ ABLATIONS = (
 )  # fmt: skip
 WORD_RATES = (1e-5, 3e-5, 1e-4)
 """Of a pretrained model, half decades; on seed 301 the middle one was the best of 3e-6 to 1e-4 for every objective."""
+GEMMA_RATES = (3e-6, *WORD_RATES)
+"""One lower for the larger model."""
 WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
 ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
@@ -146,8 +148,8 @@ def held_pretrained() -> list[Pretrained]:
 
 
 def gemma() -> list[Pretrained]:
-    """Gemma: three seeds of four arms × three rates."""
-    grid = itertools.product(SEEDS[:3], WORD_RATES, WORD_ARMS)
+    """Gemma: three seeds of four arms × four rates."""
+    grid = itertools.product(SEEDS[:3], GEMMA_RATES, WORD_ARMS)
     return [_pretrained(arm, rate, seed, base="gemma") for seed, rate, arm in grid]
 
 

@@ -21,7 +21,7 @@ PRETRAINED, CODED = "evidence-b", "evidence-e"
 """The recipes of pretrained models and of programs, each seed of which has a start of its own."""
 DEVICES = ("cuda", "cpu")
 PLACES = [HERE / "results", HERE.parent / "deployed/results"]
-_DEFAULTS = {
+DEFAULTS = {
     "variant": "", "model": "tiny", "updates": 8, "sampler": "", "anchor": "auto", "reuse": None, "passes": 1, "start": START,
     "recipe": "demo", "device": "cpu", "end_size": 0, "base": "",
 }  # fmt: skip
@@ -31,7 +31,7 @@ _DEFAULTS = {
 def read_runs() -> list[Row]:
     """Finished runs of the demo, of pretrained models and of programs, nothing held; one of each key and device."""
     files = [file for place in PLACES for file in sorted(place.glob("*.jsonl"))]
-    lines = [{**_DEFAULTS, **json.loads(line)} for file in files for line in file.read_text().splitlines()]
+    lines = [{**DEFAULTS, **json.loads(line)} for file in files for line in file.read_text().splitlines()]
     ours = [run for run in lines if run.get("finished") and "held" not in run]
     found = {(run["key"], run["device"]): run for run in ours}.values()
     recipes = ("demo", PRETRAINED, CODED)
@@ -62,7 +62,7 @@ class Cell:
 
     def runs(self, runs: Iterable[Row]) -> dict[tuple[int, float, str], Row]:
         """By seed, rate and device."""
-        wanted = {**_DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
+        wanted = {**DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, **self.others}
         for key in ("device", "end_size", *([] if self.recipe == "demo" else ["model"])):
             wanted.pop(key)

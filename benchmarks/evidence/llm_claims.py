@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from evidence_plans import WORD_RATES
+from evidence_plans import GEMMA_RATES, WORD_RATES
 from evidence_rows import Cell, Row, arm_name, compare, word_cell
 
 from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
@@ -15,7 +15,9 @@ TUNED_UP_TO = 400
 TROLL, CLIP, DPPO, NONE = ("troll", ""), ("ppo_clip", ""), ("dppo", ""), ("reinforce", "")
 _HOT = Cell(arm=TROLL, rate=1e-3)
 _REUSED = Cell(arm=TROLL, rate=2e-4, passes=4, steps=10, every=2)
-_WORDS, _GEMMA = (word_cell(base, "troll", 1, WORD_RATES, best=True) for base in ("smollm2", "gemma"))
+_WORDS, _GEMMA = (
+    word_cell(base, "troll", 1, rates, best=True) for base, rates in (("smollm2", WORD_RATES), ("gemma", GEMMA_RATES))
+)
 _FP8 = Cell(arm=TROLL, others={"sampler": "fp8", "anchor": "rollout"})
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from evidence_plans import ABLATIONS, ARMS, WORD_ARMS, WORD_RATES
+from evidence_plans import ABLATIONS, ARMS, GEMMA_RATES, WORD_ARMS, WORD_RATES
 from evidence_rows import Cell, Row, arm_name, compare, word_cell
 from study_table import area
 
@@ -59,19 +59,13 @@ def _paint_reuse(axes: Any, runs: Sequence[Row]) -> bool:
 
 def _paint_words(axes: Any, runs: Sequence[Row], base: str) -> bool:
     """Area of a pretrained model by learning rate."""
+    rates = GEMMA_RATES if base == "gemma" else WORD_RATES
     for objective, passes in (*WORD_ARMS, ("ppo_clip", 4)):
         name = objective if passes == 1 else f"{objective} × {passes} passes"
         look = (*assign_looks([arm for arm, _ in WORD_ARMS])[objective], "-" if passes == 1 else "--")
-        _line(
-            axes,
-            runs,
-            WORD_RATES,
-            partial(word_cell, base, objective, passes),
-            name,
-            look,
-        )
+        _line(axes, runs, rates, partial(word_cell, base, objective, passes), name, look)
     axes.set(xscale="log", xlabel="learning rate", ylabel="area under held-out success, 12 batches")
-    return _end(axes, WORD_RATES, [f"{rate:.0e}".replace("e-0", "e-") for rate in WORD_RATES])
+    return _end(axes, rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
 
 
 def _lines(axes: Any, runs: Sequence[Row], places: Sequence[float], cell: Callable[[tuple[str, str], float], Cell]) -> None:

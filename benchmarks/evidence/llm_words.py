@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import fmean, median
 
-from evidence_plans import HOT, REUSED, TUNED, WORD_ARMS, WORD_RATES
-from evidence_rows import CODED, HERE, Cell, Row, arm_name, compare, word_cell
+from evidence_plans import GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS
+from evidence_rows import CODED, DEFAULTS, HERE, Cell, Row, arm_name, compare, word_cell
 from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 from study_table import area
@@ -17,14 +17,14 @@ STARTS = HERE / "results/pretrained-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"
 ROUTING = HERE / "results/routing.jsonl"
 COSTS = HERE / "results/cost.jsonl"
-AGAIN = HERE / "results/exact-sampler/words.jsonl"
-"""Runs of SmolLM2 made again, with rollouts in the precision of training; the others have every weight rounded in them."""
+ROUNDED = HERE / "results/rounded-sampler/words.jsonl"
+"""Runs of SmolLM2 as they were with every weight of the sampler rounded; all have been made again since."""
 
 
 def words(runs: Sequence[Row], base: str) -> str:
     """A pretrained model by objective, passes and rate; seconds of a run where several shared a card."""
     lines = []
-    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (*WORD_RATES, 1e-3)):
+    for (objective, passes), rate in product((*WORD_ARMS, ("ppo_clip", 4)), (*GEMMA_RATES, 1e-3)):
         if found := list(word_cell(base, objective, passes, rate).runs(runs).values()):
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
@@ -33,21 +33,20 @@ def words(runs: Sequence[Row], base: str) -> str:
 
 def made_again(runs: Sequence[Row]) -> str:
     """By how much areas change where rollouts are drawn in the precision of training, and what objectives then differ by."""
-    again = [json.loads(line) for line in AGAIN.read_text().splitlines()] if AGAIN.is_file() else []
-    before = {run["key"]: run for run in runs}
-    moved = [100 * (area(run) - area(before[run["key"]])) for run in again if run["key"] in before]
-    if not moved:
+    if not ROUNDED.is_file():
         return "Not made again yet.\n"
-    first = [before[run["key"]] for run in again if run["key"] in before]
+    before = [{**DEFAULTS, **json.loads(line)} for line in ROUNDED.read_text().splitlines()]
+    keys = {run["key"]: run for run in runs}
+    now = [keys[run["key"]] for run in before]
+    moved = [100 * (area(run) - area(was)) for run, was in zip(now, before, strict=True)]
     told = []
     for arm in ("troll", "dppo"):
-        ours, clip = ({run["seed"]: 100 * area(run) for run in again if run["objective"] == name} for name in (arm, "ppo_clip"))
-        was, then = ({run["seed"]: 100 * area(run) for run in first if run["objective"] == name} for name in (arm, "ppo_clip"))
-        seeds = sorted(ours.keys() & clip.keys())
-        now = ", ".join(signed(ours[seed] - clip[seed]) for seed in seeds)
-        told.append(f"{arm} − ppo_clip {now}, where it was {', '.join(signed(was[seed] - then[seed]) for seed in seeds)}")
+        ours, theirs = (word_cell("smollm2", name, 1, 3e-5) for name in (arm, "ppo_clip"))
+        since, then = (compare(ours, theirs, some) for some in (now, before))
+        if since is not None and then is not None:
+            told.append(f"{arm} − ppo_clip is {difference_text(since)}, where it was {difference_text(then)}")
     spread = f"by {signed(fmean(moved))} points in the mean ({plain(min(moved))} … {plain(max(moved))})"
-    return f"{len(moved)} runs were made again with it: areas differ {spread}. By seed, {'; '.join(told)}.\n"
+    return f"{len(moved)} runs were made again with it: areas differ {spread}. At 3e-5 {'; '.join(told)}.\n"
 
 
 def code(runs: Sequence[Row]) -> str:

@@ -157,17 +157,21 @@ def test_other_starts_are_told_against_clipping() -> None:
 
 
 def test_golden_runs_made_again_with_another_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "again.jsonl"
-    monkeypatch.setattr(llm_words, "AGAIN", file)
-    before = {"ppo_clip": [0.2, 0.4], "troll": [0.2, 0.5], "dppo": [0.2, 0.6]}
-    runs = [made_up(arm, 401, success, key=arm) for arm, success in before.items()]
+    file = tmp_path / "before.jsonl"
+    monkeypatch.setattr(llm_words, "ROUNDED", file)
+    about = {"recipe": "evidence-b", "base": "smollm2", "steps": 12, "eval_every": 4, "device": "cuda"}
+
+    def three(seed: int, **success: list[float]) -> list[dict[str, Any]]:
+        return [made_up(arm, seed, [0.2, *each], 3e-5, key=f"{arm}-{seed}", **about) for arm, each in success.items()]
+
+    runs = three(401, ppo_clip=[0.42], troll=[0.56], dppo=[0.56]) + three(402, ppo_clip=[0.42], troll=[0.6], dppo=[0.6])
     assert llm_words.made_again(runs) == "Not made again yet.\n"
-    after = {"ppo_clip": [0.2, 0.42], "troll": [0.2, 0.56], "dppo": [0.2, 0.56]}
-    file.write_text("".join(json.dumps(made_up(arm, 401, success, key=arm)) + "\n" for arm, success in after.items()))
-    # Areas: .30, .35, .40 before; .31, .38, .38 after. So +1, +3, −2: .667 in the mean.
+    before = three(401, ppo_clip=[0.4], troll=[0.5], dppo=[0.6]) + three(402, ppo_clip=[0.4], troll=[0.5], dppo=[0.6])
+    file.write_text("".join(json.dumps(run) + "\n" for run in before))
+    # Areas: .30, .35, .40 before on both seeds; then .31, .38, .38 and .31, .40, .40. So +1, +3, −2, +1, +5, 0: 8/6 in the mean.
     shown = llm_words.made_again(runs)
-    assert "3 runs were made again with it: areas differ by +0.7 points in the mean (−2.0 … 3.0)." in shown
-    assert "troll − ppo_clip +7.0, where it was +5.0; dppo − ppo_clip +7.0, where it was +10.0." in shown
+    assert "6 runs were made again with it: areas differ by +1.3 points in the mean (−2.0 … 5.0). At 3e-5 troll" in shown
+    assert "troll − ppo_clip is +8.0, where it was +5.0; dppo − ppo_clip is +8.0, where it was +10.0." in shown
 
 
 def test_long_runs_tell_their_rewards_at_best_and_at_last() -> None:

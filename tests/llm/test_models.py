@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from corral.llm import models, packaged
 from corral.llm.models import load_model
@@ -45,6 +45,15 @@ def test_a_packaged_model_ends_where_its_file_says() -> None:
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (end, end)
     packaged._name_ends(tokenizer, [start, end])  # of several, the one that it has stays
     assert tokenizer.eos_token_id == end
+
+
+def test_a_tokenizer_that_the_model_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = build_byte_tokenizer()  # as transformers 5.17 has Gemma's, once saved
+    monkeypatch.setattr(packaged.AutoTokenizer, "from_pretrained", lambda *_, **__: letters)
+    with pytest.raises(
+        RunError, match=r"misreads Gemma 3's tokenizer: 'A shelf holds many books.' has 25 tokens, and should have 6"
+    ):
+        packaged._load_tokenizer(PACKAGED["gemma"], tmp_path, GPT2Config())
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -110,13 +110,17 @@ def _run_checkup(arguments: argparse.Namespace) -> int:
 
 
 def _check_model(name: str) -> Checkup:
-    """As corral.llm.attention_check does, where language models can be trained at all."""
+    """As corral.llm.model_check does, where language models can be trained at all."""
     try:
-        check = importlib.import_module("corral.llm.attention_check").check_model
+        check = importlib.import_module("corral.llm.model_check").check_model
     except ImportError as error:
         raise RunError(f"--model needs {error.name}: {_KINDS['language models'][1]}") from error
     rows, trouble = check(name)
-    return Checkup(rows, trouble, verdict="Padded batches give what float32 gives, one prompt at a time.")
+    return Checkup(
+        rows,
+        trouble,
+        verdict="Padded batches give what float32 gives, one prompt at a time, and the tokenizer survives saving.",
+    )
 
 
 def installed_version(name: str) -> str | None:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -53,6 +54,10 @@ PACKAGED = {
     ),
 }
 """Names for `--model`. Gemma is a base model under Gemma's terms of use, in four parts that `make gemma` puts together."""
+
+
+SENTENCE, TOKENS = "A shelf holds many books.", 6
+"""A sentence, and how many tokens it has with each of them."""
 
 
 def is_installed(name: str) -> bool:
@@ -107,10 +112,24 @@ def _find_folder(about: PackagedModel) -> Path:
 
 def _load_tokenizer(about: PackagedModel, folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file=about.file)
+    _check_words(tokenizer, about)
     _name_ends(tokenizer, config.eos_token_id)
     if about.begins:
         tokenizer.add_bos_token = True
     return tokenizer
+
+
+def _check_words(tokenizer: PreTrainedTokenizerBase, about: PackagedModel) -> None:
+    """Refuse a tokenizer that cuts words into pieces which the model has not learned them from.
+
+    transformers 5.17 reads Gemma's file so, and saved and loaded again it knows single letters alone: nothing fails, or learns.
+    """
+    found = len(tokenizer(SENTENCE, add_special_tokens=False)["input_ids"])
+    if found != TOKENS:
+        raise RunError(
+            f"transformers {transformers.__version__} misreads {about.title}'s tokenizer: {SENTENCE!r} has {found} tokens, and "
+            f"should have {TOKENS}. Install transformers 5.18 or newer, or name another --model."
+        )
 
 
 def _name_ends(tokenizer: PreTrainedTokenizerBase, end: int | list[int]) -> None:

@@ -1,6 +1,7 @@
-"""`corral doctor --model`: a padded batch against float32 alone, with right kernels and with a wrong one."""
+"""`corral doctor --model`: a padded batch against float32 alone, and the tokenizer against itself, right and wrong ones."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from corral.cli import main
-from corral.llm import attention_check
+from corral.llm import model_check
 from corral.llm.models import load_model
+from corral.llm.smoke import build_byte_tokenizer
 from corral.task.countdown import Countdown
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -27,34 +29,49 @@ def corrupt(query: Any, key: Any, value: Any, **more: Any) -> Any:
 def test_a_padded_batch_is_near_float32_and_nearer_without_rounding(device: str) -> None:
     model, tokenizer = load_model("tiny")
     model.to(device).eval()
-    asked = attention_check.prompts(Countdown(), tokenizer)
+    asked = model_check.prompts(Countdown(), tokenizer)
     assert len({len(row) for row in asked}) > 1, "nothing would be padded"
-    whole = attention_check.distances(model, tokenizer, asked, None, None)
-    half = attention_check.distances(model, tokenizer, asked, torch.bfloat16, None)
+    whole = model_check.distances(model, tokenizer, asked, None, None)
+    half = model_check.distances(model, tokenizer, asked, torch.bfloat16, None)
     for without, rounded in zip(whole, half, strict=True):
         assert 0 <= without.mean <= without.largest < 1e-6
-        assert 1e-6 < rounded.mean < attention_check.TOLERANCE
+        assert 1e-6 < rounded.mean < model_check.TOLERANCE
 
 
 def test_golden_distance() -> None:
     # Two tokens of one answer: equal distributions, then KL((½, ½) ‖ (¾, ¼)) = ½ ln(⅔) + ½ ln 2 = .1438.
     exact = [torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()]
     ours = torch.tensor([[[0.5, 0.5], [0.75, 0.25], [0.9, 0.1]]]).log()
-    found = attention_check._distance(exact, ours)
+    found = model_check._distance(exact, ours)
     assert (found.mean, found.largest) == (pytest.approx(0.0719, abs=1e-4), pytest.approx(0.1438, abs=1e-4))
 
 
 def test_a_kernel_that_forgets_padding_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", corrupt)
-    monkeypatch.setattr(attention_check, "KERNELS", {"as in training": None, "cudnn": SDPBackend.CUDNN_ATTENTION})
+    monkeypatch.setattr(model_check, "KERNELS", {"as in training": None, "cudnn": SDPBackend.CUDNN_ATTENTION})
     assert main(["doctor", "--model", "tiny"]) == 1
     shown = capsys.readouterr().out
     assert "wrong: tiny computes something else here than in float32" in shown
 
 
+def test_a_tokenizer_that_saving_changes_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    again = build_byte_tokenizer()
+    monkeypatch.setattr(model_check, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda folder: again))
+    monkeypatch.setattr(model_check, "KERNELS", {"as in training": None})
+    assert main(["doctor", "--model", "tiny"]) == 1
+    shown = capsys.readouterr().out
+    assert "8 of 8 problems have other tokens" in shown
+    assert "wrong: tiny's tokenizer is not what it was once it is saved and loaded" in shown
+
+
 def test_right_kernels_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", "tiny"]) == 0
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith(("math", "cudnn")))
+    rows = dict(
+        line.split(maxsplit=1)
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("math", "cudnn", "tokenizer"))
+    )
+    assert rows["tokenizer"].startswith("0 of 8 problems")
     assert rows["math"].startswith("sampling: KL ")
     if not torch.cuda.is_available():
         assert rows["cudnn"] == "not for this model and device"
