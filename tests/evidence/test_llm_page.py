@@ -168,7 +168,7 @@ def test_golden_runs_made_again_with_another_sampler(tmp_path: Path, monkeypatch
     assert llm_words.made_again(runs) == "Not made again yet.\n"
     before = three(401, ppo_clip=[0.4], troll=[0.5], dppo=[0.6]) + three(402, ppo_clip=[0.4], troll=[0.5], dppo=[0.6])
     file.write_text("".join(json.dumps(run) + "\n" for run in before))
-    # Areas: .30, .35, .40 before on both seeds; then .31, .38, .38 and .31, .40, .40. So +1, +3, −2, +1, +5, 0: 8/6 in the mean.
+    # Areas: .30, .35, .40 before on both; then .31, .38, .38 and .31, .40, .40. So +1, +3, −2, +1, +5, 0: 8/6 in the mean.
     shown = llm_words.made_again(runs)
     assert "6 runs were made again with it: areas differ by +1.3 points in the mean (−2.0 … 5.0). At 3e-5 troll" in shown
     assert "troll − ppo_clip is +8.0, where it was +5.0; dppo − ppo_clip is +8.0, where it was +10.0." in shown
