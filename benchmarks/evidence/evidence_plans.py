@@ -36,6 +36,8 @@ GEMMA_RATES = (3e-6, *WORD_RATES)
 """One lower for the larger model."""
 WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
+HELD_ARMS = (("ppo_clip", 1), ("troll", 1), ("troll", 4))
+"""The same of what holds the deployed network."""
 ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
 """Objective and anchor of long runs."""
 LONG: dict[str, Any] = {"passes": 4, "steps": 64, "eval_every": 16, "schedule": "constant", "sampler": "fp8"}
@@ -140,8 +142,7 @@ def pretrained() -> list[Pretrained]:
 
 def held_pretrained() -> list[Pretrained]:
     """SmolLM2 with the deployed network held: a rate that nobody tunes, then one that is good and one that is not."""
-    automatic = itertools.product(SEEDS, (*WORD_ARMS[:2], ("troll", 4)))
-    plan = [_pretrained(arm, "auto", seed, schedule="constant", bound=0.03 if arm[1] == 1 else 0.01) for seed, arm in automatic]
+    plan = [_automatic(arm, seed) for seed, arm in itertools.product(SEEDS, HELD_ARMS)]
     for seed, arm in itertools.product(SEEDS[:3], WORD_ARMS[:2]):
         plan += [_pretrained(arm, rate, seed, bound=0.03) for rate in (1e-4, 1e-3)] + [_pretrained(arm, 1e-3, seed)]
     return plan
@@ -153,10 +154,21 @@ def gemma() -> list[Pretrained]:
     return [_pretrained(arm, rate, seed, base="gemma") for seed, rate, arm in grid]
 
 
+def held_gemma() -> list[Pretrained]:
+    """Gemma with a rate that nobody tunes, then at one below its grid, where the best rates lie at the edge: three seeds."""
+    plan = [_automatic(arm, seed, base="gemma") for seed, arm in itertools.product(SEEDS[:3], HELD_ARMS)]
+    return plan + [_pretrained(arm, 1e-6, seed, base="gemma") for seed, arm in itertools.product(SEEDS[:3], WORD_ARMS)]
+
+
 def elsewhere() -> list[Pretrained]:
     """SmolLM2 on word problems from books, then on GSM8K, at the rate that is good for those with two numbers: three seeds."""
     grid = itertools.product(("words", "gsm8k"), SEEDS[:3], WORD_ARMS[:3])
     return [_pretrained(arm, 3e-5, seed, base=base) for base, seed, arm in grid]
+
+
+def _automatic(arm: tuple[str, int], seed: int, **others: Any) -> Pretrained:
+    """At `learning_rate="auto"`, with the bound that is its default for as many passes."""
+    return _pretrained(arm, "auto", seed, schedule="constant", bound=0.03 if arm[1] == 1 else 0.01, **others)
 
 
 def _pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = "smollm2", **others: Any) -> Pretrained:
@@ -211,6 +223,7 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b-held": held_pretrained,
     "b-clip": lambda: [_pretrained(("ppo_clip", 4), rate, seed) for seed, rate in itertools.product(SEEDS, WORD_RATES)],
     "b-gemma": gemma,
+    "b-gemma-held": held_gemma,
     "b-elsewhere": elsewhere,
     "f": mismatch,
     "f-bounds": bounds,
