@@ -132,10 +132,11 @@ def hopper_credit(_: Score) -> Iterator[Job]:
 
 
 def hopper_sac(_: Score) -> Iterator[Job]:
-    """SAC on hopper jump for 1.2 million steps with its own update ratio and networks: one update for every step."""
+    """SAC on hopper jump for a million steps with its own update ratio and networks, one update for every step, on a GPU."""
     own = {"algorithm": "sb3-sac", "learner__train_freq": 1, "learner__gradient_steps": 1, "learner__hidden": [256, 256]}
+    own |= {"learner__device": "cuda"}
     for name, changes in (("sac", {}), ("sac-controller", {"learner__controller_span": 1.0})):
-        yield from jobs(f"hopper-1M-{name}", "hopper_jump", SEEDS[:3], **LONG, iterations=75, **own, **changes)
+        yield from jobs(f"hopper-1M-{name}", "hopper_jump", SEEDS[:3], **LONG, iterations=63, **own, **changes)
 
 
 def hopper_steps(_: Score) -> Iterator[Job]:

@@ -82,6 +82,34 @@ def test_a_buffer_that_has_begun_to_forget_is_resumed_whole() -> None:
         assert torch.equal(resumed.state()["networks"]["policy"][name], expected)
 
 
+def test_a_gpu_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"`device` is one of cpu, cuda; got 'gpu'"):
+        baseline("sb3-sac", device="gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device='cuda', but torch finds no GPU. Leave it at 'cpu'"):
+        baseline("sb3-sac", device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("algorithm", ["sb3-sac", "sb3-sac-gsde", "sb3-sac-pink"])
+def test_what_a_gpu_trained_goes_on_there_and_plays_on_a_cpu(algorithm: str) -> None:
+    whole = baseline(algorithm, device="cuda")
+    whole.step()
+    assert {p.device.type for p in whole.model.policy.parameters()} == {"cuda"}
+    file, seeds = io.BytesIO(), held_out_seeds(3)
+    torch.save(whole.state(), file)
+    played, before = whole.evaluate(seeds).returns, torch.cuda.get_rng_state()
+    rest = whole.step()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    for device in ("cuda", "cpu"):
+        file.seek(0)
+        resumed = baseline(algorithm, device=device)
+        resumed.restore(torch.load(file, weights_only=True, map_location="cpu"))
+        assert_close(resumed.evaluate(seeds).returns, played, rtol=1e-4)
+        if device == "cuda":
+            assert resumed.step()["return"] == pytest.approx(rest["return"], rel=1e-4)
+
+
 def test_the_global_generators_are_left_alone() -> None:
     torch.manual_seed(5)
     np.random.seed(5)

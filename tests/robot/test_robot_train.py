@@ -335,6 +335,18 @@ def test_an_environment_without_success_says_nothing_about_it(tmp_path: Path, mo
     assert "success" not in evaluate(tmp_path / "run", episodes=4).result["estimates"]["mean"]
 
 
+def test_what_a_gpu_trained_is_measured_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"episodes": 4, "hidden": [8], "gradient_steps": 1}
+    train(settings(algorithm="sb3-sac", iterations=1, prodmp={}, learner=few), out=tmp_path / "run", quiet=True)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["settings"]["learner"]["device"] = "cuda"
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert evaluate(tmp_path / "run", episodes=4).result["estimates"]["mean"]["return"]["value"] < 0
+    with pytest.raises(RunError, match="torch finds no GPU"):
+        resume(tmp_path / "run", iterations=2, quiet=True)
+
+
 def test_evaluation_repeats_what_the_run_measured(reference: Path, tmp_path: Path) -> None:
     done = evaluate(reference, episodes=4, out=tmp_path / "eval")
     written = json.loads((tmp_path / "eval" / "eval.json").read_text())

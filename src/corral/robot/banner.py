@@ -23,7 +23,7 @@ def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str
         ("algorithm", settings.algorithm + (f" ({chosen})" if chosen else "")),
         ("policy", _policy(agent)),
         ("step", f"{count(config.episodes, 'episode')} of {each}, then {_updates(agent)}"),
-        ("device", f"cpu ({count(torch.get_num_threads(), 'thread')}); {_precision(settings, agent)}"),
+        ("device", f"{_device(agent)}; {_precision(settings, agent)}"),
         ("run", str(where)),
     ]
 
@@ -51,6 +51,13 @@ def _updates(agent: Agent) -> str:
     if hasattr(agent.model, "actor"):  # SAC; stable-baselines3 need not be there to ask for its class
         return f"updates as it goes, {config.gradient_steps} for every {config.train_freq} steps"
     return f"{config.epochs} {'pass' if config.epochs == 1 else 'passes'} of {count(config.minibatches, 'update')}"
+
+
+def _device(agent: Agent) -> str:
+    """Where episodes are played, and where updates are computed if that is another place."""
+    threads = f"cpu ({count(torch.get_num_threads(), 'thread')})"
+    elsewhere = not isinstance(agent, Learner) and agent.config.device != "cpu"
+    return f"{threads}, updates on {agent.config.device}" if elsewhere else threads
 
 
 def _precision(settings: Settings, agent: Agent) -> str:

@@ -52,9 +52,11 @@ class Baseline:
         if algorithm not in BASELINES:
             raise ValueError(f"baseline: `algorithm` is one of {', '.join(BASELINES)}; got {algorithm!r}.")
         self.plant, self.name, self.config, self.seed, self.iteration = plant, algorithm, config, seed, 0
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("baseline: device='cuda', but torch finds no GPU. Leave it at 'cpu'.")
         self.envs = StepEnvironments(plant, config.episodes, seed, config.controller_span)
         kind, exploration = BASELINES[algorithm]
-        with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0]):
+        with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0], config.device):
             self.model = self._make_model(kind, gsde=exploration == "gsde")
         self.noise = None
         if exploration == "coloured":
@@ -65,7 +67,8 @@ class Baseline:
     def _make_model(self, kind: Any, *, gsde: bool) -> Any:
         """The algorithm of stable-baselines3, or TRPL on its PPO."""
         config, plant = self.config, self.plant
-        common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde, "device": "cpu"}
+        common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde}
+        common |= {"device": config.device if kind is SAC else "cpu"}
         common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
         if kind is SAC:
             each = plant.steps * self.envs.num_envs
@@ -105,7 +108,7 @@ class Baseline:
         self.envs.begin(self.iteration)
         self.model._last_obs = None  # so that it asks for the first observations of this batch
         seed = episode_seeds(self.seed, self.iteration, 1, UPDATES)[0]
-        with _seed_generators(seed):
+        with _seed_generators(seed, self.config.device):
             self.model.action_space.seed(seed)
             self.model.learn(self.config.episodes * self.plant.steps, log_interval=None, reset_num_timesteps=False)
         self.iteration += 1
@@ -124,7 +127,7 @@ class Baseline:
 
     def explore(self, seeds: list[int]) -> Episodes:
         """Episodes of the policy as it explores in training."""
-        with _seed_generators(seeds[0]):
+        with _seed_generators(seeds[0], self.config.device):
             return self._play(seeds, deterministic=False)
 
     def _play(self, seeds: list[int], *, deterministic: bool) -> Episodes:
@@ -160,7 +163,7 @@ class Baseline:
         """Go on from a `state`."""
         self.iteration, self.model.num_timesteps = state["iteration"], state["env_steps"]
         self.model._n_updates = state["updates"]
-        self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device="cpu")
+        self.model.set_parameters(deepcopy(state["networks"]), exact_match=True, device=self.config.device)
         if isinstance(self.model, SAC):
             (buffer, log_ent_coef), size = _sac_state(self.model), len(state["rewards"])
             for key in REPLAY_FIELDS:
@@ -178,10 +181,10 @@ def _sac_state(model: SAC) -> tuple[ReplayBuffer, torch.Tensor]:
 
 
 @contextmanager
-def _seed_generators(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int, device: str) -> Iterator[None]:
     """stable-baselines3 draws from the global generators: seed them for a while, then put them back."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[] if device == "cpu" else [torch.cuda.current_device()]):
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)

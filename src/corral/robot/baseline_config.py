@@ -7,6 +7,8 @@ from typing import Literal
 from corral.robot.config import PROJECTIONS
 from corral.validate import require
 
+DEVICES = ("cpu", "cuda")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineConfig:
@@ -30,6 +32,8 @@ class BaselineConfig:
     """SAC: for so many steps of the environments …"""
     gradient_steps: int = 8
     """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """SAC: where its networks are; environments stay on the CPU. A run from a GPU can be evaluated without one."""
     noise_colour: float = 1.0
     """sb3-…-pink: β of the noise's spectrum 1/f^β; 1 is pink, 0 white, 2 red. 0.5 was found to suit PPO best."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
@@ -55,6 +59,7 @@ class BaselineConfig:
         require(self, "gamma", at_least=0, at_most=1)
         require(self, "noise_colour", finite=True)
         require(self, "projection", one_of=PROJECTIONS)
+        require(self, "device", one_of=DEVICES)
         require(self, "mean_bound", "cov_bound", above=0, note="inf switches it off")
         require(self, "deployed_bound", above=0, what="a divergence", note="inf measures alone")
         require(self, "regression", at_least=0, finite=True)

@@ -92,7 +92,8 @@ class ColouredSquashedGaussian(SquashedDiagGaussianDistribution):
     def sample(self) -> Tensor:
         if self._learning:
             return super().sample()
-        self.gaussian_actions = self.distribution.mean + self.distribution.stddev * self.noise.now()
+        mean = self.distribution.mean
+        self.gaussian_actions = mean + self.distribution.stddev * self.noise.now().to(mean)  # drawn on the CPU
         return torch.tanh(self.gaussian_actions)
 
     def log_prob_from_params(self, mean_actions: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Evaluation of a run's policy on held-out contexts: return, success and smoothness, with intervals, and a film."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ def evaluate(
     folder = RunFolder.open(run, write=False)
     settings = resolve([folder.read_config()["settings"]])
     chosen, complaints = choose_checkpoint(folder, checkpoint)
-    agent, seeds = prepare(settings), held_out_seeds(episodes)
+    alone = {key: value for key, value in settings.learner.items() if key != "device"}  # a GPU trains; playing needs none
+    agent, seeds = prepare(replace(settings, learner=alone)), held_out_seeds(episodes)
     try:
-        agent.restore(torch.load(chosen.path / STATE, weights_only=True))
+        agent.restore(torch.load(chosen.path / STATE, weights_only=True, map_location="cpu"))
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
     finally:
         agent.plant.close()

@@ -78,7 +78,7 @@ def resume(path: Path | str, *, quiet: bool = False, guard: str | None = None, i
         view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
     else:
         view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
-        agent.restore(torch.load(checkpoint.path / STATE, weights_only=True))
+        agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
     folder.drop_unfinished()
     lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
     return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=view, lines=lines))

@@ -19,6 +19,7 @@ _SOME_BASELINES = {
     "minibatches": _PPO,
     "train_freq": _SAC,
     "gradient_steps": _SAC,
+    "device": _SAC,
     "noise_colour": _COLOURED,
     **dict.fromkeys(("projection", "mean_bound", "cov_bound", "regression", "deployed_bound"), _TRPL),
 }
