@@ -37,7 +37,7 @@ PAGE = HERE.parents[1] / "docs/results/llm.md"
 README = HERE.parents[1] / "README.md"
 FRONT = (
     *("troll-tuned", "troll-hot", "troll-reuse", "dppo-tuned", "dppo-hot", "dppo-reuse", "troll-dppo", "projection", "exact"),
-    *("words-troll", "words-dppo", "words-reuse", "gemma-troll", "gemma-dppo", "gemma-reuse"),
+    *("words-troll", "words-dppo", "words-reuse", "words-passes", "gemma-troll", "gemma-dppo", "gemma-reuse"),
 )
 """Claims that README tells."""
 BLOCK = re.compile(r"<!-- evidence: ([\w-]+) -->\n.*?<!-- /evidence -->", re.DOTALL)

@@ -18,7 +18,7 @@ BLOCKED = HERE / "results/blocked.jsonl"
 ROUTING = HERE / "results/routing.jsonl"
 COSTS = HERE / "results/cost.jsonl"
 ROUNDED = HERE / "results/rounded-sampler/words.jsonl"
-"""Runs of SmolLM2 as they were with every weight of the sampler rounded; all have been made again since."""
+"""Runs of SmolLM2 as they were with every weight of the sampler rounded; most have been made again since."""
 
 
 def words(runs: Sequence[Row], base: str) -> str:
@@ -35,8 +35,9 @@ def made_again(runs: Sequence[Row]) -> str:
     """By how much areas change where rollouts are drawn in the precision of training, and what objectives then differ by."""
     if not ROUNDED.is_file():
         return "Not made again yet.\n"
-    before = [{**DEFAULTS, **json.loads(line)} for line in ROUNDED.read_text().splitlines()]
     keys = {run["key"]: run for run in runs}
+    before = [{**DEFAULTS, **json.loads(line)} for line in ROUNDED.read_text().splitlines()]
+    before = [run for run in before if run["key"] in keys]
     now = [keys[run["key"]] for run in before]
     moved = [100 * (area(run) - area(was)) for run, was in zip(now, before, strict=True)]
     told = []
