@@ -83,8 +83,6 @@ def test_a_buffer_that_has_begun_to_forget_is_resumed_whole() -> None:
 
 
 def test_a_gpu_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"`device` is one of cpu, cuda; got 'gpu'"):
-        baseline("sb3-sac", device="gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"device='cuda', but torch finds no GPU. Leave it at 'cpu'"):
         baseline("sb3-sac", device="cuda")
