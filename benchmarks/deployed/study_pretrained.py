@@ -10,7 +10,7 @@ from study_text import RESULTS, group, kl, markdown, rate_text, short, two_digit
 
 EVIDENCE = Path(__file__).parents[1] / "evidence/results"
 ROUNDED = EVIDENCE / "rounded-sampler"
-"""Runs that were made again since, as they were with the sampler that the held runs have; they come before those."""
+"""Unheld runs with the sampler that the held ones have, in place of later ones with another."""
 HEAD = (
     "objective", "passes", "held at", "rate", "n", "area", "less the best unheld rate's", "final", "greedy", "KL mean", "p99.9",
     "below its start",

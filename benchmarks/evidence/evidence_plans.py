@@ -37,7 +37,7 @@ GEMMA_RATES = (3e-6, *WORD_RATES)
 WORD_ARMS = (("ppo_clip", 1), ("troll", 1), ("dppo", 1), ("troll", 4))
 """Objective and passes over each batch: the last is what needs the fewest rollouts in the study of deployed networks."""
 HELD_ARMS = (("ppo_clip", 1), ("troll", 1), ("troll", 4))
-"""The same of what holds the deployed network."""
+"""Those of runs whose deployed network is held."""
 ANCHORED = (("dppo", "rollout"), ("dppo", "old"), ("ppo_clip", "rollout"), ("reinforce", "rollout"), ("troll", "old"))
 """Objective and anchor of long runs."""
 LONG: dict[str, Any] = {"passes": 4, "steps": 64, "eval_every": 16, "schedule": "constant", "sampler": "fp8"}

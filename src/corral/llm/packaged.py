@@ -57,7 +57,7 @@ PACKAGED = {
 
 
 SENTENCE, TOKENS = "A shelf holds many books.", 6
-"""A sentence, and how many tokens it has with each of them."""
+"""A sentence, and how many tokens it has with every packaged model."""
 
 
 def is_installed(name: str) -> bool:
