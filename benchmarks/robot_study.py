@@ -51,7 +51,9 @@ def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
     resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
     arguments = ["--resume", str(folder)] if resume else [*job.arguments(), "--out", str(folder)]
     command = [sys.executable, "-m", "corral.cli", "train", *arguments, "--quiet"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if ("learner.device", "cuda") not in job.changes:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if not resume and folder.is_dir():  # killed before its first checkpoint
         folder.rename(folder.with_name(f"{folder.name}.lost-{time.time_ns()}"))
     with folder.with_suffix(".log").open("ab") as log:

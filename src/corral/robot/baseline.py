@@ -19,6 +19,7 @@ try:
     from stable_baselines3.common.buffers import ReplayBuffer
 
     from corral.robot.coloured_noise import EpisodeNoise, colour_actions
+    from corral.robot.graphed_sac import GraphedSAC
     from corral.robot.step_environments import StepEnvironments
     from corral.robot.trpl import TRPL, Region
 except ImportError as error:
@@ -28,9 +29,9 @@ BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
     "sb3-ppo": (PPO, "white"),
     "sb3-ppo-gsde": (PPO, "gsde"),
     "sb3-ppo-pink": (PPO, "coloured"),
-    "sb3-sac": (SAC, "white"),
-    "sb3-sac-gsde": (SAC, "gsde"),
-    "sb3-sac-pink": (SAC, "coloured"),
+    "sb3-sac": (GraphedSAC, "white"),
+    "sb3-sac-gsde": (GraphedSAC, "gsde"),
+    "sb3-sac-pink": (GraphedSAC, "coloured"),
     "sb3-trpl": (TRPL, "white"),
 }
 """Algorithm, and its exploration noise: drawn anew at every step, a function of the state that stays the same throughout an
@@ -68,11 +69,11 @@ class Baseline:
         """The algorithm of stable-baselines3, or TRPL on its PPO."""
         config, plant = self.config, self.plant
         common: dict[str, Any] = {"learning_rate": config.rate, "gamma": config.gamma, "use_sde": gsde}
-        common |= {"device": config.device if kind is SAC else "cpu"}
+        common |= {"device": config.device if kind is GraphedSAC else "cpu"}
         common |= {"policy_kwargs": {"net_arch": list(config.hidden)}}
-        if kind is SAC:
+        if kind is GraphedSAC:
             each = plant.steps * self.envs.num_envs
-            return SAC(
+            return GraphedSAC(
                 "MlpPolicy",
                 self.envs,
                 train_freq=(plant.steps, "step"),

@@ -33,7 +33,9 @@ class BaselineConfig:
     gradient_steps: int = 8
     """… it makes so many updates, after each round of episodes. One for each step, its own default, is eight times slower."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """SAC: where its networks are; environments stay on the CPU. A run from a GPU can be evaluated without one."""
+    """SAC: where its networks are; environments stay on the CPU. On a GPU the updates of a round are replays of one CUDA graph,
+    which is what makes one for each step affordable; with gSDE they are launched one by one. A run from a GPU can be evaluated
+    without one."""
     noise_colour: float = 1.0
     """sb3-…-pink: β of the noise's spectrum 1/f^β; 1 is pink, 0 white, 2 red. 0.5 was found to suit PPO best."""
     projection: Literal["kl", "wasserstein", "frobenius"] = "kl"
