@@ -11,6 +11,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 EXTRAS := '.[dev,llm,task,robot,report]'
 VLLM := .venv-vllm
 METAWORLD := .venv-metaworld
+WARP := .venv-warp
 FANCY := .venv-fancy
 RAY := .venv-ray
 VERL := .venv-verl
@@ -22,7 +23,7 @@ MINUTES ?= 10
 SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
 	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -70,6 +71,15 @@ test-metaworld: $(METAWORLD)/.ready
 $(METAWORLD)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(METAWORLD)
 	$(METAWORLD)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pytest hypothesis beartype --editable '.[metaworld]'
+	@touch $@
+
+# Robots' plans simulated by MuJoCo Warp, on a GPU if there is one, else on its CPU device, in an environment of its own (1.8 GB). Minutes.
+test-warp: $(WARP)/.ready
+	OMP_NUM_THREADS=1 $(WARP)/bin/python -m pytest -W ignore --timeout 900 tests/robot/test_warp_batch.py
+
+$(WARP)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(WARP)
+	$(WARP)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pytest pytest-timeout hypothesis beartype --editable '.[robot,warp]'
 	@touch $@
 
 # fancy_gym's rewards and motions recorded anew, and ours compared with them.
@@ -134,7 +144,8 @@ test-browser: setup
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --jaxtyping-packages corral,typecheck.checked --timeout 300 -m browser tests/report
 
-# Kernels and the TRL door on a CUDA device; SHARD=kernels, head, trainer, door or interpreter runs one of its parts alone.
+# Kernels, the TRL door and robots' learners on a CUDA device; SHARD=kernels, head, trainer, deployed, door, robot or interpreter runs
+# one of its parts alone.
 # With RUN=python3, and PYTHONPATH for what that one lacks, nothing is installed.
 test-gpu: $(if $(filter command,$(origin RUN)),,setup)
 	$(RUN) scripts/test_gpu.py $(SHARD)

@@ -2,6 +2,7 @@
 
     python benchmarks/robot_rate.py                     threads 1, 2, 4, … up to the number of cores
     python benchmarks/robot_rate.py --threads 1 16 --episodes 512 --way batch --repetitions 2 --save     16 cores? a minute
+    python benchmarks/robot_rate.py --threads 1 --episodes 76 1024 --way batch warp --save     a GPU, and corral[warp]?
     python benchmarks/robot_rate.py --learner           and TCE's batches of the recipes, one thread
     python benchmarks/robot_rate.py --task --learner    those alone
     python benchmarks/robot_rate.py --page              saved rows → docs/environments.md
@@ -14,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from results import FOLDER, Row, markdown, read_rows, rounded, stamp, table, write_rows
 
 from corral.robot.env import ENVIRONMENTS, make_envs
+from corral.robot.env.batch import Simulator
 from corral.robot.episode import Plant
 from corral.robot.prepare import prepare
 from corral.robot.settings import read_recipe, resolve
@@ -31,8 +34,8 @@ RECIPES = (
     "hopper_jump", "hopper_jump_published", "box_pushing", "box_pushing_published", "via_point", "via_point_sparse",
 )  # fmt: skip
 TASKS = {"hopper": "corral/HopperJump-v0", "box": "corral/BoxPushing-v0"}
-WAYS = ("batch", "steps")
-"""MuJoCo's own batch, and one environment after the other (a block of them on each thread)."""
+WAYS = {"batch": "as one batch", "steps": "step by step", "warp": "as one batch, MuJoCo Warp"}
+"""MuJoCo's own batch, one environment after the other (a block of them on each thread), and a batch on a GPU."""
 FILE, PAGE = FOLDER / "robot_rate.jsonl", Path(__file__).parents[1] / "docs/environments.md"
 BEGIN, END = "<!-- measured: rate -->", "<!-- /measured: rate -->"
 
@@ -47,29 +50,38 @@ def best(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
     return min(one for one, _ in found), min(other for _, other in found)
 
 
-def play(plant: Plant, seeds: list[int], batch: bool) -> None:
+def play(plant: Plant, seeds: list[int], way: str) -> None:
     """Episodes of plans that move every joint, resets included."""
     context, tracking = plant.start(seeds), plant.tracking
     start, _ = tracking.state(context)
     plan = start[:, None] + 0.3 * np.sin(np.linspace(0, 6, plant.steps))[None, :, None]
-    if batch:
-        plant.follow(context, plan, 0 * plan)
-    else:
+    if way == "steps":
         plant.act(context, lambda t, seen: tracking.action(plan[:, t], 0 * plan[:, t], seen))
+    else:
+        plant.follow_anew(context, lambda _: (plan, 0 * plan), plant.steps, learned_from=way == "warp")
 
 
 def measure_task(task: str, threads: Sequence[int], ways: Sequence[str], episodes: int, repetitions: int) -> list[Row]:
     """A row for each number of threads and way of playing."""
     known, seeds = ENVIRONMENTS[TASKS[task]], list(range(episodes))
     steps, rows = episodes * known.steps, list[Row]()
-    for count in threads:
-        plant = Plant(make_envs(TASKS[task], episodes, workers=count), known.tracking, known.steps)
-        for way in ways:
-            clock, processor = best(partial(play, plant, seeds, way == "batch"), repetitions)
-            measured = {"steps_per_second": steps / clock, "cpu_us_per_step": 1e6 * processor / steps}
-            rows.append({"task": task, "episodes": episodes, "cores": cores(), "workers": count, "way": way, **measured})
+    for count, way in product(threads, ways):
+        envs, simulator = make_envs(TASKS[task], episodes, workers=count), warp_simulator() if way == "warp" else None
+        plant = Plant(envs, known.tracking, known.steps, simulator)
+        if way == "warp":
+            play(plant, seeds, way)  # compiles, and captures its graphs
+        clock, processor = best(partial(play, plant, seeds, way), repetitions)
+        measured = {"steps_per_second": steps / clock, "cpu_us_per_step": 1e6 * processor / steps}
+        rows.append({"task": task, "episodes": episodes, "cores": cores(), "workers": count, "way": way, **measured})
         plant.close()
     return with_ratios(rows)
+
+
+def warp_simulator() -> Simulator:
+    """MuJoCo Warp, which only this way of playing needs."""
+    from corral.robot.env.warp_batch import WarpSimulator
+
+    return WarpSimulator()
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
@@ -89,14 +101,14 @@ def measure_learner(recipe: str) -> Row:
 
 
 def save(rows: Sequence[Row]) -> None:
-    """Put rows in place of earlier ones of the same task and number of cores, or recipe."""
+    """Put rows in place of earlier ones of the same task and numbers of cores and copies, or recipe."""
     replaced, where = {_kind(row) for row in rows}, stamp()
     short = [where | {name: rounded(value) for name, value in row.items()} for row in rows]
     write_rows(FILE, [row for row in read_rows(FILE) if _kind(row) not in replaced] + short)
 
 
 def _kind(row: Row) -> tuple[object, ...]:
-    return row.get("task"), row.get("cores"), row.get("recipe")
+    return row.get("task"), row.get("cores"), row.get("episodes"), row.get("recipe")
 
 
 def block(rows: Sequence[Row]) -> str:
@@ -104,9 +116,8 @@ def block(rows: Sequence[Row]) -> str:
     if not any("task" in row for row in rows):
         return "Not measured yet."
     head = ["task", "cores", "copies", "threads", "", "steps/s", "× one thread's batch", "× one thread, step by step"]
-    ways = {"batch": "as one batch", "steps": "step by step"}
     lines = [
-        [row["task"], *(str(row[key]) for key in ("cores", "episodes", "workers")), ways[row["way"]],
+        [row["task"], *(str(row[key]) for key in ("cores", "episodes", "workers")), WAYS[row["way"]],
          f"{row['steps_per_second']:,.0f}".replace(",", " "), _times(row, "batch"), _times(row, "steps")]
         for row in rows if "task" in row
     ]  # fmt: skip
@@ -129,8 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, nargs="*", default=list(TASKS))
     parser.add_argument("--threads", type=int, nargs="*", help="numbers of threads; ratios need 1 among them")
-    parser.add_argument("--way", choices=WAYS, nargs="*", default=list(WAYS))
-    parser.add_argument("--episodes", type=int, default=64, help="copies that are simulated together")
+    parser.add_argument("--way", choices=WAYS, nargs="*", default=["batch", "steps"])
+    parser.add_argument("--episodes", type=int, nargs="+", default=[64], help="copies that are simulated together")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--learner", action="store_true", help="TCE's batches of --recipe too")
     parser.add_argument("--recipe", choices=RECIPES, nargs="*", default=list(RECIPES))
@@ -141,8 +152,8 @@ def main() -> None:
         return write_page()
     torch.set_num_threads(1)
     threads = options.threads or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores()]
-    for task in options.task:
-        rows = measure_task(task, threads, options.way, options.episodes, options.repetitions)
+    for task, episodes in product(options.task, options.episodes):
+        rows = measure_task(task, threads, options.way, episodes, options.repetitions)
         print(table(rows), flush=True)
         if options.save:
             save(rows)

@@ -33,14 +33,16 @@ Run = dict[str, Any]
 
 
 def task_of(config: Mapping[str, Any]) -> str:
-    """What was learned: the environment, its reward or task, and for how long where that is long."""
+    """What was learned: the environment, its reward or task, where it was simulated if not in MuJoCo, and for how long where
+    that is long."""
     settings = config["settings"]
     chosen = [
         key if value is True else str(value) for key, value in settings["environment_config"].items() if value is not False
     ]
     steps = settings["iterations"] * config["objective"]["episodes"] * config["task"]["steps"]
     length = [words for least, words in LENGTHS.items() if steps >= least][-1:]
-    return ", ".join([TASKS[settings["environment"]], *chosen, *length]).replace("_", " ")
+    where = ["learned in MuJoCo Warp"] if settings.get("simulator") == "warp" else []  # older runs have no such setting
+    return ", ".join([TASKS[settings["environment"]], *chosen, *where, *length]).replace("_", " ")
 
 
 def row_of(config: Mapping[str, Any]) -> str:

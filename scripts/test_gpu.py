@@ -1,4 +1,4 @@
-"""Kernels and the TRL door on a CUDA device, in shards of at most eight minutes.
+"""Kernels, the TRL door and robots' learners on a CUDA device, in shards of at most eight minutes.
 
     make test-gpu                                       every shard, in .venv
     make test-gpu SHARD=trainer                         one of them
@@ -36,6 +36,13 @@ SHARDS: dict[str, tuple[str, ...]] = {
         "tests/llm/test_reuse.py",
     ),
     "door": ("tests/llm",),
+    "robot": (
+        "tests/robot/test_baseline.py",
+        "tests/robot/test_graphed_sac.py",
+        "tests/robot/test_learner_device.py",
+        "tests/robot/test_prodmp.py",
+        "tests/robot/test_warp_batch.py",
+    ),
     "interpreter": (
         "tests/kernels/test_parallel.py",
         "tests/llm/test_trainer_distributed.py",

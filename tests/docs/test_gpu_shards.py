@@ -1,7 +1,8 @@
-"""`make test-gpu`: every test of the kernels and the TRL door is in one shard, and a shard that fails is never called good."""
+"""`make test-gpu`: all tests of kernels, the TRL door and robots' learners are in one shard; none that fails is called good."""
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -36,7 +37,11 @@ def test_every_file_is_in_one_shard(script: ModuleType, tmp_path: Path) -> None:
     found = Counter(file for shard in script.SHARDS for file in files_of(script.command(shard, 1, tmp_path)))
     wanted = {file for folder in ("kernels", "llm", "deployed") for file in (ROOT / "tests" / folder).glob("test_*.py")}
     assert len(wanted) > 40
-    assert found == dict.fromkeys(wanted | {ROOT / "tests" / "test_cuda.py"}, 1)
+    robots = {
+        file for file in (ROOT / "tests" / "robot").glob("test_*.py") if re.search(r"mark\.gpu|import DEVICE", file.read_text())
+    }
+    assert len(robots) > 3
+    assert found == dict.fromkeys(wanted | robots | {ROOT / "tests" / "test_cuda.py"}, 1)
 
 
 def test_paths_are_whole_and_the_interpreter_sees_no_gpu(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +83,7 @@ def test_a_shard_without_a_report_has_failed(
 @pytest.mark.parametrize(
     ("shard", "says"),
     [
-        ("heads", "there is no shard 'heads'; there are kernels, head, trainer, deployed, door, interpreter"),
+        ("heads", "there is no shard 'heads'; there are kernels, head, trainer, deployed, door, robot, interpreter"),
         pytest.param(
             "head",
             "torch finds no CUDA device",

@@ -32,7 +32,7 @@ def shell_commands() -> dict[str, str]:
 
 COMMAND_LINES = shell_commands()
 TRAININGS = [line for line in COMMAND_LINES if line.split()[0] == "train" and "--resume" not in line]
-NOT_HERE = ("--model gemma", "smollm2", "metaworld")
+NOT_HERE = ("--model gemma", "smollm2", "metaworld", "--simulator warp")
 """What this environment does not have."""
 
 

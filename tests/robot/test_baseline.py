@@ -88,7 +88,7 @@ def test_a_gpu_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
         baseline("sb3-sac", device="cuda")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ["sb3-sac", "sb3-sac-gsde", "sb3-sac-pink"])
 def test_what_a_gpu_trained_goes_on_there_and_plays_on_a_cpu(algorithm: str) -> None:
     whole = baseline(algorithm, device="cuda")

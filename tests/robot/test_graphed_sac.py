@@ -1,6 +1,7 @@
 """SAC as a CUDA graph: an update is stable-baselines3's, what is drawn is in the buffer, replays are updates; it learns."""
 
 import io
+import json
 import subprocess
 from copy import deepcopy
 from pathlib import Path
@@ -23,6 +24,9 @@ from corral.robot.baseline import Baseline, BaselineConfig
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.episode import Plant, held_out_seeds
 from corral.robot.graphed_sac import GraphedSAC, draw, read_transitions
+from corral.robot.settings import Settings, resolve
+from corral.robot.smoke import TRAINING
+from corral.robot.train import train
 from tolerance import TWENTY_UPDATES, assert_close
 
 ENVS, STATES, JOINTS = 3, 4, 2
@@ -206,19 +210,69 @@ def test_the_host_waits_for_nothing_in_an_update(monkeypatch: pytest.MonkeyPatch
     model = agent()
     with HostReads() as reads:
         model.train(2, 32)
-        assert reads.found == []
+        assert len(reads.found) == 1  # whether networks are finite, after both
         model.predict(np.zeros((1, STATES), np.float32))
-        assert reads.found  # torch.distributions checks its arguments again
+        assert len(reads.found) > 1  # torch.distributions checks its arguments again
 
 
-def test_nan_raises_at_the_next_action(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_raises_after_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GraphedSAC, "replays", True)
     monkeypatch.setattr(GraphedSAC, "_repeat", one_by_one)
     model = agent()
+    model.train(3, 32)
     model.replay_buffer.rewards[:] = np.nan
+    with pytest.raises(ValueError, match=r"after 2 updates on a GPU, 5 in all.*NaN or infinite.*Lower `learner.rate`"):
+        model.train(2, 32)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["actor", "critic", "log_ent_coef"])
+def test_one_bad_number_anywhere_is_found(part: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphedSAC, "replays", True)
+    monkeypatch.setattr(GraphedSAC, "_repeat", lambda *_: None)
+    model = agent()
     model.train(2, 32)
-    with pytest.raises(ValueError, match="found invalid values"):
-        model.predict(np.zeros((1, STATES), np.float32))
+    found = getattr(model, part)
+    weight = found if part == "log_ent_coef" else list(found.parameters())[-1]
+    weight.data.view(-1)[-1] = value
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        model.train(2, 32)
+
+
+def few_steps(*, device: str = "cpu", guard: str = "warn") -> Settings:
+    return resolve([TRAINING, {"algorithm": "sb3-sac", "guard": guard, "learner": {"hidden": [16], "device": device}}])
+
+
+def test_a_run_whose_networks_are_nan_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def diverge(model: GraphedSAC, update: Any, count: int) -> None:
+        one_by_one(model, update, count)
+        if model._n_updates:  # in the second step
+            next(model.actor.parameters()).data[0] = torch.nan
+
+    monkeypatch.setattr(GraphedSAC, "replays", True)
+    monkeypatch.setattr(GraphedSAC, "_repeat", diverge)
+    with pytest.raises(ValueError, match=r"leave `learner\.device` at 'cpu'"):
+        train(few_steps(), out=tmp_path / "run", quiet=True)
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (ended["stopped"], ended["steps"]) == ("failed", 1)
+    assert ended["why"].startswith("sac: after 50 updates on a GPU, 100 in all")
+
+
+def test_the_guard_asks_nothing_of_an_update_that_is_captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    capturing, asked = True, list[int]()
+
+    def look(parameters: Any) -> tuple[bool, bool]:
+        asked.append(len(list(parameters)))
+        return True, False
+
+    monkeypatch.setattr("corral.robot.train.gradient_state", look)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    train(few_steps(), out=tmp_path / "captured", quiet=True)
+    assert asked == []
+    capturing = False
+    train(few_steps(), out=tmp_path / "launched", quiet=True)
+    assert len(asked) == 3 * 100  # optimizers, updates
 
 
 def test_a_run_whose_networks_are_on_a_gpu_sees_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,6 +301,23 @@ def test_replays_are_updates(monkeypatch: pytest.MonkeyPatch, count: int) -> Non
         assert_close(found[name], expected[name], rtol=TWENTY_UPDATES, atol=TWENTY_UPDATES)
     assert found["actor.optimizer.0.step"].item() == 2 * count
     assert found["actor.optimizer.0.step"].is_cuda
+
+
+@pytest.mark.gpu
+def test_nan_raises_after_replays() -> None:
+    model = agent(device="cuda")
+    model.train(10, 32)
+    model.replay_buffer.rewards[:] = np.nan
+    with pytest.raises(ValueError, match="after 10 updates on a GPU, 20 in all"):
+        model.train(10, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("guard", ["warn", "off"])
+def test_a_guarded_run_replays_its_updates(guard: str, tmp_path: Path) -> None:
+    ended = train(few_steps(device="cuda", guard=guard), out=tmp_path / "run", quiet=True).summary
+    assert (ended["stopped"], ended["steps"], ended["skipped"]) == ("finished", 2, 0)
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["update"] == 100
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """What is said before a run: what follows a batch, and that a trust region cannot act where nothing has moved."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +29,14 @@ from corral.robot.smoke import TRAINING
 def test_a_step_is_told_in_words(changes: dict[str, Any], words: str) -> None:
     settings = resolve([TRAINING, changes])
     assert words in dict(banner(settings, prepare(settings), Path("run")))["step"]
+
+
+def test_where_plans_are_simulated_is_told() -> None:
+    settings = resolve([TRAINING])
+    agent = prepare(settings)
+    assert dict(banner(settings, agent, Path("run")))["device"] == "cpu (1 thread); float64"
+    told = dict(banner(replace(settings, simulator="warp"), agent, Path("run")))["device"]
+    assert told == "cpu (1 thread), plans simulated by MuJoCo Warp on a GPU; float64"
+    agent.config = replace(agent.config, device="cuda")
+    told = dict(banner(replace(settings, simulator="warp"), agent, Path("run")))["device"]
+    assert told.endswith("on a GPU, updates on cuda; float64")

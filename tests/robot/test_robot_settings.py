@@ -99,7 +99,7 @@ def test_defaults_are_a_whole_run() -> None:
         ("sb3-ppo-pink", "mean_bound", 0.1, ": it belongs to tce, bbrl, sb3-trpl."),
         ("sb3-sac", "minibatches", 8, ": it belongs to sb3-ppo, sb3-ppo-gsde, sb3-ppo-pink, sb3-trpl."),
         ("sb3-trpl", "gradient_steps", 8, ": it belongs to sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
-        ("sb3-ppo", "device", "cuda", ": it belongs to sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
+        ("sb3-ppo", "device", "cuda", ": it belongs to tce, bbrl, sb3-sac, sb3-sac-gsde, sb3-sac-pink."),
         ("bbrl", "points", 3, ": it belongs to tce."),
         ("tce", "rate", 1e-3, ": it belongs to sb3-ppo, sb3-ppo-gsde,"),
     ],

@@ -23,7 +23,7 @@ def banner(settings: Settings, agent: Agent, where: Path) -> list[tuple[str, str
         ("algorithm", settings.algorithm + (f" ({chosen})" if chosen else "")),
         ("policy", _policy(agent)),
         ("step", f"{count(config.episodes, 'episode')} of {each}, then {_updates(agent)}"),
-        ("device", f"{_device(agent)}; {_precision(settings, agent)}"),
+        ("device", f"{_device(settings, agent)}; {_precision(settings, agent)}"),
         ("run", str(where)),
     ]
 
@@ -53,11 +53,12 @@ def _updates(agent: Agent) -> str:
     return f"{config.epochs} {'pass' if config.epochs == 1 else 'passes'} of {count(config.minibatches, 'update')}"
 
 
-def _device(agent: Agent) -> str:
-    """Where episodes are played, and where updates are computed if that is another place."""
-    threads = f"cpu ({count(torch.get_num_threads(), 'thread')})"
-    elsewhere = not isinstance(agent, Learner) and agent.config.device != "cpu"
-    return f"{threads}, updates on {agent.config.device}" if elsewhere else threads
+def _device(settings: Settings, agent: Agent) -> str:
+    """Where a run computes, and what of it elsewhere."""
+    places = [f"cpu ({count(torch.get_num_threads(), 'thread')})"]
+    places += ["plans simulated by MuJoCo Warp on a GPU"] if settings.simulator == "warp" else []
+    places += [f"updates on {agent.config.device}"] if agent.config.device != "cpu" else []
+    return ", ".join(places)
 
 
 def _precision(settings: Settings, agent: Agent) -> str:

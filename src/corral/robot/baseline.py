@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from corral.robot.baseline_config import BaselineConfig
+from corral.robot.config import check_device
 from corral.robot.episode import UPDATES, Episodes, Plant, episode_seeds
 from corral.robot.tracking import Array
 
@@ -53,8 +54,7 @@ class Baseline:
         if algorithm not in BASELINES:
             raise ValueError(f"baseline: `algorithm` is one of {', '.join(BASELINES)}; got {algorithm!r}.")
         self.plant, self.name, self.config, self.seed, self.iteration = plant, algorithm, config, seed, 0
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("baseline: device='cuda', but torch finds no GPU. Leave it at 'cpu'.")
+        check_device("baseline", config.device)
         self.envs = StepEnvironments(plant, config.episodes, seed, config.controller_span)
         kind, exploration = BASELINES[algorithm]
         with _seed_generators(episode_seeds(seed, 0, 1, UPDATES)[0], config.device):

@@ -4,10 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from corral.robot.config import PROJECTIONS
+from corral.robot.config import DEVICES, PROJECTIONS
 from corral.validate import require
-
-DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)

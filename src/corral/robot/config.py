@@ -22,6 +22,13 @@ PROJECTIONS: dict[str, Callable[..., GaussianProjection]] = {
 }
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+DEVICES = ("cpu", "cuda")
+
+
+def check_device(owner: str, device: str) -> None:
+    """A ValueError for a GPU that is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{owner}: device='cuda', but torch finds no GPU. Leave it at 'cpu'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,9 @@ class LearnerConfig:
     critic_dtype: Literal["float64", "float32"] | None = None
     """Precision of the critic's network, that of the run without it. Its updates are most of TCE's arithmetic, and a baseline
     needs no sixteen digits: float32 takes less than half the time."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the networks are; environments stay on the CPU, and what is random is drawn there. A run from a GPU can be
+    evaluated without one."""
     activation: str = "tanh"
     """Of both networks."""
     std: float = 1.0
@@ -127,3 +137,4 @@ class LearnerConfig:
         require(self, "projection", one_of=PROJECTIONS)
         require(self, "activation", one_of=ACTIVATIONS)
         require(self, "critic_dtype", one_of=(None, "float64", "float32"))
+        require(self, "device", one_of=DEVICES)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corral.robot.env.batch import Plan, nan_in_step, play_plans, simulated_copies
+from corral.robot.env.batch import Plan, Simulator, nan_in_step, play_plans, simulated_copies
 from corral.robot.env.vector import reset_each
 from corral.robot.tracking import Array, Tracking
 
@@ -66,9 +66,10 @@ class Plant:
     """Vectorised environments and the controller that follows plans in them.
 
     Up to as many episodes as there are environments at a time. Environments without one repeat the last, and nobody looks.
+    Another `simulator` than MuJoCo plays the plans that are learned from; what is measured is always MuJoCo's.
     """
 
-    def __init__(self, envs: VectorEnv, tracking: Tracking, steps: int) -> None:
+    def __init__(self, envs: VectorEnv, tracking: Tracking, steps: int, simulator: Simulator | None = None) -> None:
         self.envs, self.tracking, self.steps = envs, tracking, steps
         space = envs.single_observation_space
         if space.shape is None or len(space.shape) != 1:
@@ -93,7 +94,12 @@ class Plant:
         if type(steps) is not int or steps < 1:
             raise ValueError(f"Plant: `steps` is a whole number ≥ 1; got {steps!r}.")
         self.observation_size, self.action_space = space.shape[0], actions
-        self._copies = simulated_copies(envs, steps)
+        self._copies, self._simulator = simulated_copies(envs, steps), simulator
+        if simulator is not None and not self._copies:
+            raise ValueError(
+                "Plant: another simulator than MuJoCo's plays plans of corral/HopperJump-v0 and corral/BoxPushing-v0, as they "
+                "come and with mujoco 4.0 or newer. Leave it out."
+            )
 
     def rounds(self, count: int) -> list[slice]:
         """Which of `count` episodes are played together."""
@@ -110,11 +116,11 @@ class Plant:
         """Follow plans [E T D] from where `start` left off."""
         return self.follow_anew(context, lambda _: (positions, velocities), self.steps)
 
-    def follow_anew(self, context: Array, plan: Plan, every: int) -> Episodes:
+    def follow_anew(self, context: Array, plan: Plan, every: int, *, learned_from: bool = False) -> Episodes:
         """Follow plans that are made as the episodes go on, `plan(observations)` for the next `every` steps, from where `start`
         left off: as one batch where the task allows it, else step by step."""
         if self._copies:
-            return self._play(context, plan, every)
+            return self._play(context, plan, every, self._simulator if learned_from else None)
         positions: Array = np.empty(0)
         velocities: Array = positions
 
@@ -150,9 +156,9 @@ class Plant:
         check_finite(observations, rewards)
         return Episodes(*map(torch.from_numpy, (observations, rewards, mask, actions, *last_info.values())))
 
-    def _play(self, context: Array, plan: Plan, every: int) -> Episodes:
+    def _play(self, context: Array, plan: Plan, every: int, simulator: Simulator | None) -> Episodes:
         """What `act` returns of plans, of tasks whose episodes can be played as a batch."""
-        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, plan, every)
+        actions, scored = play_plans(self.envs, self._copies, self.tracking, context, plan, every, simulator)
         observations = np.concatenate([context[:, None], scored.observations], 1)
         check_finite(observations, scored.rewards)
         mask = np.ones_like(scored.rewards, bool)

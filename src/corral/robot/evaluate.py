@@ -1,7 +1,7 @@
 """Evaluation of a run's policy on held-out contexts: return, success and smoothness, with intervals, and a film."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from corral.robot.env import ENVIRONMENTS, Environment
 from corral.robot.episode import Episodes, held_out_seeds
 from corral.robot.measure import smoothness
-from corral.robot.prepare import prepare
+from corral.robot.prepare import prepare, to_play
 from corral.robot.settings import Settings, resolve
 from corral.robot.tracking import Array
 from corral.robot.train import STATE
@@ -52,8 +52,7 @@ def evaluate(
     folder = RunFolder.open(run, write=False)
     settings = resolve([folder.read_config()["settings"]])
     chosen, complaints = choose_checkpoint(folder, checkpoint)
-    alone = {key: value for key, value in settings.learner.items() if key != "device"}  # a GPU trains; playing needs none
-    agent, seeds = prepare(replace(settings, learner=alone)), held_out_seeds(episodes)
+    agent, seeds = prepare(to_play(settings)), held_out_seeds(episodes)
     try:
         agent.restore(torch.load(chosen.path / STATE, weights_only=True, map_location="cpu"))
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}

@@ -26,6 +26,6 @@ def rewards_at_event(rewards: Float[Tensor, "B T"], event: Float[Tensor, "B"]) -
         raise ValueError(
             f"rewards_at_event: an event is a step from 0 to {rewards.shape[1] - 1}, or NaN; got {event.tolist()}."
         )
-    step = torch.arange(rewards.shape[1])
+    step = torch.arange(rewards.shape[1], device=rewards.device)
     moved = torch.where(step < at, rewards, 0.0).scatter(1, at, torch.where(step >= at, rewards, 0.0).sum(-1, keepdim=True))
     return torch.where(known[:, None], moved, rewards)

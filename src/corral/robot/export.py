@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from corral.robot import exported
 from corral.robot.exported import FORMAT, ExportedPolicy
 from corral.robot.learner import Learner
-from corral.robot.prepare import EPISODIC, prepare
+from corral.robot.prepare import EPISODIC, prepare, to_play
 from corral.robot.prodmp import ProDMP
 from corral.robot.settings import resolve
 from corral.robot.tracking import Array
@@ -114,9 +114,9 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
             f"checkpoints/checkpoint-…/{STATE}."
         )
     chosen, _ = choose_checkpoint(folder, checkpoint)
-    agent = prepare(settings)
+    agent = prepare(to_play(settings))
     try:
-        agent.restore(torch.load(chosen.path / STATE, weights_only=True))
+        agent.restore(torch.load(chosen.path / STATE, weights_only=True, map_location="cpu"))
         export_policy(agent, path)
     except ValueError as error:
         raise RunError(str(error)) from error
@@ -165,4 +165,4 @@ def _save(path: Path, **arrays: Any) -> None:
 
 
 def _array(x: Tensor) -> Array:
-    return x.detach().double().numpy()
+    return x.detach().cpu().double().numpy()

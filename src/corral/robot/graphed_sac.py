@@ -23,7 +23,7 @@ class GraphedSAC(SAC):
 
     On the CPU, and on a GPU where `replays` is false, as with gSDE, `train` is stable-baselines3's own. In the graph formulas
     are the same, and these differ: the device's generator draws the transitions, Adam is torch's fused kernel, losses are not
-    logged, and NaN raises at the next action, not in the update.
+    logged, hooks of optimizers see no replay, and NaN raises after the updates, not in one.
     """
 
     @property
@@ -52,6 +52,7 @@ class GraphedSAC(SAC):
         with _unchecked_distributions():
             self._repeat(lambda: self.update(draw(transitions, batch_size)), gradient_steps)
         self._n_updates += gradient_steps
+        self._check_finite(gradient_steps)
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def update(self, batch: ReplayBufferSamples) -> None:
@@ -105,6 +106,16 @@ class GraphedSAC(SAC):
         for optimizer in self._optimizers():
             optimizer.zero_grad()  # gradients are in the graph's memory …
         torch.cuda.synchronize()  # … which goes with the graph, at the end of this function
+
+    def _check_finite(self, count: int) -> None:
+        """A ValueError if the last `count` updates have left a NaN or an infinity in what is learned; the host waits once."""
+        learned = [parameter for one in self._optimizers() for group in one.param_groups for parameter in group["params"]]
+        if not bool(torch.stack([parameter.detach().isfinite().all() for parameter in learned]).all()):
+            raise ValueError(
+                f"sac: after {count} updates on a GPU, {self._n_updates} in all, actor, critics or entropy coefficient are NaN "
+                f"or infinite, and replays of a graph cannot be skipped one by one. Lower `learner.rate`, or leave "
+                f"`learner.device` at 'cpu', where the guard skips updates with a non-finite gradient."
+            )
 
     def _optimizers(self) -> list[Optimizer]:
         learned = [] if self.ent_coef_optimizer is None else [self.ent_coef_optimizer]

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from corral.divergence.gaussian import gaussian_entropy, gaussian_kl
 from corral.objective.ratio import clamp_log_ratio
 from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
-from corral.robot.config import DTYPES, PROJECTIONS, LearnerConfig
+from corral.robot.config import DTYPES, PROJECTIONS, LearnerConfig, check_device
 from corral.robot.episode import PLANS, Episodes, Plant, episode_seeds
 from corral.robot.group import leave_one_out, mirror
 from corral.robot.planner import Planner, Plans
@@ -29,7 +30,7 @@ _LAST_RATE = 0.01
 
 
 _PIECE = 2000
-"""States of a batch that go through the critic together: 128 numbers of each are 1 MB in float32."""
+"""States of a batch that go through the critic together on a CPU: 128 numbers of each are 1 MB in float32."""
 
 _ENTROPY_OF_ONE = 0.5 * math.log(2 * math.pi * math.e)
 """Of a Gaussian with standard deviation 1: what is left of an entropy per parameter is the logarithm of a mean deviation."""
@@ -76,6 +77,7 @@ class Learner(ABC):
             )
         if not (number_in(dt, 0) and 0 < dt < math.inf):
             raise ValueError(f"{self.name}: `dt` is in seconds, finite and > 0; got {dt!r}.")
+        check_device(self.name, config.device)
         self.plant, self.prodmp, self.config, self.seed, self.dtype = plant, prodmp, config, seed, dtype
         size, activation = plant.observation_size, config.activation
         with torch.random.fork_rng(devices=[]):
@@ -88,14 +90,15 @@ class Learner(ABC):
                 std=config.std,
                 min_std=config.min_std,
                 contextual_covariance=config.contextual_covariance,
-            ).to(dtype)
-            self.critic = Critic(self.critic_size(size), config.critic_hidden, activation=activation)
+            ).to(config.device, dtype)
+            self.critic = Critic(self.critic_size(size), config.critic_hidden, activation=activation).to(config.device)
             self.critic.value.to(dtype if config.critic_dtype is None else DTYPES[config.critic_dtype])
         every, start = config.replan_every, config.replan_from
         self.planner = Planner(plant, prodmp, dt, self.policy, every=every, start=start, dtype=dtype)
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.policy_rate, weight_decay=config.weight_decay)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic_rate, weight_decay=config.weight_decay)
-        self.first_entropy = float(gaussian_entropy(self.policy.cholesky(torch.zeros(size, dtype=dtype)).detach()))
+        origin = torch.zeros(size, dtype=dtype, device=config.device)
+        self.first_entropy = float(gaussian_entropy(self.policy.cholesky(origin).detach()))
         self.iteration = self.env_steps = 0
 
     @abstractmethod
@@ -140,7 +143,7 @@ class Learner(ABC):
         contexts = episode_seeds(self.seed, self.iteration, self.config.episodes // plans)
         seeds = [seed for seed in contexts for _ in range(plans)]
         noise = self.planner.noise(len(seeds), episode_seeds(self.seed, self.iteration, 1, PLANS)[0])
-        return self.planner.play(seeds, mirror(noise) if self.config.mirrored else noise)
+        return self.planner.play(seeds, mirror(noise) if self.config.mirrored else noise, learned_from=True)
 
     def evaluate(self, seeds: list[int]) -> Episodes:
         """Episodes of the mean plans: the policy without exploration."""
@@ -152,6 +155,7 @@ class Learner(ABC):
 
     def improve(self, episodes: Episodes, plans: Plans) -> dict[str, float]:
         """Credit, then the critic's updates, then the policy's; metrics are those of the last of each."""
+        episodes, plans = self.on_device(episodes, plans)
         if self.config.plans_per_context == 1:
             self.critic.normaliser.update(self.states(episodes))
         self.begin_batch(plans)
@@ -174,6 +178,13 @@ class Learner(ABC):
         certificate = retract(self.policy, old, lambda: self.deployed_kl(context, plans), bound=self.config.deployed_bound)
         return {key: float(value) for key, value in metrics.items()} | certificate.metrics()
 
+    def on_device(self, episodes: Episodes, plans: Plans) -> tuple[Episodes, Plans]:
+        """A batch where the networks are; it was played on the CPU."""
+        device = self.config.device
+        moved = {name: values.to(device) for name, values in vars(episodes).items()}
+        params, mean, chol = (x.to(device) for x in plans[:3])
+        return replace(episodes, **moved), Plans(params, mean, chol, plans.sizes)
+
     @torch.no_grad()
     def deployed_kl(self, context: Float[Tensor, "E C"], old: Plans) -> Float[Tensor, " E"]:
         """KL(π_θ‖π_old) at each context, in nats per plan, of the network that draws the next batch: no projection is in it."""
@@ -190,10 +201,11 @@ class Learner(ABC):
         return Credit(normalise_advantages(apart, mask), mask)
 
     def improve_critic(self, inputs: Float[Tensor, "S O"], targets: Float[Tensor, " S"]) -> Tensor:
-        """One full-batch step on V's squared error at normalised inputs, in pieces whose activations stay in the cache."""
+        """One full-batch step on V's squared error at normalised inputs, in pieces whose activations stay in a CPU's cache."""
+        piece = _PIECE if inputs.device.type == "cpu" else len(inputs)
         self.critic_optimizer.zero_grad()
         loss = targets.new_zeros(())
-        for states, wanted in zip(inputs.split(_PIECE), targets.split(_PIECE), strict=True):
+        for states, wanted in zip(inputs.split(piece), targets.split(piece), strict=True):
             error = (self.critic.value(states).squeeze(-1) - wanted).square().sum() / len(targets)
             error.backward()
             loss += error.detach()

@@ -87,12 +87,12 @@ class Planner:
         return torch.zeros((count, self.count, self.prodmp.parameters), dtype=self.dtype)
 
     @torch.no_grad()
-    def play(self, seeds: list[int], noise: Float[Tensor, "E P W"]) -> tuple[Episodes, Plans]:
+    def play(self, seeds: list[int], noise: Float[Tensor, "E P W"], *, learned_from: bool = False) -> tuple[Episodes, Plans]:
         """Episodes of the plans μ(s) + L · noise, in several rounds where there are fewer environments than seeds."""
         rounds = []
         for rows in self.plant.rounds(len(seeds)):
             context, hand = self.plant.start(seeds[rows]), _Round(self, noise[rows])
-            rounds.append((self.plant.follow_anew(context, hand.plan, self.every), hand.drawn))
+            rounds.append((self.plant.follow_anew(context, hand.plan, self.every, learned_from=learned_from), hand.drawn))
         parts = [
             [_select(drawn[index], self.begun(episodes)[index]) for episodes, drawn in rounds if index < len(drawn)]
             for index in range(self.count)
@@ -134,10 +134,10 @@ class _Round:
 
     @torch.no_grad()
     def plan(self, observation: Array) -> tuple[Array, Array]:
-        """The next plans [E R D] in these states [E O]."""
+        """The next plans [E R D] in these states [E O]. The policy answers where it is; all that follows is on the CPU."""
         planner, index = self.planner, len(self.drawn)
         noise = self.noise[:, index]
-        mean, chol = planner.policy(torch.from_numpy(observation).to(planner.dtype))
+        mean, chol = (x.cpu() for x in planner.policy(torch.from_numpy(observation).to(planner.policy.log_diagonal)))
         params = mean + ((chol @ noise[..., None])[..., 0] if chol.ndim == 3 else noise @ chol.mT)
         state = planner.joints(observation) if self.reached is None or planner.start == "state" else self.reached
         positions, velocities = planner.trajectory(index, params, *state)

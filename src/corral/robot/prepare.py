@@ -4,7 +4,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from corral.robot.baseline_config import BaselineConfig
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.config import DTYPES
 from corral.robot.env import ENVIRONMENTS, Environment, make_envs
+from corral.robot.env.batch import Simulator
 from corral.robot.episode import Plant
 from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
@@ -37,6 +38,12 @@ def prepare(settings: Settings) -> Agent:
         return _baseline(settings, environment)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
+
+
+def to_play(settings: Settings) -> Settings:
+    """The same settings without a GPU: it trains, and playing needs none."""
+    learner = {key: value for key, value in settings.learner.items() if key != "device"}
+    return replace(settings, learner=learner, simulator="mujoco")
 
 
 def find_environment(name: str) -> Environment:
@@ -68,7 +75,21 @@ def learner_config(settings: Settings) -> Any:
 
 def _plant(settings: Settings, environment: Environment, episodes: int) -> Plant:
     envs = make_envs(settings.environment, episodes, workers=settings.workers, **settings.environment_config)
-    return Plant(envs, environment.tracking, environment.steps)
+    return Plant(envs, environment.tracking, environment.steps, _simulator(settings))
+
+
+def _simulator(settings: Settings) -> Simulator | None:
+    """What plays plans in MuJoCo's place; it is imported only where it is asked for."""
+    if settings.simulator == "mujoco":
+        return None
+    if settings.algorithm not in EPISODIC:
+        raise ValueError(
+            f"simulator='warp' plays whole plans, and {settings.algorithm} chooses an action at every step. Leave it at "
+            f"'mujoco', or choose tce or bbrl."
+        )
+    from corral.robot.env.warp_batch import WarpSimulator
+
+    return WarpSimulator()
 
 
 def _episodic(settings: Settings, environment: Environment) -> Learner:

@@ -124,7 +124,8 @@ def segment_log_prob(
         )
     gap = params - mean
     if lower.ndim == 3:  # one factor for every episode: whiten rows instead of ends, and the rest is one GEMM
-        ends = torch.einsum("de,nsm->ndsem", torch.eye(gap.shape[-1] // rows.shape[-1]).to(rows), rows).flatten(1, 2).flatten(2)
+        eye = torch.eye(gap.shape[-1] // rows.shape[-1], dtype=rows.dtype, device=rows.device)
+        ends = torch.einsum("de,nsm->ndsem", eye, rows).flatten(1, 2).flatten(2)
         whiten = torch.linalg.solve_triangular(lower, ends, upper=False).transpose(0, 1)  # L_n⁻¹ (I_D ⊗ R_n) [D·S N W]
         white = whiten.flatten(0, 1) @ gap.reshape(-1, gap.shape[-1]).mT
         square = white.unflatten(0, whiten.shape[:2]).square().sum(0).mT.reshape(*gap.shape[:-1], -1)

@@ -67,6 +67,9 @@ class Settings:
     """Precision of networks and plans. Baselines are float32."""
     workers: int | None = None
     """Threads that step the environments, one per core by default. Numbers do not depend on it."""
+    simulator: Literal["mujoco", "warp"] = "mujoco"
+    """What plays the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32; the latter needs
+    corral[warp], and is for tce and bbrl on hopper jump and box pushing. Measurements are always MuJoCo's."""
 
     def __post_init__(self) -> None:
         least = {"seed": 0, "iterations": 1, "eval_every": 1, "eval_size": 1, "checkpoint_every": 1, "keep_checkpoints": 1}

@@ -97,7 +97,7 @@ class TCE(Learner):
         """Segments of this batch, and what regularises their likelihoods under both policies."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
         self.pairs = draw_pairs(self.planner.every, self.points, generator=generator)
-        self.rows = [position[self.pairs].to(self.dtype) for position in self.planner.positions]
+        self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]
         parts = zip(self.rows, split_plans(plans.sizes, plans.params, plans.mean, plans.chol), strict=True)
         self.jitter = [segment_jitter(rows, chol, self.config.jitter) for rows, (_, _, chol) in parts]
         self.sizes = plans.sizes
@@ -124,7 +124,7 @@ class TCE(Learner):
         if self.config.critic_inputs == "state":
             return states
         steps, every = states.shape[1], self.planner.every
-        elapsed = torch.arange(steps, dtype=states.dtype)[:, None] / steps
+        elapsed = torch.arange(steps, dtype=states.dtype, device=states.device)[:, None] / steps
         return torch.cat([states[:, ::every].repeat_interleave(every, 1), elapsed.expand(*states.shape[:2], 1)], -1)
 
     def credit(self, episodes: Episodes) -> Credit:
@@ -149,7 +149,8 @@ class TCE(Learner):
 
     def _with_next_value(self, rewards: Tensor, values: Tensor, played: Tensor) -> Tensor:
         """Rewards [E T] where a plan's last step also earns γ V of the state in which the next plan is made."""
-        last = torch.arange(self.planner.every - 1, rewards.shape[1] - 1, self.planner.every)
+        every = self.planner.every
+        last = torch.arange(every - 1, rewards.shape[1] - 1, every, device=rewards.device)
         rewards = rewards.clone()
         rewards[:, last] += self.config.gamma * torch.where(played[:, last + 1], values[:, last + 1], 0.0)
         return rewards

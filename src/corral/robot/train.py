@@ -176,7 +176,13 @@ class RobotRun(Interruptible):
             raise
 
     def check_update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """An update with a non-finite gradient is skipped: without gradients, optimizers leave everything as it is."""
+        """An update with a non-finite gradient is skipped: without gradients, optimizers leave everything as it is.
+
+        Not one that a CUDA graph captures: it cannot ask the host, and its replays run no hooks. GraphedSAC checks its networks
+        after them.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         poisoned = not gradient_state(parameters)[0]
         step = self.agent.iteration + 1

@@ -26,6 +26,8 @@ _STATE = ("qpos", "qvel", "mocap_pos", "mocap_quat")
 
 Plan = Callable[[Array], tuple[Array, Array]]
 """Observations [E O] → the desired positions and velocities [E R D] of the next R steps."""
+Simulator = Callable[[Any, int, int], Any]
+"""An MjModel, a number of copies and of threads → their batch, at rest at time 0: `mujoco.batch.Batch`, or one like it."""
 
 
 class Scored(NamedTuple):
@@ -92,7 +94,13 @@ def simulated_copies(envs: VectorEnv, steps: int) -> list[Simulated]:
 
 
 def play_plans(
-    envs: VectorEnv, copies: Sequence[Simulated], tracking: Tracking, context: Array, plan: Plan, every: int
+    envs: VectorEnv,
+    copies: Sequence[Simulated],
+    tracking: Tracking,
+    context: Array,
+    plan: Plan,
+    every: int,
+    simulator: Simulator | None = None,
 ) -> tuple[Array, Scored]:
     """Whole episodes from the states that a reset has left, whose observations are `context` [E O].
 
@@ -100,6 +108,7 @@ def play_plans(
 
     Args:
         plan: asked at every `every`-th step.
+        simulator: other than MuJoCo's own batch.
     Returns:
         Actions [E T D], clipped, and what came of them.
     """
@@ -108,7 +117,7 @@ def play_plans(
         raise ValueError("play_plans: plans are followed from the beginning of an episode; reset the environments first.")
     space, task = envs.single_action_space, type(copies[0])
     assert isinstance(space, gymnasium.spaces.Box)
-    batch = Batch(task.batch_model(), count, len(envs.blocks) if isinstance(envs, Threads) else 1)
+    batch = (simulator or Batch)(task.batch_model(), count, len(envs.blocks) if isinstance(envs, Threads) else 1)
     for name in _STATE:
         batch.bind(name)[:] = [getattr(copy.data, name) for copy in copies]  # the same fields of both, by name
     for name in task.FIELDS:
