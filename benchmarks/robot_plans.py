@@ -85,6 +85,9 @@ LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_check
 """A checkpoint a minute or so, since a piece may end at any time."""
 
 
+ON_GPU: Mapping[str, Any] = {"simulator": "warp", "learner__device": "cuda"}
+"""Physics by MuJoCo Warp and updates on a GPU, which many runs share: needs corral[warp]."""
+
 STEP_BASED: Mapping[str, Mapping[str, Any]] = {
     "ppo-pink": {"algorithm": "sb3-ppo-pink"},
     "ppo-half-pink": {"algorithm": "sb3-ppo-pink", "learner__noise_colour": 0.5},
@@ -163,8 +166,8 @@ def variants(_: Score) -> Iterator[Job]:
 
 
 def box_long(_: Score) -> Iterator[Job]:
-    """Box pushing, dense, at 10 million steps with five seeds; both sparse rewards with three."""
-    ten = LONG | {"iterations": 1316, "eval_every": 50}
+    """Box pushing, dense, at 10 million steps with five seeds; both sparse rewards with three; on a GPU."""
+    ten = LONG | ON_GPU | {"iterations": 1316, "eval_every": 94}
     for row in ("tce", "bbrl"):
         yield from jobs(f"box-10M-{row}", "box_pushing", SEEDS, **ten, algorithm=row)
     for reward in ("temporal_sparse", "temporal_spatial_sparse"):
@@ -174,9 +177,9 @@ def box_long(_: Score) -> Iterator[Job]:
 
 
 def box_40m(_: Score) -> Iterator[Job]:
-    """Box pushing, dense, once at 40 million steps."""
+    """Box pushing, dense, once at 40 million steps, on a GPU."""
     for row in ("tce", "bbrl"):
-        length = LONG | {"iterations": 5300, "eval_every": 100, "algorithm": row}
+        length = LONG | ON_GPU | {"iterations": 5300, "eval_every": 265, "algorithm": row}
         yield from jobs(f"box-40M-{row}", "box_pushing", SEEDS[:1], **length)
 
 
