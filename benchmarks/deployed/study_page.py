@@ -137,7 +137,8 @@ EVERYWHERE: dict[str, Callable[[Sequence[Row]], str]] = {
     "collapses": collapses,
     "gate0words": lambda runs: gate0_words(runs, "linear"),
     "gate0wordsconstant": lambda runs: gate0_words(runs, "constant"),
-    "pretrained": pretrained,
+    "pretrained": lambda runs: pretrained(runs, "smollm2"),
+    "pretrainedgemma": lambda runs: pretrained(runs, "gemma"),
     "startover": start_over,
 }
 """Of all runs."""

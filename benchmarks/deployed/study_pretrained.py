@@ -1,4 +1,4 @@
-"""A pretrained model on the study's page: SmolLM2 held, at rates that nobody tuned, beside its best rates unheld."""
+"""Pretrained models on the study's page: SmolLM2 and Gemma held, at rates that nobody tuned, beside their best rates unheld."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,34 +9,27 @@ from study_table import Row, area, final, finished, is_below_start
 from study_text import RESULTS, group, kl, markdown, rate_text, short, two_digits, with_interval
 
 EVIDENCE = Path(__file__).parents[1] / "evidence/results"
-ROUNDED = EVIDENCE / "rounded-sampler"
-"""Unheld runs with the sampler that the held ones have, in place of later ones with another."""
 HEAD = (
     "objective", "passes", "held at", "rate", "n", "area", "less the best unheld rate's", "final", "greedy", "KL mean", "p99.9",
     "below its start",
 )  # fmt: skip
 
 
-def read_pretrained() -> list[Row]:
-    """Runs of SmolLM2 with the trainer as it ships, of both studies."""
-    runs = finished([RESULTS, EVIDENCE, ROUNDED]).values()
-    return [run for run in runs if run.get("base") == "smollm2" and "held" not in run]
-
-
-def pretrained(_: Sequence[Row]) -> str:
+def pretrained(_: Sequence[Row], base: str) -> str:
     """Every objective and number of passes: at its best unheld rate, then held; paired with the first by seed."""
-    return pretrained_table(read_pretrained())
+    runs = finished([RESULTS, *EVIDENCE.glob("*.jsonl")]).values()  # not those in folders: they had another sampler
+    return pretrained_table([run for run in runs if run.get("base") == base and "held" not in run])
 
 
 def pretrained_table(runs: Sequence[Row]) -> str:
-    """Rows for arms that have held runs; a rate is the best by its mean area over the seeds that all rates share."""
+    """Rows for arms that have held runs; the best of the rates that have the most seeds is that of the largest mean area."""
     lines = []
     for (objective, passes), members in group(runs, "objective", "passes").items():
         unheld = {rate: some for (rate,), some in group([run for run in members if run["arm"] == "off"], "rate").items()}
         held = group([run for run in members if run["arm"] != "off"], "bound", "rate", "schedule")
         if not (held and unheld):
             continue
-        best = max(unheld, key=lambda rate: fmean(map(area, unheld[rate])))
+        best = max(unheld, key=lambda rate: (len(unheld[rate]), fmean(map(area, unheld[rate]))))
         worst = {rate: some for rate, some in unheld.items() if rate == 1e-3}  # as far off as the held runs' rates are
         arms = [("no", best, unheld[best]), *(("no", rate, some) for rate, some in worst.items())]
         for (bound, rate, schedule), some in sorted(held.items(), key=lambda item: str(item[0][1])):

@@ -35,16 +35,16 @@ def _claim(name: str, says: str, cell: Cell, ours: tuple[str, str], theirs: tupl
     return Claim(name=name, says=says, ours=replace(cell, arm=ours), theirs=replace(cell, arm=theirs))
 
 
-def _on(model: str, name: str, cell: Cell) -> tuple[Claim, ...]:
-    """What is claimed of every pretrained model."""
+def _on(model: str, name: str, cell: Cell, reused: Cell) -> tuple[Claim, ...]:
+    """What is claimed of every pretrained model; of four passes at the rates of `reused`, which both sides have there."""
     return (
         _claim(f"{name}-troll", f"TROLL beats clipping on {model}, each at its best rate", cell, TROLL, CLIP),
         _claim(f"{name}-dppo", f"DPPO beats clipping on {model}, each at its best rate", cell, DPPO, CLIP),
         Claim(
             name=f"{name}-reuse",
             says=f"TROLL with four passes beats clipping with one on {model}, each at its best rate, at equal rollouts",
-            ours=replace(cell, passes=4),
-            theirs=replace(cell, arm=CLIP),
+            ours=replace(reused, passes=4),
+            theirs=replace(reused, arm=CLIP),
         ),
     )
 
@@ -53,14 +53,14 @@ CLAIMS = (
     _claim("troll-tuned", "TROLL beats clipping at a rate that suits both", Cell(arm=TROLL), TROLL, CLIP),
     _claim("troll-hot", "TROLL beats clipping at five times that rate", _HOT, TROLL, CLIP),
     _claim("troll-reuse", "TROLL beats clipping with four passes over a batch", _REUSED, TROLL, CLIP),
-    *_on("SmolLM2", "words", _WORDS),
+    *_on("SmolLM2", "words", _WORDS, _WORDS),
     Claim(
         name="words-passes",
         says="TROLL beats clipping on SmolLM2 with four passes over a batch, each at its best rate",
         ours=replace(_WORDS, passes=4),
         theirs=replace(_WORDS, arm=CLIP, passes=4),
     ),
-    *_on("Gemma", "gemma", _GEMMA),
+    *_on("Gemma", "gemma", _GEMMA, replace(_GEMMA, rate=GEMMA_RATES[1:])),
     _claim("dppo-tuned", "DPPO beats clipping at a rate that suits both", Cell(arm=TROLL), DPPO, CLIP),
     _claim("dppo-hot", "DPPO beats clipping at five times that rate", _HOT, DPPO, CLIP),
     _claim("dppo-reuse", "DPPO beats clipping with four passes over a batch", _REUSED, DPPO, CLIP),

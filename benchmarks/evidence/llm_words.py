@@ -18,7 +18,7 @@ BLOCKED = HERE / "results/blocked.jsonl"
 ROUTING = HERE / "results/routing.jsonl"
 COSTS = HERE / "results/cost.jsonl"
 ROUNDED = HERE / "results/rounded-sampler/words.jsonl"
-"""Runs of SmolLM2 as they were with every weight of the sampler rounded; most have been made again since."""
+"""Runs of SmolLM2 with every weight of the sampler rounded; most have been made again with the policy that is trained."""
 
 
 def words(runs: Sequence[Row], base: str) -> str:

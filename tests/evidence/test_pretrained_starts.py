@@ -65,8 +65,8 @@ def test_every_seed_has_every_rate() -> None:
 def test_held_runs_those_of_gemma_and_those_on_other_problems_are_told_apart() -> None:
     names = ("b", "b-clip", "b-held", "b-gemma", "b-gemma-held", "b-elsewhere")
     plans = {name: {spec.key: spec for spec in PLANS[name]()} for name in names}
-    assert [len(plan) for plan in plans.values()] == [60, 15, 33, 48, 21, 18]
-    assert len({key for plan in plans.values() for key in plan}) == 75 + 33 + 48 + 21 + 18
+    assert [len(plan) for plan in plans.values()] == [60, 15, 33, 60, 9, 18]
+    assert len({key for plan in plans.values() for key in plan}) == 75 + 33 + 60 + 9 + 18
     assert {spec.model for spec in plans["b-gemma"].values()} == {f"runs/pretrained/gemma-{place}" for place in (1, 2, 3)}
     asked = resolve([read_recipe("evidence-b"), next(iter(plans["b-gemma"].values())).layer()])
     assert asked.instruction == "{problem}\nAnswer:"
