@@ -17,7 +17,7 @@ HEAD = (
 
 def pretrained(_: Sequence[Row], base: str) -> str:
     """Every objective and number of passes: at its best unheld rate, then held; paired with the first by seed."""
-    runs = finished([RESULTS, *EVIDENCE.glob("*.jsonl")]).values()  # not those in folders: they had another sampler
+    runs = finished([RESULTS, EVIDENCE]).values()
     return pretrained_table([run for run in runs if run.get("base") == base and "held" not in run])
 
 

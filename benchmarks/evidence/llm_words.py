@@ -17,7 +17,7 @@ STARTS = HERE / "results/pretrained-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"
 ROUTING = HERE / "results/routing.jsonl"
 COSTS = HERE / "results/cost.jsonl"
-ROUNDED = HERE / "results/rounded-sampler/words.jsonl"
+ROUNDED = HERE / "rounded-sampler/words.jsonl"
 """Runs of SmolLM2 with every weight of the sampler rounded; most have been made again with the policy that is trained."""
 
 

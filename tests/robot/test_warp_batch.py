@@ -1,5 +1,6 @@
 """MuJoCo Warp in MuJoCo's place; what needs the package is skipped without it (make test-warp has an environment for it)."""
 
+from dataclasses import replace
 from typing import Any
 
 import mujoco.batch
@@ -10,7 +11,7 @@ import torch
 from corral.robot.env import ENVIRONMENTS, make_envs
 from corral.robot.env.box_pushing import UNSTABLE, BoxPushing
 from corral.robot.episode import Episodes, Plant
-from corral.robot.prepare import prepare
+from corral.robot.prepare import describe, prepare
 from corral.robot.settings import read_recipe, resolve
 from corral.run.files import RunError
 from device import DEVICE
@@ -75,6 +76,15 @@ def test_a_learner_samples_from_it_and_is_measured_without_it(algorithm: str) ->
     assert other.calls == 0
     agent.step()
     assert other.calls == 1
+    agent.plant.close()
+
+
+def test_a_run_says_which_release_simulated_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.robot.prepare.version", lambda name: {"mujoco-warp": "4.0.0"}[name])
+    settings = resolve([read_recipe("hopper_jump"), {"workers": 1}])
+    agent = prepare(settings)
+    assert describe(replace(settings, simulator="warp"), agent)["task"]["simulator"] == "mujoco-warp 4.0.0"
+    assert "simulator" not in describe(settings, agent)["task"]
     agent.plant.close()
 
 

