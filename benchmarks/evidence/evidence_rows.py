@@ -29,13 +29,22 @@ DEFAULTS = {
 
 
 def read_runs() -> list[Row]:
-    """Finished runs of the demo, of pretrained models and of programs, nothing held; one of each key and device."""
+    """Finished runs of the demo, of pretrained models and of programs, nothing held."""
+    recipes = ("demo", PRETRAINED, CODED)
+    return [run for run in _finished() if run["arm"] == "off" and run["start"] == START and run["recipe"] in recipes]
+
+
+def read_automatic() -> list[Row]:
+    """Finished runs of pretrained models at a rate that nobody tuned, which are held."""
+    return [run for run in _finished() if run["rate"] == "auto" and run["recipe"] == PRETRAINED]
+
+
+def _finished() -> Iterable[Row]:
+    """One of each key and device, with the trainer as it ships."""
     files = [file for place in PLACES for file in sorted(place.glob("*.jsonl"))]
     lines = [{**DEFAULTS, **json.loads(line)} for file in files for line in file.read_text().splitlines()]
     ours = [run for run in lines if run.get("finished") and "held" not in run]
-    found = {(run["key"], run["device"]): run for run in ours}.values()
-    recipes = ("demo", PRETRAINED, CODED)
-    return [run for run in found if run["arm"] == "off" and run["start"] == START and run["recipe"] in recipes]
+    return {(run["key"], run["device"]): run for run in ours}.values()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,14 +58,20 @@ def _paint_reuse(axes: Any, runs: Sequence[Row]) -> bool:
 
 
 def _paint_words(axes: Any, runs: Sequence[Row], base: str) -> bool:
-    """Area of a pretrained model by learning rate."""
-    rates = GEMMA_RATES if base == "gemma" else WORD_RATES
+    """Area of a pretrained model by learning rate, and beside the rates at "auto", where runs are held."""
+    rates, automatic = GEMMA_RATES if base == "gemma" else WORD_RATES, []
     for objective, passes in (*WORD_ARMS, ("ppo_clip", 4)):
         name = objective if passes == 1 else f"{objective} × {passes} passes"
         look = (*assign_looks([arm for arm, _ in WORD_ARMS])[objective], "-" if passes == 1 else "--")
         _line(axes, runs, rates, partial(word_cell, base, objective, passes), name, look)
+        about = {"rate": "auto", "base": base, "objective": objective, "passes": passes}
+        if found := [area(run) for run in runs if all(run[key] == value for key, value in about.items())]:
+            automatic.append(rates[-1] * 2.2 * 1.25 ** len(automatic))
+            axes.plot([automatic[-1] / 1.09, automatic[-1] * 1.09], [fmean(found)] * 2, color=LIGHT[look[0]], linestyle=look[2])
+            _dots(axes, [(automatic[-1], value) for value in found], look)
     axes.set(xscale="log", xlabel="learning rate", ylabel="area under held-out success, 12 batches")
-    return _end(axes, rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
+    ticks = [*rates, *([fmean(automatic)] if automatic else [])]
+    return _end(axes, ticks, [*(f"{rate:.0e}".replace("e-0", "e-") for rate in rates), '"auto"'][: len(ticks)])
 
 
 def _lines(axes: Any, runs: Sequence[Row], places: Sequence[float], cell: Callable[[tuple[str, str], float], Cell]) -> None:
@@ -85,12 +91,17 @@ def _line(
     look: tuple[int, int, str],
 ) -> None:
     """A contestant's line through its means, a dot per run."""
-    colour, marker, style = look
     found = [(place, area(run)) for place in places for run in cell(place).runs(runs).values()]
     means = [(place, fmean(y for x, y in found if x == place)) for place in places if any(x == place for x, _ in found)]
     if not means:
         return
-    axes.plot(*zip(*means, strict=True), color=LIGHT[colour], label=name, linestyle=style)
+    axes.plot(*zip(*means, strict=True), color=LIGHT[look[0]], label=name, linestyle=look[2])
+    _dots(axes, found, look)
+
+
+def _dots(axes: Any, found: Sequence[tuple[float, float]], look: tuple[int, int, str]) -> None:
+    """A dot per run."""
+    colour, marker, _ = look
     axes.scatter(*zip(*found, strict=True), color=LIGHT[colour], marker=MARKERS[marker], s=12, alpha=0.55, linewidth=0)
 
 

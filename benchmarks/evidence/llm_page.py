@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from evidence_plans import HOT, TUNED
-from evidence_rows import HERE, Row, read_runs
+from evidence_rows import HERE, Row, read_automatic, read_runs
 from llm_claims import CLAIMS, judge
 from llm_figures import draw, figures
 from llm_tables import (
@@ -107,7 +107,10 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "costs": costs,
     "seconds": seconds,
     "figure-map": _figure("map", "Area under held-out success by learning rate, a line per objective"),
-    "figure-words": _figure("words", "SmolLM2: area under held-out success by learning rate, a line per objective and passes"),
+    "figure-words": _figure(
+        "words",
+        "SmolLM2: area under held-out success by learning rate, a line per objective and passes; held at auto beside them",
+    ),
     "figure-words-gemma": _figure("words-gemma", "Gemma: the same"),
     "figure-reuse": _figure("reuse", "Four passes: area under held-out success by learning rate, a line per objective"),
     "figure-ablations": _figure("ablations", "Differences to TROLL as it is, with intervals"),
@@ -133,7 +136,7 @@ def main() -> None:
     for page in (PAGE, README):
         text = write(page.read_text(), runs)
         write_whole(page, lambda beside, text=text: beside.write_text(text))
-    draw(runs, PAGE.parent)
+    draw([*runs, *read_automatic()], PAGE.parent)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import llm_figures
 import llm_page
 import llm_tables
 import llm_words
@@ -172,6 +173,17 @@ def test_golden_runs_made_again_with_another_sampler(tmp_path: Path, monkeypatch
     shown = llm_words.made_again(runs)
     assert "6 runs were made again with it: areas differ by +1.3 points in the mean (−2.0 … 5.0). At 3e-5 troll" in shown
     assert "troll − ppo_clip is +8.0, where it was +5.0; dppo − ppo_clip is +8.0, where it was +10.0." in shown
+
+
+def test_runs_at_a_rate_that_nobody_tuned_stand_beside_the_rates() -> None:
+    about: dict[str, Any] = {"recipe": "evidence-b", "base": "smollm2", "steps": 12, "eval_every": 4, "device": "cuda"}
+    runs = [made_up("troll", 401, [0.2, 0.4], rate, **about) for rate in (1e-5, 3e-5)]
+    held = [made_up("troll", seed, [0.2, end], 0.0, **about) | {"rate": "auto"} for seed, end in ((401, 0.5), (402, 0.7))]
+    (plain,), (beside,) = (llm_figures.figures(some)["words"].axes for some in (runs, runs + held))
+    assert [label.get_text() for label in plain.get_xticklabels()] == ["1e-5", "3e-5", "1e-4"]
+    assert [label.get_text() for label in beside.get_xticklabels()] == ["1e-5", "3e-5", "1e-4", '"auto"']
+    assert beside.lines[-1].get_ydata() == pytest.approx([0.4, 0.4])  # areas .35 and .45
+    assert not any(name in llm_figures.figures(runs + held) for name in ("words-gemma", "map"))
 
 
 def test_long_runs_tell_their_rewards_at_best_and_at_last() -> None:
