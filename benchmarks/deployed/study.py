@@ -12,6 +12,7 @@ times as fast as one core each:
 """
 
 import argparse
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -64,6 +65,8 @@ def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float],
             found = {"key": spec.key, "finished": False, "error": traceback.format_exc()}
             failed += 1
         results.put(found)
+        gc.collect()
+        torch.cuda.empty_cache()  # what this run held, others on the card may need
 
 
 def durations(runs: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +11,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "deployed"))
 
+from evidence_plans import SEEDS  # noqa: E402
 from scipy import stats  # noqa: E402
 from spec import START  # noqa: E402
 from study_table import Row, area, certificate, final, held_out, steps_of  # noqa: E402
@@ -53,7 +54,7 @@ class Cell:
 
     arm: tuple[str, str]
     """Objective and variant."""
-    rate: float | tuple[float, ...] = (2e-4, 3e-4)
+    rate: float | str | tuple[float, ...] = (2e-4, 3e-4)
     """Of several, runs are paired within each, and a seed counts once, with the mean over rates."""
     best: bool = False
     """Of several rates, count each seed at the one that is best in the mean over the other seeds, which it had no part in."""
@@ -62,27 +63,30 @@ class Cell:
     steps: int = 15
     every: int = 5
     """Batches between measurements: areas of other grids are others."""
+    seeds: Container[int] | None = None
+    """Those that count; all by default."""
     others: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def rates(self) -> tuple[float, ...]:
+    def rates(self) -> tuple[float | str, ...]:
         """All of them."""
         return self.rate if isinstance(self.rate, tuple) else (self.rate,)
 
-    def runs(self, runs: Iterable[Row]) -> dict[tuple[int, float, str], Row]:
+    def runs(self, runs: Iterable[Row]) -> dict[tuple[int, float | str, str], Row]:
         """By seed, rate and device."""
         wanted = {**DEFAULTS, "schedule": "linear", "passes": self.passes, "steps": self.steps, "eval_every": self.every}
         wanted |= {"objective": self.arm[0], "variant": self.arm[1], "recipe": self.recipe, **self.others}
         for key in ("device", "end_size", *([] if self.recipe == "demo" else ["model"])):
             wanted.pop(key)
         same = (run for run in runs if run["rate"] in self.rates and all(run[key] == value for key, value in wanted.items()))
+        same = (run for run in same if self.seeds is None or run["seed"] in self.seeds)
         return {(run["seed"], run["rate"], run["device"]): run for run in same}
 
 
-def word_cell(base: str, arm: str, passes: int, rate: float | tuple[float, ...], **others: Any) -> Cell:
-    """Runs of a pretrained model; `base` is a name of BASES."""
+def word_cell(base: str, arm: str, passes: int, rate: float | str | tuple[float, ...], **others: Any) -> Cell:
+    """Runs of a pretrained model on the seeds of the grid of rates, unless others are named; `base` is a name of BASES."""
     same: dict[str, Any] = {"recipe": PRETRAINED, "steps": 12, "every": 4, "others": {"base": base}}
-    return Cell(arm=(arm, ""), passes=passes, rate=rate, **same, **others)
+    return Cell(**{"arm": (arm, ""), "passes": passes, "rate": rate, "seeds": SEEDS, **same, **others})
 
 
 def arm_name(arm: tuple[str, str]) -> str:
@@ -115,7 +119,8 @@ def measures(runs: Sequence[Row]) -> dict[str, float]:
 def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row], float] = area) -> Difference | None:
     """The paired difference in points of success, a number per seed; None where no seed is shared.
 
-    One seed draws other numbers on a GPU than on a CPU, so pairs are of one device: of the one that has more of them.
+    Cells of the same rates are paired within each of them, others by seed alone. One seed draws other numbers on a GPU than on a
+    CPU, so pairs are of one device: of the one that has more of them.
     """
     found: list[Difference] = []
     for device in DEVICES:
@@ -123,16 +128,18 @@ def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row],
             {(seed, rate): 100 * read(run) for (seed, rate, where), run in cell.runs(runs).items() if where == device}
             for cell in (ours, theirs)
         )
-        shared = a.keys() & b.keys()
         if ours.best:
             sides = [at_best(a, ours.rates), at_best(b, theirs.rates)]
-        else:
+        elif ours.rates == theirs.rates:
+            shared = a.keys() & b.keys()
             sides = [_mean_by_seed({place: side[place] for place in shared}) for side in (a, b)]
+        else:
+            sides = [_mean_by_seed(a), _mean_by_seed(b)]
         found += [difference(*sides)] if sides[0].keys() & sides[1].keys() else []
     return max(found, key=lambda one: one.seeds, default=None)
 
 
-def at_best(values: Mapping[tuple[int, float], float], rates: Sequence[float]) -> dict[str, float]:
+def at_best(values: Mapping[tuple[int, float | str], float], rates: Sequence[float | str]) -> dict[str, float]:
     """Each seed's number at the rate that is best over the other seeds; seeds that lack a rate are left out."""
     seeds = sorted({seed for seed, _ in values if all((seed, rate) in values for rate in rates)})
     found = {}
@@ -143,7 +150,7 @@ def at_best(values: Mapping[tuple[int, float], float], rates: Sequence[float]) -
     return found
 
 
-def _mean_by_seed(values: Mapping[tuple[int, float], float]) -> dict[str, float]:
+def _mean_by_seed(values: Mapping[tuple[int, float | str], float]) -> dict[str, float]:
     """Over rates: runs of one seed share their problems, and are no independent evidence."""
     seeds = sorted({seed for seed, _ in values})
     return {str(seed): fmean(value for (one, _), value in values.items() if one == seed) for seed in seeds}

@@ -25,7 +25,12 @@ PRETRAINED = read_recipe("evidence-b")
 BASES: dict[str, dict[str, Any]] = {
     "smollm2": {"model": "runs/pretrained/smollm2"},
     "gemma": {"model": "runs/pretrained/gemma-{start}", "instruction": "{problem}\nAnswer:"},
-    "words": {"model": "runs/pretrained/smollm2", "task": "words", "task_config": {"path": "runs/words"}},
+    "books": {
+        "model": "runs/pretrained/books-{start}",
+        "task": "words",
+        "task_config": {"path": "runs/words", "part": "rl"},
+        "eval_size": 1000,
+    },
     "gsm8k": {
         "model": "runs/pretrained/smollm2",
         "task": "gsm8k",
@@ -36,7 +41,15 @@ BASES: dict[str, dict[str, Any]] = {
     },
 }
 """Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2
-on word problems from books (runs/words has asdiv, mawps and svamp) and on GSM8K. pretrained_starts.py makes the folders."""
+on word problems from books (runs/words has asdiv, mawps and svamp), warmed up on the other half of them, and, as it comes, on
+GSM8K. pretrained_starts.py makes the folders."""
+
+
+def problems_of(base: str) -> int:
+    """Held-out problems at a measurement, where a plan does not say otherwise."""
+    return int(BASES[base].get("eval_size", PRETRAINED["eval_size"]))
+
+
 CODE = {**read_recipe("evidence-e"), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
 """Settings of runs that write programs; code_starts.py makes the problems and the starts."""
 COMPLETIONS = 512
@@ -131,8 +144,8 @@ class Pretrained(Run):
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe; the optimizer's state, a gigabyte, is not written, as nothing is resumed."""
-        own = {**BASES[self.base], "bf16": self.device == "cuda", "save_only_model": True}
-        return super().layer() | own | {"model": self.model}
+        own = {"model": self.model, "bf16": self.device == "cuda", "save_only_model": True}
+        return BASES[self.base] | super().layer() | own
 
 
 @dataclass(frozen=True, kw_only=True)

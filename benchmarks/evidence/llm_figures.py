@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from evidence_plans import ABLATIONS, ARMS, GEMMA_RATES, WORD_ARMS, WORD_RATES
+from evidence_plans import ABLATIONS, ARMS, GEMMA_RATES, SEEDS, WORD_ARMS, WORD_RATES
 from evidence_rows import Cell, Row, arm_name, compare, word_cell
 from study_table import area
 
@@ -65,7 +65,8 @@ def _paint_words(axes: Any, runs: Sequence[Row], base: str) -> bool:
         look = (*assign_looks([arm for arm, _ in WORD_ARMS])[objective], "-" if passes == 1 else "--")
         _line(axes, runs, rates, partial(word_cell, base, objective, passes), name, look)
         about = {"rate": "auto", "base": base, "objective": objective, "passes": passes}
-        if found := [area(run) for run in runs if all(run[key] == value for key, value in about.items())]:
+        same = (run for run in runs if run["seed"] in SEEDS and all(run[key] == value for key, value in about.items()))
+        if found := list(map(area, same)):
             automatic.append(rates[-1] * 2.2 * 1.25 ** len(automatic))
             axes.plot([automatic[-1] / 1.09, automatic[-1] * 1.09], [fmean(found)] * 2, color=LIGHT[look[0]], linestyle=look[2])
             _dots(axes, [(automatic[-1], value) for value in found], look)

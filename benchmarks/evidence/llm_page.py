@@ -27,7 +27,7 @@ from llm_tables import (
     stability,
     starts,
 )
-from llm_words import blocked, code, costs, made_again, pretrained_starts, routing, seconds, words
+from llm_words import blocked, code, confirmed, costs, made_again, pretrained_starts, routing, seconds, words
 from study_page import markdown
 
 from corral.report.statistics import ENOUGH, plain, signed
@@ -99,7 +99,9 @@ BLOCKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "words": lambda runs: words(runs, "smollm2"),
     "made-again": made_again,
     "words-gemma": lambda runs: words(runs, "gemma"),
-    "words-books": lambda runs: words(runs, "words"),
+    "confirmed": lambda runs: confirmed(runs, "smollm2"),
+    "confirmed-gemma": lambda runs: confirmed(runs, "gemma"),
+    "words-books": lambda runs: words(runs, "books"),
     "words-gsm8k": lambda runs: words(runs, "gsm8k"),
     "pretrained-starts": pretrained_starts,
     "starts": starts,

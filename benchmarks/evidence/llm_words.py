@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import fmean, median
 
-from evidence_plans import GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS
-from evidence_rows import CODED, DEFAULTS, HERE, Cell, Row, arm_name, compare, word_cell
+from evidence_plans import BEST, FRESH, GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS
+from evidence_rows import CODED, DEFAULTS, HERE, Cell, Row, arm_name, compare, final, read_automatic, word_cell
 from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 from study_table import area
@@ -29,6 +29,24 @@ def words(runs: Sequence[Row], base: str) -> str:
             name = f"{objective}, {8 * passes} updates, {rate_text(rate)}"
             lines.append([*cells_of(name, found), f"{fmean(run['seconds'] for run in found):.0f}"])
     return markdown((*HEAD, "seconds"), lines) if lines else "Not run yet.\n"
+
+
+def confirmed(runs: Sequence[Row], base: str, automatic: Sequence[Row] | None = None) -> str:
+    """Each arm at its best rate and clipping at "auto" on fresh seeds; points of area and of final success over clipping."""
+    runs = [*runs, *(read_automatic() if automatic is None else automatic)]
+    cells = {
+        f"{objective}, {8 * passes} updates, {rate_text(rate)}": word_cell(base, objective, passes, rate, seeds=FRESH[base])
+        for (objective, passes), rate in BEST[base].items()
+    }
+    held = {"base": base, "schedule": "constant"}
+    cells['ppo_clip, 8 updates, held, "auto"'] = word_cell(base, "ppo_clip", 1, "auto", seeds=FRESH[base], others=held)
+    clip, lines = next(iter(cells.values())), []
+    for name, cell in cells.items():
+        if found := list(cell.runs(runs).values()):
+            over = [compare(cell, clip, runs, read) for read in (area, final)]
+            points = ["–" if cell is clip or one is None else difference_text(one) for one in over]
+            lines.append([*cells_of(name, found)[:7], *points, "–" if over[0] is None else str(over[0].seeds)])
+    return markdown((*HEAD[:7], "area, points over clipping", "final", "pairs"), lines) if lines else "Not run yet.\n"
 
 
 def made_again(runs: Sequence[Row]) -> str:

@@ -175,6 +175,33 @@ def test_golden_runs_made_again_with_another_sampler(tmp_path: Path, monkeypatch
     assert "troll − ppo_clip is +8.0, where it was +5.0; dppo − ppo_clip is +8.0, where it was +10.0." in shown
 
 
+def test_golden_fresh_seeds_are_a_table_of_their_own() -> None:
+    about: dict[str, Any] = {
+        "recipe": "evidence-b",
+        "base": "smollm2",
+        "steps": 12,
+        "eval_every": 4,
+        "device": "cuda",
+        "seconds": 1.0,
+    }
+    grid = [made_up("ppo_clip", 401, [0.2, 0.8], 3e-5, **about), made_up("dppo", 401, [0.2, 0.2], 3e-5, **about)]
+    assert llm_words.confirmed(grid, "smollm2", []) == "Not run yet.\n"
+    runs = [made_up("ppo_clip", seed, [0.2, 0.4], 3e-5, **about) for seed in (406, 407)]
+    runs += [made_up("dppo", 406, [0.2, 0.5], 3e-5, **about), made_up("troll", 407, [0.2, 0.3], 1e-5, passes=4, **about)]
+    held = [made_up("ppo_clip", 407, [0.2, 0.6], 0.0, schedule="constant", **about) | {"rate": "auto"}]
+    # Areas .3; .35 and a half of .1 at the end more; at another rate and with four passes .25; held .4.
+    clip, dppo, reused, automatic = llm_words.confirmed(grid + runs, "smollm2", held).splitlines()[2:]
+    assert clip.startswith("| ppo_clip, 8 updates, 3e-5 | 2 | .300 | .400 |")
+    assert clip.endswith("| – | – | 2 |")
+    assert dppo.startswith("| dppo, 8 updates, 3e-5 | 1 | .350 |")
+    assert dppo.endswith("| +5.0 | +10.0 | 1 |")
+    assert reused.startswith("| troll, 32 updates, 1e-5 | 1 | .250 |")
+    assert reused.endswith("| −5.0 | −10.0 | 1 |")
+    assert automatic.startswith('| ppo_clip, 8 updates, held, "auto" | 1 | .400 |')
+    assert automatic.endswith("| +10.0 | +20.0 | 1 |")
+    assert "| ppo_clip, 8 updates, 3e-5 | 1 | .500 |" in llm_words.words(grid + runs, "smollm2"), "the grid has its own seeds"
+
+
 def test_runs_at_a_rate_that_nobody_tuned_stand_beside_the_rates() -> None:
     about: dict[str, Any] = {"recipe": "evidence-b", "base": "smollm2", "steps": 12, "eval_every": 4, "device": "cuda"}
     runs = [made_up("troll", 401, [0.2, 0.4], rate, **about) for rate in (1e-5, 3e-5)]

@@ -9,7 +9,7 @@ import evidence_spec
 import pretrained_starts
 import pytest
 import torch
-from evidence_plans import PLANS, SEEDS, WORD_RATES
+from evidence_plans import BEST, FRESH, MANY, PLANS, SEEDS, WORD_RATES
 from evidence_rows import at_best
 from evidence_spec import Pretrained
 from evidence_study import run as run_spec
@@ -63,10 +63,10 @@ def test_every_seed_has_every_rate() -> None:
 
 
 def test_held_runs_those_of_gemma_and_those_on_other_problems_are_told_apart() -> None:
-    names = ("b", "b-clip", "b-held", "b-gemma", "b-gemma-held", "b-elsewhere")
+    names = ("b", "b-clip", "b-held", "b-gemma", "b-gemma-held", "b-books", "b-gsm8k")
     plans = {name: {spec.key: spec for spec in PLANS[name]()} for name in names}
-    assert [len(plan) for plan in plans.values()] == [60, 15, 33, 60, 9, 18]
-    assert len({key for plan in plans.values() for key in plan}) == 75 + 33 + 60 + 9 + 18
+    assert [len(plan) for plan in plans.values()] == [60, 15, 33, 60, 9, 27, 27]
+    assert len({key for plan in plans.values() for key in plan}) == 75 + 33 + 60 + 9 + 27 + 27
     assert {spec.model for spec in plans["b-gemma"].values()} == {f"runs/pretrained/gemma-{place}" for place in (1, 2, 3)}
     asked = resolve([read_recipe("evidence-b"), next(iter(plans["b-gemma"].values())).layer()])
     assert asked.instruction == "{problem}\nAnswer:"
@@ -76,9 +76,47 @@ def test_held_runs_those_of_gemma_and_those_on_other_problems_are_told_apart() -
         (4, "on 0.01", "constant"),
     }
     assert resolve([read_recipe("evidence-b"), automatic[0].layer()]).trainer["learning_rate"] == "auto"
-    elsewhere = [resolve([read_recipe("evidence-b"), spec.layer()]) for spec in plans["b-elsewhere"].values()]
-    assert [settings.task for settings in elsewhere] == ["words"] * 9 + ["gsm8k"] * 9
-    assert {settings.trainer["max_completion_length"] for settings in elsewhere[9:]} == {96}
+    books, gsm8k = (
+        [resolve([read_recipe("evidence-b"), spec.layer()]) for spec in plans[name].values()] for name in ("b-books", "b-gsm8k")
+    )
+    assert {(settings.task, settings.task_config["part"], settings.eval_size) for settings in books} == {("words", "rl", 1000)}
+    assert {settings.model for settings in books} == {f"runs/pretrained/books-{place}" for place in (1, 2, 3)}
+    assert {(settings.task, settings.model, settings.eval_size) for settings in gsm8k} == {
+        ("gsm8k", "runs/pretrained/smollm2", 128)
+    }
+    assert {settings.trainer["max_completion_length"] for settings in gsm8k} == {96}
+
+
+@pytest.mark.parametrize(("base", "seeds", "runs"), [("smollm2", 10, 50), ("gemma", 5, 25)])
+def test_confirming_runs_have_fresh_seeds_the_rates_that_were_chosen_and_many_problems(
+    base: str, seeds: int, runs: int
+) -> None:
+    plan = PLANS["b-confirm" if base == "smollm2" else "b-gemma-confirm"]()
+    assert len(plan) == len({spec.key for spec in plan}) == runs
+    assert len(FRESH[base]) == seeds
+    assert not set(FRESH[base]) & set(SEEDS)
+    for spec in plan:
+        settings = resolve([read_recipe("evidence-b"), replace(spec, device="cuda").layer()])
+        assert settings.eval_size == MANY
+        assert settings.trainer["learning_rate"] == ("auto" if spec.rate == "auto" else BEST[base][spec.objective, spec.passes])
+    assert {spec.seed for spec in plan if spec.passes == 4} == set(FRESH[base][:5])
+    assert [spec.arm for spec in plan if spec.rate == "auto"] == ["on 0.03"] * seeds
+
+
+def test_books_are_shown_from_the_half_that_is_not_reinforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("asdiv", "mawps", "svamp"):
+        rows = [{"question": f"{name} has {one} plums and {one} pears. How many?", "answer": str(2 * one)} for one in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setitem(evidence_spec.BASES["books"], "task_config", {"path": str(tmp_path), "part": "rl"})
+    shown = pretrained_starts.demonstrations("books", 500, seed=1)
+    reinforced = set(pretrained_starts.task_of("books").train_prompts(500, seed=1))
+    assert len({prompt for prompt, _ in shown}) + len(reinforced) == 80
+    assert not reinforced & {prompt for prompt, _ in shown}
+    assert all(int(answer) == 2 * int(prompt.split()[2]) for prompt, answer in shown)
+    monkeypatch.setattr(pretrained_starts, "WATCHED", 4)
+    start = pretrained_starts.load("books", "cpu", "smoke")
+    card = pretrained_starts.make(start, "books", 1, tmp_path / "1", rounds=1, problems=2)
+    assert (card["model"], card["held_out"], len(card["rounds"])) == ("books", 2, 1)
 
 
 def test_a_run_of_the_plan_trains(monkeypatch: pytest.MonkeyPatch) -> None:
