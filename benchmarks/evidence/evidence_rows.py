@@ -119,8 +119,8 @@ def measures(runs: Sequence[Row]) -> dict[str, float]:
 def compare(ours: Cell, theirs: Cell, runs: Sequence[Row], read: Callable[[Row], float] = area) -> Difference | None:
     """The paired difference in points of success, a number per seed; None where no seed is shared.
 
-    Cells of the same rates are paired within each of them, others by seed alone. One seed draws other numbers on a GPU than on a
-    CPU, so pairs are of one device: of the one that has more of them.
+    Cells of the same rates are paired within each of them, others by seed alone. One seed draws other numbers on a GPU than
+    on a CPU, so pairs are of one device: of the one that has more of them.
     """
     found: list[Difference] = []
     for device in DEVICES:
