@@ -26,6 +26,8 @@ SAID = {
     "tce-to-go": "TCE, credit for what comes later",
     "tce-plans": "TCE, four plans a context",
     "tce-plans-to-go": "TCE, four plans a context, credit for what comes later",
+    "tce-moving": "TCE, credit for what comes later, segments of the first second",
+    "tce-moving-plans": "TCE, four plans a context, the same",
     "tce-take-off": "TCE, paid at take-off",
     "bbrl": "BBRL",
     "bbrl-plans": "BBRL, four plans a context",

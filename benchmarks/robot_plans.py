@@ -103,8 +103,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def hopper_long(_: Score) -> Iterator[Job]:
-    """Hopper jump at 10 million steps with five seeds of plans; PPO, and PPO through the controller of plans, at 5 million."""
-    yield from _hopper_plans("10M", SEEDS, LONG | {"iterations": 625})
+    """Hopper jump at 10 million steps with five seeds of plans, of TCE also with segments of the first second, in which plans
+    move; PPO, and PPO through the controller of plans, at 5 million."""
+    ten = LONG | {"iterations": 625}
+    yield from _hopper_plans("10M", SEEDS, ten)
+    yield from jobs("hopper-10M-tce-moving", "hopper_jump", SEEDS, **ten, learner__segments_until=1.0)
     five = LONG | {"iterations": 325, "algorithm": "sb3-ppo"}
     yield from jobs("hopper-5M-ppo", "hopper_jump", SEEDS, **five)
     yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
@@ -129,6 +132,7 @@ def hopper_credit(_: Score) -> Iterator[Job]:
     rows: Mapping[str, Mapping[str, Any]] = {
         "tce": now, "tce-plans-to-go": plans, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": {}, "tce-plans": plans | now,
         "bbrl-plans": plans | {"algorithm": "bbrl"}, "tce-take-off": now | {"learner__move_to_event": "true"},
+        "tce-moving": {"learner__segments_until": 1.0}, "tce-moving-plans": plans | {"learner__segments_until": 1.0},
     }  # fmt: skip
     for seed, (row, changes) in product(SEEDS[:3], rows.items()):
         yield from jobs(f"hopper-2M-{row}", "hopper_jump", [seed], **LONG, iterations=125, **changes)

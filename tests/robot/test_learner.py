@@ -21,7 +21,7 @@ from corral.robot.episode import Plant, episode_seeds, held_out_seeds
 from corral.robot.learner import Learner
 from corral.robot.planner import Plans
 from corral.robot.prodmp import ProDMP
-from corral.robot.segment import segment_log_prob
+from corral.robot.segment import segment_jitter, segment_log_prob
 from corral.robot.tce import TCE, TCEConfig
 from tolerance import assert_close
 
@@ -298,6 +298,35 @@ def test_a_critic_of_contexts_sees_no_states() -> None:
     assert correlation == pytest.approx(1.0)  # they are normalised over the batch
 
 
+def test_segments_lie_in_the_first_seconds_of_a_plan_and_what_is_paid_later_is_credited_still() -> None:
+    whole, early = (learner("tce", policy_epochs=1, critic_epochs=1, points=5, segments_until=x) for x in (None, 0.8))
+    episodes, plans = whole.sample()
+    for agent in (whole, early):
+        agent.begin_batch(plans)
+    assert whole.pairs[:, 1].max() >= 80
+    assert early.pairs.shape == (4, 2)
+    assert early.pairs.max() < 40  # 0.8 s are 40 steps of 0.02 s, four segments of 8 in them
+    assert (early.pairs[:, 1] - early.pairs[:, 0]).tolist() == [8] * 4
+    with torch.no_grad():
+        values, advantages = early.critic(episodes.observations[:, :-1]), early.credit(episodes).advantages
+    (a, _), rewards = early.pairs[-1].tolist(), episodes.rewards
+    by_hand = rewards[:, a:].sum(-1) - values[:, a]  # the last of them runs to the end
+    assert torch.corrcoef(torch.stack([by_hand, advantages[:, -1]]))[0, 1] == pytest.approx(1.0)
+
+
+def test_a_plan_at_rest_has_segments_of_its_goal_alone() -> None:
+    # After 4 τ two plans with one goal and other weights have the same positions, and so the same likelihoods there.
+    agent = learner("tce", points=5)
+    plan = replace(agent.planner.prodmp, tau=0.5)
+    rows = plan.design(agent.planner.times).position[torch.tensor([[5, 10], [90, 99]])]
+    mean, chol = torch.zeros(2, 20, dtype=torch.float64), torch.eye(20, dtype=torch.float64)
+    params = torch.zeros(2, 20, dtype=torch.float64)
+    params[1, ::4] = 1.0  # the first weight of every joint
+    moving, resting = segment_log_prob(rows, params, mean, chol, segment_jitter(rows, chol)).unbind(-1)
+    assert (moving[0] - moving[1]).abs() > 0.1
+    assert_close(resting[0], resting[1], atol=1e-3)
+
+
 def test_a_critic_s_step_in_pieces_is_one_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, targets = torch.randn(7, 15, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     expected = (learner("tce", episodes=4).critic.value(inputs).squeeze(-1) - targets).square().mean().detach()
@@ -504,6 +533,7 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"projection": "tv"}, "one of kl, wasserstein, frobenius; got 'tv'"),
         ({"hidden": ()}, "`hidden` holds at least one entry, each of which is a whole number ≥ 1; got "),
         ({"points": 1}, "`points` is a whole number ≥ 2"),
+        ({"segments_until": 0.0}, "`segments_until` is a number of seconds and must be > 0, or None"),
         ({"jitter": 0.0}, "`jitter` must be > 0"),
         ({"regression": -1.0}, "`regression` must be finite and ≥ 0"),
         ({"std": 1e-5}, "0 < `min_std` < `std`"),
@@ -523,6 +553,13 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
 def test_impossible_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         TCEConfig(**settings)
+
+
+def test_segments_need_as_many_steps_as_they_have_ends() -> None:
+    with pytest.raises(
+        ValueError, match=r"25 ends of segments need as many steps, and `segments_until` has 20 of 0.02 s; got 0.4"
+    ):
+        learner("tce", segments_until=0.4)
 
 
 def test_one_episode_alone_teaches_bbrl_nothing() -> None:

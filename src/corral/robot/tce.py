@@ -39,6 +39,10 @@ class TCEConfig(LearnerConfig):
     beginning on, which needs no critic to see in the state what will be paid later."""
     points: int = 25
     """Ends of segments per episode; several plans share them, and each has at least two."""
+    segments_until: float | None = None
+    """Seconds of each plan in which segments lie, all of it without one. Once its τ is over a plan comes to rest at its goal:
+    the likelihoods of segments there are of the goal alone, and outweigh the others' where an episode goes on for long. What
+    is paid later is still credited, to the last segment, and to all of them with `credit_lam`."""
     closing_segment: bool = True
     """The last segment runs to the end of the episode; False as published, where no segment holds the last reward."""
     move_to_event: bool = False
@@ -56,6 +60,7 @@ class TCEConfig(LearnerConfig):
         super().__post_init__()
         require(self, "gamma", "lam", "credit_lam", at_least=0, at_most=1)
         require(self, "points", at_least=2, integer=True)
+        require(self, "segments_until", above=0, optional=True, what="a number of seconds")
         require(self, "critic_inputs", one_of=("state", "context"))
         require(self, "jitter", above=0, note="at 0 close points make a singular covariance")
 
@@ -89,14 +94,21 @@ class TCE(Learner):
         if config.points > plant.steps:
             raise ValueError(f"tce: `points` is at most the {plant.steps} steps of an episode; got {config.points}.")
         super().__init__(plant, prodmp, dt, config, **settings)
-        self.points = max(2, round(config.points / self.planner.count))
-        if self.points > self.planner.every:
-            raise ValueError(f"tce: a plan of {self.planner.every} steps has no two ends of segments. Plan anew less often.")
+        self.points, self.reach = max(2, round(config.points / self.planner.count)), self.planner.every
+        if self.points > self.reach:
+            raise ValueError(f"tce: a plan of {self.reach} steps has no two ends of segments. Plan anew less often.")
+        if config.segments_until is not None:
+            self.reach = min(self.reach, round(config.segments_until / dt))
+        if self.points > self.reach:
+            raise ValueError(
+                f"tce: {self.points} ends of segments need as many steps, and `segments_until` has {self.reach} of {dt:g} s; "
+                f"got {config.segments_until!r}. Take more seconds or fewer `points`."
+            )
 
     def begin_batch(self, plans: Plans) -> None:
         """Segments of this batch, and what regularises their likelihoods under both policies."""
         generator = torch.Generator().manual_seed(episode_seeds(self.seed, self.iteration, 1, SEGMENTS)[0])
-        self.pairs = draw_pairs(self.planner.every, self.points, generator=generator)
+        self.pairs = draw_pairs(self.reach, self.points, generator=generator)
         self.rows = [position[self.pairs].to(plans.params) for position in self.planner.positions]
         parts = zip(self.rows, split_plans(plans.sizes, plans.params, plans.mean, plans.chol), strict=True)
         self.jitter = [segment_jitter(rows, chol, self.config.jitter) for rows, (_, _, chol) in parts]
