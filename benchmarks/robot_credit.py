@@ -1,6 +1,6 @@
 """Why TCE stands still on hopper jump: runs of `robot_study.py --plan hopper-credit` → docs/results/robots.md.
 
-python benchmarks/robot_credit.py --runs FOLDER     runs' folders into results/robots_credit.json
+python benchmarks/robot_credit.py --runs FOLDER     runs' folders into results/robots_credit.json, beside those it has
 python benchmarks/robot_credit.py                   that file into the page
 """
 
@@ -27,7 +27,6 @@ SAID = {
     "tce-plans": "TCE, four plans a context",
     "tce-plans-to-go": "TCE, four plans a context, credit for what comes later",
     "tce-moving": "TCE, credit for what comes later, segments of the first second",
-    "tce-moving-plans": "TCE, four plans a context, the same",
     "tce-take-off": "TCE, paid at take-off",
     "bbrl": "BBRL",
     "bbrl-plans": "BBRL, four plans a context",
@@ -74,7 +73,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path)
     options = parser.parse_args()
     if options.runs:
-        rows = [f"{json.dumps(row)}:{json.dumps(seeds, separators=(',', ':'))}" for row, seeds in read(options.runs).items()]
+        held, found = json.loads(FILE.read_text()) if FILE.exists() else {}, read(options.runs)
+        held |= {row: held.get(row, {}) | seeds for row, seeds in found.items()}
+        rows = [f"{json.dumps(row)}:{json.dumps(seeds, separators=(',', ':'))}" for row, seeds in held.items()]
         write_whole(FILE, lambda beside: beside.write_text("{\n" + ",\n".join(rows) + "\n}\n"))
     before, rest = PAGE.read_text().split(BEGIN)
     page = f"{before}{BEGIN}\n\n{block(json.loads(FILE.read_text())).rstrip()}\n\n{END}{rest.split(END)[1]}"

@@ -132,7 +132,7 @@ def hopper_credit(_: Score) -> Iterator[Job]:
     rows: Mapping[str, Mapping[str, Any]] = {
         "tce": now, "tce-plans-to-go": plans, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": {}, "tce-plans": plans | now,
         "bbrl-plans": plans | {"algorithm": "bbrl"}, "tce-take-off": now | {"learner__move_to_event": "true"},
-        "tce-moving": {"learner__segments_until": 1.0}, "tce-moving-plans": plans | {"learner__segments_until": 1.0},
+        "tce-moving": {"learner__segments_until": 1.0},
     }  # fmt: skip
     for seed, (row, changes) in product(SEEDS[:3], rows.items()):
         yield from jobs(f"hopper-2M-{row}", "hopper_jump", [seed], **LONG, iterations=125, **changes)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import robot_credit
 from robot_plans import PLANS
 
@@ -29,6 +30,23 @@ def test_finished_runs_are_read_and_compared(tmp_path: Path) -> None:
     text = robot_credit.block(runs)
     assert "| TCE | 2 | 14.0, 14.5 | 14.2 | 25 |" in text
     assert "No difference can be claimed between BBRL and TCE on return: +3.2, 2 seeds" in text
+
+
+def test_runs_are_added_to_those_that_the_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, page, folder = tmp_path / "held.json", tmp_path / "page.md", tmp_path / "hopper-2M-bbrl-1"
+    monkeypatch.setattr(robot_credit, "FILE", file)
+    monkeypatch.setattr(robot_credit, "PAGE", page)
+    monkeypatch.setattr("sys.argv", ["robot_credit.py", "--runs", str(tmp_path)])
+    page.write_text(f"before {robot_credit.BEGIN} old {robot_credit.END} after")
+    file.write_text(json.dumps({"tce": {"0": [(0, 3.0, 0.0)]}, "bbrl": {"0": [(0, 3.0, 0.0)]}}))
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "summary.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "env_steps": 0, "return": 4.0, "success": 0.5}) + "\n")
+    robot_credit.main()
+    held = json.loads(file.read_text())
+    assert {row: set(seeds) for row, seeds in held.items()} == {"tce": {"0"}, "bbrl": {"0", "1"}}
+    assert "| BBRL | 2 | 3.0, 4.0 | 3.5 | 25 |" in page.read_text()
 
 
 def test_the_page_is_what_the_file_says() -> None:
