@@ -81,6 +81,8 @@ def _arm(setting: str, seeds: Sequence[int], row: str, reward: str, episodes: in
     yield from jobs(setting, "via_point_long", seeds, **about, keep_checkpoints=1, **changes)
 
 
+WHOLE: Mapping[str, Any] = {"learner__segments_until": "inf"}
+"""Segments all over an episode of the hopper, though its plans rest from 1 s on."""
 LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
 """A checkpoint a minute or so, since a piece may end at any time."""
 
@@ -103,11 +105,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def hopper_long(_: Score) -> Iterator[Job]:
-    """Hopper jump at 10 million steps with five seeds of plans, of TCE also with segments of the first second, in which plans
-    move; PPO, and PPO through the controller of plans, at 5 million."""
+    """Hopper jump at 10 million steps with five seeds of plans, of TCE also with segments of the whole episode; PPO, and PPO
+    through the controller of plans, at 5 million."""
     ten = LONG | {"iterations": 625}
     yield from _hopper_plans("10M", SEEDS, ten)
-    yield from jobs("hopper-10M-tce-moving", "hopper_jump", SEEDS, **ten, learner__segments_until=1.0)
+    yield from jobs("hopper-10M-tce-to-go", "hopper_jump", SEEDS, **ten, **WHOLE)
     five = LONG | {"iterations": 325, "algorithm": "sb3-ppo"}
     yield from jobs("hopper-5M-ppo", "hopper_jump", SEEDS, **five)
     yield from jobs("hopper-5M-ppo-controller", "hopper_jump", SEEDS, **five, learner__controller_span=1.0)
@@ -119,7 +121,7 @@ def hopper_48m(_: Score) -> Iterator[Job]:
 
 
 def _hopper_plans(size: str, seeds: Sequence[int], length: Mapping[str, Any]) -> Iterator[Job]:
-    yield from jobs(f"hopper-{size}-tce-to-go", "hopper_jump", seeds, **length)
+    yield from jobs(f"hopper-{size}-tce-moving", "hopper_jump", seeds, **length)
     yield from jobs(f"hopper-{size}-tce-published", "hopper_jump_published", seeds, **length)
     yield from jobs(f"hopper-{size}-bbrl", "hopper_jump", seeds, **length, algorithm="bbrl")
 
@@ -128,11 +130,11 @@ def hopper_credit(_: Score) -> Iterator[Job]:
     """Why TCE stands still on hopper jump: 2 million steps with and without credit for what a segment changes later, with a
     critic and with the other plans of a context as the baseline."""
     plans = {"learner__plans_per_context": 4, "learner__mirrored": "true"}
-    now = {"learner__credit_lam": 0.0}
+    now = WHOLE | {"learner__credit_lam": 0.0}
     rows: Mapping[str, Mapping[str, Any]] = {
-        "tce": now, "tce-plans-to-go": plans, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": {}, "tce-plans": plans | now,
-        "bbrl-plans": plans | {"algorithm": "bbrl"}, "tce-take-off": now | {"learner__move_to_event": "true"},
-        "tce-moving": {"learner__segments_until": 1.0},
+        "tce": now, "tce-plans-to-go": plans | WHOLE, "bbrl": {"algorithm": "bbrl"}, "tce-to-go": WHOLE, "tce-moving": {},
+        "tce-plans": plans | now, "bbrl-plans": plans | {"algorithm": "bbrl"},
+        "tce-take-off": now | {"learner__move_to_event": "true"},
     }  # fmt: skip
     for seed, (row, changes) in product(SEEDS[:3], rows.items()):
         yield from jobs(f"hopper-2M-{row}", "hopper_jump", [seed], **LONG, iterations=125, **changes)

@@ -55,8 +55,8 @@ def row_of(config: Mapping[str, Any]) -> str:
         row += ", paid at take-off"
     if chosen.get("credit_lam"):
         row += ", credit for what comes later"
-    if chosen.get("segments_until"):
-        row += f", segments of the first {chosen['segments_until']:g} s"
+    if (until := chosen.get("segments_until")) not in (None, "inf"):
+        row += f", segments of the first {until:g} s"
     if chosen.get("replan_every"):
         row += f", a plan every {chosen['replan_every']} steps" + (
             " from the state" if chosen["replan_from"] == "state" else ""

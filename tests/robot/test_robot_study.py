@@ -23,8 +23,8 @@ def test_every_run_of_a_plan_has_settings_that_exist_and_a_name_of_its_own(plan:
 
 def test_some_runs_of_a_plan_are_chosen_by_name() -> None:
     found = list(PLANS["hopper-long"](lambda _: (0.0, 0.0)))
-    chosen = robot_study.select(found, "10M-(tce-to-go|bbrl)-[01]$")
-    assert [job.name for job in chosen] == [f"hopper-10M-{row}-{seed}" for row in ("tce-to-go", "bbrl") for seed in (0, 1)]
+    chosen = robot_study.select(found, "10M-(tce-moving|bbrl)-[01]$")
+    assert [job.name for job in chosen] == [f"hopper-10M-{row}-{seed}" for row in ("tce-moving", "bbrl") for seed in (0, 1)]
     assert robot_study.select(found, None) == found
 
 

@@ -60,7 +60,7 @@ class TCEConfig(LearnerConfig):
         super().__post_init__()
         require(self, "gamma", "lam", "credit_lam", at_least=0, at_most=1)
         require(self, "points", at_least=2, integer=True)
-        require(self, "segments_until", above=0, optional=True, what="a number of seconds")
+        require(self, "segments_until", above=0, optional=True, what="a number of seconds", note="inf is all of a plan")
         require(self, "critic_inputs", one_of=("state", "context"))
         require(self, "jitter", above=0, note="at 0 close points make a singular covariance")
 
@@ -98,7 +98,7 @@ class TCE(Learner):
         if self.points > self.reach:
             raise ValueError(f"tce: a plan of {self.reach} steps has no two ends of segments. Plan anew less often.")
         if config.segments_until is not None:
-            self.reach = min(self.reach, round(config.segments_until / dt))
+            self.reach = round(min(self.reach, config.segments_until / dt))
         if self.points > self.reach:
             raise ValueError(
                 f"tce: {self.points} ends of segments need as many steps, and `segments_until` has {self.reach} of {dt:g} s; "
