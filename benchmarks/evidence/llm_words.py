@@ -6,7 +6,7 @@ from itertools import product
 from statistics import fmean, median
 
 from evidence_plans import BEST, FRESH, GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS
-from evidence_rows import CODED, DEFAULTS, HERE, Cell, Row, arm_name, compare, final, read_automatic, word_cell
+from evidence_rows import CODED, DEFAULTS, HERE, Cell, Row, arm_name, compare, final, word_cell
 from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 from study_table import area
@@ -31,9 +31,8 @@ def words(runs: Sequence[Row], base: str) -> str:
     return markdown((*HEAD, "seconds"), lines) if lines else "Not run yet.\n"
 
 
-def confirmed(runs: Sequence[Row], base: str, automatic: Sequence[Row] | None = None) -> str:
+def confirmed(runs: Sequence[Row], base: str) -> str:
     """Each arm at its best rate and clipping at "auto" on fresh seeds; points of area and of final success over clipping."""
-    runs = [*runs, *(read_automatic() if automatic is None else automatic)]
     cells = {
         f"{objective}, {8 * passes} updates, {rate_text(rate)}": word_cell(base, objective, passes, rate, seeds=FRESH[base])
         for (objective, passes), rate in BEST[base].items()

@@ -27,9 +27,8 @@ from corral.run.files import append_line
 from corral.task import Task, make_task
 from corral.task.two_numbers import TwoNumbers
 
-RATE, WATCHED = 2e-5, 256
-"""The rate of a warm-up, and training problems on which it is watched."""
-Pairs = list[tuple[str, str]]
+RATE, ROUND, WATCHED = 2e-5, 4 * BATCH, 256
+"""The rate of a warm-up, demonstrations between two looks at its success, and training problems that it is watched on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,10 @@ class WarmUp:
 
     model: str
     """What `corral train --model` calls it."""
-    size: int = 4 * BATCH
-    """Demonstrations between two looks at the success."""
     rounds: int = 0
-    """After so many a start is taken as it is."""
+    """Of ROUND demonstrations, after which a start is taken as it is."""
     enough: float = 0.1
-    """Success at temperature 1 at which it ends before."""
+    """Success at temperature 1 that ends the warm-up before that."""
 
 
 WARM_UPS = {
@@ -60,12 +57,12 @@ def task_of(base: str, **changes: Any) -> Task:
     return make_task(about["task"], **{**about.get("task_config", {}), **changes})
 
 
-def demonstrations(base: str, count: int, seed: int) -> Pairs:
+def demonstrations(base: str, count: int, seed: int) -> list[tuple[str, str]]:
     """Problems with their answers; of books those of the half that is not reinforced."""
     if isinstance(task := task_of(base), TwoNumbers):
         return task.demonstrations(count, seed)
     told = task_of(base, part="sft")
-    return [(prompt, told.answer(prompt)) for prompt in told.train_prompts(count, seed)]  # type: ignore[attr-defined]  # of data
+    return [(prompt, told.answer(prompt)) for prompt in told.train_prompts(count, seed)]  # type: ignore[attr-defined]  # tasks with data have it
 
 
 def load(base: str, device: str, model: str | None = None) -> Start:
@@ -80,8 +77,8 @@ def make(start: Start, base: str, seed: int, out: Path, *, rounds: int, problems
     began, how = time.monotonic(), WARM_UPS[base]
     held_out = start.task.held_out_prompts(problems, seed=0)
     card = {"model": base, "seed": seed, "held_out": len(held_out), "before": start.measure(held_out[:WATCHED])}
-    pairs = [(prompt, f" {answer}") for prompt, answer in demonstrations(base, rounds * how.size, seed=10_000 + seed)]
-    parts = (pairs[at : at + how.size] for at in range(0, len(pairs), how.size))
+    pairs = [(prompt, f" {answer}") for prompt, answer in demonstrations(base, rounds * ROUND, seed=10_000 + seed)]
+    parts = (pairs[at : at + ROUND] for at in range(0, len(pairs), ROUND))
     watched = start.task.train_prompts(WATCHED, seed=20_000 + seed)
     card["rounds"] = start.until(how.enough, watched, parts, torch.Generator().manual_seed(seed))
     start.save(out)

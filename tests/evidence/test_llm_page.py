@@ -185,12 +185,12 @@ def test_golden_fresh_seeds_are_a_table_of_their_own() -> None:
         "seconds": 1.0,
     }
     grid = [made_up("ppo_clip", 401, [0.2, 0.8], 3e-5, **about), made_up("dppo", 401, [0.2, 0.2], 3e-5, **about)]
-    assert llm_words.confirmed(grid, "smollm2", []) == "Not run yet.\n"
+    assert llm_words.confirmed(grid, "smollm2") == "Not run yet.\n"
     runs = [made_up("ppo_clip", seed, [0.2, 0.4], 3e-5, **about) for seed in (406, 407)]
     runs += [made_up("dppo", 406, [0.2, 0.5], 3e-5, **about), made_up("troll", 407, [0.2, 0.3], 1e-5, passes=4, **about)]
     held = [made_up("ppo_clip", 407, [0.2, 0.6], 0.0, schedule="constant", **about) | {"rate": "auto"}]
     # Areas .3; .35 and a half of .1 at the end more; at another rate and with four passes .25; held .4.
-    clip, dppo, reused, automatic = llm_words.confirmed(grid + runs, "smollm2", held).splitlines()[2:]
+    clip, dppo, reused, automatic = llm_words.confirmed(grid + runs + held, "smollm2").splitlines()[2:]
     assert clip.startswith("| ppo_clip, 8 updates, 3e-5 | 2 | .300 | .400 |")
     assert clip.endswith("| – | – | 2 |")
     assert dppo.startswith("| dppo, 8 updates, 3e-5 | 1 | .350 |")

@@ -47,6 +47,7 @@ OF_TCE: list[dict[str, Any]] = [
     {"move_to_event": True, "critic_inputs": "context"},
     {"common_jitter": True, "closing_segment": False},
     {"credit_lam": 0.5, "gamma": 0.99},
+    {"segments_until": 1.0, "credit_lam": 1.0},
 ]
 KINDS = [(name, kind) for name in LEARNERS for kind in SHARED + (OF_TCE if name == "tce" else [])]
 every_kind = pytest.mark.parametrize(("algorithm", "kind"), KINDS, ids=str)
