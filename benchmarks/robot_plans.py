@@ -193,6 +193,28 @@ METAWORLD = ("reach-v3", "door-open-v3", "button-press-v3", "assembly-v3", "pick
 """Three that are learned early elsewhere, and two that Meta-World's own authors count among the hard and the very hard."""
 
 
+METAWORLD_TRIED: Mapping[str, Mapping[str, Any]] = {
+    "recipe": {},
+    "small-steps": {"learner__mean_bound": 0.05, "learner__cov_bound": 0.005, "learner__policy_rate": 3e-4},
+    "four-plans": {
+        "learner__episodes": 32, "learner__plans_per_context": 4, "learner__mirrored": "true", "learner__cov_bound": 0.005,
+        "learner__policy_epochs": 12,
+    },
+    "four-plans-short": {
+        "learner__plans_per_context": 4, "learner__mirrored": "true", "learner__cov_bound": 0.005, "learner__mean_bound": 0.1,
+    },
+}  # fmt: skip
+"""Settings for both rows of plans, changes of the recipe metaworld."""
+
+
+def metaworld_tune(_: Score) -> Iterator[Job]:
+    """Half a million steps of reach with each setting of TCE and BBRL, on a seed of its own; needs corral[metaworld]."""
+    for (name, changes), row in product(METAWORLD_TRIED.items(), ("tce", "bbrl")):
+        batches = 64 * 16 // changes.get("learner__episodes", 16)
+        length = LONG | {"iterations": batches, "eval_every": batches // 4, "eval_size": 32, "algorithm": row}
+        yield from jobs(f"metaworld-tune-{row}-{name}", "metaworld", TUNED_ON[:1], **length, **changes)
+
+
 def metaworld(_: Score) -> Iterator[Job]:
     """Five of Meta-World's tasks at 2 million steps, three seeds of TCE, BBRL and PPO; needs corral[metaworld]."""
     for task, row in product(METAWORLD, ("tce", "bbrl", "sb3-ppo")):
@@ -210,6 +232,7 @@ PLANS = {
     "hopper-credit": hopper_credit,
     "box-long": box_long,
     "box-40M": box_40m,
+    "metaworld-tune": metaworld_tune,
     "metaworld": metaworld,
     "variants": variants,
 }

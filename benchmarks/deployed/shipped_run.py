@@ -26,8 +26,11 @@ DEAD = 4
 """Steps in a row without any reward after which nothing can be learned any more."""
 GREEDY = 1024
 """Held-out problems that are answered greedily at the end."""
-KEPT = ("step", "reward", "success", "greedy", "learning_rate", "entropy", "grad_norm", "seconds", "completions/mean_length")
-"""Of a line of metrics, besides everything under tr/."""
+KEPT = (
+    "step", "reward", "success", "greedy", "learning_rate", "entropy", "grad_norm", "seconds", "tr/active_frac", "tr/ess",
+    "tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/passes",
+)  # fmt: skip
+"""Of a line of metrics: what pages read, and a few that tell why a run went wrong."""
 
 
 def is_dead(lines: list[dict[str, Any]]) -> bool:
@@ -105,5 +108,5 @@ def _interrupt(folder: Path, deadline: float, over: Event) -> None:
 
 def _shorten(line: dict[str, Any]) -> dict[str, Any]:
     """What the study needs of a line of metrics, to six digits."""
-    kept = {key: value for key, value in line.items() if (key in KEPT or key.startswith("tr/")) and value is not None}
+    kept = {key: value for key, value in line.items() if key in KEPT and value is not None}
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in kept.items()}

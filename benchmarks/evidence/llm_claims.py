@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from evidence_plans import GEMMA_RATES, WORD_RATES
+from evidence_plans import BEST, FRESH
 from evidence_rows import Cell, Row, arm_name, compare, word_cell
 
 from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
@@ -15,9 +15,6 @@ TUNED_UP_TO = 400
 TROLL, CLIP, DPPO, NONE = ("troll", ""), ("ppo_clip", ""), ("dppo", ""), ("reinforce", "")
 _HOT = Cell(arm=TROLL, rate=1e-3)
 _REUSED = Cell(arm=TROLL, rate=2e-4, passes=4, steps=10, every=2)
-_WORDS, _GEMMA = (
-    word_cell(base, "troll", 1, rates, best=True) for base, rates in (("smollm2", WORD_RATES), ("gemma", GEMMA_RATES))
-)
 _FP8 = Cell(arm=TROLL, others={"sampler": "fp8", "anchor": "rollout"})
 
 
@@ -35,17 +32,23 @@ def _claim(name: str, says: str, cell: Cell, ours: tuple[str, str], theirs: tupl
     return Claim(name=name, says=says, ours=replace(cell, arm=ours), theirs=replace(cell, arm=theirs))
 
 
-def _on(model: str, name: str, cell: Cell, reused: Cell) -> tuple[Claim, ...]:
-    """What is claimed of every pretrained model; of four passes at the rates of `reused`, which both sides have there."""
-    return (
-        _claim(f"{name}-troll", f"TROLL beats clipping on {model}, each at its best rate", cell, TROLL, CLIP),
-        _claim(f"{name}-dppo", f"DPPO beats clipping on {model}, each at its best rate", cell, DPPO, CLIP),
-        Claim(
-            name=f"{name}-reuse",
-            says=f"TROLL with four passes beats clipping with one on {model}, each at its best rate, at equal rollouts",
-            ours=replace(reused, passes=4),
-            theirs=replace(reused, arm=CLIP),
-        ),
+def _chosen(base: str, objective: str, passes: int) -> Cell:
+    """A pretrained model at the rate that was the best for this objective on other seeds."""
+    return word_cell(base, objective, passes, BEST[base][objective, passes], seeds=FRESH[base])
+
+
+def _on(model: str, name: str, base: str) -> tuple[Claim, ...]:
+    """What is claimed of every pretrained model."""
+    ours = {f"{name}-troll": ("troll", 1), f"{name}-dppo": ("dppo", 1), f"{name}-reuse": ("troll", 4)}
+    says = (
+        f"TROLL beats clipping on {model}, each at its best rate",
+        f"DPPO beats clipping on {model}, each at its best rate",
+        f"TROLL with four passes beats clipping with one on {model}, each at its best rate, at equal rollouts",
+    )
+    clip = _chosen(base, "ppo_clip", 1)
+    return tuple(
+        Claim(name=one, says=what, ours=_chosen(base, *arm), theirs=clip)
+        for (one, arm), what in zip(ours.items(), says, strict=True)
     )
 
 
@@ -53,14 +56,14 @@ CLAIMS = (
     _claim("troll-tuned", "TROLL beats clipping at a rate that suits both", Cell(arm=TROLL), TROLL, CLIP),
     _claim("troll-hot", "TROLL beats clipping at five times that rate", _HOT, TROLL, CLIP),
     _claim("troll-reuse", "TROLL beats clipping with four passes over a batch", _REUSED, TROLL, CLIP),
-    *_on("SmolLM2", "words", _WORDS, _WORDS),
+    *_on("SmolLM2", "words", "smollm2"),
     Claim(
         name="words-passes",
         says="TROLL beats clipping on SmolLM2 with four passes over a batch, each at its best rate",
-        ours=replace(_WORDS, passes=4),
-        theirs=replace(_WORDS, arm=CLIP, passes=4),
+        ours=_chosen("smollm2", "troll", 4),
+        theirs=_chosen("smollm2", "ppo_clip", 4),
     ),
-    *_on("Gemma", "gemma", _GEMMA, replace(_GEMMA, rate=GEMMA_RATES[1:])),
+    *_on("Gemma", "gemma", "gemma"),
     _claim("dppo-tuned", "DPPO beats clipping at a rate that suits both", Cell(arm=TROLL), DPPO, CLIP),
     _claim("dppo-hot", "DPPO beats clipping at five times that rate", _HOT, DPPO, CLIP),
     _claim("dppo-reuse", "DPPO beats clipping with four passes over a batch", _REUSED, DPPO, CLIP),

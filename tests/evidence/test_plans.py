@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 
 import pytest
-from evidence_plans import ABLATIONS, PLANS, SEEDS
+from evidence_plans import ABLATIONS, FRESH, PLANS, SEEDS
 from evidence_spec import COMPLETIONS, OWN_OBJECTIVES, VARIANTS, Pretrained, Run
 from llm_claims import CLAIMS
 from plans import PLANS as STUDY
@@ -64,13 +64,14 @@ def test_one_update_per_batch_is_one() -> None:
 def test_the_plan_of_claims_has_what_every_claim_compares() -> None:
     planned = [
         {"base": "", **asdict(spec), "arm": spec.arm, "device": "cpu"}
-        for name in ("claims", "b", "b-clip", "b-gemma", "f-rare")
+        for name in ("claims", "b-confirm", "b-gemma-confirm", "f-rare")
         for spec in PLANS[name]()
     ]
     for claim in CLAIMS:
         for cell in (claim.ours, claim.theirs):
             found = {seed for seed, *_ in cell.runs(planned)}
-            assert found == set(SEEDS[:3] if claim.name.startswith("gemma") else SEEDS), claim.name
+            fresh = list(FRESH.get(cell.others.get("base", ""), SEEDS))
+            assert found == set(fresh[:5] if cell.passes == 4 else fresh), claim.name
 
 
 def test_long_runs_have_thousands_of_updates_from_a_coarse_sampler() -> None:

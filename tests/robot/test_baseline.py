@@ -250,13 +250,14 @@ def test_returns_are_those_of_the_environment() -> None:
 
 @pytest.mark.slow
 def test_it_learns() -> None:
-    agent = baseline("sb3-ppo", envs=16, episodes=16, iterations=12, hidden=(32,), epochs=10, minibatches=10, rate=3e-3)
+    # Seen over four seeds: + 10 to + 12 after 18 batches, + 5 to + 11 after 12.
+    agent = baseline("sb3-ppo", envs=16, episodes=16, iterations=18, hidden=(32,), epochs=10, minibatches=10, rate=3e-3)
     seeds = held_out_seeds(16)
     before = agent.evaluate(seeds).returns.mean()
-    for _ in range(12):
+    for _ in range(18):
         agent.step()
     after = agent.evaluate(seeds).returns.mean()
-    assert after > before + 10, f"{before:.1f} → {after:.1f}"
+    assert after > before + 6, f"{before:.1f} → {after:.1f}"
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

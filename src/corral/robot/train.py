@@ -181,7 +181,7 @@ class RobotRun(Interruptible):
         Not one that a CUDA graph captures: it cannot ask the host, and its replays run no hooks. GraphedSAC checks its networks
         after them.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_captured():
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         poisoned = not gradient_state(parameters)[0]
@@ -189,6 +189,11 @@ class RobotRun(Interruptible):
         self.guard.judge(f"an update of the {name} in step {step}", poisoned="gradient" if poisoned else None)
         if poisoned:
             drop_gradients(parameters)
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph records what is launched now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def select_watched(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,19 +101,19 @@ class WarpBatch:
         """A call of so many substeps: a CUDA graph where there is a GPU."""
 
         def launch() -> None:
-            for _ in range(substeps):
-                mujoco_warp.step(self._model, self._data)
-            mujoco_warp.forward(self._model, self._data)
+            with warp.ScopedDevice(self.device):  # or kernels go to the GPU of a machine that has one, wherever the data are
+                for _ in range(substeps):
+                    mujoco_warp.step(self._model, self._data)
+                mujoco_warp.forward(self._model, self._data)
 
-        with warp.ScopedDevice(self.device):
-            if not self.device.is_cuda:
-                return launch
-            before = {name: self._field(name).numpy() for name in _WRITTEN}
-            launch()  # compiles the kernels, which a capture cannot, and moves the state on
-            for name, value in before.items():
-                self._field(name).assign(value)
-            with warp.ScopedCapture() as capture:
-                launch()
+        if not self.device.is_cuda:
+            return launch
+        before = {name: self._field(name).numpy() for name in _WRITTEN}
+        launch()  # compiles the kernels, which a capture cannot, and moves the state on
+        for name, value in before.items():
+            self._field(name).assign(value)
+        with warp.ScopedCapture(self.device) as capture:
+            launch()
         return partial(warp.capture_launch, capture.graph)
 
     def _field(self, name: str) -> Any:
