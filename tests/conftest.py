@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def pytest_collection_finish() -> None:
     """What was imported stays: transformers collects garbage in every run, and would look through all of it each time."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c() -> None:
+    """Processes that a shell began in the background ignore Ctrl-C, which some tests send themselves."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
