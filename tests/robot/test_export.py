@@ -21,11 +21,11 @@ from corral.robot.prodmp import ProDMP
 NAME = "corral/ViaPointReacher-v0"
 
 
-def agent(activation: str = "tanh", **settings: object) -> BBRL:
+def agent(activation: str = "tanh", *, normalised: bool = False, **settings: object) -> BBRL:
     environment = ENVIRONMENTS[NAME]
     envs = gymnasium.make_vec(NAME, num_envs=6, vectorization_mode="vector_entry_point")
     prodmp = ProDMP(5, 3, 2.0, **{"alpha": 10.0, "auto_scale": True} | settings)
-    config = BBRLConfig(episodes=6, hidden=(16, 8), activation=activation)
+    config = BBRLConfig(episodes=6, hidden=(16, 8), activation=activation, normalise_contexts=normalised)
     learner = BBRL(Plant(envs, environment.tracking, environment.steps), prodmp, environment.dt, config)
     with torch.no_grad():
         for parameter in learner.policy.parameters():
@@ -37,14 +37,17 @@ def agent(activation: str = "tanh", **settings: object) -> BBRL:
     ("activation", "settings"),
     [("tanh", {}), ("relu", {"relative_goal": True, "weights_scale": 0.3}), ("leaky_relu", {"delay": 0.2, "goal_scale": 0.5})],
 )
-def test_exported_trajectories_are_torch_s(activation: str, settings: dict[str, float], tmp_path: Path) -> None:
-    learner = agent(activation, **settings)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_exported_trajectories_are_torch_s(
+    activation: str, settings: dict[str, float], normalised: bool, tmp_path: Path
+) -> None:
+    learner = agent(activation, normalised=normalised, **settings)
     contexts = learner.plant.start(held_out_seeds(6))
     assert export_policy(learner, tmp_path / "policy.npz") == []
     plan = load(tmp_path / "policy.npz")
     y, v, _ = plan(contexts)
     with torch.no_grad():
-        params = learner.policy.mean(torch.from_numpy(contexts))
+        params = learner.policy(torch.from_numpy(contexts))[0]
         expected = learner.planner.trajectory(0, params, *learner.planner.joints(contexts))
     np.testing.assert_allclose(y, expected[0].numpy(), rtol=0, atol=1e-9)
     np.testing.assert_allclose(v, expected[1].numpy(), rtol=0, atol=1e-9)

@@ -185,7 +185,7 @@ def test_gymnasium_s_own_vector_environments_play_the_same(kind: type) -> None:
 @pytest.mark.parametrize("algorithm", LEARNERS)
 def test_a_resumed_run_goes_on_as_if_never_stopped(algorithm: str, contextual: bool) -> None:
     settings = {"policy_epochs": 3, "critic_epochs": 3, "entropy_floor": -1.0, "contextual_covariance": contextual}
-    settings |= {"episodes": 8}
+    settings |= {"episodes": 8, "normalise_contexts": contextual}
     whole = learner(algorithm, **settings)
     first = [whole.step() for _ in range(2)]
     file = io.BytesIO()
@@ -516,8 +516,20 @@ def test_rewards_are_credited_to_the_event_that_earned_them() -> None:
         assert found.targets.max() == pytest.approx(100.0)
 
 
+def test_normalised_contexts_have_mean_0_and_deviation_1() -> None:
+    agent = learner("bbrl", episodes=8, normalise_contexts=True)
+    contexts = torch.cat([torch.from_numpy(agent.plant.start(held_out_seeds(8000)[at : at + 8])) for at in range(0, 8000, 8)])
+    seen = agent.policy.normalise(contexts)
+    changes = contexts.std(0) > 0
+    assert 0 < changes.sum() < len(changes)
+    assert seen[:, changes].mean(0).abs().max() < 0.2  # of 256 contexts: 3 standard errors
+    assert (seen[:, changes].std(0) - 1).abs().max() < 0.15
+    assert seen[:, ~changes].abs().max() < 1e-6
+    assert agent.critic.normaliser.count == 0  # nobody has learned from any of it
+
+
 def test_segments_contexts_and_plans_are_drawn_apart() -> None:
-    assert len({episode_seeds(3, 7, 1, purpose)[0] for purpose in range(5)}) == 5
+    assert len({episode_seeds(3, 7, 1, purpose)[0] for purpose in range(6)}) == 6
     assert not set(held_out_seeds(256)) & set(episode_seeds(0, 0, 256))
     assert held_out_seeds(300)[:256] == held_out_seeds(256)
 
@@ -544,6 +556,7 @@ def test_segments_contexts_and_plans_are_drawn_apart() -> None:
         ({"entropy_floor": float("inf")}, "`entropy_floor` is a finite number, or None; got inf"),
         ({"set_covariance": True, "contextual_covariance": True}, "with `contextual_covariance` there is one for each context"),
         ({"replan_every": 50, "plans_per_context": 4}, "those made on the way begin in contexts of their own"),
+        ({"replan_every": 50, "normalise_contexts": True}, "the policy looks at states on the way too; got replan_every=50"),
         ({"replan_from": "here"}, "`replan_from` is one of desired, state"),
         ({"entropy_equal": True}, "`entropy_equal` needs an `entropy_floor` to end at; got None"),
         ({"critic_inputs": "plan"}, "`critic_inputs` is one of"),

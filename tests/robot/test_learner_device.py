@@ -39,7 +39,7 @@ SHARED: list[dict[str, Any]] = [
     {"replan_every": 50},
     {"plans_per_context": 4, "mirrored": True},
     {"plans_per_context": 4, "contextual_covariance": True, "projection": "frobenius"},
-    {"set_covariance": True, "critic_dtype": "float32"},
+    {"set_covariance": True, "critic_dtype": "float32", "normalise_contexts": True},
     {"entropy_floor": 1.3, "deployed_bound": 1e-3},
     {"entropy_floor": 1.3, "floor_in_region": False, "entropy_equal": True},
 ]

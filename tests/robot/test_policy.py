@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from corral.robot.policy import Critic, GaussianPolicy, Normaliser, mlp
 
@@ -119,3 +121,27 @@ def test_a_contextual_covariance_is_asked_with_a_context_and_not_set() -> None:
         policy.cholesky()
     with pytest.raises(ValueError, match="cannot be set to one matrix"):
         policy.set_cholesky(torch.eye(3))
+
+
+def test_golden_normalised_contexts() -> None:
+    # Mean (2, 5); standard deviations 1 and, of what never changes, none to divide by.
+    torch.manual_seed(0)
+    plain = GaussianPolicy(2, 3, (4,), contextual_covariance=True).double()
+    policy = GaussianPolicy(2, 3, (4,), contextual_covariance=True, normalised=True).double()
+    policy.load_state_dict(plain.state_dict(), strict=False)
+    policy.set_contexts(torch.tensor([[1.0, 5.0], [3.0, 5.0]]).double())
+    for found, expected in zip(
+        policy(torch.tensor([[3.0, 5.0], [2.0, 7.0]]).double()), plain(torch.tensor([[1.0, 0.0], [0.0, 2.0]]).double()), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@given(shift=st.floats(-100, 100), scale=st.floats(1e-3, 1e3))
+def test_normalised_contexts_have_no_unit(shift: float, scale: float) -> None:
+    torch.manual_seed(1)
+    policy = GaussianPolicy(3, 2, (8,), normalised=True).double()
+    contexts, found = torch.randn(20, 3).double(), []
+    for seen in (contexts, shift + scale * contexts):
+        policy.set_contexts(seen)
+        found.append(policy(seen)[0])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-8)

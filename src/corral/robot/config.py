@@ -73,6 +73,9 @@ class LearnerConfig:
     """After a batch, write the projected covariance into the network instead of trusting the regression with it."""
     contextual_covariance: bool = False
     """The covariance depends on the context, as the mean does: one projection and one factor for each plan, which is slower."""
+    normalise_contexts: bool = False
+    """The policy sees contexts less their mean and divided by their standard deviation, both of 256 resets before the first
+    batch and fixed from then on: a network hardly tells apart goals that differ by centimetres."""
     replan_every: int | None = None
     """Steps after which the policy looks again and plans anew, a divisor of the episode's; one plan per episode without it."""
     replan_from: PlanStart = "desired"
@@ -111,6 +114,11 @@ class LearnerConfig:
                 f"{owner_name(self)}: with `plans_per_context` > 1 plans of one context are compared, and those made on the "
                 f"way begin in contexts of their own; got {self.plans_per_context} and replan_every={self.replan_every}. "
                 f"Leave one of them out."
+            )
+        if self.normalise_contexts and self.replan_every is not None:
+            raise ValueError(
+                f"{owner_name(self)}: `normalise_contexts` knows how episodes begin, and with `replan_every` the policy looks "
+                f"at states on the way too; got replan_every={self.replan_every}. Leave one of them out."
             )
         if self.mirrored and (self.plans_per_context % 2 or self.plans_per_context < 4):
             raise ValueError(

@@ -142,6 +142,10 @@ def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
         "tracking": asdict(tracking),
     }
     layers = [(_array(layer.weight), _array(layer.bias)) for layer in linear]
+    if learner.policy.normalised:  # (c − m) / s is a matter of the first layer
+        (weight, bias), mean = layers[0], _array(learner.policy.context_mean)
+        weight = weight / _array(learner.policy.context_std)
+        layers[0] = weight, bias - weight @ mean
     return ExportedPolicy(about, layers, _array(learner.planner.times), _array(basis), _array(start), limits.array(prodmp.dof))
 
 

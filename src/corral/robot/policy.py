@@ -7,6 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+_CONSTANT = 1e-8
+"""A standard deviation that is rounding: of an entry which every episode begins with."""
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU}
 
 
@@ -34,9 +37,13 @@ class GaussianPolicy(nn.Module):
 
     One covariance makes the projection and the likelihood of a whole batch a matter of one matrix each; of its own for every
     context, there are as many as contexts. f is a network that is 0 at first, so both kinds begin as the same policy.
+
+    With `normalised` both networks see (c − m) / s, where `set_contexts` says what m and s are.
     """
 
     _below: Tensor
+    context_mean: Tensor
+    context_std: Tensor
 
     def __init__(
         self,
@@ -48,6 +55,7 @@ class GaussianPolicy(nn.Module):
         std: float = 1.0,
         min_std: float = 1e-4,
         contextual_covariance: bool = False,
+        normalised: bool = False,
     ) -> None:
         super().__init__()
         if not std > min_std > 0:
@@ -61,6 +69,21 @@ class GaussianPolicy(nn.Module):
         self.register_buffer("_below", rows * parameters + columns, persistent=False)
         entries = self.log_diagonal.numel() + self.lower.numel()
         self.covariance = mlp(context, hidden, entries, activation, gain=0.0) if contextual_covariance else None
+        self.normalised = normalised
+        if normalised:
+            self.register_buffer("context_mean", torch.zeros(context))
+            self.register_buffer("context_std", torch.ones(context))
+
+    @torch.no_grad()
+    def set_contexts(self, contexts: Float[Tensor, "N C"]) -> None:
+        """Take m and s from these contexts; an entry that is the same in all of them is not divided."""
+        std, mean = torch.std_mean(contexts, 0, correction=0)
+        self.context_mean.copy_(mean)
+        self.context_std.copy_(torch.where(std > _CONSTANT, std, 1.0))
+
+    def normalise(self, context: Float[Tensor, "*e C"]) -> Float[Tensor, "*e C"]:
+        """What the networks see."""
+        return (context - self.context_mean) / self.context_std if self.normalised else context
 
     def cholesky(self, context: Float[Tensor, "*e C"] | None = None) -> Float[Tensor, "*c W W"]:
         """L: one for all contexts [W W], or one for each [* W W]."""
@@ -68,7 +91,7 @@ class GaussianPolicy(nn.Module):
         if self.covariance is not None:
             if context is None:
                 raise ValueError("GaussianPolicy: this covariance depends on the context; cholesky() needs one.")
-            added = self.covariance(context)
+            added = self.covariance(self.normalise(context))
             diagonal, lower = diagonal + added[..., :size], lower + added[..., size:]
         below = lower.new_zeros(*lower.shape[:-1], size * size).index_copy(-1, self._below, lower)
         return below.unflatten(-1, (size, size)) + torch.diag_embed(nn.functional.softplus(diagonal) + self.min_std)
@@ -84,7 +107,7 @@ class GaussianPolicy(nn.Module):
 
     def forward(self, context: Float[Tensor, "E C"]) -> tuple[Float[Tensor, "E W"], Float[Tensor, "*c W W"]]:
         """Means, and the Cholesky factor that all share or one for each."""
-        return self.mean(context), self.cholesky(context)
+        return self.mean(self.normalise(context)), self.cholesky(context)
 
 
 def _inverse_softplus(x: Tensor) -> Tensor:
