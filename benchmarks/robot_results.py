@@ -53,6 +53,8 @@ def row_of(config: Mapping[str, Any]) -> str:
         row += ", published rules"
     elif algorithm == "tce" and chosen["move_to_event"]:
         row += ", paid at take-off"
+    if (plans := chosen.get("plans_per_context", 1)) > 1:
+        row += f", {plans} plans a context"
     if chosen.get("credit_lam"):
         row += ", credit for what comes later"
     if (until := chosen.get("segments_until")) not in (None, "inf"):

@@ -138,6 +138,7 @@ def test_long_runs_and_variants_have_a_place_of_their_own() -> None:
     assert about("tce", 625, credit_lam=1.0)[1] == "TCE, credit for what comes later"
     assert about("tce", 625, segments_until="inf")[1] == "TCE"  # as config.json writes what is no number in JSON
     assert about("tce", 625, segments_until=1.0)[1] == "TCE, segments of the first 1 s"
+    assert about("bbrl", 625, plans_per_context=4)[1] == "BBRL, 4 plans a context"
     assert about("sb3-ppo-pink", 325)[1] == "PPO, coloured noise"
     half = about("sb3-ppo-pink", 325, noise_colour=0.5, controller_span=1.0)[1]
     assert half == "PPO, coloured noise 1/f^0.5, same controller"
