@@ -130,10 +130,9 @@ def test_golden_normalised_contexts() -> None:
     policy = GaussianPolicy(2, 3, (4,), contextual_covariance=True, normalised=True).double()
     policy.load_state_dict(plain.state_dict(), strict=False)
     policy.set_contexts(torch.tensor([[1.0, 5.0], [3.0, 5.0]]).double())
-    for found, expected in zip(
-        policy(torch.tensor([[3.0, 5.0], [2.0, 7.0]]).double()), plain(torch.tensor([[1.0, 0.0], [0.0, 2.0]]).double()), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    seen, expected = torch.tensor([[3.0, 5.0], [2.0, 7.0]]).double(), torch.tensor([[1.0, 0.0], [0.0, 2.0]]).double()
+    for found, wanted in zip(policy(seen), plain(expected), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @given(shift=st.floats(-100, 100), scale=st.floats(1e-3, 1e3))
