@@ -173,7 +173,7 @@ def variants(_: Score) -> Iterator[Job]:
 
 def box_long(_: Score) -> Iterator[Job]:
     """Box pushing, dense, at 10 million steps with five seeds; both sparse rewards with three; on a GPU."""
-    ten = LONG | ON_GPU | {"iterations": 1316, "eval_every": 94}
+    ten = LONG | ON_GPU | {"iterations": 658, "eval_every": 47}
     for row in ("tce", "bbrl"):
         yield from jobs(f"box-10M-{row}", "box_pushing", SEEDS, **ten, algorithm=row)
     for reward in ("temporal_sparse", "temporal_spatial_sparse"):
@@ -185,7 +185,7 @@ def box_long(_: Score) -> Iterator[Job]:
 def box_40m(_: Score) -> Iterator[Job]:
     """Box pushing, dense, once at 40 million steps, on a GPU."""
     for row in ("tce", "bbrl"):
-        length = LONG | ON_GPU | {"iterations": 5300, "eval_every": 265, "algorithm": row}
+        length = LONG | ON_GPU | {"iterations": 2640, "eval_every": 132, "algorithm": row}
         yield from jobs(f"box-40M-{row}", "box_pushing", SEEDS[:1], **length)
 
 
