@@ -203,8 +203,7 @@ METAWORLD_TRIED: Mapping[str, Mapping[str, Any]] = {
     "critic-small-steps": _BY_CRITIC | {"learner__policy_rate": 3e-4},
     "critic": _BY_CRITIC | {"learner__mean_bound": 0.3, "learner__cov_bound": 0.02},
 }
-"""Settings for both rows of plans, changes of the recipe metaworld, the last its settings until then. Those that were tried on
-the tasks: before that some twenty were on reach without its physics, a hand that goes where it is told."""
+"""Settings for TCE and BBRL, as changes of the recipe metaworld; the last is what the recipe had before."""
 
 
 def metaworld_tune(_: Score) -> Iterator[Job]:

@@ -39,16 +39,12 @@ def _chosen(base: str, objective: str, passes: int) -> Cell:
 
 def _on(model: str, name: str, base: str) -> tuple[Claim, ...]:
     """What is claimed of every pretrained model."""
-    ours = {f"{name}-troll": ("troll", 1), f"{name}-dppo": ("dppo", 1), f"{name}-reuse": ("troll", 4)}
-    says = (
-        f"TROLL beats clipping on {model}, each at its best rate",
-        f"DPPO beats clipping on {model}, each at its best rate",
-        f"TROLL with four passes beats clipping with one on {model}, each at its best rate, at equal rollouts",
-    )
-    clip = _chosen(base, "ppo_clip", 1)
-    return tuple(
-        Claim(name=one, says=what, ours=_chosen(base, *arm), theirs=clip)
-        for (one, arm), what in zip(ours.items(), says, strict=True)
+    best, clip = f"on {model}, each at its best rate", _chosen(base, "ppo_clip", 1)
+    reused = f"TROLL with four passes beats clipping with one {best}, at equal rollouts"
+    return (
+        Claim(name=f"{name}-troll", says=f"TROLL beats clipping {best}", ours=_chosen(base, "troll", 1), theirs=clip),
+        Claim(name=f"{name}-dppo", says=f"DPPO beats clipping {best}", ours=_chosen(base, "dppo", 1), theirs=clip),
+        Claim(name=f"{name}-reuse", says=reused, ours=_chosen(base, "troll", 4), theirs=clip),
     )
 
 

@@ -516,10 +516,12 @@ def test_rewards_are_credited_to_the_event_that_earned_them() -> None:
         assert found.targets.max() == pytest.approx(100.0)
 
 
-def test_normalised_contexts_have_mean_0_and_deviation_1() -> None:
-    agent = learner("bbrl", episodes=8, normalise_contexts=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_normalised_contexts_have_mean_0_and_deviation_1(dtype: torch.dtype) -> None:
+    agent = learner("bbrl", episodes=8, normalise_contexts=True, dtype=dtype)
     contexts = torch.cat([torch.from_numpy(agent.plant.start(held_out_seeds(8000)[at : at + 8])) for at in range(0, 8000, 8)])
-    seen = agent.policy.normalise(contexts)
+    seen = agent.policy.normalise(contexts.to(dtype))
+    assert seen.dtype == dtype
     changes = contexts.std(0) > 0
     assert 0 < changes.sum() < len(changes)
     assert seen[:, changes].mean(0).abs().max() < 0.2  # of 256 contexts: 3 standard errors

@@ -75,7 +75,7 @@ class LearnerConfig:
     """The covariance depends on the context, as the mean does: one projection and one factor for each plan, which is slower."""
     normalise_contexts: bool = False
     """The policy sees contexts less their mean and divided by their standard deviation, both of 256 resets before the first
-    batch and fixed from then on: a network hardly tells apart goals that differ by centimetres."""
+    batch and fixed from then on, so that goals a few centimetres apart differ by as much as its other inputs."""
     replan_every: int | None = None
     """Steps after which the policy looks again and plans anew, a divisor of the episode's; one plan per episode without it."""
     replan_from: PlanStart = "desired"

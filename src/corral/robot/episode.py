@@ -21,7 +21,7 @@ _Flags = NDArray[np.bool_]
 _INFO_KEYS = ("success", "event")
 """Entries of the last step's info that are read."""
 
-_CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, RESETS = range(6)
+_CONTEXTS, PLANS, SEGMENTS, UPDATES, _HELD_OUT, STATISTICS = range(6)
 """What random numbers are for; each purpose has its own."""
 
 

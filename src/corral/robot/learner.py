@@ -17,7 +17,7 @@ from corral.objective.ratio import clamp_log_ratio
 from corral.projection.entropy import project_entropy_floor
 from corral.projection.gaussian import GaussianProjection
 from corral.robot.config import DTYPES, PROJECTIONS, LearnerConfig, check_device
-from corral.robot.episode import PLANS, RESETS, Episodes, Plant, episode_seeds
+from corral.robot.episode import PLANS, STATISTICS, Episodes, Plant, episode_seeds
 from corral.robot.group import leave_one_out, mirror
 from corral.robot.planner import Planner, Plans
 from corral.robot.policy import Critic, GaussianPolicy
@@ -28,9 +28,8 @@ from corral.validate import number_in
 _LAST_RATE = 0.01
 """Learning rates fall linearly to this share of their first value."""
 
-
 _RESETS = 256
-"""Contexts that a policy which normalises them takes their mean and standard deviation from."""
+"""How many contexts their mean and standard deviation are taken from, where the policy sees them normalised."""
 
 _PIECE = 2000
 """States of a batch that go through the critic together on a CPU: 128 numbers of each are 1 MB in float32."""
@@ -98,7 +97,7 @@ class Learner(ABC):
             self.critic = Critic(self.critic_size(size), config.critic_hidden, activation=activation).to(config.device)
             self.critic.value.to(dtype if config.critic_dtype is None else DTYPES[config.critic_dtype])
         if config.normalise_contexts:
-            seeds = episode_seeds(seed, 0, _RESETS, RESETS)
+            seeds = episode_seeds(seed, 0, _RESETS, STATISTICS)
             contexts = torch.cat([torch.from_numpy(plant.start(seeds[rows])) for rows in plant.rounds(_RESETS)])
             self.policy.set_contexts(contexts.to(config.device))
         every, start = config.replan_every, config.replan_from

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 _CONSTANT = 1e-8
-"""A standard deviation that is rounding: of an entry which every episode begins with."""
+"""Standard deviations up to this are rounding, of an entry that is the same after every reset."""
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU}
 
