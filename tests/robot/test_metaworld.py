@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from corral.robot.env import ENVIRONMENTS, make_envs
-from corral.robot.env.metaworld import DT, STEPS, MetaWorld, task_names
+from corral.robot.env.metaworld import DT, STEPS, MetaWorld, quickened, task_names
 
 NAME = "corral/MetaWorld-v0"
 
@@ -52,6 +52,35 @@ def test_every_task_steps(task: str) -> None:
     assert observation[-1] == 8 / STEPS
     np.testing.assert_array_equal(env.reset(seed=1)[0][44:47], goals[0])
     env.close()
+
+
+@needs_metaworld
+@meets_its_warnings
+@pytest.mark.parametrize("task", TASKS)
+def test_quickened_steps_are_meta_worlds_own(task: str) -> None:
+    theirs = metaworld.ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"]
+    pair = [theirs(seed=2), quickened(theirs(seed=2))]
+    first, second = (env.reset()[0] for env in pair)
+    np.testing.assert_allclose(first, second, atol=1e-12)
+    down = np.r_[np.clip(10 * (first[4:7] - first[:3]), -1, 1), 1.0]  # onto the object, closing: contacts too
+    for step in range(60):
+        action = down if step % 3 else np.random.default_rng(step).uniform(-1, 1, 4)
+        (seen, reward, *_), (other, same, *_) = (env.step(action) for env in pair)
+        np.testing.assert_allclose(seen, other, atol=1e-12)
+        np.testing.assert_allclose(reward, same, rtol=1e-9, atol=1e-9)
+
+
+@needs_metaworld
+@meets_its_warnings
+def test_a_pad_that_presses_on_an_object_is_seen() -> None:
+    theirs = metaworld.ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE["pick-place-v3-goal-observable"]
+    env, found = quickened(theirs(seed=0)), set()
+    seen, _ = env.reset()
+    for step in range(80):
+        towards = np.clip(10 * (seen[4:7] - seen[:3]), -1, 1)
+        seen, *_ = env.step(np.append(towards, -1.0 if step < 40 else 1.0))
+        found.add((theirs.touching_object(env, env._get_id_main_object()), env.touching_main_object))
+    assert found == {(False, False), (True, True)}
 
 
 @needs_metaworld

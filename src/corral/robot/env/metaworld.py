@@ -8,12 +8,16 @@ guide m moves towards it by at most 1 cm on each axis, as Meta-World's own actio
 Observation, 48 numbers: guide (x, y, z) and last gripper command, their velocities, Meta-World's 39 (goal included), elapsed
 share. Reward is Meta-World's, of each step; success is that of the last one.
 
+Two thirds of a step's time were Python's, not MuJoCo's: `quickened` saves most of that, and changes nothing beyond rounding.
+
 Yu et al., "Meta-World: A Benchmark and Evaluation for Multi-Task and Meta Reinforcement Learning", 2019.
 """
 
+from types import FunctionType, MethodType
 from typing import Any
 
 import gymnasium
+import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,7 +43,7 @@ class MetaWorld(gymnasium.Env):
         classes = _metaworld().ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
         if f"{task}-goal-observable" not in classes:
             raise ValueError(f"MetaWorld: no task {task!r}; there are {', '.join(task_names())}.")
-        self.inner = classes[f"{task}-goal-observable"](seed=0)
+        self.inner = quickened(classes[f"{task}-goal-observable"](seed=0))
         self.inner._freeze_rand_vec, self.inner.seeded_rand_vec = False, True  # a new draw per reset, from the seeded generator
         self.render_mode, self.time = render_mode, 0
         self.action_space = gymnasium.spaces.Box(
@@ -82,6 +86,53 @@ class MetaWorld(gymnasium.Env):
 
     def _observation(self, seen: Array) -> Array:
         return np.concatenate([self.position, self.velocity, seen, [self.time / STEPS]])
+
+
+def quickened(env: Any) -> Any:
+    """One of Meta-World's own environments, with the same observations and contacts in less time: 165 µs a step of reach, not 300.
+
+    Its rotations go through scipy, which checks each to be one, and its contacts through Python's objects, one by one.
+    """
+    theirs = type(env)._get_quat_objects
+    quaternions = FunctionType(theirs.__code__, theirs.__globals__ | {"Rotation": _Rotation}, closure=theirs.__closure__)
+
+    def observed(self: Any) -> Array:
+        """Hand, share by which the gripper is open, then position and quaternion of each object, padded to 18 numbers."""
+        apart = self.data.body("rightclaw").xpos - self.data.body("leftclaw").xpos
+        seen = np.zeros(4 + self._obs_obj_max_len)
+        seen[:3], seen[3] = self.get_endeff_pos(), min(np.linalg.norm(apart) / 0.1, 1.0)
+        objects = np.reshape(self._get_pos_objects(), (-1, 3)), np.reshape(self._get_quat_objects(), (-1, 4))
+        poses = np.concatenate(objects, -1).ravel()
+        seen[4 : 4 + poses.size] = poses
+        return seen
+
+    def touched(self: Any, object_geom_id: int) -> bool:
+        """Whether both pads press on an object."""
+        geoms, forces = self.data.contact.geom, self.data.efc_force[self.data.contact.efc_address]
+        on_object = (geoms == object_geom_id).any(-1)
+        pads = (self.data.geom(f"{side}pad_geom").id for side in ("left", "right"))
+        return all(forces[on_object & (geoms == pad).any(-1)].sum() > 0 for pad in pads)
+
+    env._get_quat_objects = MethodType(quaternions, env)
+    env._get_curr_obs_combined_no_goal = MethodType(observed, env)
+    env.touching_object = MethodType(touched, env)
+    return env
+
+
+class _Rotation:
+    """As much of scipy's as tasks use, without its checks."""
+
+    def __init__(self, matrix: Array) -> None:
+        self._matrix = matrix
+
+    from_matrix = classmethod(lambda cls, matrix: cls(matrix))
+
+    def as_quat(self) -> Array:
+        """(x, y, z, w) with scipy's sign: positive where the matrix's diagonal, or its trace for w, is largest."""
+        quaternion, diagonal = np.empty(4), self._matrix.diagonal()
+        mujoco.mju_mat2Quat(quaternion, self._matrix.ravel())
+        found = quaternion[[1, 2, 3, 0]]
+        return found * np.sign(found[np.append(diagonal, diagonal.sum()).argmax()])
 
 
 def _metaworld() -> Any:
