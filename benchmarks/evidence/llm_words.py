@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from itertools import product
-from statistics import fmean, median
+from statistics import fmean
 
 from evidence_plans import BEST, FRESH, GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS
 from evidence_rows import CODED, DEFAULTS, HERE, Cell, Row, arm_name, compare, final, word_cell
@@ -11,7 +11,7 @@ from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 from study_table import area
 
-from corral.report.statistics import plain, signed
+from corral.report.statistics import difference, plain, signed
 
 STARTS = HERE / "results/pretrained-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"
@@ -130,7 +130,7 @@ def routing(_: Sequence[Row]) -> str:
 
 
 def costs(_: Sequence[Row]) -> str:
-    """Seconds and memory over clipping's of the same round: medians over rounds, and how far these lie apart."""
+    """Seconds and memory over clipping's of the same round, in per cent, with intervals over rounds."""
     if not COSTS.is_file():
         return "Not measured yet.\n"
     rows = [json.loads(line) for line in COSTS.read_text().splitlines()]
@@ -142,11 +142,12 @@ def costs(_: Sequence[Row]) -> str:
             some = [row for row in mine if row["name"] == name]
             cells = [f"{about[1]}, {about[0]}", name, str(len(some))]
             for key in ("step", "updates", "mib"):
-                more = [100 * (row[key] / clip[row["round"]][key] - 1) for row in some if clip[row["round"]][key]]
-                cells.append(f"{median(more):+.1f} %".replace("-", "−") if more else "–")
+                shares = {str(row["round"]): 100 * row[key] / base for row in some if (base := clip[row["round"]][key])}
+                found = difference(shares, dict.fromkeys(shares, 100.0)) if shares and name != "ppo_clip" else None
+                cells.append(difference_text(found) if found else "–")
             taken = sorted(row["step"] for row in some)
             lines.append([*cells, f"{taken[0]:.2f} – {taken[-1]:.2f}"])
-    return markdown(("", "objective", "runs", "step", "updates", "memory", "seconds a step"), lines)
+    return markdown(("", "objective", "rounds", "step, %", "updates, %", "memory, %", "seconds a step"), lines)
 
 
 def seconds(runs: Sequence[Row]) -> str:

@@ -175,6 +175,21 @@ def test_golden_runs_made_again_with_another_sampler(tmp_path: Path, monkeypatch
     assert "troll − ppo_clip is +8.0, where it was +5.0; dppo − ppo_clip is +8.0, where it was +10.0." in shown
 
 
+def test_golden_costs_are_compared_within_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cost.jsonl"
+    monkeypatch.setattr(llm_words, "COSTS", file)
+    assert llm_words.costs([]) == "Not measured yet.\n"
+    about = {"device": "cuda", "model": "small", "mib": 100.0}
+    rows = [{**about, "name": "ppo_clip", "round": turn, "step": base, "updates": base} for turn, base in enumerate((2.0, 4.0))]
+    rows += [{**about, "name": "troll", "round": turn, "step": each, "updates": 1.0} for turn, each in enumerate((2.2, 4.8))]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # +10 % and +20 %: 15 in the mean, and t(.975, 1) · 10 / 2 = 63.5 around it; updates −50 % and −75 %; memory is the same.
+    clip, troll = llm_words.costs([]).splitlines()[2:]
+    assert clip == "| small, cuda | ppo_clip | 2 | – | – | – | 2.00 – 4.00 |"
+    assert troll.startswith("| small, cuda | troll | 2 | +15.0 [−48.5 … 78.5] | −62.5 [−221.3 … 96.3] |")
+    assert troll.endswith("| 2.20 – 4.80 |")
+
+
 def test_golden_fresh_seeds_are_a_table_of_their_own() -> None:
     about: dict[str, Any] = {
         "recipe": "evidence-b",
