@@ -180,14 +180,17 @@ def test_golden_costs_are_compared_within_a_round(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(llm_words, "COSTS", file)
     assert llm_words.costs([]) == "Not measured yet.\n"
     about = {"device": "cuda", "model": "small", "mib": 100.0}
-    rows = [{**about, "name": "ppo_clip", "round": turn, "step": base, "updates": base} for turn, base in enumerate((2.0, 4.0))]
-    rows += [{**about, "name": "troll", "round": turn, "step": each, "updates": 1.0} for turn, each in enumerate((2.2, 4.8))]
+    taken = {"ppo_clip": [(2.0, 2.0), (4.0, 4.0), (4.0, 4.0)], "troll": [(2.2, 1.0), (4.8, 1.0), (5.2, 3.0)]}
+    rows = [
+        {**about, "name": name, "round": turn, "step": step, "updates": updates}
+        for name, rounds in taken.items()
+        for turn, (step, updates) in enumerate(rounds)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # +10 % and +20 %: 15 in the mean, and t(.975, 1) · 10 / 2 = 63.5 around it; updates −50 % and −75 %; memory is the same.
+    # A step +10, +20, +30 %: 20 ± t(.975, 2) · 10 / √3 = 20 ± 24.8; updates −50, −75, −25 %: −50 ± 62.1; memory is the same.
     clip, troll = llm_words.costs([]).splitlines()[2:]
-    assert clip == "| small, cuda | ppo_clip | 2 | – | – | – | 2.00 – 4.00 |"
-    assert troll.startswith("| small, cuda | troll | 2 | +15.0 [−48.5 … 78.5] | −62.5 [−221.3 … 96.3] |")
-    assert troll.endswith("| 2.20 – 4.80 |")
+    assert clip == "| small, cuda | ppo_clip | 3 | – | – | – | 2.00 – 4.00 |"
+    assert troll == "| small, cuda | troll | 3 | +20.0 [−4.8 … 44.8] | −50.0 [−112.1 … 12.1] | +0.0 | 2.20 – 5.20 |"
 
 
 def test_golden_fresh_seeds_are_a_table_of_their_own() -> None:
