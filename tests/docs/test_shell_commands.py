@@ -108,6 +108,25 @@ def test_other_commands_have_their_flags(line: str) -> None:
         assert rest == [], f"{COMMAND_LINES[line]}: {name} has no {rest}"
 
 
+def inline_comparisons() -> list[str]:
+    """Comparisons that the pages of results name within a sentence or a table."""
+    pages = sorted((ROOT / "docs" / "results").glob("*.md"))
+    return [line for page in pages for line in re.findall(r"`corral (compare --recipe [^`…]*)`", page.read_text())]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("line", inline_comparisons())
+def test_comparisons_within_a_sentence_are_ready_to_begin(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    words = shlex.split(line.replace("$'", "'").replace("--task YOURS", "--task countdown"))
+    words += ["--model", "chat", "--dry-run"]  # the last model counts
+    words += ["--set", "task_config.path=data/gsm8k"] if "gsm8k" in words else []
+    assert main(words) == 0, capsys.readouterr().err
+
+
 def test_there_are_commands_to_try() -> None:
+    assert len(inline_comparisons()) > 10
     assert len(TRAININGS) > 20
     assert {"eval", "compare", "audit", "report", "export"} <= {line.split()[0] for line in COMMAND_LINES}
