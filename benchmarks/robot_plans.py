@@ -86,10 +86,6 @@ WHOLE: Mapping[str, Any] = {"learner__segments_until": "inf"}
 LONG: Mapping[str, Any] = {"eval_every": 25, "checkpoint_every": 25, "keep_checkpoints": 1, "workers": 1}
 """A checkpoint a minute or so, since a piece may end at any time."""
 
-
-ON_GPU: Mapping[str, Any] = {"simulator": "warp", "learner__device": "cuda"}
-"""Physics by MuJoCo Warp and updates on a GPU, which many runs share: needs corral[warp]."""
-
 STEP_BASED: Mapping[str, Mapping[str, Any]] = {
     "ppo-pink": {"algorithm": "sb3-ppo-pink"},
     "ppo-half-pink": {"algorithm": "sb3-ppo-pink", "learner__noise_colour": 0.5},
@@ -172,8 +168,8 @@ def variants(_: Score) -> Iterator[Job]:
 
 
 def box_long(_: Score) -> Iterator[Job]:
-    """Box pushing, dense, at 10 million steps with five seeds; both sparse rewards with three; on a GPU."""
-    ten = LONG | ON_GPU | {"iterations": 658, "eval_every": 47}
+    """Box pushing, dense, at 10 million steps with five seeds; both sparse rewards with three."""
+    ten = LONG | {"iterations": 658, "eval_every": 47}
     for row in ("tce", "bbrl"):
         yield from jobs(f"box-10M-{row}", "box_pushing", SEEDS, **ten, algorithm=row)
     for reward in ("temporal_sparse", "temporal_spatial_sparse"):
@@ -183,9 +179,9 @@ def box_long(_: Score) -> Iterator[Job]:
 
 
 def box_40m(_: Score) -> Iterator[Job]:
-    """Box pushing, dense, once at 40 million steps, on a GPU."""
+    """Box pushing, dense, once at 40 million steps."""
     for row in ("tce", "bbrl"):
-        length = LONG | ON_GPU | {"iterations": 2640, "eval_every": 132, "algorithm": row}
+        length = LONG | {"iterations": 2640, "eval_every": 132, "algorithm": row}
         yield from jobs(f"box-40M-{row}", "box_pushing", SEEDS[:1], **length)
 
 

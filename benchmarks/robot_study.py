@@ -4,6 +4,7 @@
     python benchmarks/robot_study.py --plan arm-tune --table --out PIECE        what came out so far
     python benchmarks/robot_study.py --plan arm-tune --try                      a batch of each kind of run; the plan's cost
     python benchmarks/robot_study.py --plan box-long --only 'tce-[01]$' …       some of its runs, the others on another machine
+    python benchmarks/robot_study.py --plan box-long --set simulator=warp …     simulated on a GPU that all runs share
     python benchmarks/robot_results.py --keep PIECE/runs                           runs → benchmarks/results/robots.json
 
 Every run is one `corral train` on one thread. A piece packs its runs' folders into a few archives, so that they can be carried
@@ -38,6 +39,8 @@ from corral.run.settings import nested
 
 _ARCHIVES, _GRACE = 6, 60
 """Archives that a piece leaves, and seconds that a run may need to reach its next checkpoint."""
+_ON_GPU = {("learner.device", "cuda"), ("simulator", "warp")}
+"""Settings of runs that see the GPU; it is hidden from all others."""
 
 
 def is_finished(folder: Path) -> bool:
@@ -52,7 +55,7 @@ def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
     arguments = ["--resume", str(folder)] if resume else [*job.arguments(), "--out", str(folder)]
     command = [sys.executable, "-m", "corral.cli", "train", *arguments, "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if ("learner.device", "cuda") not in job.changes:
+    if not _ON_GPU & set(job.changes):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if not resume and folder.is_dir():  # killed before its first checkpoint
         folder.rename(folder.with_name(f"{folder.name}.lost-{time.time_ns()}"))
@@ -69,9 +72,10 @@ def settings_of(job: Job) -> Settings:
     return settings
 
 
-def select(jobs: Iterable[Job], only: str | None) -> list[Job]:
-    """Runs whose name contains a match of a regular expression; all without one."""
-    return [job for job in jobs if only is None or re.search(only, job.name)]
+def select(jobs: Iterable[Job], only: str | None, given: Sequence[str] = ()) -> list[Job]:
+    """Runs whose name contains a match of a regular expression, all without one, with settings `KEY=VALUE` on top of theirs."""
+    added = tuple((key, value) for key, _, value in (one.partition("=") for one in given))
+    return [replace(job, changes=job.changes + added) for job in jobs if only is None or re.search(only, job.name)]
 
 
 def try_jobs(jobs: Sequence[Job]) -> None:
@@ -197,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=PLANS, nargs="+", required=True, help="one after the other")
     parser.add_argument("--only", metavar="REGEX", help="runs of the plan whose name contains a match, such as 'bbrl-[012]$'")
+    parser.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], dest="given", help="settings of every run")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=Path("runs/robot-study"))
@@ -209,14 +214,14 @@ def main() -> None:
     if options.rehearse:
         torch.set_num_threads(1)
         found = [job for plan in options.plan for job in PLANS[plan](partial(score, options.out / "runs"))]
-        return try_jobs(select(found, options.only))
+        return try_jobs(select(found, options.only, options.given))
     root = options.runs or options.out / "runs"
     for folder in (root, options.out):
         folder.mkdir(parents=True, exist_ok=True)
     unpack([options.out, *options.done], root)
     began, jobs = time.monotonic(), list[Job]()
     for plan in options.plan:  # one after the other: what the next runs may depend on what came out
-        jobs += (own := select(PLANS[plan](partial(score, root)), options.only))
+        jobs += (own := select(PLANS[plan](partial(score, root)), options.only, options.given))
         left = [job for job in own if not is_finished(root / job.name)]
         if options.list:
             print("\n".join(" ".join([job.name, *job.arguments()]) for job in left))

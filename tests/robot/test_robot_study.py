@@ -28,6 +28,21 @@ def test_some_runs_of_a_plan_are_chosen_by_name() -> None:
     assert robot_study.select(found, None) == found
 
 
+def test_runs_of_a_plan_take_other_settings_and_see_the_gpu_where_these_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [*PLANS["box-40M"](lambda _: (0.0, 0.0))][:1]
+    [warped] = robot_study.select(found, None, ["simulator=warp", "iterations=3"])
+    settings = robot_study.settings_of(warped)
+    assert (settings.simulator, settings.iterations, warped.name) == ("warp", 3, found[0].name)
+    seen = []
+    monkeypatch.setattr("subprocess.Popen", lambda command, env, **_: seen.append(env.get("CUDA_VISIBLE_DEVICES")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    for job in (warped, *found):
+        robot_study.start(job, tmp_path / job.name)
+    assert seen == ["7", ""]
+
+
 def test_a_choice_of_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["robot_study.py", "--plan", "hopper-48M", "--only", "10M", "--list", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", arguments)
