@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from corral.robot.env import ENVIRONMENTS, make_envs
-from corral.robot.env.metaworld import DT, STEPS, MetaWorld, quickened, task_names
+from corral.robot.env.metaworld import DT, STEPS, MetaWorld, _tolerance, quickened, task_names
 
 NAME = "corral/MetaWorld-v0"
 
@@ -68,6 +68,27 @@ def test_quickened_steps_are_meta_worlds_own(task: str) -> None:
         (seen, reward, *_), (other, same, *_) = (env.step(action) for env in pair)
         np.testing.assert_allclose(seen, other, atol=1e-12)
         np.testing.assert_allclose(reward, same, rtol=1e-9, atol=1e-9)
+
+
+def test_golden_share_of_a_reward() -> None:
+    # 1 within, v = 0.1 one margin away; two margins away 1 / (1 + 9 · 4) = 1/37, on either side.
+    share = [_tolerance(x, (0.0, 1.0), 0.5, "long_tail") for x in (0.3, 1.0, 1.5, 2.0, -1.0)]
+    np.testing.assert_allclose(share, [1.0, 1.0, 0.1, 1 / 37, 1 / 37], rtol=1e-14)
+
+
+@needs_metaworld
+@meets_its_warnings
+def test_shares_of_rewards_are_meta_worlds_own() -> None:
+    theirs = metaworld.utils.reward_utils.tolerance
+    draws, kinds = np.random.default_rng(0), ("long_tail", "gaussian", "long_tail")
+    for kind, lower, width, margin, value in zip(kinds * 50, *draws.uniform(0, 1, (4, 150)), strict=True):
+        about = ((lower, lower + width), margin, kind, 0.05 + 0.9 * value)
+        for x in (*draws.uniform(-1, 3, 4), lower, lower + width, float("nan"), np.array([-0.5, 0.5, 3.0])):
+            np.testing.assert_allclose(_tolerance(x, *about), theirs(x, *about), rtol=1e-14)
+    with pytest.raises(ValueError, match="margin"):
+        _tolerance(0.5, (0.0, 1.0), -1.0, "long_tail")
+    with pytest.raises(ValueError, match="bound"):
+        _tolerance(0.5, (1.0, 0.0), 1.0, "long_tail")
 
 
 @needs_metaworld
