@@ -152,6 +152,7 @@ def middle(found: list[float | None]) -> str:
 
 
 OURS = (
+    "TCE, 4 plans a context, credit for what comes later",
     "TCE, 4 plans a context",
     "TCE, credit for what comes later, segments of the first 1 s",
     "TCE, credit for what comes later",
