@@ -523,7 +523,7 @@ def test_a_broken_reward_is_named(
 
 @pytest.mark.supports("run: a reward function of one's own", door="command line")
 def test_a_reward_function_of_the_users_own(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(
+    (tmp_path / "own_rewards.py").write_text(
         "def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
         "def short(prompts, completions, **columns):\n    return [1.0]\n"
         "def long(prompts, completions, **columns):\n"
@@ -531,14 +531,14 @@ def test_a_reward_function_of_the_users_own(model: str, tmp_path: Path, monkeypa
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    outcome = train(small(model, reward="my_rewards:length", steps=1), out=Path("run"), quiet=True)
+    outcome = train(small(model, reward="own_rewards:length", steps=1), out=Path("run"), quiet=True)
     assert "rewards/length/mean" in lines(outcome.path)[1]
-    with pytest.raises(RewardError, match="my_rewards:short gave 1 rewards for 8 completions, the first of which was '"):
-        train(small(model, reward="my_rewards:short"), out=Path("short"), quiet=True)
-    with pytest.raises(RewardError, match="my_rewards:long raised KeyError"):
-        train(small(model, reward="my_rewards:long"), out=Path("long"), quiet=True)
+    with pytest.raises(RewardError, match="own_rewards:short gave 1 rewards for 8 completions, the first of which was '"):
+        train(small(model, reward="own_rewards:short"), out=Path("short"), quiet=True)
+    with pytest.raises(RewardError, match="own_rewards:long raised KeyError"):
+        train(small(model, reward="own_rewards:long"), out=Path("long"), quiet=True)
     with pytest.raises(RunError, match="cannot be imported"):
-        train(small(model, reward="my_rewards:missing"), out=Path("missing"), quiet=True)
+        train(small(model, reward="own_rewards:missing"), out=Path("missing"), quiet=True)
 
 
 @pytest.mark.supports("run: a full disk loses nothing", door="command line")
