@@ -152,6 +152,8 @@ def test_rows_have_an_order_and_colours_of_their_own() -> None:
     (rows,) = tasks.values()
     assert list(rows) == ["TCE", "TCE, published rules", "BBRL", "PPO", "PPO, same controller", "TRPL", "SAC"]
     assert len(set(robot_page.colours(tasks).values())) == len(names)
+    measured = robot_page.colours(robot_page.by_task(json.loads(robot_results.FILE.read_text())["runs"]))
+    assert len(set(measured.values())) == len(measured), "two rows of the page share a colour: COLOURS has too few"
 
 
 def test_rows_measured_at_other_steps_are_compared_where_both_were() -> None:
