@@ -162,3 +162,14 @@ def test_rows_measured_at_other_steps_are_compared_where_both_were() -> None:
     ppo = [run("PPO", seed, [-9.0, -7.0 - 0.01 * seed, -1.0]) | {"env_steps": [0, 100, 250]} for seed in range(3)]
     (said,) = robot_page.claims(robot_page.by_task([*tce, *ppo])).values()
     assert said == ["TCE beats PPO on return after 0 thousand steps: +2.0, 95 % interval 2.0…2.1, 3 seeds."]
+
+
+def test_what_was_tried_of_box_pushings_credit_is_in_its_raw_file() -> None:
+    section = robot_page.PAGE.read_text().partition("## Credit on box pushing")[2].partition("## The arm, solved")[0]
+    file = robot_results.FILE.with_name("robots_credit_tried.jsonl")
+    tried = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = [[f"−{-value:.0f}" for value in one["return"][1:]] for one in tried if one["recipe"] == "box_pushing"]
+    table = [line.strip("| ").split(" | ")[1:] for line in section.splitlines() if line.startswith("|") and "−" in line]
+    assert len(table) == 6
+    assert all([cell for cell in cells if cell != "–"] in rows for cells in table)
+    assert all(cell in section for cell in rows[-1])  # seed 0, in the text

@@ -91,7 +91,7 @@ def quickened(env: Any) -> Any:
     """One of Meta-World's own environments with the same observations, contacts and rewards in less time.
 
     Its rotations go through scipy, which checks each to be one, its contacts through Python's objects, one by one, and the
-    shares of its rewards through arrays of one number. Without, a step takes 1.3 to 2.8 times less, by task:
+    shares of its rewards through arrays of one number. Without, a step takes 1.2 to 2.9 times less, by task:
     benchmarks/metaworld_step.py.
     """
     shares = vars(_metaworld().utils.reward_utils) | {"tolerance": _tolerance}
