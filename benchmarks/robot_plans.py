@@ -141,7 +141,8 @@ def hopper_sac(_: Score) -> Iterator[Job]:
     own = {"algorithm": "sb3-sac", "learner__train_freq": 1, "learner__gradient_steps": 1, "learner__hidden": [256, 256]}
     own |= {"learner__device": "cuda"}
     for name, changes in (("sac", {}), ("sac-controller", {"learner__controller_span": 1.0})):
-        yield from jobs(f"hopper-1M-{name}", "hopper_jump", SEEDS[:3], **LONG, iterations=63, **own, **changes)
+        length = LONG | {"iterations": 63, "eval_every": 9}
+        yield from jobs(f"hopper-1M-{name}", "hopper_jump", SEEDS[:3], **length, **own, **changes)
 
 
 def hopper_steps(_: Score) -> Iterator[Job]:
