@@ -84,7 +84,7 @@ class GraphedSAC(SAC):
         assert isinstance(error, Tensor)
         _descend(self.critic.optimizer, 0.5 * error)
         _descend(self.actor.optimizer, (alpha * logp - _least(self.critic(batch.observations, actions))).mean())
-        _follow(list(self.critic_target.parameters()), list(self.critic.parameters()), self.tau)
+        polyak_update(self.critic.parameters(), self.critic_target.parameters(), self.tau)
         polyak_update(self.batch_norm_stats, self.batch_norm_stats_target, 1.0)
 
     def _repeat(self, update: Callable[[], None], count: int) -> None:
@@ -149,18 +149,10 @@ def _least(values: tuple[Tensor, ...]) -> Tensor:
 
 
 def _descend(optimizer: Optimizer, loss: Tensor) -> None:
-    """A step of an optimizer's parameters down a loss; no gradient is computed of what else the loss depends on."""
-    learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter, gradient in zip(learned, torch.autograd.grad(loss, learned), strict=True):
-        parameter.grad = gradient
+    """A step of an optimizer's parameters down a loss."""
+    optimizer.zero_grad()
+    loss.backward()
     optimizer.step()
-
-
-@torch.no_grad()
-def _follow(targets: list[Tensor], sources: list[Tensor], tau: float) -> None:
-    """targets ← (1 − τ) targets + τ sources, stable-baselines3's `polyak_update` in two kernels for all parameters."""
-    torch._foreach_mul_(targets, 1 - tau)
-    torch._foreach_add_(targets, sources, alpha=tau)
 
 
 def _set_adam(optimizers: Sequence[Optimizer], *, fused: bool, capturable: bool = False) -> None:
