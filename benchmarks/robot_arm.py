@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
-from results import markdown
+from results import markdown, with_block
 from robot_page import PAGE, thousands
 from robot_plans import ARM_TRIED
 from robot_results import ROWS, run_folders
@@ -23,7 +23,6 @@ from corral.report.statistics import difference, holm, sentence, steps_to
 from corral.run.files import write_whole
 
 FILE = Path(__file__).parent / "results/robots_arm.json"
-BEGIN, END = "<!-- measured: arm -->", "<!-- /measured: arm -->"
 NAME = re.compile(r"(?P<job>(arm|arm-tune)-(?P<row>tce|bbrl)-(?P<reward>dense|sparse)-(?P<setting>\S+)-(?P<seed>\d+))")
 LINE = re.compile(NAME.pattern + r"\s+step\s+(?P<step>\d+)\s+success (?P<success>\S+)\s+return\s+(?P<return>\S+)")
 SAID = {
@@ -189,10 +188,8 @@ def main() -> None:
             found |= read(place)
         lines: list[Any] = [f"{json.dumps(name)}:{json.dumps(found[name], separators=(',', ':'))}" for name in sorted(found)]
         write_whole(FILE, lambda beside: beside.write_text("{\n" + ",\n".join(lines) + "\n}\n"))
-    before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
     runs: dict[str, Ended] = json.loads(FILE.read_text())
-    page = f"{before}{BEGIN}\n\n{block(runs).rstrip()}\n\n{END}{after}"
+    page = with_block(PAGE.read_text(), "arm", block(runs))
     plot([run for name, run in runs.items() if not name.startswith("arm-tune")], PAGE.with_name("robots-arm.svg"))
     write_whole(PAGE, lambda beside: beside.write_text(page))
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from results import markdown
+from results import markdown, with_block
 from robot_page import PAGE
 from robot_results import run_folders
 from robot_study import measured_lines
@@ -19,7 +19,6 @@ from corral.report.statistics import difference, holm, sentence
 from corral.run.files import write_whole
 
 FILE = Path(__file__).parent / "results/robots_credit.json"
-BEGIN, END = "<!-- measured: credit -->", "<!-- /measured: credit -->"
 NAME = re.compile(r"hopper-2M-(?P<row>.+)-(?P<seed>\d+)")
 SAID = {
     "tce": "TCE",
@@ -77,8 +76,7 @@ def main() -> None:
         held |= {row: held.get(row, {}) | seeds for row, seeds in found.items()}
         rows = [f"{json.dumps(row)}:{json.dumps(seeds, separators=(',', ':'))}" for row, seeds in held.items()]
         write_whole(FILE, lambda beside: beside.write_text("{\n" + ",\n".join(rows) + "\n}\n"))
-    before, rest = PAGE.read_text().split(BEGIN)
-    page = f"{before}{BEGIN}\n\n{block(json.loads(FILE.read_text())).rstrip()}\n\n{END}{rest.split(END)[1]}"
+    page = with_block(PAGE.read_text(), "credit", block(json.loads(FILE.read_text())))
     write_whole(PAGE, lambda beside: beside.write_text(page))
 
 

@@ -4,20 +4,20 @@ python benchmarks/robot_page.py
 """
 
 import json
+import re
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from results import markdown
-from robot_results import FILE, TASKS, Run
+from results import markdown, with_block
+from robot_results import FILE, LENGTHS, TASKS, Run
 
 from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
 from corral.run.files import write_whole
 from corral.run.text import count
 
 PAGE = Path(__file__).parents[1] / "docs/results/robots.md"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 ORDER = ("TCE", "BBRL", "PPO", "TRPL", "SAC")
 """Of rows by the name they begin with; those that begin alike are in the order of the alphabet."""
 COLOURS = {
@@ -166,7 +166,7 @@ def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
     """TCE against every other row of each task, by pairs of equal seeds; all comparisons of the page are made together."""
     made: list[tuple[str, str, str, Difference, int]] = []
     for task, rows in tasks.items():
-        own = next((name for name in OURS if name in rows), None)
+        own = best(rows, "TCE")
         for row in rows:
             if own is None or row == own:
                 continue
@@ -180,6 +180,38 @@ def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
         measure = f"return after {thousands(end)} steps"
         said[task].append(sentence(one, other, measure, found, holds=held, among=len(made), unit=""))
     return said
+
+
+def best(rows: Rows, kind: str) -> str | None:
+    """The row that stands for an algorithm: TCE's by `OURS`, of the others the one that succeeds most, then by return."""
+    if kind == "TCE":
+        return next((name for name in OURS if name in rows), None)
+    end, found = ends(rows), [row for row in rows if row.split(",")[0] == kind]
+    means = {row: [interquartile_mean(values(rows[row], of, end[row])).value for of in ("success", "return")] for row in found}
+    return max(found, key=lambda row: means[row], default=None)
+
+
+def glance_table(tasks: dict[str, Rows]) -> str:
+    """Success of each algorithm on the tasks with long runs, and what it had for it."""
+    long = {task: rows for task, rows in tasks.items() if task.endswith(tuple(LENGTHS.values()))}
+    kinds = [kind for kind in ORDER if any(best(rows, kind) for rows in long.values())]
+    lines = []
+    for task, rows in long.items():
+        cells, end = [], ends(rows)
+        for kind in kinds:
+            row = best(rows, kind)
+            if row is None:
+                cells.append("–")
+                continue
+            success = 100 * interquartile_mean(values(rows[row], "success", end[row])).value
+            cells.append(f"{success:.0f} % ({count(len(rows[row]), 'seed')}, {thousands(end[row])})")
+        lines.append([f"[{task}](#{anchor(task)})", *cells])
+    return markdown(["success on held-out contexts", *kinds], lines)
+
+
+def anchor(title: str) -> str:
+    """Where the page has a section, as mkdocs names it."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
 
 
 def unfinished(rows: Rows) -> list[str]:
@@ -227,12 +259,10 @@ def plot(tasks: dict[str, Rows], name: str, path: Path) -> None:
 
 
 def page(tasks: dict[str, Rows], old: str) -> str:
-    """The page with its measured part replaced."""
-    before, rest = old.split(BEGIN)
-    after = rest.split(END)[1]
+    """The page with its measured parts replaced."""
     said = claims(tasks)
     measured = "\n".join(section(task, rows, said[task]) for task, rows in tasks.items())
-    return f"{before}{BEGIN}\n\n{measured.rstrip()}\n\n{END}{after}"
+    return with_block(with_block(old, "glance", glance_table(tasks)), "tasks", measured)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from results import FOLDER, Row, markdown, read_rows, rounded, stamp, table, write_rows
+from results import FOLDER, Row, markdown, read_rows, rounded, stamp, table, with_block, write_rows
 
 from corral.robot.env import ENVIRONMENTS, make_envs
 from corral.robot.env.batch import Simulator
@@ -37,7 +37,6 @@ TASKS = {"hopper": "corral/HopperJump-v0", "box": "corral/BoxPushing-v0"}
 WAYS = {"batch": "as one batch", "steps": "step by step", "warp": "as one batch, MuJoCo Warp"}
 """MuJoCo's own batch, one environment after the other (a block of them on each thread), and a batch on a GPU."""
 FILE, PAGE = FOLDER / "robot_rate.jsonl", Path(__file__).parents[1] / "docs/environments.md"
-BEGIN, END = "<!-- measured: rate -->", "<!-- /measured: rate -->"
 
 
 def best(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
@@ -130,8 +129,7 @@ def _times(row: Row, way: str) -> str:
 
 def write_page() -> None:
     """The table of saved rows into the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    text = f"{before}{BEGIN}\n\n{block(read_rows(FILE)).rstrip()}\n\n{END}{rest.split(END)[1]}"
+    text = with_block(PAGE.read_text(), "rate", block(read_rows(FILE)))
     write_whole(PAGE, lambda beside: beside.write_text(text))
 
 

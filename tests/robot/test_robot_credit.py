@@ -37,7 +37,7 @@ def test_runs_are_added_to_those_that_the_file_holds(tmp_path: Path, monkeypatch
     monkeypatch.setattr(robot_credit, "FILE", file)
     monkeypatch.setattr(robot_credit, "PAGE", page)
     monkeypatch.setattr("sys.argv", ["robot_credit.py", "--runs", str(tmp_path)])
-    page.write_text(f"before {robot_credit.BEGIN} old {robot_credit.END} after")
+    page.write_text("before <!-- measured: credit --> old <!-- /measured: credit --> after")
     file.write_text(json.dumps({"tce": {"0": [(0, 3.0, 0.0)]}, "bbrl": {"0": [(0, 3.0, 0.0)]}}))
     folder.mkdir()
     (folder / "config.json").write_text("{}")

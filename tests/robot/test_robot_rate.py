@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import robot_rate
-from results import read_rows
+from results import read_rows, with_block
 
 
 def test_ratios_are_to_one_thread_in_both_ways() -> None:
@@ -30,6 +30,5 @@ def test_saved_rows_replace_those_of_the_same_task_and_cores(tmp_path: Path, mon
 
 
 def test_the_page_shows_the_saved_rows() -> None:
-    inside = robot_rate.PAGE.read_text().split(robot_rate.BEGIN)[1].split(robot_rate.END)[0]
-    measured = robot_rate.block(read_rows(robot_rate.FILE))
-    assert inside.strip() == measured.strip(), "run `python benchmarks/robot_rate.py --page`"
+    page, measured = robot_rate.PAGE.read_text(), robot_rate.block(read_rows(robot_rate.FILE))
+    assert with_block(page, "rate", measured) == page, "run `python benchmarks/robot_rate.py --page`"

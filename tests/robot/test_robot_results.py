@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import robot_page
 import robot_results
+from robot_results import LENGTHS
 
 from corral.robot.settings import resolve
 from corral.robot.smoke import TRAINING
@@ -108,13 +109,37 @@ def test_a_task_whose_recipe_credits_later_rewards_is_judged_with_it() -> None:
 def test_the_page_keeps_what_people_wrote(tmp_path: Path) -> None:
     runs = [run("TCE", seed, [-9.0, -1.0 - seed]) for seed in range(3)] + [run("BBRL", seed, [-9.0, -5.0]) for seed in range(3)]
     tasks = robot_page.by_task(runs)
-    old = f"before\n{robot_page.BEGIN}\nold\n{robot_page.END}\nafter\n"
-    text = robot_page.page(tasks, old)
-    assert text.startswith(f"before\n{robot_page.BEGIN}\n\n### Via-point arm, dense\n")
-    assert text.endswith(f"{robot_page.END}\nafter\n")
+    blocks = [f"<!-- measured: {name} -->\nold\n<!-- /measured: {name} -->\n" for name in ("glance", "tasks")]
+    text = robot_page.page(tasks, f"before\n{blocks[0]}between\n{blocks[1]}after\n")
+    assert text.startswith("before\n<!-- measured: glance -->\n\n| success on held-out contexts |")
+    assert "<!-- /measured: glance -->\nbetween\n<!-- measured: tasks -->\n\n### Via-point arm, dense\n" in text
+    assert text.endswith("<!-- /measured: tasks -->\nafter\n")
+    assert "old" not in text
     assert robot_page.page(tasks, text) == text
     robot_page.plot(tasks, "return", tmp_path / "figure.svg")
     assert "<svg" in (tmp_path / "figure.svg").read_text()
+
+
+def test_a_page_without_its_block_is_told_so() -> None:
+    with pytest.raises(ValueError, match="no block 'glance', or several"):
+        robot_page.page({}, "nothing measured here")
+
+
+def test_golden_glance() -> None:
+    # Of BBRL's two rows the one that succeeds more stands for it; TCE's is the one that recipes have, however it did.
+    def succeeding(row: str, seed: int, success: float) -> dict[str, Any]:
+        return run(row, seed, [0.0, 1.0], task=f"box pushing, {LENGTHS[0.9e6]}", asked=1) | {"success": [0.0, success]}
+
+    runs = [succeeding(row, seed, 0.5) for row in ("TCE", "BBRL", "BBRL, 4 plans a context") for seed in (0, 1)]
+    runs[2:4] = [succeeding("BBRL", seed, 0.75) for seed in (0, 1)]
+    runs += [succeeding(robot_page.OURS[0], 0, 0.25), run("TCE", 0, [0.0, 1.0], asked=1)]
+    table = robot_page.glance_table(robot_page.by_task(runs)).splitlines()
+    assert table[0] == "| success on held-out contexts | TCE | BBRL |"
+    assert table[2:] == [
+        "| [box pushing, up to 10 million steps](#box-pushing-up-to-10-million-steps) "
+        "| 25 % (1 seed, 0 thousand) | 75 % (2 seeds, 0 thousand) |"
+    ]
+    assert robot_page.anchor("Meta-World, reach-v3, up to 10 million steps") == "meta-world-reach-v3-up-to-10-million-steps"
 
 
 def test_the_page_is_what_the_file_says() -> None:
