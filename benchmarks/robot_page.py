@@ -107,7 +107,7 @@ def results_table(rows: Rows) -> str:
 def efficiency_table(rows: Rows) -> str:
     """Environment steps to shares of the way from the first return to the best final one: median of the seeds."""
     end = ends(rows)
-    best = max(interquartile_mean(values(runs, "return", end[row])).value for row, runs in rows.items())
+    highest = max(interquartile_mean(values(runs, "return", end[row])).value for row, runs in rows.items())
     lines = []
     for row, runs in rows.items():
         cells = []
@@ -115,11 +115,12 @@ def efficiency_table(rows: Rows) -> str:
             reached = []
             for run in runs:
                 points = [(x, y) for x, y in zip(run["env_steps"], run["return"], strict=True) if x <= end[row]]
-                reached.append(steps_to(points, run["return"][0] + share * (best - run["return"][0])))
+                way = highest - run["return"][0]
+                reached.append(steps_to(points, run["return"][0] + share * way) if way > 0 else np.inf)
             got, middle = int(np.isfinite(reached).sum()), float(np.median(reached))
             cells.append(("–" if np.isinf(middle) else thousands(middle)) + f" ({got} of {len(runs)})")
         lines.append([row, *cells])
-    return markdown(["steps to", *(f"{share:.0%} of the way to {best:.1f}".replace("-", "−") for share in SHARES)], lines)
+    return markdown(["steps to", *(f"{share:.0%} of the way to {highest:.1f}".replace("-", "−") for share in SHARES)], lines)
 
 
 def thousands(steps: float) -> str:
@@ -163,15 +164,21 @@ OURS = (
 
 
 def claims(tasks: dict[str, Rows]) -> dict[str, list[str]]:
-    """TCE against every other row of each task, by pairs of equal seeds; all comparisons of the page are made together."""
+    """TCE against every other row of each task, by pairs of equal seeds; all comparisons of the page are made together.
+
+    Rows that were measured at other steps are compared on the line between two measurements.
+    """
     made: list[tuple[str, str, str, Difference, int]] = []
     for task, rows in tasks.items():
         own = best(rows, "TCE")
         for row in rows:
             if own is None or row == own:
                 continue
-            end = common_end([*rows[own], *rows[row]])  # equal steps, where one row has fewer
-            ours, theirs = ({str(run["seed"]): at(run, "return", end) for run in rows[one]} for one in (own, row))
+            end = min(run["env_steps"][-1] for run in [*rows[own], *rows[row]])  # equal steps, where one row has fewer
+            ours, theirs = (
+                {str(run["seed"]): float(np.interp(end, run["env_steps"], run["return"])) for run in rows[one]}
+                for one in (own, row)
+            )
             if set(ours) & set(theirs):
                 made.append((task, own, row, difference(ours, theirs), end))
     holds = holm([found.p for *_, found, _ in made])

@@ -85,6 +85,19 @@ def test_a_row_with_fewer_steps_is_compared_at_its_own_end() -> None:
     assert said == ["TCE beats SAC on return after 0 thousand steps: +1.0, 95 % interval 1.0…1.1, 3 seeds."]
 
 
+def test_rows_measured_at_other_steps_are_compared_on_the_line_between() -> None:
+    # SAC ends after 150 steps, where TCE is half-way from −5 (100 steps) to −3 (200).
+    tce = [run("TCE", seed, [-9.0, -5.0 + 0.01 * seed, -3.0 + 0.01 * seed]) for seed in range(3)]
+    sac = [run("SAC", seed, [-9.0, -6.0 - 0.01 * seed], asked=1) | {"env_steps": [0, 150]} for seed in range(3)]
+    (said,) = robot_page.claims(robot_page.by_task([*tce, *sac])).values()
+    assert said == ["TCE beats SAC on return after 0 thousand steps: +2.0, 95 % interval 2.0…2.1, 3 seeds."]
+
+
+def test_a_row_that_never_rose_came_no_part_of_the_way() -> None:
+    rows = {"TCE": [run("TCE", 0, [0.0, 0.0, 0.0])]}
+    assert robot_page.efficiency_table(rows).splitlines()[2] == "| TCE | – (0 of 1) | – (0 of 1) | – (0 of 1) |"
+
+
 def test_claims_need_seeds_and_hold_together() -> None:
     generator = np.random.default_rng(0)
     better = [run("TCE", seed, [-9.0, -1.0 + 0.01 * generator.standard_normal()]) for seed in range(5)]
@@ -180,13 +193,6 @@ def test_rows_have_an_order_and_colours_of_their_own() -> None:
     measured = robot_page.colours(robot_page.by_task(json.loads(robot_results.FILE.read_text())["runs"]))
     assert len(set(measured.values())) == len(measured), "two rows of the page share a colour: COLOURS has too few"
 
-
-def test_rows_measured_at_other_steps_are_compared_where_both_were() -> None:
-    # TCE is measured at 100, 200 and 300 steps, PPO at 100 and 250: at 100 TCE is 2 ahead, whatever comes later.
-    tce = [run("TCE", seed, [-9.0, -5.0 + 0.01 * seed, -4.0, -3.0], asked=3) for seed in range(3)]
-    ppo = [run("PPO", seed, [-9.0, -7.0 - 0.01 * seed, -1.0]) | {"env_steps": [0, 100, 250]} for seed in range(3)]
-    (said,) = robot_page.claims(robot_page.by_task([*tce, *ppo])).values()
-    assert said == ["TCE beats PPO on return after 0 thousand steps: +2.0, 95 % interval 2.0…2.1, 3 seeds."]
 
 
 def test_what_was_tried_of_box_pushings_credit_is_in_its_raw_file() -> None:
