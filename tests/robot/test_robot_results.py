@@ -194,7 +194,6 @@ def test_rows_have_an_order_and_colours_of_their_own() -> None:
     assert len(set(measured.values())) == len(measured), "two rows of the page share a colour: COLOURS has too few"
 
 
-
 def test_what_was_tried_of_box_pushings_credit_is_in_its_raw_file() -> None:
     section = robot_page.PAGE.read_text().partition("## Credit on box pushing")[2].partition("## The arm, solved")[0]
     file = robot_results.FILE.with_name("robots_credit_tried.jsonl")
