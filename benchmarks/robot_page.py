@@ -199,7 +199,7 @@ def best(rows: Rows, kind: str) -> str | None:
 
 
 def glance_table(tasks: dict[str, Rows]) -> str:
-    """Success of each algorithm on the tasks with long runs, and what it had for it."""
+    """Success of each algorithm on the tasks with long runs, and the seeds and steps that it had."""
     long = {task: rows for task, rows in tasks.items() if task.endswith(tuple(LENGTHS.values()))}
     kinds = [kind for kind in ORDER if any(best(rows, kind) for rows in long.values())]
     lines = []
@@ -211,7 +211,7 @@ def glance_table(tasks: dict[str, Rows]) -> str:
                 cells.append("–")
                 continue
             success = 100 * interquartile_mean(values(rows[row], "success", end[row])).value
-            cells.append(f"{success:.0f} % ({count(len(rows[row]), 'seed')}, {thousands(end[row])})")
+            cells.append(f"{success:.0f} % ({count(len(rows[row]), 'seed')}, {end[row] / 1e6:.3g} million)")
         lines.append([f"[{task}](#{anchor(task)})", *cells])
     return markdown(["success on held-out contexts", *kinds], lines)
 

@@ -150,7 +150,7 @@ def test_golden_glance() -> None:
     assert table[0] == "| success on held-out contexts | TCE | BBRL |"
     assert table[2:] == [
         "| [box pushing, up to 10 million steps](#box-pushing-up-to-10-million-steps) "
-        "| 25 % (1 seed, 0 thousand) | 75 % (2 seeds, 0 thousand) |"
+        "| 25 % (1 seed, 0.0001 million) | 75 % (2 seeds, 0.0001 million) |"
     ]
     assert robot_page.anchor("Meta-World, reach-v3, up to 10 million steps") == "meta-world-reach-v3-up-to-10-million-steps"
 
