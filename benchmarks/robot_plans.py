@@ -139,10 +139,8 @@ def hopper_credit(_: Score) -> Iterator[Job]:
 def hopper_sac(_: Score) -> Iterator[Job]:
     """SAC on hopper jump for a million steps with its own update ratio and networks, one update for every step, on a GPU."""
     own = {"algorithm": "sb3-sac", "learner__train_freq": 1, "learner__gradient_steps": 1, "learner__hidden": [256, 256]}
-    own |= {"learner__device": "cuda"}
-    for name, changes in (("sac", {}), ("sac-controller", {"learner__controller_span": 1.0})):
-        length = LONG | {"iterations": 63, "eval_every": 9}
-        yield from jobs(f"hopper-1M-{name}", "hopper_jump", SEEDS[:3], **length, **own, **changes)
+    length = LONG | {"iterations": 63, "eval_every": 9, "learner__device": "cuda"}
+    yield from jobs("hopper-1M-sac", "hopper_jump", SEEDS[:3], **length, **own)
 
 
 def hopper_steps(_: Score) -> Iterator[Job]:
