@@ -226,12 +226,24 @@ def unfinished(rows: Rows) -> list[str]:
     return [row for row, runs in rows.items() if any(run["iterations"] < run["asked"] for run in runs)]
 
 
+def moved(rows: Rows) -> list[str]:
+    """Rows with runs that began in MuJoCo Warp and went on in MuJoCo, and after how many steps."""
+    found = []
+    for row, runs in rows.items():
+        after = [run["simulated"][-1]["after"] * run["batch"] for run in runs if run.get("simulated")]
+        if after:
+            found.append(f"{row} ({count(len(after), 'run')}, after {thousands(min(after))} steps or more)")
+    return found
+
+
 def section(task: str, rows: Rows, said: list[str]) -> str:
     """Everything about one task."""
     cut = [f"{row} ({thousands(max(run['asked'] * run['batch'] for run in rows[row]))})" for row in unfinished(rows)]
     text = f"### {task[0].upper()}{task[1:]}\n\n{results_table(rows)}\n"
     if cut:
         text += f"Not all runs came to the end over which their learning rates fall: {', '.join(cut)}.\n\n"
+    if elsewhere := moved(rows):
+        text += f"Begun in MuJoCo Warp, finished in MuJoCo: {', '.join(elsewhere)}.\n\n"
     text += "".join(f"- {one}\n" for one in said) + ("\n" if said else "")
     return text + f"{efficiency_table(rows)}\n{smoothness_table(rows)}"
 

@@ -41,7 +41,8 @@ def task_of(config: Mapping[str, Any]) -> str:
     ]
     steps = settings["iterations"] * config["objective"]["episodes"] * config["task"]["steps"]
     length = [words for least, words in LENGTHS.items() if steps >= least][-1:]
-    where = ["learned in MuJoCo Warp"] if settings.get("simulator") == "warp" else []  # older runs have no such setting
+    simulators = {settings.get("simulator"), *(change["from"] for change in config.get("simulated", ()))}  # older runs: None
+    where = ["learned in MuJoCo Warp"] if "warp" in simulators else []
     return ", ".join([TASKS[settings["environment"]], *chosen, *where, *length]).replace("_", " ")
 
 
@@ -84,6 +85,7 @@ def read_run(path: Path) -> Run | None:
         "seconds": round(lines[-1]["seconds"]), "learner": settings["learner"],
         "prodmp": settings["prodmp"] if config["model"]["prodmp"] else None,
         "versions": {name: config["versions"].get(name) for name in ("torch", "mujoco", "gymnasium", "stable_baselines3")},
+        **({"simulated": config["simulated"]} if "simulated" in config else {}),
         "env_steps": [line["env_steps"] for line in measured],
         **{name: [rounded(line.get(name)) for line in measured] for name in MEASURED},
     }  # fmt: skip

@@ -52,7 +52,8 @@ def is_finished(folder: Path) -> bool:
 def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
     """A new run, or the rest of one; what it prints goes to a file beside its folder."""
     resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
-    arguments = ["--resume", str(folder)] if resume else [*job.arguments(), "--out", str(folder)]
+    simulator = [part for key, value in job.changes if key == "simulator" for part in ("--simulator", value)]
+    arguments = ["--resume", str(folder), *simulator] if resume else [*job.arguments(), "--out", str(folder)]
     command = [sys.executable, "-m", "corral.cli", "train", *arguments, "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if not _ON_GPU & set(job.changes):

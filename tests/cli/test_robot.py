@@ -98,7 +98,8 @@ def test_resume_goes_by_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["train", "--resume", str(run), "--guard", "stop", "--quiet"]) == 0
     assert "finished after 2 steps" in capsys.readouterr().out
     assert main(["train", "--resume", str(run), "--seed", "1", "--report-to", "wandb"]) == 1
-    assert "so seed, report_to cannot be given with it; only --guard, --iterations and --quiet can." in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "so seed, report_to cannot be given with it; only --guard, --iterations, --simulator and --quiet can." in told
 
 
 def test_eval_prints_a_table_and_keeps_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,30 @@ def test_what_a_gpu_trained_is_measured_and_exported_without_one(
     assert export_run(tmp_path / "run", tmp_path / "policy.npz") == 1
     with pytest.raises(RunError, match=why):
         resume(tmp_path / "run", iterations=2, quiet=True)
+
+
+def test_a_run_that_was_simulated_on_a_gpu_goes_on_without_one(tmp_path: Path) -> None:
+    train(resolve([TRAINING, {"iterations": 3}]), out=tmp_path / "whole", quiet=True)
+    train(resolve([TRAINING, {"iterations": 3}]), out=tmp_path / "run", quiet=True)
+    for folder in (tmp_path / "run/checkpoints").glob("*"):
+        if folder.name != "checkpoint-2":
+            shutil.rmtree(folder)
+    (tmp_path / "run/summary.json").unlink()
+    file = tmp_path / "run/config.json"
+    began = json.loads(file.read_text())
+    file.write_text(json.dumps(began | {"settings": began["settings"] | {"simulator": "warp"}}))
+    with pytest.raises(RunError, match=r"corral\[warp\]|Warp finds none|plays plans of corral/HopperJump-v0"):
+        resume(tmp_path / "run", quiet=True, simulator="warp")
+    assert "simulated" not in json.loads(file.read_text())
+    resume(tmp_path / "run", quiet=True, simulator="mujoco")
+    config = json.loads(file.read_text())
+    assert config["settings"] == began["settings"]
+    assert config["simulated"] == [{"from": "warp", "to": "mujoco", "after": 2}]
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
+    whole, resumed = ([json.loads(line)["reward"] for line in found] for found in lines)
+    assert whole == resumed
+    resume(tmp_path / "run", quiet=True, simulator="mujoco", iterations=4)
+    assert len(json.loads(file.read_text())["simulated"]) == 1
 
 
 @pytest.mark.gpu

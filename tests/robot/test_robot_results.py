@@ -184,6 +184,21 @@ def test_long_runs_and_variants_have_a_place_of_their_own() -> None:
     assert about("bbrl", 625, contextual_covariance=True)[1] == "BBRL, covariance of the context"
 
 
+def test_a_run_that_went_on_in_another_simulator_says_so() -> None:
+    def task(simulator: str | None, *changes: dict[str, Any]) -> str:
+        settings = {"environment": "corral/BoxPushing-v0", "environment_config": {"reward": "dense"}, "iterations": 40}
+        chosen = settings if simulator is None else settings | {"simulator": simulator}
+        config = {"settings": chosen, "objective": {"episodes": 76}, "task": {"steps": 100}, "simulated": changes}
+        return robot_results.task_of(config)
+
+    assert task(None) == task("mujoco") == "box pushing, dense"
+    change = {"from": "warp", "to": "mujoco", "after": 3}
+    assert task("warp") == task("mujoco", change) == "box pushing, dense, learned in MuJoCo Warp"
+    rows = {"TCE": [run("TCE", 0, [-9.0, -5.0]) | {"batch": 1000, "simulated": [change]}, run("TCE", 1, [-9.0, -5.0])]}
+    assert robot_page.moved(rows) == ["TCE (1 run, after 3 thousand steps or more)"]
+    assert "Begun in MuJoCo Warp, finished in MuJoCo: TCE (1 run" in robot_page.section("box pushing", rows, [])
+
+
 def test_rows_have_an_order_and_colours_of_their_own() -> None:
     names = ["PPO, same controller", "SAC", "TCE, published rules", "BBRL", "TRPL", "TCE", "PPO"]
     tasks = robot_page.by_task([run(name, 0, [-9.0, -5.0, -4.0]) for name in names])

@@ -43,6 +43,19 @@ def test_runs_of_a_plan_take_other_settings_and_see_the_gpu_where_these_need_it(
     assert seen == ["7", ""]
 
 
+def test_a_run_that_began_on_a_gpu_is_resumed_by_the_simulator_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [job] = [*PLANS["box-40M"](lambda _: (0.0, 0.0))][:1]
+    (tmp_path / job.name / "checkpoints/checkpoint-25").mkdir(parents=True)
+    seen = []
+    monkeypatch.setattr("subprocess.Popen", lambda command, **_: seen.append(command[4:]))
+    for given in ([], ["simulator=mujoco"]):
+        robot_study.start(robot_study.select([job], None, given)[0], tmp_path / job.name)
+    resumed = ["--resume", str(tmp_path / job.name)]
+    assert seen == [[*resumed, "--quiet"], [*resumed, "--simulator", "mujoco", "--quiet"]]
+
+
 def test_a_choice_of_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["robot_study.py", "--plan", "hopper-48M", "--only", "10M", "--list", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", arguments)

@@ -39,7 +39,8 @@ Any setting can be given as a flag or with --set: --num-generations 16, --set ob
 Later ones win: recipe, then file, then --smoke, then flags. Without --recipe and --config, the recipe is `demo`.
 `corral explain settings` lists all settings of a run, `corral explain NAME` says what a recipe, task, objective,
 algorithm or setting is. TRL's GRPOConfig has more settings: each of them is a flag too.
-With --resume, --steps (of a robot --iterations) extends a run; --guard, --report-to and --quiet can be changed.
+With --resume, --steps (of a robot --iterations) extends a run; --guard, --report-to, --quiet and a robot's --simulator
+can be changed.
 """
 
 _REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
@@ -48,7 +49,10 @@ TOOLS = "TRL's: a function that a chat model may call, module:function or file.p
 
 UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
 
-_RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {"llm": ("guard", "report_to", "steps"), "robot": ("guard", "iterations")}
+_RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {
+    "llm": ("guard", "report_to", "steps"),
+    "robot": ("guard", "iterations", "simulator"),
+}
 """Settings that can be changed when a run is resumed."""
 
 

@@ -14,7 +14,7 @@ from corral.robot.measure import measure
 from corral.robot.prepare import Agent, describe, model_name, optimizers, prepare, updates_of
 from corral.robot.settings import Settings, resolve
 from corral.robot.unused import check_used
-from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
+from corral.run.ending import Outcome, attempt, close, extend, last_words, record_change, summarise
 from corral.run.files import RunError, disk_sentence, is_disk_full
 from corral.run.folder import RunFolder, Stopped, versions
 from corral.run.guard import Guard, drop_gradients, gradient_state
@@ -49,16 +49,24 @@ def train(
     return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=make_view(quiet=quiet)))
 
 
-def resume(path: Path | str, *, quiet: bool = False, guard: str | None = None, iterations: int | str | None = None) -> Outcome:
+def resume(
+    path: Path | str,
+    *,
+    quiet: bool = False,
+    guard: str | None = None,
+    iterations: int | str | None = None,
+    simulator: str | None = None,
+) -> Outcome:
     """Go on with the run in `path` from its last whole checkpoint; what came after that happens again, the same.
 
-    `iterations` gives it a new end; rates and bounds that change over a run follow the schedule of that length.
+    `iterations` gives it a new end; rates and bounds that change over a run follow the schedule of that length. Another
+    `simulator` plays the plans from here on: a run that began on a GPU goes on without one.
     """
     path = Path(path)
     folder = RunFolder.open(path)
     view = make_view(quiet=quiet)
     content = folder.read_config()
-    changes = {"guard": guard, "iterations": iterations}
+    changes = {"guard": guard, "iterations": iterations, "simulator": simulator}
     settings = resolve([content["settings"], {key: value for key, value in changes.items() if value is not None}])
     checkpoint, complaints = folder.last_whole_checkpoint()
     if iterations is not None:
@@ -73,7 +81,14 @@ def resume(path: Path | str, *, quiet: bool = False, guard: str | None = None, i
         return Outcome(path, summary)
     if content.get("versions") != versions():
         view.warn("versions differ from those the run began with: it goes on, but perhaps not bit for bit the same.")
-    agent = prepare(settings)
+    try:
+        agent = prepare(settings)
+    except RunError:
+        folder.close()
+        raise
+    if simulator is not None:
+        after = checkpoint.step if checkpoint is not None else 0
+        record_change(folder, folder.read_config(), {"simulator": settings.simulator}, after, "simulated")
     if checkpoint is None:
         view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
     else:

@@ -85,13 +85,20 @@ def extend(folder: RunFolder, content: Mapping[str, Any], end: Mapping[str, int]
     A RunError where it has gone further already.
     """
     ((key, value),) = end.items()
-    before, done = content["settings"][key], checkpoint.step if checkpoint is not None else 0
+    done = checkpoint.step if checkpoint is not None else 0
     if value < done:
         folder.close()
         raise RunError(f"the run in {folder.path} has done {done} steps, more than --{key} {value}. Give a larger number.")
+    record_change(folder, content, end, done, "extended")
+
+
+def record_change(folder: RunFolder, content: Mapping[str, Any], change: Mapping[str, Any], after: int, under: str) -> None:
+    """Give a setting another value in config.json after so many steps; `under` this name it keeps which ones came before."""
+    ((key, value),) = change.items()
+    before = content["settings"].get(key)  # older runs may not have it
     if value != before:
-        ends = [*content.get("extended", ()), {"from": before, "to": value, "after": done}]
-        write_json(folder.config, {**content, "settings": {**content["settings"], **end}, "extended": ends})
+        changes = [*content.get(under, ()), {"from": before, "to": value, "after": after}]
+        write_json(folder.config, {**content, "settings": {**content["settings"], **change}, under: changes})
 
 
 def last_words(summary: Mapping[str, Any], where: Path) -> str:

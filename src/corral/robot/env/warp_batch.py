@@ -131,7 +131,7 @@ class WarpSimulator:
 
     def __init__(self, device: str | None = None) -> None:
         if device is None and not warp.is_cuda_available():
-            raise ValueError("simulator='warp' simulates on a GPU, and Warp finds none. Leave it at 'mujoco'.")
+            raise ValueError("simulator='warp' simulates on a GPU, and Warp finds none. Use 'mujoco', also to resume a run.")
         self.device, self._batches = device, dict[int, WarpBatch]()
 
     def __call__(self, model: mujoco.MjModel, copies: int, threads: int) -> WarpBatch:
