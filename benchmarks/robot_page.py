@@ -227,7 +227,7 @@ def unfinished(rows: Rows) -> list[str]:
 
 
 def moved(rows: Rows) -> list[str]:
-    """Rows with runs that began in MuJoCo Warp and went on in MuJoCo, and after how many steps."""
+    """Rows with runs that began in MuJoCo Warp and were resumed in MuJoCo, and after how many steps."""
     found = []
     for row, runs in rows.items():
         after = [run["simulated"][-1]["after"] * run["batch"] for run in runs if run.get("simulated")]
@@ -243,7 +243,7 @@ def section(task: str, rows: Rows, said: list[str]) -> str:
     if cut:
         text += f"Not all runs came to the end over which their learning rates fall: {', '.join(cut)}.\n\n"
     if elsewhere := moved(rows):
-        text += f"Begun in MuJoCo Warp, finished in MuJoCo: {', '.join(elsewhere)}.\n\n"
+        text += f"Begun in MuJoCo Warp, resumed in MuJoCo: {', '.join(elsewhere)}.\n\n"
     text += "".join(f"- {one}\n" for one in said) + ("\n" if said else "")
     return text + f"{efficiency_table(rows)}\n{smoothness_table(rows)}"
 

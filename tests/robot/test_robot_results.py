@@ -196,7 +196,7 @@ def test_a_run_that_went_on_in_another_simulator_says_so() -> None:
     assert task("warp") == task("mujoco", change) == "box pushing, dense, learned in MuJoCo Warp"
     rows = {"TCE": [run("TCE", 0, [-9.0, -5.0]) | {"batch": 1000, "simulated": [change]}, run("TCE", 1, [-9.0, -5.0])]}
     assert robot_page.moved(rows) == ["TCE (1 run, after 3 thousand steps or more)"]
-    assert "Begun in MuJoCo Warp, finished in MuJoCo: TCE (1 run" in robot_page.section("box pushing", rows, [])
+    assert "Begun in MuJoCo Warp, resumed in MuJoCo: TCE (1 run" in robot_page.section("box pushing", rows, [])
 
 
 def test_rows_have_an_order_and_colours_of_their_own() -> None:
