@@ -5,6 +5,7 @@ python benchmarks/robot_page.py
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -269,7 +270,7 @@ def plot(tasks: dict[str, Rows], name: str, path: Path) -> None:
             colour = colour_of[row]
             axis.plot(np.array(steps) / 1e6, value, color=colour, lw=1.5, label=f"{row} ({count(len(runs), 'seed')})")
             axis.fill_between(np.array(steps) / 1e6, low, high, color=colour, alpha=0.15, lw=0)
-        axis.set(title=task, xlabel="million environment steps", ylabel=name)
+        axis.set(title=textwrap.fill(task, 52), xlabel="million environment steps", ylabel=name)
         axis.title.set_fontsize(10)
         axis.legend(fontsize=6, frameon=False)
     figure.tight_layout()
