@@ -84,11 +84,11 @@ def alone(objective: str, settings: dict[str, Any], batch: Batch, anchor: str, *
     """By corral without an engine; `one_by_one`, where a door is called with one sequence at a time."""
     made = corral.make_objective(objective, **settings)
     parts = batch.rows() if one_by_one else [batch]
-    losses = [_mean_of_means(made(_token_batch(made, part, anchor)).loss, part.mask).sum() for part in parts]
+    losses = [_mean_of_means(made(token_batch(made, part, anchor)).loss, part.mask).sum() for part in parts]
     return batch.gradient(torch.stack(losses).sum() / len(batch.mask))
 
 
-def _token_batch(made: Any, batch: Batch, anchor: str) -> corral.TokenBatch:
+def token_batch(made: Any, batch: Batch, anchor: str) -> corral.TokenBatch:
     policy = batch.rollout if anchor == "rollout" else batch.old
     dists: tuple[Any, Any] = (None, None)
     if "dist_old" in made.needs:
@@ -112,7 +112,7 @@ def by_verl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
     bypass = wanted.anchor == "rollout"
     given = VerlSettings(loss_mode=f"corral_{objective}", objective=settings, bypass_mode=bypass)
     config = SimpleNamespace(policy_loss=SimpleNamespace(corral=given), global_batch_info={})
-    seen = _token_batch(wanted.objective, batch, wanted.anchor)
+    seen = token_batch(wanted.objective, batch, wanted.anchor)
     with batch_extras(BatchExtras(seen.dist_new, seen.dist_old, seen.logp_rollout)):
         loss, _ = make_policy_loss(f"corral_{objective}", aggregate)(
             seen.logp_old, seen.logp_new, seen.advantages, seen.mask.int(), loss_agg_mode=HOW, config=config
@@ -200,14 +200,23 @@ class LossInputType(Enum):
     DISTILLATION = "distillation"
 
 
-def nemo_interfaces() -> ModuleType:
+class MetricNormalizer(Enum):
+    """What NeMo-RL's main has divided a metric by; its releases up to 0.7.0 have no such enumeration."""
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
+def nemo_interfaces(**more: Any) -> ModuleType:
+    """NeMo-RL's module of interfaces, with `more` names in it."""
     module: Any = ModuleType(nemo_rl.INTERFACES)
-    module.LossType, module.LossInputType = LossType, LossInputType
+    vars(module).update(LossType=LossType, LossInputType=LossInputType, **more)
     return module
 
 
-def by_nemo_rl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
-    """NeMo-RL's fields begin with the prompt's last token."""
+def nemo_rl_call(batch: Batch, *, support: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """NeMo-RL's fields, which begin with the prompt's last token, and the log-probs that it computes for a loss."""
 
     def behind_a_prompt(x: Tensor) -> Tensor:
         return torch.cat([x.new_zeros(len(x), 1), x], 1)
@@ -218,13 +227,17 @@ def by_nemo_rl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
         "advantages": behind_a_prompt(batch.credit), "prev_logprobs": behind_a_prompt(batch.sampled(batch.old)),
         "generation_logprobs": behind_a_prompt(batch.sampled(batch.rollout)),
     }  # fmt: skip
+    if not support:
+        return data, {"next_token_logprobs": batch.sampled(batch.new)}
+    top = torch.cat([batch.old, batch.old[:, :1]], 1).topk(TOP_K)  # the last position predicts what nobody reads
+    nemo_rl.add_old_support(data, {"topk_logits": top.values + 3, "topk_indices": top.indices})  # logits, up to a constant
+    return data, {"student_topk_logprobs": batch.new.gather(-1, data["teacher_topk_indices"][:, :-1])}
+
+
+def by_nemo_rl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
     with module_named(nemo_rl.INTERFACES, nemo_interfaces()):
         loss_fn = nemo_rl.CorralLoss(objective, reduction=HOW, **settings)
-    given = {"next_token_logprobs": batch.sampled(batch.new)}
-    if loss_fn.input_type is LossInputType.DISTILLATION:
-        top = torch.cat([batch.old, batch.old[:, :1]], 1).topk(TOP_K)  # the last position predicts what nobody reads
-        nemo_rl.add_old_support(data, {"topk_logits": top.values + 3, "topk_indices": top.indices})  # logits, up to a constant
-        given = {"student_topk_logprobs": batch.new.gather(-1, data["teacher_topk_indices"][:, :-1])}
+    data, given = nemo_rl_call(batch, support=loss_fn.input_type is LossInputType.DISTILLATION)
     loss, _ = loss_fn(data, torch.tensor(3.0), batch.mask.sum(), **given)
     return batch.gradient(loss)
 

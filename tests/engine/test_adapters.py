@@ -17,16 +17,22 @@ from doors import (
     LossInputs,
     LossInputType,
     LossOutputs,
+    LossType,
+    MetricNormalizer,
     make_batch,
+    module_named,
     nemo_interfaces,
+    nemo_rl_call,
     rllm_context,
     skyrl_config,
+    token_batch,
 )
 from torch import Tensor
 
 import corral
 from corral.engine import nemo_rl, prime_rl, rllm, skyrl, slime, tinker
 from corral.engine.adapter import EngineObjective, dist_from_top, sampled_token_names, scales_with_advantages
+from corral.types import metric_kind
 from tolerance import assert_close
 
 # prime-rl
@@ -358,6 +364,72 @@ def test_nemo_rls_zeros_in_the_place_of_old_log_probs_are_refused() -> None:
     nemo_rl.CorralLoss("ppo_clip")(data, *total, next_token_logprobs=torch.zeros(2, 5))  # a policy that is certain
     with pytest.raises(ValueError, match="force_on_policy_ratio"):
         nemo_rl.add_old_support(data, {"topk_logits": old[..., :4], "topk_indices": torch.arange(4).expand(2, 5, 4)})
+
+
+NEMO_RLS_MEANS = ("lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length")
+NEMO_RLS_EXTREMES = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max")
+
+
+def nemo_rl_step(loss_fn: Any, rows: list[slice], batch: Batch, *, updates: int, totals_later: bool) -> dict[str, float]:
+    """The metrics that NeMo-RL logs of a step: over micro-batches of `rows`, in `updates` updates on the same tokens.
+
+    Every metric is summed, except those on two lists of NeMo-RL's own. Where its totals come later, each call gets totals of 1
+    and NeMo-RL divides afterwards: by what the loss says of a metric, otherwise by the total of the gradient.
+    """
+    data, given = nemo_rl_call(batch, support=loss_fn.input_type is LossInputType.DISTILLATION)
+    seqs, toks = torch.tensor(float(len(batch.mask))), batch.mask.sum().float()
+    one = torch.tensor(1.0)
+    divisor = {MetricNormalizer.TOKENS: toks, MetricNormalizer.SEQUENCES: seqs, MetricNormalizer.NONE: one}
+    gradients = toks if loss_fn.loss_type is LossType.TOKEN_LEVEL else seqs
+    logged: dict[str, list[float]] = {}
+    for _ in range(updates):
+        for part in rows:
+            fields = {name: x[part] for name, x in data.items()}
+            totals = (one, one) if totals_later else (seqs, toks)
+            _, metrics = loss_fn(fields, *totals, **{name: x[part] for name, x in given.items()})
+            for name, value in metrics.items():
+                later = divisor.get(loss_fn.metric_normalizations.get(name), gradients) if totals_later else one
+                scale = 1.0 if "_min" in name or "_max" in name else 1 / updates / float(later)
+                logged.setdefault(name, []).append(scale * value)
+    assert not set(logged) & {*NEMO_RLS_MEANS, *NEMO_RLS_EXTREMES}
+    return {name: sum(values) for name, values in logged.items()}
+
+
+@pytest.mark.parametrize(("updates", "totals_later"), [(1, False), (3, False), (1, True)])
+@pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize(("name", "settings"), [("ppo_clip", {}), ("dppo", {"bound": 0.1}), ("troll", {"bound": 0.02})])
+def test_nemo_rls_sums_over_micro_batches_are_the_means_of_the_batch(
+    name: str, settings: dict[str, Any], reduction: Any, totals_later: bool, updates: int
+) -> None:
+    # 4, 5 and 5 tokens: micro-batches of 4 and of 10.
+    batch, rows = make_batch(), [slice(0, 1), slice(1, 3)]
+    with module_named(nemo_rl.INTERFACES, nemo_interfaces(MetricNormalizer=MetricNormalizer)):
+        loss_fn = nemo_rl.CorralLoss(name, reduction=reduction, **settings)
+    found = nemo_rl_step(loss_fn, rows, batch, updates=updates, totals_later=totals_later)
+
+    made = EngineObjective.of("alone", name, settings, support=True)
+    out = made.objective(token_batch(made.objective, batch, made.anchor))
+    means = {name: value for name, value in out.metrics.items() if metric_kind(name) == "mean" and name != "tr/dual"}
+    assert {"tr/active_frac", "tr/kl_before", "tr/mismatch"} <= means.keys()
+    assert 0 < means["tr/active_frac"] < 1
+    for key, value in means.items():
+        assert found[key] == pytest.approx(float(value), abs=1e-6), key
+    expected = corral.reduce_loss(out.loss, batch.mask, reduction)
+    assert found["loss"] == pytest.approx(float(expected.detach()), abs=1e-6)
+    assert found["num_valid_samples"] == pytest.approx(3)
+    counts = {"tr/unconverged"} & out.metrics.keys()
+    assert set(found) == {*means, *counts, "loss", "num_valid_samples"}, "a sum of maxima is no maximum"
+
+
+@pytest.mark.usefixtures("nemo_module")
+def test_nemo_rl_counts_what_the_projection_did_not_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One token of each of two micro-batches: 2, although the two have 4 of 14 tokens and 10.
+    loss_fn = nemo_rl.CorralLoss("ppo_clip")
+    monkeypatch.setattr(
+        EngineObjective, "token_loss", lambda self, batch: (batch.logp_new, {"tr/unconverged": batch.mask.any().sum()})
+    )
+    found = nemo_rl_step(loss_fn, [slice(0, 1), slice(1, 3)], make_batch(), updates=1, totals_later=False)
+    assert found["tr/unconverged"] == 2
 
 
 def test_a_tail_of_one_minus_the_rest_has_a_floor() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from corral.engine.adapter import EngineObjective, dist_from_top, read_metrics, warn_once
 from corral.objective.reduction import reduce_loss
-from corral.types import SparseDist, TokenBatch
+from corral.types import SparseDist, TokenBatch, metric_kind
 
 INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 PACKAGE, LOOKED_UP = "nemo-rl", (f"{INTERFACES}:LossType", f"{INTERFACES}:LossInputType", f"{INTERFACES}:LossFunction")
@@ -42,6 +42,10 @@ class CorralLoss:
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         kind = interfaces.LossInputType
         self.input_type = kind.DISTILLATION if self.wanted.needs_support else kind.LOGPROB
+        # Releases up to 0.7.0 have no such enumeration, and always pass their totals.
+        self._normalizer: Any = vars(interfaces).get("MetricNormalizer")
+        self.metric_normalizations: dict[str, Any] = {}
+        """What NeMo-RL divides each metric by where it passes totals of 1 and has the true ones later. Calls add names."""
 
     def __call__(
         self,
@@ -74,8 +78,22 @@ class CorralLoss:
         )
         total = global_valid_toks if self.reduction == "token-mean" else global_valid_seqs
         reduced = reduce_loss(loss, mask, self.reduction, total=total)
-        found = read_metrics(metrics)
+        found = self._summable(metrics, mask.sum() / global_valid_toks.clamp(min=1))
         return reduced, {"loss": float(reduced.detach()), "num_valid_samples": float(data["sample_mask"].sum()), **found}
+
+    def _summable(self, metrics: dict[str, Tensor], share: Tensor) -> dict[str, float]:
+        """Metrics that NeMo-RL may sum over micro-batches: counts, and means times this micro-batch's `share` of all tokens.
+
+        Maxima are left out, as their sum is no maximum, and so is `tr/dual`, a mean over the projected tokens alone: the share
+        of those is not known here.
+        """
+        kinds = {name: metric_kind(name) for name in metrics if name != "tr/dual"}
+        kept = {name: metrics[name] * (share if kind == "mean" else 1) for name, kind in kinds.items() if kind != "max"}
+        if self._normalizer is not None:
+            divisors = {"mean": self._normalizer.TOKENS, "sum": self._normalizer.NONE}
+            self.metric_normalizations.update({name: divisors[kinds[name]] for name in kept})
+            self.metric_normalizations["num_valid_samples"] = self._normalizer.NONE
+        return read_metrics(kept)
 
 
 def _check_old(old: Tensor, new: Tensor) -> None:
