@@ -171,6 +171,13 @@ def test_slime_has_an_old_policy_wherever_that_is_the_new_one_or_was_recomputed(
     assert log["tr/ratio_max"] == 1
 
 
+def test_slimes_adapter_in_miles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # miles takes the same argument and has the loss in other modules; slime itself is not installed there.
+    monkeypatch.setitem(sys.modules, "slime", None)
+    with pytest.raises(ValueError, match=r"slime\.backends\.megatron_utils\.loss cannot be imported.*has none for miles"):
+        slime.policy_loss_function(slime_args("dppo"), slime_batch(), torch.full((1, 8), -1.0), torch.sum)
+
+
 @pytest.mark.usefixtures("slime_module")
 def test_slimes_metrics_are_reduced_as_its_loss_is() -> None:
     _, log = slime.policy_loss_function(slime_args("dppo"), slime_batch(), torch.full((1, 8), -1.0), lambda x: 2 * x[0])

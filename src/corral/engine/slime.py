@@ -1,4 +1,4 @@
-"""slime and miles: `--loss-type custom_loss --custom-loss-function-path corral.engine.slime.policy_loss_function`.
+"""slime: `--loss-type custom_loss --custom-loss-function-path corral.engine.slime.policy_loss_function`.
 
 Which objective, and its settings, come from the file of `--custom-config-path`:
 
@@ -27,7 +27,12 @@ def policy_loss_function(args: Any, batch: Any, logits: Tensor, sum_of_sample_me
     Only the policy term is computed: entropy bonus, KL to a reference, TIS and OPSM are slime's own loss, and refused.
     """
     wanted = _objective(args)
-    slime: Any = importlib.import_module(LOSS)
+    try:
+        slime: Any = importlib.import_module(LOSS)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"corral for slime: {LOSS} cannot be imported ({error}). This adapter is for slime; corral has none for miles."
+        ) from error
     _, found = slime.get_log_probs_and_entropy(
         logits,
         args=args,
