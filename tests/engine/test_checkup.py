@@ -46,6 +46,17 @@ def test_a_thin_adapters_engine_is_looked_up_by_the_names_it_uses(
     assert printed.endswith("\nThe engine has what the adapter uses.\n")
 
 
+def test_an_adapters_engine_that_cannot_be_imported_is_not_said_to_lack_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Engines import CUDA libraries and each other, and these end with errors of many kinds.
+    def broken(name: str) -> Any:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(checkup, "version", lambda package: "0.4.0")
+    monkeypatch.setattr(checkup, "resolve_name", broken)
+    (found,) = checkup.run_checkup("skyrl").trouble
+    assert found.startswith(f"{skyrl.REGISTRY}:PolicyLossRegistry cannot be imported, and the adapter needs it: OSError: libcu")
+
+
 @pytest.mark.parametrize("engine", checkup.ENGINES)
 def test_an_engine_that_is_missing_is_told_with_how_to_use_it(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkup, "version", _absent)

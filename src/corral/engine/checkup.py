@@ -68,8 +68,9 @@ def _look_up(module: Any) -> Checkup:
         try:
             resolve_name(name)
             found.rows.append(("found", name))
-        except (ImportError, AttributeError) as error:
-            found.trouble.append(f"{name} is not there, and the adapter needs it: {type(error).__name__}: {error}")
+        except Exception as error:  # engines import much, and what is missing there ends in errors of many kinds
+            how = "is not there" if isinstance(error, AttributeError) else "cannot be imported"
+            found.trouble.append(f"{name} {how}, and the adapter needs it: {type(error).__name__}: {error}")
     return found
 
 
