@@ -56,6 +56,23 @@ def test_prime_rls_sum_weights_and_metrics() -> None:
     assert_close(out.loss, (losses * weights).sum())
 
 
+def test_prime_rls_ipo_is_dppo_with_a_symmetric_mask() -> None:
+    # IPO, prime-rl's default: a token counts while |p − q| ≤ .3, whatever the sign of its advantage. Its weight is ρ = p/q, at
+    # most 10⁴. Here |p − q| = .25, .35, .35, .2, .1; the fourth has ρ = 2 · 10⁶; the last is not the completion's.
+    p, q = torch.tensor([0.5, 0.6, 0.15, 0.2, 0.4]), torch.tensor([0.25, 0.25, 0.5, 1e-7, 0.3])
+    advantages, mask = torch.tensor([1.0, 1.0, 2.0, -1.0, 1.0]), torch.tensor([True, True, True, True, False])
+    expected = -torch.tensor([2.0, 0.0, 0.0, -1e4, 0.0])  # −ρ Â
+
+    def gradient(**settings: Any) -> Tensor:
+        logp = p.log().requires_grad_()
+        given = LossInputs(logp, q.log(), None, advantages, mask)
+        return torch.autograd.grad(prime_rl.rl_loss(given, objective="dppo", bound=0.3, **settings).loss, logp)[0]
+
+    assert_close(gradient(mask="symmetric", ratio_cap=1e4), expected)
+    # DPPO's own mask keeps the third token: its advantage draws it back towards the sampler. ρ Â = .3 · 2.
+    assert_close(gradient(ratio_cap=1e4), expected - torch.tensor([0.0, 0.0, 0.6, 0.0, 0.0]))
+
+
 def test_prime_rl_has_no_old_policy_and_no_support() -> None:
     with pytest.raises(ValueError, match=r"ppo_clip is anchored on the old policy.*pass anchor='rollout' if the sampler's"):
         prime_rl.rl_loss(prime_inputs(), objective="ppo_clip")
