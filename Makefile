@@ -113,7 +113,7 @@ $(VERL)/.ready: pyproject.toml tests/engine/constraints-verl.txt
 	@touch $@
 
 # The thin adapters beside what installs of their engines, in an environment of its own: Tinker's client, and SkyRL and OpenRLHF
-# without what they need to train, for their losses. A minute.
+# without what they need to train, for their losses. SkyRL trains on Python 3.12 and newer; its losses run on 3.11 too. A minute.
 test-engines: $(ENGINES)/.ready
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -W ignore --timeout 300 tests/engine/test_adapters.py \
 		tests/engine/test_parity.py tests/engine/test_signatures.py tests/engine/test_their_losses.py tests/engine/test_tinker.py
@@ -121,9 +121,9 @@ test-engines: $(ENGINES)/.ready
 
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 tinker==0.36.0 pytest pytest-timeout \
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 tinker==0.38.0 pytest pytest-timeout \
 		hypothesis beartype ray==2.60.0 loguru omegaconf pyyaml --editable .
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.3.0 openrlhf==0.11.2
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python skyrl==0.4.0 openrlhf==0.11.2
 	@touch $@
 
 # DeepSpeed, launchers and several machines, as processes on this CPU: DeepSpeed compiles in an environment of its own (1.5 GB). Minutes.

@@ -129,7 +129,7 @@ def test_skyrls_dppo_without_the_samplers_log_probs_takes_the_old_policys(sky: A
         ("dual_clip", "dual_clip", {}),
         ("gspo", "gspo", {"clip_low": 0.2, "clip_high": 0.2}),
         ("sapo", "sapo", {}),
-        ("cispo", "cispo", {"cap_low": 1.0, "cap_high": 6.0}),
+        ("cispo", "cispo", {"cap_high": 5.0}),
     ],
 )
 def test_skyrls_other_losses_have_corrals_gradients(sky: Any, theirs: str, ours: str, settings: dict[str, Any]) -> None:
@@ -138,17 +138,14 @@ def test_skyrls_other_losses_have_corrals_gradients(sky: Any, theirs: str, ours:
     assert_close(skyrls(sky, theirs, tokens), expected, atol=1e-5)
 
 
-def test_skyrls_cispo_raises_small_weights_to_one_unless_told_otherwise(sky: Any) -> None:
-    # The paper has no lower bound; SkyRL's default is 1 − 0 = 1. With 1 − 1 = 0 it is corral's.
-    tokens = Tokens()
-    expected = tokens.ours("cispo", anchor=tokens.old, cap_high=6.0)
-    small = (tokens.new < tokens.old - 0.5) & tokens.mask
-    assert (skyrls(sky, "cispo", tokens)[small] / expected[small] > 1.6).all()
-
+def test_skyrls_cispo_may_be_anchored_on_the_sampler(sky: Any) -> None:
     def change(config: Any) -> None:
-        config.cispo.cispo_eps_clip_low = 1.0
+        config.cispo.cispo_anchor = "rollout"
 
+    tokens = Tokens()
+    expected = tokens.ours("cispo", anchor=tokens.rollout, cap_high=5.0)
     assert_close(skyrls(sky, "cispo", tokens, change), expected, atol=1e-5)
+    assert not torch.allclose(skyrls(sky, "cispo", tokens), expected, atol=1e-2)
 
 
 def test_skyrls_own_registry_and_settings_take_corrals_loss(sky: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from tinker.lib.public_interfaces.training_client import TrainingClient
 
 from corral.engine.tinker import make_loss, support_targets
+from tolerance import assert_close
 
 RECORD = json.loads((Path(__file__).parent / "signatures" / "tinker.json").read_text())
 
@@ -32,9 +33,19 @@ def test_its_datum_carries_what_the_loss_reads(support: bool) -> None:
     new = (
         fields["logprobs"].clamp(min=-20.0) + 0.1 * torch.tensor([1.0, -1.0, 1.0])[(...,) + (None,) * support]
     ).requires_grad_()
-    loss, metrics = make_loss("troll" if support else "ppo_clip")([datum], [new])
-    loss.backward()  # as Tinker's client does
+    loss_fn = make_loss("troll" if support else "ppo_clip")
+    loss, metrics = loss_fn([datum], [new])
+    loss.backward()
     assert new.grad is not None
     assert (new.grad[2] == 0).all()
     assert (new.grad[:2] != 0).any()
     assert metrics["tr/kl_before"] > 0
+
+    # Tinker's client sends the gradient as the weights of a sum of log-probs.
+    reported = tinker.ForwardBackwardOutput(
+        loss_fn_output_type="", loss_fn_outputs=[{"logprobs": tinker.TensorData.from_torch(new.detach())}]
+    )
+    sent = TrainingClient._compute_custom_loss([datum], loss_fn, reported)
+    weights = sent.data[0].loss_fn_inputs["weights"].to_torch()
+    assert_close(weights, -new.grad)
+    assert sent.metrics == metrics

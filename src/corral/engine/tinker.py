@@ -2,7 +2,7 @@
 
 targets = support_targets(tokens, top_ids, top_logp, logp)      # from sampling with topk_sample_logprobs=K
 datum = tinker.Datum(model_input, loss_fn_inputs={**targets, "advantages": …, "mask": …})
-training_client.forward_backward_custom(data, make_loss("troll"))
+training_client.forward_backward_custom(data, make_loss("troll")).result()
 """
 
 from collections.abc import Callable, Sequence
