@@ -1,6 +1,9 @@
 """`corral doctor --engine`: what it says of an engine that is there, missing, or of another release."""
 
+import json
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -8,9 +11,11 @@ import pytest
 
 from corral.cli import main
 from corral.engine import checkup, skyrl
-from corral.engine.verl.checkup import LINES, self_test
+from corral.engine.verl.checkup import LINES, SDPA, attention, self_test
 from corral.engine.verl.policy_loss import make_policy_loss
 from corral.objective.reduction import reduce_loss
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +77,16 @@ def test_releases_are_compared_as_numbers(found: str, fine: bool, monkeypatch: p
     report = checkup.Checkup()
     assert report.check_release("verl", "0.9", "0.10") == fine
     assert bool(report.trouble) != fine
+
+
+VERL = json.loads((Path(__file__).parent / "signatures" / "verl.json").read_text())
+
+
+def test_the_page_and_doctor_install_the_attention_that_verl_takes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    (extras,) = re.findall(r"^pip install 'verl\[(.+)\]==", (ROOT / "docs" / "verl.md").read_text(), re.MULTILINE)
+    assert {"vllm"} < {*extras.split(",")} & {"vllm", *VERL["flash-attn comes with"]}
+    monkeypatch.setattr("corral.engine.verl.checkup.find_spec", lambda name: None)
+    assert attention() == f"– verl's default attention needs it: pip install 'verl[{extras}]', or {SDPA}"
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])

@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import shlex
+from importlib.metadata import requires
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from verl.workers.engine.base import EngineRegistry
 import corral
 from corral.engine.adapter import sampled_token_names
 from corral.engine.verl import plugin
-from corral.engine.verl.checkup import LINES, checkup
+from corral.engine.verl.checkup import LINES, SDPA, checkup
 from corral.engine.verl.config import CorralPolicyLossConfig
 from corral.engine.verl.engine import SupportFSDPEngine
 from corral.engine.verl.loss import corral_ppo_loss
@@ -70,6 +71,20 @@ def test_the_recipes_of_the_page_are_verls_configuration(name: str, command: str
     assert actor.policy_loss.corral.resolve().name == ("troll" if name == "first" else name)
     assert config.trainer.nnodes == (1 if name == "first" else 2)
     validate_config(config, use_reference_policy=False, use_critic=False)
+
+
+@pytest.mark.parametrize("name", ["first", "troll", "dppo"])
+def test_the_recipes_run_without_flash_attention_where_doctors_line_is_added(name: str) -> None:
+    command = dict(RECIPES)[name].partition("main_ppo")[2].replace("\\\n", " ").replace("$DATA", "/data")
+    assert composed("\n".join([*shlex.split(command), SDPA])).actor_rollout_ref.model.override_config == {
+        "attn_implementation": "sdpa"
+    }
+
+
+def test_extras_that_bring_flash_attention_are_those_that_were_committed() -> None:
+    wanted = "".join(requires("verl") or ())
+    through = re.findall(r'verl\[flash-attn-\w+\]; extra == "(\w+)"', wanted)
+    assert sorted(through) == SIGNATURES["flash-attn comes with"]
 
 
 def test_every_recipe_was_found() -> None:

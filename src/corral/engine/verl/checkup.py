@@ -3,6 +3,7 @@
 import importlib
 import os
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,8 @@ actor_rollout_ref.actor.strategy=fsdp2
 {_LOSS}.loss_mode=corral_spo""",
 }
 """Overrides for `python -m verl.trainer.main_ppo`; a test composes verl's configuration with each."""
+SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+"""The override for an installation without flash-attn."""
 
 
 def checkup() -> Checkup:
@@ -56,6 +59,7 @@ def checkup() -> Checkup:
     except Exception as error:  # verl imports half of the world, and any of it may be missing
         found.trouble.append(f"verl cannot be imported: {type(error).__name__}: {error}")
         return found
+    found.rows.append(("flash-attn", attention()))
     found.rows.append(("policy losses", ", ".join(loss_modes())))
     found.rows.append(("engine", f"{MODEL_TYPE} (fsdp, fsdp2)"))
     found.rows.append(("trainers", ", ".join(PREFIX + name for name in TRAINERS)))
@@ -69,6 +73,13 @@ def checkup() -> Checkup:
         if not gap <= 1e-6:
             found.trouble.append(f"policy losses compute another gradient than corral alone, by {gap:.3g}")
     return found
+
+
+def attention() -> str:
+    """Whether flash-attn is installed, or how to install it and how to train without it."""
+    if find_spec("flash_attn") is not None:
+        return "installed"
+    return f"– verl's default attention needs it: pip install 'verl[vllm,fsdp]', or {SDPA}"
 
 
 def _check_entry_point(found: Checkup) -> None:
