@@ -208,6 +208,17 @@ def test_nothing_that_fits_means_the_old_weights_bit_for_bit(said):
     assert all(torch.equal(p, old[name]) for name, p in model.named_parameters())
 
 
+def test_a_weight_that_no_token_reads_must_be_a_number_too():
+    model = language()
+    old = snapshot(model)
+    with torch.no_grad():
+        model.embed.weight[3] = math.nan
+    done = retract(model, old, lambda: torch.zeros(5), bound=1.0)
+    assert (done.share, done.probes) == (0.0, 2)
+    assert math.isnan(done.before.mean)
+    assert torch.equal(model.embed.weight, old["embed.weight"])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_no_numbers_are_never_kept(bad):
     model = language()
@@ -215,7 +226,7 @@ def test_weights_that_are_no_numbers_are_never_kept(bad):
     with torch.no_grad():
         model.layer.weight[0, 0] = bad
     done = retract(model, old, probe, bound=1e3)
-    assert (done.share, done.probes, done.value_after) == (0.0, 1, 0.0)
+    assert (done.share, done.probes, done.value_after) == (0.0, 2, 0.0)
     assert math.isnan(done.value_before)
     assert all(torch.equal(p, old[name]) for name, p in model.named_parameters())
 

@@ -44,7 +44,7 @@ class Certificate:
     probes: int
     """Measurements that this took, with the one at the old weights where nothing else fitted."""
     value_before: float
-    """The statistic after the updates, before anything was undone."""
+    """The statistic after the updates, before anything was undone; NaN where a weight was no number."""
     value_after: float
     """The statistic of what was kept, measured: at most the bound, or `rounding` where the old weights were kept."""
     before: TokenKL
@@ -135,16 +135,18 @@ def retract(
     live = _tensors(module)
     new = {name: live[name].detach().clone() for name in old}
     measures = bound == math.inf  # then nothing is undone, whatever is found
+    first = _Probe.of(1.0, probe(), statistic)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
-    tried: list[_Probe] = []
-    share: float | None = 1.0 if measures or all(_is_finite(new[name]) for name in trained) else None
+    finite = measures or all(_is_finite(new[name]) for name in trained)
+    if not finite:  # whatever was measured: a weight that no token of this batch reads is one that another batch may read
+        first = _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=first.kl.tokens))
+    tried = [first]
+    share = _next_share(tried, bound, last=max_probes == 2) if finite and not measures else None
     while share is not None and len(tried) < max_probes:
-        if tried:
-            _place(module, old, new, share)
+        _place(module, old, new, share)
         tried.append(_Probe.of(share, probe(), statistic))
-        share = None if measures else _next_share(tried, bound, last=len(tried) == max_probes - 1)
-    first = tried[0] if tried else _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=0))
-    if statistic == "p999" and not measures and tried:
+        share = _next_share(tried, bound, last=len(tried) == max_probes - 1)
+    if statistic == "p999" and not measures:
         _warn_of_few(first.kl.tokens)
     kept = max((one for one in tried if measures or one.value <= bound), key=lambda one: one.share, default=None)
     if kept is None:
@@ -246,6 +248,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _place(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
     """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once; at 0 the old ones, even from NaN."""
+    _forget_copies(module)  # a gathered weight is another tensor than its part
     live = _tensors(module)  # looked up every time: a forward pass may register a buffer anew
     for name, x in old.items():
         live[name].copy_(_between(x, new[name], share) if share else x)
