@@ -374,7 +374,7 @@ def test_the_bound_holds_or_the_step_is_refused_whatever_the_module_has(parts, t
         model.train(training)
     if outside == "trained":
         del old["embed.weight"]
-        with pytest.raises(ValueError, match="'embed.weight' is trained and not in `old`"):
+        with pytest.raises(ValueError, match=r"'embed\.weight' is trained and not in `old`"):
             retract(model, old, lambda: categorical_kl(model(), was), bound=bound)
         return
     moved = outside == "cache" or (outside == "frozen" and parts["frozen"])
@@ -382,9 +382,10 @@ def test_the_bound_holds_or_the_step_is_refused_whatever_the_module_has(parts, t
     try:
         done = retract(model, old, lambda: categorical_kl(model(), was), bound=bound)
     except ValueError as error:
-        assert "the old weights are back" in str(error)
+        done, refusal = None, str(error)
+    if done is None:
         assert moved or random
-        done = None
+        assert "the old weights are back" in refusal
     if done is None or done.share == 0:
         now = snapshot(model)
         assert all(torch.equal(x, now[name]) for name, x in old.items())
@@ -397,9 +398,10 @@ def test_the_bound_holds_or_the_step_is_refused_whatever_the_module_has(parts, t
 
 def test_what_moved_outside_the_old_weights_is_an_error_and_not_a_certificate():
     # x² + 3 after the step, x² + 3 at x = 0 too: 3 is not below the bound, nor is a NaN.
+    says = r"the old weights are back\. With them the mean of the KL is (3|nan) and should be 0"
     for extra in (3.0, math.nan):
         line = Line(2.0)
-        with pytest.raises(ValueError, match=r"^retract: the old weights are back, and the mean of the KL is (3|nan) there") as error:
+        with pytest.raises(ValueError, match=says) as error:
             retract(line, ZERO, lambda line=line, extra=extra: line.squared() + extra, bound=1.0)
         assert line.x.item() == 0.0
         for cause in ("frozen parameter", "buffer", "dropout", "module.eval()"):

@@ -107,9 +107,9 @@ def retract(
     once more: above the bound the error says so, and the old weights stay.
 
     Buffers in `old` follow the weights: floating-point ones are interpolated, such as a batch norm's running statistics. All
-    others, such as counters, are those after the updates unless s = 0. What a probe writes into weights or buffers is undone, so
-    that the network that is kept is the one that was measured. Frozen parameters and buffers outside `old` are left alone.
-    In distributed training `probe` returns the tokens of all processes: all decide alike.
+    others, such as counters, are those after the updates unless s = 0. What a probe writes into weights or buffers is undone:
+    the network that is kept is the one that was measured. Frozen parameters and buffers outside `old` are left alone. In
+    distributed training `probe` returns the tokens of all processes: all decide alike.
 
     Args:
         module: the network after the updates; changed in place.
@@ -127,8 +127,8 @@ def retract(
     Raises:
         ValueError: the old weights themselves do not fit the bound, so that something else has moved.
     Ref:
-        Schulman et al. 2015, arXiv:1502.05477, app. C (the line search). Invariant: value_after ≤ max(bound, rounding), whatever
-        `probe` says, or an error.
+        Schulman et al. 2015, arXiv:1502.05477, app. C (the line search). Invariant: value_after ≤ max(bound, rounding) or an
+        error, whatever `probe` says; a share above 0 has value_after ≤ bound.
     """
     _check(module, old, bound, statistic, max_probes, rounding)
     _forget_copies(module)
@@ -156,11 +156,11 @@ def retract(
     _place(module, old, new, kept.share)  # a probe may have written into buffers
     if kept.share == 0 and not kept.value <= max(bound, rounding):
         raise ValueError(
-            f"retract: the old weights are back, and the {statistic} of the KL is {kept.value:.2g} there, where at most "
-            f"{bound:.2g} is allowed. Something outside `old` has moved: a frozen parameter, a buffer that the state dict leaves "
-            f"out, or a setting of the module. Or `probe` is random, as with dropout, or computes otherwise than when the old "
-            f"policy was scored. Call module.eval() for both, take `old` from `snapshot(module)` before the updates, and where "
-            f"rounding alone explains that distance, allow it with `rounding`."
+            f"retract: no step fits the bound of {bound:.2g}, so the old weights are back. With them the {statistic} of the KL "
+            f"is {kept.value:.2g} and should be 0. Something outside `old` has moved: a frozen parameter, a buffer that the "
+            f"state dict leaves out, or an attribute of the module. Or `probe` is random, as with dropout, or scores otherwise "
+            f"than the old policy was scored. Take `old` from `snapshot(module)` before the updates, and call module.eval() "
+            f"before either policy is scored. Where rounding alone explains that KL, allow it with `rounding`."
         )
     return Certificate(
         statistic=statistic, bound=bound, share=kept.share, probes=len(tried),
@@ -275,9 +275,9 @@ def _check(
     missing = [name for name, p in module.named_parameters() if p.requires_grad and name not in old]
     if missing:
         raise ValueError(
-            f"retract: {missing[0]!r} is trained and not in `old`, {len(missing)} parameter(s) in all, so that they could not be "
-            f"put back. Take `old` from `snapshot(module)` before the updates, or freeze what is no part of the policy "
-            f"(requires_grad_(False))."
+            f"retract: {missing[0]!r} is trained and not in `old`, so that it cannot be put back ({len(missing)} such parameters "
+            f"in all). Take `old` from `snapshot(module)` before the updates. Freeze what is no part of the policy "
+            f"(requires_grad_(False)), or leave it out of `module`."
         )
     if not number_in(bound, 0) or bound == 0:
         raise ValueError(f"retract: `bound` is a divergence > 0, inf to measure alone; got {bound!r}.")

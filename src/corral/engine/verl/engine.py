@@ -50,7 +50,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
-        """verl's update; with a deployed bound the network is held near the one that the sampler last got, before it gets another."""
+        """verl's update; with a deployed bound, the last one before a weight synchronisation also holds the network."""
         bound = tensordict_utils.get_non_tensor_data(data, DEPLOYED_BOUND, None)
         if bound is None:
             return super().train_batch(data, loss_function)
