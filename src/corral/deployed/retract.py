@@ -107,8 +107,8 @@ def retract(
     once more: above the bound the error says so, and the old weights stay.
 
     Buffers in `old` follow the weights: floating-point ones are interpolated, such as a batch norm's running statistics. All
-    others, such as counters, are those after the updates unless s = 0. What a probe writes into weights or buffers is undone:
-    the network that is kept is the one that was measured. Frozen parameters and buffers outside `old` are left alone. In
+    others, such as counters, are those after the updates unless s = 0. What a probe writes into any of them is undone: the
+    network that is kept is the one that was measured. Frozen parameters and buffers outside `old` are left alone. In
     distributed training `probe` returns the tokens of all processes: all decide alike.
 
     Args:
@@ -120,8 +120,8 @@ def retract(
         statistic: "mean", "p999" (warns once below 5,000 tokens), "cvar" (mean of the worst 1 %) or "max".
         max_probes: measurements at most; with one, a step is kept whole or not at all. A step that fits takes one. The
             measurement of the old weights is not counted.
-        rounding: what the statistic of the old weights may be beyond the bound, where kernels are not deterministic. In half
-            precision 1e-3 is enough.
+        rounding: a value of the statistic that is allowed at the old weights whatever the bound, for kernels that are not
+            deterministic. In half precision use 1e-3.
     Returns:
         Certificate.
     Raises:
@@ -275,8 +275,8 @@ def _check(
     missing = [name for name, p in module.named_parameters() if p.requires_grad and name not in old]
     if missing:
         raise ValueError(
-            f"retract: {missing[0]!r} is trained and not in `old`, so that it cannot be put back ({len(missing)} such parameters "
-            f"in all). Take `old` from `snapshot(module)` before the updates. Freeze what is no part of the policy "
+            f"retract: {missing[0]!r} is trained and not in `old`, so that it cannot be put back ({len(missing)} such "
+            f"parameters in all). Take `old` from `snapshot(module)` before the updates. Freeze what is no part of the policy "
             f"(requires_grad_(False)), or leave it out of `module`."
         )
     if not number_in(bound, 0) or bound == 0:
