@@ -1,6 +1,7 @@
 """What the runs of the study found: read from their files, and by setting. Plans need it where no report can be made."""
 
 import json
+import math
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -63,8 +64,8 @@ def final(run: Row, key: str = "success") -> float:
 
 
 def certificate(line: Row, name: str) -> float:
-    """A statistic of the deployed network's KL after a step."""
-    value = line["after"][name] if "after" in line else line.get(f"tr/deployed_kl_{name}", 0.0)
+    """A statistic of the deployed network's KL after a step; NaN where it was not published, as of too few tokens."""
+    value = line["after"][name] if "after" in line else line.get(f"tr/deployed_kl_{name}", math.nan)
     return min(float(value), 99.0)  # a run that died may have had an infinite one
 
 

@@ -38,8 +38,8 @@ def rate_text(rate: float | str) -> str:
 
 
 def two_digits(value: float) -> str:
-    """Two significant digits."""
-    return f"{float(f'{value:.2g}'):g}".removeprefix("0")
+    """Two significant digits; a dash for what is no number."""
+    return "–" if math.isnan(value) else f"{float(f'{value:.2g}'):g}".removeprefix("0")
 
 
 def half_width(values: Sequence[float]) -> float:

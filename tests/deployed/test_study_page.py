@@ -157,6 +157,11 @@ def test_the_start_is_told_with_its_best_temperature(tmp_path: Path, monkeypatch
     )
 
 
+def test_a_percentile_that_was_not_published_is_a_dash() -> None:
+    lines = [{"step": step, "tr/deployed_kl_mean": 0.02} for step in (1, 2)]
+    assert (study_text.kl([{"lines": lines}], "mean"), study_text.kl([{"lines": lines}], "p999")) == (".02", "–")
+
+
 def test_golden_other_tasks_and_collapses() -> None:
     def place(how: dict[str, Any], ends: list[float]) -> list[study_table.Row]:
         arm = Shipped(seed=0, **{"steps": 10, **how}).arm

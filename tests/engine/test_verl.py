@@ -35,6 +35,7 @@ from corral.engine.verl.engine import SupportFSDPEngine
 from corral.engine.verl.loss import corral_ppo_loss
 from corral.engine.verl.settings import MODEL_TYPE, TRAINERS
 from corral.engine.verl.trainer import check_config
+from corral.engine.verl.transport import DEPLOYED_BOUND, DEPLOYED_SYNC
 
 pytestmark = pytest.mark.verl
 
@@ -156,6 +157,28 @@ def test_a_trainer_refuses_before_anything_starts_and_then_sets_the_loss(monkeyp
     assert started == [made]
     assert given[0].func is corral_ppo_loss
     assert given[0].keywords["config"].policy_loss.corral.support_size == 64
+
+
+@pytest.mark.parametrize(("name", "batches"), [("sync", 1), ("colocate_async", 1), ("separate_async", 4)])
+def test_the_network_is_held_after_the_last_batch_before_the_sampler_gets_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, batches: int
+) -> None:
+    seen = []
+    monkeypatch.setattr(PPOTrainer, "_update_actor", lambda self, batch, metrics: seen.append(batch.extra_info))
+    made: Any = object.__new__(get_trainer_cls(f"corral_{name}"))
+    made.config = composed(LINES["TROLL"], "+actor_rollout_ref.actor.policy_loss.deployed_bound=0.02")
+    made.parameter_sync_step = made.config.trainer.v1.get(name, {}).get("parameter_sync_step", 1)  # as PPOTrainer reads it
+    made.prepare_step = dict
+
+    def update(metrics: dict[str, Any], *_: Any) -> Any:
+        batch = SimpleNamespace(extra_info={}, keys=[], tags=[], partition_id="train")
+        made._update_actor(batch, metrics)
+        return batch
+
+    made._step_once = update
+    made.step({}, {})  # verl's, between two weight synchronisations
+    assert [info[DEPLOYED_SYNC] for info in seen] == [False] * (batches - 1) + [True]
+    assert {info[DEPLOYED_BOUND] for info in seen} == {0.02}
 
 
 def test_doctor_finds_corral_active() -> None:

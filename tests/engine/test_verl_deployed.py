@@ -1,5 +1,6 @@
 """Which sequences the deployed region measures under verl, and their KLs; test_verl_engine.py has two ranks."""
 
+import math
 from typing import Any
 
 import pytest
@@ -51,7 +52,8 @@ def masked(*rows: int) -> Any:
 def test_the_kl_is_of_response_tokens_at_the_positions_that_predict_them() -> None:
     engine, batch = OneRank(), masked(0)
     engine.module.train()
-    region = DeployedRegion(engine, batch)
+    region = DeployedRegion(engine)
+    region.choose(batch)
     _, responses, _ = fixture.sequences()
     assert region.tokens == sum(map(len, responses[1:]))
     inputs = [x[-len(response) - 1 : -1] for x, response in zip(batch["input_ids"].unbind(), responses, strict=True)][1:]
@@ -67,8 +69,41 @@ def test_the_kl_is_of_response_tokens_at_the_positions_that_predict_them() -> No
     assert engine.module.training
 
 
-def test_where_every_sequence_is_masked_out_there_is_nothing_to_measure() -> None:
-    assert DeployedRegion(OneRank(), masked(0, 1, 2, 3)).tokens == 0
+def moved(engine: OneRank) -> None:
+    with torch.no_grad():
+        engine.module.weight.add_(0.3 * torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_later_mini_batch_is_measured_from_the_same_old_weights_where_the_first_is_masked_out() -> None:
+    engine = OneRank()
+    old = engine.module.weight.detach().clone()
+    region = DeployedRegion(engine)
+    region.choose(masked(0, 1, 2, 3))
+    assert region.tokens == 0
+    moved(engine)  # optimizers have momentum, and weight decay
+    new = engine.module.weight.detach().clone()
+    region.choose(masked(0))
+    assert region.tokens > 0
+    assert torch.equal(engine.module.weight, new)
+    kl = float(region._measure().new_old.mean())
+    assert kl > 0
+    certificate = region.hold(kl / 4, "mean")
+    assert certificate is not None
+    assert 0 < certificate.share < 1
+    assert certificate.value_before == pytest.approx(kl)
+    torch.testing.assert_close(engine.module.weight.detach(), torch.lerp(old, new, certificate.share))
+
+
+@pytest.mark.parametrize("bound", [0.02, math.inf])
+def test_where_every_sequence_is_masked_out_the_old_weights_come_back(bound: float, caplog: pytest.LogCaptureFixture) -> None:
+    engine = OneRank()
+    old = engine.module.weight.detach().clone()
+    region = DeployedRegion(engine)
+    region.choose(masked(0, 1, 2, 3))
+    moved(engine)
+    assert region.hold(bound, "mean") is None
+    assert torch.equal(engine.module.weight, old) == (bound < math.inf)
+    assert ("nothing can be measured" in caplog.text) == (bound < math.inf)
 
 
 def test_sequences_fit_into_a_ranks_share_and_one_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:

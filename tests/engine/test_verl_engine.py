@@ -55,25 +55,31 @@ def train(rank: int, folder: Path) -> None:
         some = worker if name == "deployed" else fixture.make_worker("corral_language_model", **more)
         config = fixture.actor_config("corral_troll", objective=TROLL, **held)
         found[name] = run_case(some, mine, config, "token-mean")
+    config = fixture.actor_config("corral_troll", objective=TROLL, **held)
+    found["deployed, two batches"] = run_case(worker, mine, config, "token-mean", batches=2)
     config = fixture.actor_config("corral_spo", deployed_bound=torch.inf)
     found["deployed, measured alone"] = run_case(worker, mine, config, "token-mean")
     torch.save(found, folder / f"{rank}.pt")
 
 
-def run_case(worker: Any, mine: slice, config: Any, agg: str) -> dict[str, Any]:
+def run_case(worker: Any, mine: slice, config: Any, agg: str, *, batches: int = 1) -> dict[str, Any]:
+    """The old pass, then two updates: of one batch, or one each of two, after which the sampler gets the weights."""
     worker.reset()
-    for group in worker.engine.optimizer.param_groups:
-        group["lr"] = fixture.RATES[agg]
     old = worker.infer_batch(fixture.batch_of(mine, calculate_entropy=True, **config.policy_loss.corral.support_request()))
     if worker.engine.use_ulysses_sp:  # of ranks that share sequences one reports, and the driver hands it to all
         box = [old]
         torch.distributed.broadcast_object_list(box, src=0)
         (old,) = box
     worker.set_loss_fn(fixture.loss_of(config))
-    batch = fixture.with_old(fixture.batch_of(mine), old)
-    fixture.tensordict_utils.assign_non_tensor(batch, **config.policy_loss.corral.deployed_request())
-    out = worker.train_mini_batch(batch)
-    metrics = None if out is None else fixture.tensordict_utils.get(out, "metrics")
+    for index in range(batches):
+        for group in worker.engine.optimizer.param_groups:  # verl's schedule sets it after every batch
+            group["lr"] = fixture.RATES[agg]
+        batch = fixture.with_old(fixture.batch_of(mine), old)
+        request = config.policy_loss.corral.deployed_request(sync=index == batches - 1)
+        fixture.tensordict_utils.assign_non_tensor(batch, **request, epochs=2 // batches)
+        out = worker.train_mini_batch(batch)
+        metrics = None if out is None else fixture.tensordict_utils.get(out, "metrics")
+        assert index == batches - 1 or not any("deployed" in name for name in metrics or ())
     return {
         "weights": fixture.weights_of(worker), "metrics": metrics, "logp": old["log_probs"].values(),
         "entropy": old["entropy"].values(), "ids": old["corral_old_ids"].values() if "corral_old_ids" in old else None,
@@ -179,6 +185,15 @@ def test_the_deployed_network_is_held_as_corral_alone_holds_it(results: list[dic
             assert metrics[name] == [pytest.approx(value, rel=1e-3)], name
     assert 0.8 * HELD <= metrics["tr/deployed_kl_mean"][0] <= HELD
     assert metrics["tr/deployed_seq_kl_max"][0] > metrics["tr/deployed_seq_kl_mean"][0] > 0
+
+
+def test_the_bound_is_from_one_weight_synchronisation_to_the_next(results: list[dict[str, Any]]) -> None:
+    # Two updates of one batch, or of two batches before the sampler gets the weights: the same network, held once.
+    for found in results:
+        fixture.assert_moved_alike(found["deployed, two batches"]["weights"], found["deployed"]["weights"])
+    twice, once = (results[0][name]["metrics"] for name in ("deployed, two batches", "deployed"))
+    for name in ("tr/deployed_kl_mean", "tr/step_share", "tr/deployed_probes"):
+        assert twice[name] == [pytest.approx(once[name][0], rel=1e-5)]
 
 
 @pytest.mark.supports("other: deployed network, bfloat16 autocast", door="verl")

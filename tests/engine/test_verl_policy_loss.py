@@ -10,7 +10,7 @@ from torch import Tensor
 import corral
 from corral.engine.verl.policy_loss import BatchExtras, batch_extras, make_policy_loss
 from corral.engine.verl.settings import VerlSettings, loss_modes
-from corral.engine.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, MASS, TOP_K
+from corral.engine.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, TOP_K
 from tolerance import assert_close
 
 
@@ -83,8 +83,10 @@ def test_a_deployed_bound_that_verls_own_trainer_would_not_hold_is_refused() -> 
         loss_fn(**given, config=config)
     with batch_extras(BatchExtras()):  # as corral's trainers call it
         loss_fn(**given, config=config)
-    assert config.policy_loss.corral.deployed_request() == {DEPLOYED_BOUND: 0.02, DEPLOYED_STATISTIC: "mean"}
-    assert config_of("corral_spo").policy_loss.corral.deployed_request() == {}
+    assert config.policy_loss.corral.deployed_request(sync=True) == {
+        DEPLOYED_BOUND: 0.02, DEPLOYED_STATISTIC: "mean", DEPLOYED_SYNC: True,
+    }  # fmt: skip
+    assert config_of("corral_spo").policy_loss.corral.deployed_request(sync=True) == {}
 
 
 def test_verls_own_settings_are_refused() -> None:

@@ -66,6 +66,7 @@ def trainer(cluster: None) -> RegionTrainerSync:
     group.init_model()
     made = object.__new__(RegionTrainerSync)
     made.config, made.actor_rollout_wg = config, group
+    made.local_trigger_step, made.parameter_sync_step = 0, 1  # as verl's trainer has them where every step is one batch
     group.set_loss_fn(functools.partial(corral_ppo_loss, config=check_config(config)))  # as _setup does
     return made
 

@@ -14,7 +14,7 @@ from corral.llm import CorralTrainer
 from corral.llm.models import base_model
 
 NAMES = [
-    "tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/deployed_probes",
+    "tr/deployed_kl_mean", "tr/deployed_kl_max", "tr/step_share", "tr/deployed_probes",
     "tr/deployed_kl_se", "tr/deployed_seq_kl_mean", "tr/deployed_seq_kl_max",
 ]  # fmt: skip
 WILD = {"learning_rate": 0.3, "objective": "ppo_clip"}
@@ -62,7 +62,7 @@ class Witness(TrainerCallback):
 
 def certificates(trainer: CorralTrainer) -> list[dict[str, float]]:
     """What the trainer logged of every step."""
-    names = [*NAMES, "tr/passes"]
+    names = [*NAMES, "tr/deployed_kl_p999", "tr/passes"]
     return [{name: line[name] for name in names if name in line} for line in trainer.state.log_history if NAMES[0] in line]
 
 

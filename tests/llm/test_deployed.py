@@ -436,7 +436,8 @@ def let_accelerate_shard_on_cpus() -> None:
 def retract_sharded() -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """A sharded network, moved and retracted, beside the same one on one process."""
     torch.manual_seed(0)
-    alone, inputs = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 7)), torch.randn(20, 6)
+    alone = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 7)).eval()
+    inputs = torch.randn(20, 6)
     sharded = copy.deepcopy(alone)
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(sharded[0], mesh=mesh)
@@ -447,12 +448,13 @@ def retract_sharded() -> tuple[list[dict[str, float]], dict[str, Tensor]]:
             was, old = network(inputs).log_softmax(-1), snapshot(network)
             if name == "sharded":
                 network.reshard()  # as after a backward pass; a forward pass alone leaves its root gathered
-            for p in network.parameters():
+            for p in (*network.parameters(), network[1].running_var):
                 p.mul_(3.0)
         done = retract(network, old, lambda: categorical_kl(network(inputs).log_softmax(-1), was), bound=0.01)  # noqa: B023
         lines.append(done.metrics())
         final = snapshot(network).items()
-        weights |= {f"{name} {key}": x.full_tensor() if isinstance(x, DTensor) else x for key, x in final}
+        whole = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in final}
+        weights |= {f"{name} {key}": x if x.is_floating_point() else x.double() for key, x in whole.items()}  # or a counter
     return lines, weights
 
 

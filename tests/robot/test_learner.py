@@ -391,7 +391,8 @@ def test_the_certificate_is_the_kl_of_what_is_deployed(algorithm: str, kind: dic
         mean, chol = agent.policy(episodes.observations[:, 0])
     apart = kl_divergence(MultivariateNormal(mean, scale_tril=chol), MultivariateNormal(plans.mean, scale_tril=plans.chol))
     assert metrics["tr/deployed_kl_mean"] == pytest.approx(apart.mean().item(), rel=1e-9)
-    assert metrics["tr/deployed_kl_max"] == metrics["tr/deployed_kl_p999"] == pytest.approx(apart.max().item(), rel=1e-9)
+    assert metrics["tr/deployed_kl_max"] == pytest.approx(apart.max().item(), rel=1e-9)
+    assert "tr/deployed_kl_p999" not in metrics  # of eight contexts it would be the largest
     assert (metrics["tr/step_share"], metrics["tr/deployed_probes"]) == (1.0, 1.0)
 
 

@@ -26,7 +26,9 @@ LOST = 0.1
 LEAST = 1e-6
 """A smaller share is not worth a probe: nothing is kept."""
 FEW = 5000
-"""With fewer tokens the 99.9th percentile is one of the five largest."""
+"""With fewer tokens the 99.9th percentile is one of the five largest, and not published."""
+_INTERPOLATED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights and buffers that lie between the old and the new ones."""
 _told: set[str] = set()
 """Warnings that were given: each is given once."""
 
@@ -40,20 +42,20 @@ class Certificate:
     share: float
     """How much of the step was kept: θ_old + share · (θ_new − θ_old)."""
     probes: int
-    """Measurements that this took."""
+    """Measurements that this took, with the one at the old weights where nothing else fitted."""
     value_before: float
-    """The statistic after the updates, before anything was undone."""
+    """The statistic after the updates, before anything was undone; NaN where a weight was no number."""
     value_after: float
-    """Of what was kept: at most the bound."""
+    """The statistic of what was kept, measured: at most the bound, or `rounding` where the old weights were kept."""
     before: TokenKL
     after: TokenKL
 
     def metrics(self) -> dict[str, float]:
-        """As a trainer logs it."""
+        """As a trainer logs it; without the 99.9th percentile where fewer than 5,000 tokens were measured."""
         after = self.after
         found = {
             "tr/deployed_kl_mean": after.mean,
-            "tr/deployed_kl_p999": after.p999,
+            **({"tr/deployed_kl_p999": after.p999} if after.tokens >= FEW else {}),
             "tr/deployed_kl_max": after.max,
             "tr/step_share": self.share,
             "tr/deployed_probes": float(self.probes),
@@ -67,9 +69,21 @@ class Certificate:
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters that are trained, by name; a tied weight once; of a sharded one this process's part."""
+    """Copies of the parameters that are trained and of the buffers that the state dict holds, by name.
+
+    A tied weight is copied once; of a sharded one this process's part. Other buffers are caches, such as the frequencies of
+    a rotary embedding. Modules recompute them, and count in plain attributes what they hold: putting a copy back would leave
+    the two at odds.
+    """
     _forget_copies(module)
-    return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    buffers = {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
+    return {name: x.detach().clone() for name, x in (trained | buffers).items()}
 
 
 @torch.no_grad()
@@ -81,6 +95,7 @@ def retract(
     bound: float,
     statistic: str = "mean",
     max_probes: int = 4,
+    rounding: float = 1e-6,
 ) -> Certificate:
     """Keep the largest share of a step that a few probes find, for which a statistic of the per-token KL fits a bound.
 
@@ -88,45 +103,65 @@ def retract(
 
     The whole step is measured first. Where it is too far, s = √(δ / D) is measured next (D grows as s² near the old weights),
     then corrections along the power law through the two nearest. Only a share that was measured is kept, with the weights as
-    they are stored, rounding included; where none fits, the old weights are, bit for bit. Parameters that are not in `old`,
-    and buffers, are left alone. In distributed training `probe` returns the tokens of all processes: all decide alike.
+    they are stored, rounding included. Where none fits, everything in `old` comes back bit for bit, and the network is measured
+    once more: above the bound the error says so, and the old weights stay.
+
+    Buffers in `old` follow the weights: floating-point ones are interpolated, such as a batch norm's running statistics. All
+    others, such as counters, are those after the updates unless s = 0. What a probe writes into any of them is undone: the
+    network that is kept is the one that was measured. Frozen parameters and buffers outside `old` are left alone. In
+    distributed training `probe` returns the tokens of all processes: all decide alike.
 
     Args:
         module: the network after the updates; changed in place.
-        old: `snapshot(module)` from before them.
+        old: `snapshot(module)` from before them: every parameter that is trained. Frozen ones in it are retracted too.
         probe: measures the module as it is now: KL(new‖old) of the batch's tokens [N], from `head_kl` or otherwise; or a
             `BatchKL`, whose sequences the certificate then has too.
         bound: δ > 0, inf to measure alone.
         statistic: "mean", "p999" (warns once below 5,000 tokens), "cvar" (mean of the worst 1 %) or "max".
-        max_probes: measurements at most; with one, a step is kept whole or not at all. A step that fits takes one.
+        max_probes: measurements at most; with one, a step is kept whole or not at all. A step that fits takes one. The
+            measurement of the old weights is not counted.
+        rounding: a value of the statistic that is allowed at the old weights whatever the bound, for kernels that are not
+            deterministic. In half precision use 1e-3.
     Returns:
         Certificate.
+    Raises:
+        ValueError: the old weights themselves do not fit the bound, so that something else has moved.
     Ref:
-        Schulman et al. 2015, arXiv:1502.05477, app. C (the line search). Invariant: value_after ≤ bound, whatever `probe` says.
+        Schulman et al. 2015, arXiv:1502.05477, app. C (the line search). Invariant: value_after ≤ max(bound, rounding) or an
+        error, whatever `probe` says; a share above 0 has value_after ≤ bound.
     """
-    _check(module, old, bound, statistic, max_probes)
+    _check(module, old, bound, statistic, max_probes, rounding)
     _forget_copies(module)
-    parameters = {name: p for name, p in module.named_parameters() if name in old}
-    new = {name: p.detach().clone() for name, p in parameters.items()}
+    live = _tensors(module)
+    new = {name: live[name].detach().clone() for name in old}
     measures = bound == math.inf  # then nothing is undone, whatever is found
-    usable = measures or all(_is_finite(p) for p in new.values())
-    tried: list[_Probe] = []
-    share: float | None = 1.0 if usable else None
+    first = _Probe.of(1.0, probe(), statistic)
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    finite = measures or all(_is_finite(new[name]) for name in trained)
+    if not finite:  # whatever was measured: a weight that no token of this batch reads is one that another batch may read
+        first = _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=first.kl.tokens))
+    tried = [first]
+    share = _next_share(tried, bound, last=max_probes == 2) if finite and not measures else None
     while share is not None and len(tried) < max_probes:
-        if tried:
-            _place(parameters, old, new, share)
-            _forget_copies(module)
+        _place(module, old, new, share)
         tried.append(_Probe.of(share, probe(), statistic))
-        share = None if measures else _next_share(tried, bound, last=len(tried) == max_probes - 1)
-    first = tried[0] if tried else _Probe(1.0, math.nan, TokenKL(mean=math.nan, p999=math.nan, max=math.nan, tokens=0))
-    nothing = _Probe(0.0, 0.0, TokenKL.none(first.kl.tokens))
-    if statistic == "p999" and not measures and tried:
+        share = _next_share(tried, bound, last=len(tried) == max_probes - 1)
+    if statistic == "p999" and not measures:
         _warn_of_few(first.kl.tokens)
-    fitting = [one for one in tried if measures or one.value <= bound]
-    kept = max(fitting, key=lambda one: one.share, default=nothing)
-    if not tried or tried[-1].share != kept.share:
-        _place(parameters, old, new, kept.share)
-    _forget_copies(module)
+    kept = max((one for one in tried if measures or one.value <= bound), key=lambda one: one.share, default=None)
+    if kept is None:
+        _place(module, old, new, 0.0)
+        kept = _Probe.of(0.0, probe(), statistic)
+        tried.append(kept)
+    _place(module, old, new, kept.share)  # a probe may have written into buffers
+    if kept.share == 0 and not kept.value <= max(bound, rounding):
+        raise ValueError(
+            f"retract: no step fits the bound of {bound:.2g}, so the old weights are back. With them the {statistic} of the KL "
+            f"is {kept.value:.2g} and should be 0. Something outside `old` has moved: a frozen parameter, a buffer that the "
+            f"state dict leaves out, or an attribute of the module. Or `probe` is random, as with dropout, or scores otherwise "
+            f"than the old policy was scored. Take `old` from `snapshot(module)` before the updates, and call module.eval() "
+            f"before either policy is scored. Where rounding alone explains that KL, allow it with `rounding`."
+        )
     return Certificate(
         statistic=statistic, bound=bound, share=kept.share, probes=len(tried),
         value_before=first.value, value_after=kept.value, before=first.kl, after=kept.kl,
@@ -186,12 +221,8 @@ def _warn_of_few(tokens: int) -> None:
 
 
 def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Write the weights of a `snapshot` back into the module, bit for bit."""
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, weight in weights.items():
-            parameters[name].copy_(weight)
-    _forget_copies(module)
+    """Write the weights and buffers of a `snapshot` back into the module, bit for bit."""
+    _place(module, weights, {}, 0.0)
 
 
 def _is_finite(weight: Tensor) -> bool:
@@ -209,19 +240,44 @@ def _forget_copies(module: nn.Module) -> None:
             part.reshard()
 
 
-def _place(parameters: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
-    """Write θ_old + share · (θ_new − θ_old) into the parameters, rounded once; at 0 the old weights, even from NaN."""
-    for name, p in parameters.items():
-        p.copy_(torch.lerp(old[name], new[name], share) if share else old[name])  # half precision is computed wide
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; a shared buffer under each of its names."""
+    return dict(module.named_parameters()) | dict(module.named_buffers(remove_duplicate=False))
 
 
-def _check(module: nn.Module, old: Mapping[str, Tensor], bound: float, statistic: str, max_probes: int) -> None:
-    shapes = {name: p.shape for name, p in module.named_parameters()}
-    if not old or any(name not in shapes or shapes[name] != x.shape for name, x in old.items()):
-        wrong = next((name for name, x in old.items() if name not in shapes or shapes[name] != x.shape), None)
+@torch.no_grad()
+def _place(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> None:
+    """Write θ_old + share · (θ_new − θ_old) into parameters and buffers, rounded once; at 0 the old ones, even from NaN."""
+    _forget_copies(module)  # a gathered weight is another tensor than its part
+    live = _tensors(module)  # looked up every time: a forward pass may register a buffer anew
+    for name, x in old.items():
+        live[name].copy_(_between(x, new[name], share) if share else x)
+    _forget_copies(module)
+
+
+def _between(old: Tensor, new: Tensor, share: float) -> Tensor:
+    """θ_old + share · (θ_new − θ_old), half precision computed wide; what is no floating-point number is the new one."""
+    if share == 1 or new.dtype not in _INTERPOLATED:
+        return new
+    return torch.where(old == new, new, torch.lerp(old, new, share))  # the difference of equal infinities is no number
+
+
+def _check(
+    module: nn.Module, old: Mapping[str, Tensor], bound: float, statistic: str, max_probes: int, rounding: float
+) -> None:
+    live = _tensors(module)
+    wrong = next((name for name, x in old.items() if name not in live or live[name].shape != x.shape), None)
+    if not old or wrong is not None:
         raise ValueError(
-            f"retract: `old` holds parameters of this module, from `snapshot(module)`; "
+            f"retract: `old` holds parameters and buffers of this module, from `snapshot(module)`; "
             f"{'it is empty' if wrong is None else f'{wrong!r} is none of them, or has another shape'}."
+        )
+    missing = [name for name, p in module.named_parameters() if p.requires_grad and name not in old]
+    if missing:
+        raise ValueError(
+            f"retract: {missing[0]!r} is trained and not in `old`, so that it cannot be put back ({len(missing)} such "
+            f"parameters in all). Take `old` from `snapshot(module)` before the updates. Freeze what is no part of the policy "
+            f"(requires_grad_(False)), or leave it out of `module`."
         )
     if not number_in(bound, 0) or bound == 0:
         raise ValueError(f"retract: `bound` is a divergence > 0, inf to measure alone; got {bound!r}.")
@@ -229,3 +285,5 @@ def _check(module: nn.Module, old: Mapping[str, Tensor], bound: float, statistic
         raise ValueError(f"retract: `statistic` is one of {', '.join(STATISTICS)}; got {statistic!r}.")
     if type(max_probes) is not int or max_probes < 1:
         raise ValueError(f"retract: `max_probes` is a whole number ≥ 1; got {max_probes!r}.")
+    if not number_in(rounding, 0) or rounding == math.inf:
+        raise ValueError(f"retract: `rounding` is a divergence ≥ 0 and finite; got {rounding!r}.")

@@ -86,11 +86,6 @@ class TokenKL:
             numbers["se"] = se
         return cls(tokens=kl.numel(), **dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True)))
 
-    @classmethod
-    def none(cls, tokens: int) -> "TokenKL":
-        """A network that did not move."""
-        return cls(mean=0.0, p999=0.0, max=0.0, tokens=tokens, se=0.0, seq_mean=0.0, seq_max=0.0)
-
 
 def _sums(values: Float[Tensor, " N"], sequence: Int[Tensor, " N"]) -> Float[Tensor, " S"]:
     return values.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, values)

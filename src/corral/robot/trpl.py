@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from stable_baselines3 import PPO
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
-from torch import Tensor
+from torch import Tensor, nn
 
 from corral.deployed import retract
 from corral.divergence.gaussian import gaussian_kl
@@ -129,8 +129,13 @@ class TRPL(PPO):
             new = _gaussian(self.policy, states)
             return gaussian_kl(new.mean, new.std, old.mean, old.std, diagonal=True).total
 
-        before = {name: p for name, p in self.old_policy.named_parameters() if "value_net" not in name}
-        return retract(self.policy, before, apart, bound=self.region.deployed_bound).metrics()
+        before = dict(_acting(self.old_policy).named_parameters())
+        return retract(_acting(self.policy), before, apart, bound=self.region.deployed_bound).metrics()
+
+
+def _acting(policy: Any) -> nn.ParameterList:
+    """The policy's own parameters, without the critic's: a retraction leaves the critic as it is."""
+    return nn.ParameterList([p for name, p in policy.named_parameters() if "value_net" not in name])
 
 
 def _gaussian(policy: Any, states: Tensor) -> StepGaussian:

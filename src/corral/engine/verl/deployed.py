@@ -1,9 +1,13 @@
-"""The deployed region under verl: the network is measured before a batch's updates, and held near itself after the last.
+"""The deployed region under verl: the network is held near the one that the sampler last got.
 
 before the first update    weights of this rank's shard, and the head's inputs and weight on some of the batch's sequences
 after the last             the same sequences again → KL(new‖old) over the whole vocabulary → corral.retract
+
+The first and the last update are those between two weight synchronisations, whatever number of batches that takes.
 """
 
+import logging
+import math
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +17,10 @@ from torch import Tensor
 from verl.utils import tensordict_utils
 from verl.workers.utils.padding import response_from_nested
 
-from corral.deployed import BatchKL, Certificate, retract, snapshot
+from corral.deployed import BatchKL, Certificate, restore, retract, snapshot
 from corral.engine.verl.head import HeadWitness
+
+logger = logging.getLogger(__name__)
 
 TOKENS = 3072
 """Tokens of a batch that are measured, about, over all ranks: whole sequences, prompts included."""
@@ -23,26 +29,45 @@ _T = TypeVar("_T")
 
 
 class DeployedRegion:
-    """One batch's: made before its first update, asked after its last. Every rank takes part in both."""
+    """The region around the network that the sampler has: made before the next update, and applied before the next network is
+    sent there. Every rank takes part in both."""
 
-    def __init__(self, engine: Any, data: TensorDict) -> None:
-        """Measure the network as it is.
+    def __init__(self, engine: Any) -> None:
+        """Keep the network as it is.
 
         Args:
             engine: a SupportFSDPEngine in its train mode.
-            data: the first mini-batch of this rank, some of whose sequences are measured.
         """
-        self.engine = engine
-        self.old = snapshot(engine.module)
+        self.engine, self.old = engine, snapshot(engine.module)
+        self.tokens = 0
+        """Tokens of all ranks that are measured; 0 until a mini-batch has some."""
+        self.witness = HeadWitness()
+
+    def choose(self, data: TensorDict) -> None:
+        """Measure the old network on some sequences of a rank's mini-batch, unless all of them are masked out on every rank."""
+        engine = self.engine
         self.sample = tensordict_utils.index_select_tensor_dict(data, _choose(data, engine.get_data_parallel_size()))
         self.tokens = sum(self._gather(int(self.sample["response_mask"].values().sum())))
-        """Of all ranks; where there is none, nothing can be measured."""
-        self.witness = HeadWitness()
-        self._pass()
+        if self.tokens:
+            new = snapshot(engine.module)  # an update on masked tokens alone may have moved it: optimizers have momentum
+            restore(engine.module, self.old)
+            self._pass()
+            restore(engine.module, new)
 
-    def hold(self, bound: float, statistic: str) -> Certificate:
-        """Back towards the old weights until a statistic of the tokens' KL is at most the bound."""
-        return retract(self.engine.module, self.old, self._measure, bound=bound, statistic=statistic)
+    def hold(self, bound: float, statistic: str) -> Certificate | None:
+        """Back towards the old weights until a statistic of the tokens' KL is at most the bound.
+
+        None where no mini-batch had a token to measure: beside a finite bound the old weights are back then.
+        """
+        if self.tokens:
+            return retract(self.engine.module, self.old, self._measure, bound=bound, statistic=statistic)
+        if bound < math.inf:
+            restore(self.engine.module, self.old)
+            logger.warning(
+                "corral for verl: every sequence since the last weight synchronisation is masked out, so that nothing can be "
+                "measured. The weights are those of that synchronisation again; the optimizer keeps its moments."
+            )
+        return None
 
     def _measure(self) -> BatchKL:
         self._pass()

@@ -19,6 +19,7 @@ from corral.engine.verl.settings import MODEL_TYPE
 from corral.engine.verl.transport import (
     DEPLOYED_BOUND,
     DEPLOYED_STATISTIC,
+    DEPLOYED_SYNC,
     MASS,
     NEW,
     OLD,
@@ -49,21 +50,23 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
-        """verl's update; with a deployed bound the network is measured before a batch's first, and held after its last."""
+        """verl's update; with a deployed bound, the last one before a weight synchronisation also holds the network."""
         bound = tensordict_utils.get_non_tensor_data(data, DEPLOYED_BOUND, None)
-        if bound is not None and self._deployed is None:
-            if self.use_ulysses_sp:
-                raise ValueError(
-                    "corral for verl: deployed_bound measures whole sequences. Set ulysses_sequence_parallel_size=1."
-                )
-            self._deployed = DeployedRegion(self, data)
+        if bound is None:
+            return super().train_batch(data, loss_function)
+        if self.use_ulysses_sp:
+            raise ValueError("corral for verl: deployed_bound measures whole sequences. Set ulysses_sequence_parallel_size=1.")
+        if self._deployed is None:
+            self._deployed = DeployedRegion(self)
+        if not self._deployed.tokens:
+            self._deployed.choose(data)
         outputs = super().train_batch(data, loss_function)
-        if self._deployed is not None and tensordict_utils.get_non_tensor_data(data, "update_lr_scheduler", False):
+        last_of_batch = tensordict_utils.get_non_tensor_data(data, "update_lr_scheduler", False)
+        if last_of_batch and tensordict_utils.get_non_tensor_data(data, DEPLOYED_SYNC, False):
             region, self._deployed = self._deployed, None
-            if region.tokens:  # else every sequence is masked out, and so was the loss
-                statistic = tensordict_utils.get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean")
-                metrics = region.hold(bound, statistic).metrics()
-                outputs["metrics"] |= {name: Metric(AggregationType.MEAN, value) for name, value in metrics.items()}
+            certificate = region.hold(bound, tensordict_utils.get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean"))
+            metrics = {} if certificate is None else certificate.metrics()
+            outputs["metrics"] |= {name: Metric(AggregationType.MEAN, value) for name, value in metrics.items()}
         return outputs
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:

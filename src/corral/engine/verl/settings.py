@@ -7,7 +7,7 @@ from typing import Any
 
 from corral.deployed.statistics import STATISTICS
 from corral.engine.adapter import POLICY, EngineObjective
-from corral.engine.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, MASS, TOP_K
+from corral.engine.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, TOP_K
 from corral.objective import make_objective, objective_names
 from corral.objective.dppo import DPPOConfig
 from corral.validate import require
@@ -48,8 +48,8 @@ class VerlSettings:
     support_mass: float = 1 - 1e-5
     """Probability after which a support keeps no further token."""
     deployed_bound: float | None = None
-    """δ: after a batch's updates, back towards the old weights until the KL of the network itself is at most this; inf measures
-    alone."""
+    """δ: before the sampler gets a new network, back towards the one that it has until the KL between the two is at most this;
+    inf measures alone."""
     deployed_statistic: str = "mean"
     """Of the per-token KL: "mean", "p999", "cvar" or "max"."""
 
@@ -82,11 +82,15 @@ class VerlSettings:
             return {TOP_K: sys.maxsize, MASS: 1.0}
         return {TOP_K: self.support_size, MASS: self.support_mass}
 
-    def deployed_request(self) -> dict[str, Any]:
-        """For the extra_info of an update after which the deployed region is held; empty where none is."""
+    def deployed_request(self, *, sync: bool) -> dict[str, Any]:
+        """For the extra_info of a batch's updates under a deployed bound; empty without one.
+
+        Args:
+            sync: whether the sampler gets the network after these updates.
+        """
         if self.deployed_bound is None:
             return {}
-        return {DEPLOYED_BOUND: self.deployed_bound, DEPLOYED_STATISTIC: self.deployed_statistic}
+        return {DEPLOYED_BOUND: self.deployed_bound, DEPLOYED_STATISTIC: self.deployed_statistic, DEPLOYED_SYNC: sync}
 
     def _check_anchor(self) -> None:
         """Refuse an anchor that is not what verl will hand over."""

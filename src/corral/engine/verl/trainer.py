@@ -16,6 +16,10 @@ class _WithRegion:
 
     config: Any
     actor_rollout_wg: Any
+    local_trigger_step: int
+    """Batches of this step that came before."""
+    parameter_sync_step: int
+    """Batches of a step, after which the sampler gets the weights: several with separate_async, one otherwise."""
 
     def __init__(self, config: Any) -> None:
         # verl's trainers tell themselves apart by this name, and each looks its settings up under it.
@@ -39,9 +43,9 @@ class _WithRegion:
         return result
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """verl's; where a deployed bound is set, workers are told, and report `tr/deployed_…` and `tr/step_share`."""
+        """verl's; with a deployed bound the workers hold the network after a step's last batch, before the sampler gets it."""
         settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral
-        batch.extra_info |= settings.deployed_request()
+        batch.extra_info |= settings.deployed_request(sync=self.local_trigger_step == self.parameter_sync_step - 1)
         return super()._update_actor(batch, metrics)  # type: ignore[misc]  # of verl's trainer
 
 

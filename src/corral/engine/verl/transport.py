@@ -12,7 +12,9 @@ OLD, NEW = "corral_old", "corral_new"
 TOP_K, MASS = "corral_top_k", "corral_mass"
 """In a batch's extra_info, for the pass that is to keep a support."""
 DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_statistic"
-"""In a batch's extra_info, for updates after which the network is held near the one that they began with."""
+"""In a batch's extra_info, for updates after which the network is held near the one that the sampler has."""
+DEPLOYED_SYNC = "corral_deployed_sync"
+"""Beside them, on a step's last batch: the network goes to the sampler after its updates."""
 _FIELDS = ("ids", "logp", "rest", "rest_max")
 
 
