@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from corral.deployed import BatchKL, RateController, TokenKL, retract, snapshot
+from corral.deployed import BatchKL, Certificate, RateController, TokenKL, restore, retract, snapshot
 from corral.llm.audit_scoring import preserve_state
 from corral.llm.deployed_probe import DeployedProbe
 from corral.llm.trl_api import FUSED, updates_per_step
@@ -121,18 +121,22 @@ class DeployedCallback(TrainerCallback):
         factor = sum(self._factors) / len(self._factors) if self._factors else 1.0
         # At a rate of 0 nothing moves, and there is nothing to hold.
         bound = self.bound * factor**2 if self.holds and factor > 0 else math.inf
+        certificate: Certificate | None = None
         with preserve_state(trainer.model):
-            if not self.probe.prepare(old):
-                update = trainer.state.global_step
-                logger.warning("Update %d: no completion has a token to measure; the step is not certified.", update)
-                return
-            found = [self.probe.measure()]
-            if not last and _worth_another(found[0], bound):
-                return
-            certificate = retract(
-                trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound, max_probes=PROBES
-            )
+            if self.probe.prepare(old):
+                found = [self.probe.measure()]
+                if not last and _worth_another(found[0], bound):
+                    return
+                certificate = retract(
+                    trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound, max_probes=PROBES
+                )
+        if certificate is None:
+            self._go_back("no completion of the step has a token that is trained on")
+            if self.holds:
+                trainer._metrics["train"]["tr/step_share"].append(0.0)
         self.spent, self._before, self._old = not last, old, None
+        if certificate is None:
+            return
         moved, aim = certificate.before.mean, AIM * bound
         if certificate.share < LEAST_SHARE and not moved <= FAR * bound:  # further, or no number
             self._start_over(moved, aim)
@@ -144,6 +148,15 @@ class DeployedCallback(TrainerCallback):
             metrics["tr/passes"] = float(self._passes)
         for name, value in metrics.items():
             trainer._metrics["train"][name].append(value)
+
+    def _go_back(self, why: str) -> None:
+        """Put the weights from before the step back where a bound is to hold and the network cannot be measured, and say why."""
+        assert self._old is not None
+        then = "The step is not measured."
+        if self.holds:
+            restore(self.trainer.model, self._old)
+            then = "The weights from before the step are back."
+        logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
 
     def _start_over(self, moved: float, aim: float) -> None:
         """A rate that would have gone about as far as was meant, and an optimizer that has seen nothing."""

@@ -204,7 +204,10 @@ class CorralTrainer(GRPOTrainer):
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's rollouts, weights rounded once where the forward pass is in half precision."""
         with one_autocast(self):
-            return super()._generate(*args, **kwargs)
+            generated = super()._generate(*args, **kwargs)
+        if self.deployed is not None:
+            self.deployed.probe.tool_mask = generated[2]
+        return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's, kept for corral's advantages."""

@@ -66,7 +66,11 @@ CONTRACT = {
     "trl.GRPOTrainer.training_step": Clause("self model inputs num_items_in_batch *", "_step _metrics", returns="output"),
     "trl.GRPOTrainer.log": Clause("self logs start_time *", "_metrics"),
     "trl.GRPOTrainer._tokenize_prompts": Clause("self prompts *", returns="prompt_ids *"),
-    "trl.GRPOTrainer._generate": Clause("self prompts *", "rollout_func env_mask logprobs completion_ids vllm_generation"),
+    "trl.GRPOTrainer._generate": Clause(
+        "self prompts *",
+        "rollout_func env_mask logprobs completion_ids vllm_generation",
+        returns="prompt_ids completion_ids tool_mask *",
+    ),
     "trl.GRPOTrainer._save_checkpoint": Clause("self model trial", "_save_checkpoint"),
     "trl.GRPOTrainer.create_model_card": Clause("self *"),
     "trl.trainer.utils._ChunkedLogProbFunction.forward": Clause(
