@@ -35,8 +35,10 @@ class Witness(TrainerCallback):
         generate = trainer._generate_and_score_completions
 
         def remember(inputs: Any) -> dict[str, Any]:
-            self.batches.append(generate(inputs))
-            return self.batches[-1]
+            training, output = trainer.model.training, generate(inputs)
+            if training:
+                self.batches.append(output)
+            return output
 
         trainer._generate_and_score_completions = remember
         trainer.add_callback(self)

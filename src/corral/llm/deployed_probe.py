@@ -81,11 +81,10 @@ class DeployedProbe:
         """The choice during TRL's old-policy pass, from the mask of the completions and the tool mask of `_generate`."""
         if self.tool_mask is None:
             return self.choose(mask)
-        written = [torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask]
-        trained = torch.zeros_like(mask)
-        written = pad_sequence(written, batch_first=True).to(mask.device)  # TRL may pad further, with tokens of no completion
-        trained[:, : written.shape[1]] = written
-        return self.choose(mask & trained)
+        rows = pad_sequence([torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask], batch_first=True)
+        written = torch.zeros_like(mask)  # TRL may pad further, with tokens of no completion
+        written[:, : rows.shape[1]] = rows
+        return self.choose(mask & written)
 
     def choose(self, trained: Bool[Tensor, "B T"], passes: int = 1) -> Bool[Tensor, " B"]:
         """The completions of a batch of rollouts to measure, given the tokens that are trained on.
