@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from corral.llm import deployed_probe
+from corral.llm.run_trainer import RunTrainer
 from corral.llm.trl_api import FUSED
 from tolerance import assert_close
 from two_processes import run_two
@@ -123,6 +125,20 @@ def test_golden_5000_tokens_are_measured_where_that_is_cheap(tmp_path, given, pa
         trained = torch.ones(math.ceil(tokens / 10), 10, dtype=torch.bool)
         chosen = probe.choose(trained, passes=passes)
         assert int(trained[chosen].sum()) == 10 * math.ceil(measured / batches / 10)
+
+
+@pytest.mark.parametrize(
+    ("processes", "length", "held_out", "draws"),
+    [(1, 8192, 100, 8), (4, 8192, 100, 2), (3, 8192, 100, 3), (1, 100, 100, 30), (2, 100, 100, 15), (2, 8192, 6, 3)],
+)
+def test_golden_held_out_completions_are_about_as_many(processes, length, held_out, draws):
+    # 3,072 tokens or eight completions over all processes, and no more than there are.
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=processes),
+        max_completion_length=length,
+        session=SimpleNamespace(held_out=[""] * held_out),
+    )
+    assert RunTrainer._draws_to_certify.fget(trainer) == draws
 
 
 class Before(TrainerCallback):

@@ -120,6 +120,10 @@ def test_a_callback_that_stops_a_run_is_followed_by_a_certificate(tmp_path, even
     trainer.train()
     check_last(trainer, witness, 2 if logging_steps == 1 else 1)
     assert trainer.state.global_step == 3
+    if event in ("on_step_end", "on_optimizer_step") and logging_steps == 1:
+        assert "loss" in [line for line in trainer.state.log_history if "tr/step_share" in line][-1], (
+            "the last update's own line"
+        )
     if event != "on_substep_end":
         saved, weights = load_file(tmp_path / "checkpoint-3" / "model.safetensors"), weights_of(trainer)
         assert all(torch.equal(x.cpu(), weights[key].cpu()) for key, x in saved.items())

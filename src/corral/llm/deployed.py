@@ -156,8 +156,8 @@ class DeployedCallback(TrainerCallback):
             self._end_pass(last=True)
             self.trainer.model.train()  # after an evaluation TRL would log an evaluation's metrics, without the certificate
             self._begin()
-            # Where a callback saves before the last update, that update has no rollouts to be measured on, and is undone.
-            self._old = snapshot(self.trainer.model)
+            # An update may follow where a callback stops the run before one: without rollouts to measure on, it is undone.
+            self._old = snapshot(self.trainer.model)  # as it is saved
 
     def before_save(self) -> None:
         """Called before a checkpoint is written: it is of a network that is bounded."""
@@ -241,7 +241,7 @@ class DeployedCallback(TrainerCallback):
         assert self._old is not None
         then = "The step is not measured."
         if self.holds:
-            restore(self.trainer.model, self._old)
+            restore(self.trainer.model, self._old)  # bit for bit
             then = "The weights from before the step are back."
         logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
 

@@ -95,9 +95,10 @@ CONTRACT = {
     "transformers.Trainer.create_accelerator_and_postprocess": Clause("self", "accelerator is_fsdp_enabled"),
     "transformers.Trainer.get_tp_size": Clause("self"),
     "transformers.Trainer._get_output_dir": Clause("self trial"),
-    "transformers.Trainer.train": Clause("self *"),
+    "transformers.Trainer.train": Clause("self *", "inner_training_loop"),
     "transformers.Trainer._maybe_log_save_evaluate": Clause(
-        "self *", "should_log should_evaluate should_save log _evaluate _save_checkpoint"
+        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time *",
+        "should_log should_evaluate should_save log _evaluate _save_checkpoint",
     ),
     "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
 }
