@@ -35,8 +35,10 @@ class Witness(TrainerCallback):
         generate = trainer._generate_and_score_completions
 
         def remember(inputs: Any) -> dict[str, Any]:
-            self.batches.append(generate(inputs))
-            return self.batches[-1]
+            training, output = trainer.model.training, generate(inputs)
+            if training:
+                self.batches.append(output)
+            return output
 
         trainer._generate_and_score_completions = remember
         trainer.add_callback(self)
@@ -47,17 +49,23 @@ class Witness(TrainerCallback):
         self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.updates:
-            return
+        if state.global_step % self.updates == 0:
+            self.measure()
+
+    def measure(self) -> Tensor:
+        """KL(new‖old) of every trained token of the step's rollouts so far; tests call it where a run ends inside a step."""
         found, sums, now = [], [], copy.deepcopy(self.trainer.model).eval()
         with torch.no_grad():
             for batch in self.batches:
                 new, old = (self.logp(base_model(model), batch, 0.9) for model in (now, self.old))
                 mask = batch["completion_mask"].bool()
+                if "tool_mask" in batch:
+                    mask = mask & batch["tool_mask"].bool()
                 found.append(categorical_kl(new, old)[mask])
                 sums.append(torch.where(mask, categorical_kl(old, new), 0.0).sum(-1))
         self.kl.append(torch.cat(found))
         self.sums.append(torch.cat(sums))
+        return self.kl[-1]
 
 
 def certificates(trainer: CorralTrainer) -> list[dict[str, float]]:

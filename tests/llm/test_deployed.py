@@ -276,16 +276,17 @@ def test_it_acts_before_every_other_callback(tmp_path):
 
 def test_many_tokens_are_thinned_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(deployed_probe, "TOKENS", 12)
+    monkeypatch.setattr(deployed_probe, "COMPLETIONS", 1)
     trainer = make_trainer(tmp_path, deployed_bound=math.inf)
     probe = trainer.deployed.probe
     batch = {name: torch.arange(8)[:, None].expand(8, 6) for name in ("prompt_ids", "completion_ids")}
     batch |= {name: torch.ones(8, 6, dtype=torch.long) for name in ("prompt_mask", "completion_mask")}
     batch["tool_mask"] = torch.zeros(8, 6, dtype=torch.long)
     batch["tool_mask"][:, :3] = 1  # half of them are a tool's
-    # 48 tokens, of which 12 are wanted: every fourth completion.
+    # Each completion has three tokens, and twelve are wanted: the four whose golden fractions are least, 0, .09, .24 and .33.
     probe.add(batch, ScoringPass())
     (some,) = probe._rollouts
-    assert (some.ids[:, 0].tolist(), some.live.sum().item()) == ([0, 4], 6)
+    assert (some.ids[:, 0].tolist(), some.live.sum().item()) == ([0, 2, 5, 7], 12)
     with pytest.raises(ValueError, match="measures text alone"):
         probe.add(batch | {"pixel_values": torch.zeros(1)}, ScoringPass())
 

@@ -14,8 +14,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
-from corral.deployed import BatchKL, RateController, TokenKL, retract, snapshot
+from corral.deployed import BatchKL, Certificate, RateController, TokenKL, restore, retract, snapshot
 from corral.llm.audit_scoring import preserve_state
 from corral.llm.deployed_probe import DeployedProbe
 from corral.llm.trl_api import FUSED, updates_per_step
@@ -75,13 +76,15 @@ class DeployedCallback(TrainerCallback):
         self._old: dict[str, Tensor] | None = None
         self._factors: list[float] = []
         """Of the schedule, for every update of the step so far."""
-        self._passes = 0
+        self._updates = 0
+        """Updates of the step so far."""
         self.spent = False
         """Whether the step is over, though passes over its batch remain: the trainer skips them."""
         self.probe.clear()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A resumed run finds its scale in the scheduler."""
+        self.abandon()  # a step that transformers gave up for want of memory, to train with smaller batches
         self._begin()
         if not self.holds:
             return
@@ -94,6 +97,28 @@ class DeployedCallback(TrainerCallback):
             )
         group = scheduler.optimizer.param_groups[0]
         self.controller.scale = scheduler.base_lrs[0] / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
+        self._check_saves(args, state)
+
+    def _check_saves(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Refuse checkpoints inside a step, where bounding the network would change the run. The end of a run is bounded."""
+        of_best = args.save_strategy == SaveStrategy.BEST
+        strategy, name = (args.eval_strategy, "eval") if of_best else (args.save_strategy, "save")
+        if strategy == "steps":
+            every = int(state.eval_steps if of_best else state.save_steps)
+            what, use = f"`{name}_steps` is {every}", ""
+        elif strategy == "epoch":
+            batches = self.trainer.callback_handler.train_dataloader
+            assert batches is not None  # transformers has set it
+            every = math.ceil(len(batches) / args.gradient_accumulation_steps)
+            what, use = f"an epoch has {every} updates", f"{name}_strategy='steps' and "
+        else:
+            return
+        if every < state.max_steps and every % self.per_step:
+            raise ValueError(
+                f"CorralTrainer: with `deployed_bound` the network is bounded at the end of a step, and checkpoints are saved "
+                f"there. A step has {self.per_step} updates, and {what}, no multiple of {self.per_step}. Use {use}{name}_steps="
+                f"{math.ceil(every / self.per_step) * self.per_step}."
+            )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before an update: at the beginning of a step its weights are kept."""
@@ -107,6 +132,11 @@ class DeployedCallback(TrainerCallback):
             peak = scheduler.base_lrs[0]
             self._factors.append(scheduler.optimizer.param_groups[0]["lr"] / peak if peak > 0 else 0.0)
 
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After an update."""
+        if not self.spent:
+            self._updates += 1
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """At the end of a step, and with `reuse="auto"` of a pass: measure, retract, scale the rate, and log what was done."""
         last = state.global_step % self.per_step == 0
@@ -114,39 +144,108 @@ class DeployedCallback(TrainerCallback):
             self._end_pass(last=last)
         if last:
             self._begin()
+        elif state.global_step >= state.max_steps:
+            self.finish()  # before another callback reads the network
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether updates of a step have moved the network, which is not bounded yet."""
+        return self._old is not None and self._updates > 0
+
+    def finish(self) -> None:
+        """The run ends here: inside a step the network is measured and bounded as at the step's end."""
+        if self.is_inside_step:
+            self._end_pass(last=True)
+            self.trainer.model.train()  # after an evaluation TRL would log an evaluation's metrics, without the certificate
+            self._begin()
+            # An update may follow where a callback stops the run before one: without rollouts to measure on, it is undone.
+            self._old = snapshot(self.trainer.model)  # as it is saved
+
+    def before_save(self) -> None:
+        """Called before a checkpoint is written: it is of a network that is bounded."""
+        trainer = self.trainer
+        if trainer.control.should_training_stop:
+            self.finish()
+        elif self.is_inside_step and self.holds:
+            raise ValueError(
+                f"CorralTrainer: a callback asks for a checkpoint after update {trainer.state.global_step}, inside a step of "
+                f"{self.per_step} updates, where `deployed_bound` does not hold yet. Save after a multiple of {self.per_step}."
+            )
+
+    def abandon(self) -> None:
+        """An exception ends the run: inside a step the network is measured and bounded, or the step is undone.
+
+        Measuring takes all processes. Several of them may have met different exceptions, or none, so each undoes the step.
+        """
+        if self._old is None:
+            return
+        if not self._updates:
+            if self.holds:
+                restore(self.trainer.model, self._old)  # an update may be half done
+        elif self.trainer.accelerator.num_processes > 1:
+            self._go_back("an exception ended the run, and the other processes may be elsewhere")
+        else:
+            try:
+                self.finish()
+                self.trainer.log({})
+            except Exception as error:  # the exception that ended the run is the one to raise
+                logger.warning("The certificate of the last network is not logged (%s: %s).", type(error).__name__, error)
+        self._begin()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The weights may be changed after a run: the next one begins with what it finds."""
+        self._begin()
 
     def _end_pass(self, *, last: bool) -> None:
         """Measure the network as it is; then make another pass, or certify it, and the step is over."""
         trainer, old = self.trainer, self._old
         assert old is not None
-        self._passes += 1
         factor = sum(self._factors) / len(self._factors) if self._factors else 1.0
         # At a rate of 0 nothing moves, and there is nothing to hold.
         bound = self.bound * factor**2 if self.holds and factor > 0 else math.inf
-        with preserve_state(trainer.model):
-            if not self.probe.prepare(old):
-                update = trainer.state.global_step
-                logger.warning("Update %d: no completion has a token to measure; the step is not certified.", update)
-                return
-            found = [self.probe.measure()]
-            if not last and _worth_another(found[0], bound):
-                return
-            certificate = retract(
-                trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound, max_probes=PROBES,
-                rounding=ROUNDING,
-            )  # fmt: skip
+        certificate: Certificate | None = None
+        try:
+            with preserve_state(trainer.model):
+                if self.probe.prepare(old):
+                    found = [self.probe.measure()]
+                    if not last and _worth_another(found[0], bound):
+                        return
+                    certificate = retract(
+                        trainer.model, old, lambda: found.pop() if found else self.probe.measure(), bound=bound,
+                        max_probes=PROBES, rounding=ROUNDING,
+                    )  # fmt: skip
+        except BaseException as error:  # also a Ctrl-C: weights may be the old ones, or a part of the way back
+            self._go_back(f"measuring the network failed ({type(error).__name__}: {error})")
+            self._old = None
+            raise
+        if certificate is None:
+            self._go_back("no completion of the step has a token that is trained on")
+            if self.holds:
+                trainer._metrics["train"]["tr/step_share"].append(0.0)
         self.spent, self._before, self._old = not last, old, None
+        if certificate is None:
+            return
         moved, aim = certificate.before.mean, AIM * bound
         if certificate.share < LEAST_SHARE and not moved <= FAR * bound:  # further, or no number
             self._start_over(moved, aim)
         elif bound < math.inf:
-            # A batch that is left because its ratios are spread is no reason for a larger rate.
-            self._scale(self.controller.update(moved if last else max(moved, aim), aim))
+            # Neither a batch that is left because its ratios are spread nor a run that ends is a reason for a larger rate.
+            whole = trainer.state.global_step % self.per_step == 0
+            self._scale(self.controller.update(moved if whole else max(moved, aim), aim))
         metrics = certificate.metrics()
         if self.per_pass < self.per_step:
-            metrics["tr/passes"] = float(self._passes)
+            metrics["tr/passes"] = self._updates / self.per_pass
         for name, value in metrics.items():
             trainer._metrics["train"][name].append(value)
+
+    def _go_back(self, why: str) -> None:
+        """Put the weights from before the step back where a bound is set and the network cannot be measured, and say why."""
+        assert self._old is not None
+        then = "The step is not measured."
+        if self.holds:
+            restore(self.trainer.model, self._old)  # bit for bit
+            then = "The weights from before the step are back."
+        logger.warning("Update %d: %s. %s", self.trainer.state.global_step, why, then)
 
     def _start_over(self, moved: float, aim: float) -> None:
         """A rate that would have gone about as far as was meant, and an optimizer that has seen nothing."""

@@ -1,14 +1,15 @@
 """How far the network is from the one that a step began with, on completions of the step's own rollouts."""
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from corral.deployed import BatchKL, restore, snapshot
+from corral.deployed.retract import FEW
 from corral.kernels.torch.head_kl import head_kl_both_ways
 from corral.llm.scoring_pass import HeadInputs, ScoringPass
 from corral.llm.trl_api import steps_per_batch, updates_per_step
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
     from corral.llm.trainer import CorralTrainer
 
 TOKENS = 3072
-"""Tokens of a step that are measured at most, over all processes: whole completions, evenly spread over the rollouts."""
+"""About as many tokens of a step are measured, over all processes: whole completions, evenly spread over the rollouts."""
+CHEAP = 0.01
+"""The share of a step's cost up to which `FEW` tokens are measured instead, so that a 99.9th percentile means something."""
+COMPLETIONS = 8
+"""Completions of a step that are measured at least, however long they are: tokens of one completion move together, so that
+many of them say little about the others."""
+GOLDEN = 0.618034
+"""Fractional parts of its multiples are evenly spread, however many are taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +60,9 @@ class DeployedProbe:
     def __init__(self, trainer: "CorralTrainer") -> None:
         self.trainer = trainer
         self._rollouts: list[_Rollouts] = []
+        self.tool_mask: list[list[int]] | None = None
+        """Of the newest rollouts, as TRL's `_generate` returns it: for each completion 1 where the network wrote a token, 0
+        where a tool did. TRL makes its old-policy pass before it hands over the mask with the batch."""
         self._head: HeadInputs | None = None
         """The old network's, of this step."""
 
@@ -64,14 +75,51 @@ class DeployedProbe:
         trainer = self.trainer
         first = trainer.state.global_step % updates_per_step(trainer.args) == 0
         if first and trainer.off_policy and not scoring.keep_hidden:  # on-policy, TRL's first pass may be the reference's
-            scoring.keep_hidden, scoring.choose = True, self.choose
+            scoring.keep_hidden, scoring.choose = True, self._choose_early
 
-    def choose(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
-        """Every n-th completion, so that about `TOKENS` tokens of all are measured in a step."""
-        args, processes = self.trainer.args, self.trainer.accelerator.num_processes
-        batches = updates_per_step(args) * args.gradient_accumulation_steps // steps_per_batch(args)
-        every = math.ceil(int(mask.sum()) * batches * processes / TOKENS)
-        return torch.arange(len(mask), device=mask.device) % max(every, 1) == 0
+    def _choose_early(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, " B"]:
+        """The choice during TRL's old-policy pass, from the mask of the completions and the tool mask of `_generate`."""
+        if self.tool_mask is None:
+            return self.choose(mask)
+        rows = pad_sequence([torch.as_tensor(row, dtype=torch.bool) for row in self.tool_mask], batch_first=True)
+        written = torch.zeros_like(mask)  # TRL may pad further, with tokens of no completion
+        written[:, : rows.shape[1]] = rows
+        return self.choose(mask & written)
+
+    def choose(self, trained: Bool[Tensor, "B T"], passes: int = 1) -> Bool[Tensor, " B"]:
+        """The completions of a batch of rollouts to measure, given the tokens that are trained on.
+
+        Only completions with such tokens are chosen, evenly spread, until there are enough tokens and enough completions on
+        all processes together. A sharded network needs every process in every pass, so all choose equally many: a process that
+        has too few fills up with completions that have no token to measure.
+
+        `passes` is how many forward passes a measurement takes: of the new network, and of the old one if its states are not
+        kept.
+        """
+        args, length = self.trainer.args, trained.sum(-1)
+        live, empty = length.nonzero()[:, 0], (length == 0).nonzero()[:, 0]
+        order = torch.cat([live[(torch.arange(len(live), device=live.device) * GOLDEN % 1).argsort()], empty])
+        first = torch.stack([length[order], (length[order] > 0).long()]).cumsum(1)
+        # Column k: tokens and completions of all processes, where each of them takes its first k + 1 rows.
+        tokens, completions = self.trainer.accelerator.reduce(first, reduction="sum")
+        batches = max(1, updates_per_step(args) * args.gradient_accumulation_steps // steps_per_batch(args))
+        wanted = self._tokens_wanted(int(tokens[-1]) * batches, passes) / batches
+        enough = (tokens >= tokens[-1].clamp(max=wanted)) & (completions >= completions[-1].clamp(max=COMPLETIONS / batches))
+        chosen = torch.zeros_like(length, dtype=torch.bool)
+        chosen[order[: int(enough.long().argmax()) + 1]] = True
+        return chosen
+
+    def _tokens_wanted(self, tokens: int, passes: int) -> int:
+        """`FEW` tokens where measuring them costs at most 1 % of the step, else `TOKENS`.
+
+            FEW · passes ≤ 1 % · tokens · (1 + o + 3 p)
+
+        Both sides count forward passes of one token. The step generates its tokens once, scores them with the old policy where
+        several updates follow (o = 1, else 0), and makes p passes over the batch: forward, and backward at twice the cost.
+        """
+        args, old = self.trainer.args, int(self.trainer.off_policy)
+        over_batch = 1 if args.reuse == "auto" else args.num_iterations  # it measures after each pass
+        return FEW if FEW * passes <= CHEAP * tokens * (1 + old + 3 * over_batch) else TOKENS
 
     def add(self, batch: dict[str, Any], scoring: ScoringPass) -> None:
         """Fresh rollouts of TRL's, of which some are remembered, and the pass that scored them."""
@@ -80,11 +128,12 @@ class DeployedProbe:
                 "CorralTrainer: `deployed_bound` measures text alone, and these prompts have images. Leave it out."
             )
         mask = batch["completion_mask"].bool()
-        chosen = self.choose(mask) if scoring.chosen is None else scoring.chosen
         live = mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
+        kept = None if scoring.drew_random else scoring.hidden()
+        chosen = self.choose(live, passes=2 if kept is None else 1) if scoring.chosen is None else scoring.chosen
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        old, kept = None, None if scoring.drew_random else scoring.hidden()
+        old = None
         if kept is not None:
             wanted = (live & chosen[:, None]).flatten()
             self._head = self._head or kept.head.freeze()

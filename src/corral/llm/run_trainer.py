@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.autocast import one_autocast
-from corral.llm.deployed_probe import TOKENS
+from corral.llm.deployed_probe import COMPLETIONS, TOKENS
 from corral.llm.guard import GuardCallback
 from corral.llm.models import base_model
 from corral.llm.problems import Problems, Sampling, generate
@@ -168,9 +168,11 @@ class RunTrainer(CorralTrainer):
 
     @property
     def _draws_to_certify(self) -> int:
-        """Held-out completions of each process on which the last step's KL is measured: about as many tokens as of its own."""
+        """Held-out completions of each process on which the last step's KL is measured: about as many tokens as of its own,
+        and as many completions at least."""
         processes = self.accelerator.num_processes
-        return min(len(self.session.held_out) // processes, max(1, TOKENS // (processes * self.max_completion_length)))
+        wanted = max(math.ceil(COMPLETIONS / processes), TOKENS // (processes * self.max_completion_length))
+        return min(len(self.session.held_out) // processes, wanted)
 
     def _scores(self, model: Any, problems: list[str], greedy: bool) -> Iterator[float]:
         """Rewards of one completion per problem. All processes generate equally often: a sharded model needs all of them."""

@@ -44,7 +44,7 @@ TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Eight methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Eleven methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -204,7 +204,10 @@ class CorralTrainer(GRPOTrainer):
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's rollouts, weights rounded once where the forward pass is in half precision."""
         with one_autocast(self):
-            return super()._generate(*args, **kwargs)
+            generated = super()._generate(*args, **kwargs)
+        if self.deployed is not None:
+            self.deployed.probe.tool_mask = generated[2]
+        return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's, kept for corral's advantages."""
@@ -317,10 +320,33 @@ class CorralTrainer(GRPOTrainer):
             self.flush_metrics()
         return loss
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, with all metrics until now."""
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's, with all metrics until now. The last line of a run has the certificate of its last network."""
+        if self.deployed is not None and "train_runtime" in logs:
+            self.deployed.finish()
         self.flush_metrics()
-        super().log(*args, **kwargs)
+        super().log(logs, *args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; a run that an exception ends leaves a bounded network too."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException:  # Ctrl-C among them
+            if self.deployed is not None:
+                self.deployed.abandon()
+            raise
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's; at the end of a run, the network that is logged, evaluated and saved is bounded by then."""
+        if self.deployed is not None and self.control.should_training_stop:
+            self.deployed.finish()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, of a bounded network. A run may have been stopped since it was last logged."""
+        if self.deployed is not None:
+            self.deployed.before_save()
+        super()._save_checkpoint(*args, **kwargs)
 
     def flush_metrics(self) -> None:
         """Write metrics since the last call into `_metrics`, over all processes, each of which has to call this."""

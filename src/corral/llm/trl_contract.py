@@ -66,7 +66,11 @@ CONTRACT = {
     "trl.GRPOTrainer.training_step": Clause("self model inputs num_items_in_batch *", "_step _metrics", returns="output"),
     "trl.GRPOTrainer.log": Clause("self logs start_time *", "_metrics"),
     "trl.GRPOTrainer._tokenize_prompts": Clause("self prompts *", returns="prompt_ids *"),
-    "trl.GRPOTrainer._generate": Clause("self prompts *", "rollout_func env_mask logprobs completion_ids vllm_generation"),
+    "trl.GRPOTrainer._generate": Clause(
+        "self prompts *",
+        "rollout_func env_mask logprobs completion_ids vllm_generation",
+        returns="prompt_ids completion_ids tool_mask *",
+    ),
     "trl.GRPOTrainer._save_checkpoint": Clause("self model trial", "_save_checkpoint"),
     "trl.GRPOTrainer.create_model_card": Clause("self *"),
     "trl.trainer.utils._ChunkedLogProbFunction.forward": Clause(
@@ -91,6 +95,11 @@ CONTRACT = {
     "transformers.Trainer.create_accelerator_and_postprocess": Clause("self", "accelerator is_fsdp_enabled"),
     "transformers.Trainer.get_tp_size": Clause("self"),
     "transformers.Trainer._get_output_dir": Clause("self trial"),
+    "transformers.Trainer.train": Clause("self *", "inner_training_loop"),
+    "transformers.Trainer._maybe_log_save_evaluate": Clause(
+        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time *",
+        "should_log should_evaluate should_save log _evaluate _save_checkpoint",
+    ),
     "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
 }
 """As in the newest release that was tested; older ones have forms of their own, which the tests run."""
