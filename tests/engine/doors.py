@@ -84,11 +84,12 @@ def alone(objective: str, settings: dict[str, Any], batch: Batch, anchor: str, *
     """By corral without an engine; `one_by_one`, where a door is called with one sequence at a time."""
     made = corral.make_objective(objective, **settings)
     parts = batch.rows() if one_by_one else [batch]
-    losses = [_mean_of_means(made(_token_batch(made, part, anchor)).loss, part.mask).sum() for part in parts]
+    losses = [_mean_of_means(made(token_batch(made, part, anchor)).loss, part.mask).sum() for part in parts]
     return batch.gradient(torch.stack(losses).sum() / len(batch.mask))
 
 
-def _token_batch(made: Any, batch: Batch, anchor: str) -> corral.TokenBatch:
+def token_batch(made: Any, batch: Batch, anchor: str) -> corral.TokenBatch:
+    """What an objective reads of the batch, with its support where it needs one."""
     policy = batch.rollout if anchor == "rollout" else batch.old
     dists: tuple[Any, Any] = (None, None)
     if "dist_old" in made.needs:
@@ -103,7 +104,9 @@ def _mean_of_means(loss: Tensor, mask: Tensor) -> Tensor:
     return (loss * mask).sum(-1) / mask.sum(-1)
 
 
-def by_verl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
+def by_verl(objective: str, settings: dict[str, Any], batch: Batch, weights: Tensor | None = None) -> Found:
+    """`weights`: verl's sampler correction."""
+
     def aggregate(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, **_: Any) -> Tensor:
         assert loss_agg_mode == HOW
         return _mean_of_means(loss_mat, loss_mask).mean()
@@ -112,11 +115,12 @@ def by_verl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
     bypass = wanted.anchor == "rollout"
     given = VerlSettings(loss_mode=f"corral_{objective}", objective=settings, bypass_mode=bypass)
     config = SimpleNamespace(policy_loss=SimpleNamespace(corral=given), global_batch_info={})
-    seen = _token_batch(wanted.objective, batch, wanted.anchor)
+    seen = token_batch(wanted.objective, batch, wanted.anchor)
     with batch_extras(BatchExtras(seen.dist_new, seen.dist_old, seen.logp_rollout)):
         loss, _ = make_policy_loss(f"corral_{objective}", aggregate)(
-            seen.logp_old, seen.logp_new, seen.advantages, seen.mask.int(), loss_agg_mode=HOW, config=config
-        )
+            seen.logp_old, seen.logp_new, seen.advantages, seen.mask.int(), loss_agg_mode=HOW, config=config,
+            rollout_is_weights=weights,
+        )  # fmt: skip
     return batch.gradient(loss)
 
 
