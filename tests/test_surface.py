@@ -156,9 +156,12 @@ def test_the_readme_projects_a_policy_in_about_ten_lines(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("block", README_BLOCKS[1:])
-def test_every_other_readme_example_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_other_readme_example_runs_and_warns_of_nothing(
+    block: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     exec(block, {})
     assert "tr/active_frac" in capsys.readouterr().out
+    assert not caplog.messages
 
 
 def test_the_readme_lists_every_objective_and_only_existing_files() -> None:

@@ -95,18 +95,23 @@ def test_two_models(model: str, moved: str, tmp_path: Path, capsys: pytest.Captu
     assert len(advantages) > 1
 
 
-def test_the_example_and_its_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_and_its_audit_warn_of_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Updates large enough that policies end far apart, by more than half a nat on the sampled tokens of some completion."""
     script = EXAMPLE.read_text()
     short = script.replace("max_steps=8 * 12", "max_steps=4").replace(
         "per_device_train_batch_size=32", "per_device_train_batch_size=8"
     )
-    assert short.count("max_steps=4") == short.count("per_device_train_batch_size=8") == 1
+    short = short.replace("learning_rate=4e-4", "learning_rate=4e-3")
+    assert short.count("max_steps=4") == short.count("per_device_train_batch_size=8") == short.count("rate=4e-3") == 1
     monkeypatch.chdir(tmp_path)
     exec(compile(short.replace("steps_per_generation=8", "steps_per_generation=4"), EXAMPLE, "exec"), {"__name__": "__main__"})
     folder = re.search(r"now: corral audit (\S+)", capsys.readouterr().out)
     assert folder is not None
     assert main(["audit", folder[1], "--quiet"]) == 0
     assert "of 32 completions, compared with the old policy after the updates on their batch." in capsys.readouterr().out
+    assert not [record for record in caplog.records if record.name.startswith("corral")]
 
 
 def test_a_model_against_itself_has_not_moved(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
