@@ -252,13 +252,13 @@ class AuditCallback(TrainerCallback):
         def compute_and_count(model: Any, inputs: dict[str, Any]) -> Tensor:
             nonlocal scored
             logged, scored = trainer._metrics["train"], []
-            before = len(logged.get(_CLIP_RATIO, ()))
+            before = len(logged.get(_CLIP_RATIO, []))
             try:
                 loss = compute(model, inputs)
                 if self.model.training and scored:
-                    batch, theirs = _token_batch(inputs, scored[0]), logged.get(_CLIP_RATIO, ())
+                    logp, theirs = scored[0], logged.get(_CLIP_RATIO, [])
                     own = theirs[-1] if len(theirs) > before else None
-                    self._run_safely(lambda: self._count(batch, own))
+                    self._run_safely(lambda: self._count(_token_batch(inputs, logp), own))
             finally:
                 scored = None
             return loss
