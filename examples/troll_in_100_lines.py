@@ -3,10 +3,10 @@
 A policy of 10,000 parameters learns to write a sequence backwards. Each batch of rollouts is used for sixteen updates, so that
 the new policy leaves the old one behind and the trust region has work to do.
 
-What it shows: at a learning rate of 1e-2 every region is stable. DPPO learns fastest and TROLL slowest, because its regression
-pulls tokens back into the ball on a task where large steps do no harm; with a tenth of it TROLL is as fast as DPPO. At 5e-2
-clipping stays near chance (4 %), DPPO and TROLL learn. What it does not show: which one is best. Bounds are defaults, rates are
-not tuned for each, and the task is small; docs/results/llm.md is about language models.
+What it shows: at a learning rate of 1e-2 all regions learn the task on every seed. In round 10 DPPO is far ahead of clip and
+TROLL: TROLL's regression pulls back tokens that have left the ball, on a task where large steps do no harm, and with a tenth of
+it TROLL is nearly as fast as DPPO. At 5e-2 no region solves the task: clipping ends at 6 to 32 %, TROLL at 28 to 52, DPPO at
+39 to 79. What it does not show: which one is best. Bounds are defaults, and rates are not tuned for each.
 
     python examples/troll_in_100_lines.py        two minutes on one core
 """
