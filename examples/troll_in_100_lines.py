@@ -1,12 +1,15 @@
 """Three trust regions on one small task, from scratch: PPO's clip, DPPO's mask, TROLL's projection.
 
-A policy of 10,000 parameters learns to write a sequence backwards. Each batch of rollouts is used for sixteen updates at a
-large learning rate, so that the new policy leaves the old one behind and the trust region has work to do.
+A policy of 10,000 parameters learns to write a sequence backwards. Each batch of rollouts is used for sixteen updates, so that
+the new policy leaves the old one behind and the trust region has work to do.
 
-    python examples/troll_in_100_lines.py
+What it shows: at a learning rate of 1e-2 all regions learn the task on every seed. In round 10 DPPO is far ahead of clip and
+TROLL: TROLL's regression pulls back tokens that have left the ball, on a task where large steps do no harm, and with a tenth of
+it TROLL is nearly as fast as DPPO. At 5e-2 no region solves the task: clipping ends at 6 to 32 %, TROLL at 28 to 52, DPPO at
+39 to 79. What it does not show: which one is best. Bounds are defaults, and rates are not tuned for each.
+
+    python examples/troll_in_100_lines.py        two minutes on one core
 """
-
-import time
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +17,14 @@ from torch import Tensor, nn
 import corral
 
 SYMBOLS, LENGTH, PROMPTS, GROUP = 24, 8, 64, 8  # vocabulary, tokens per sequence, prompts per batch, samples per prompt
-ROUNDS, UPDATES, LEARNING_RATE = 40, 16, 1e-2
+ROUNDS, UPDATES, LEARNING_RATES, SEEDS = 30, 16, (1e-2, 5e-2), 5
 SUPPORT = 6  # tokens kept of the old policy at each position; the others are one bucket of exactly known mass
 
 OBJECTIVES = {
     "ppo_clip": corral.make_objective("ppo_clip"),
     "dppo": corral.make_objective("dppo", divergence="kl", estimator="topk"),
     "troll": corral.make_objective("troll", bound=0.05),
+    "troll, α=.1": corral.make_objective("troll", bound=0.05, regression=0.1),  # α weighs the regression, 1 by default
 }
 
 
@@ -38,12 +42,11 @@ class Policy(nn.Module):
         return self.head(looked_at).log_softmax(-1)
 
 
-def train(name: str, objective, seed: int = 0) -> dict[str, float]:
+def train(objective, rate: float, seed: int) -> dict[str, float]:
     torch.manual_seed(seed)
     policy = Policy()
-    optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
-    history: list[dict[str, Tensor]] = []
-    curve = []
+    optimizer = torch.optim.Adam(policy.parameters(), lr=rate)
+    history, curve = [], []
     for _ in range(ROUNDS):
         # Prompts → rollouts: tokens, and the old policy on a sparse support.
         prompts = torch.randint(SYMBOLS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
@@ -73,25 +76,24 @@ def train(name: str, objective, seed: int = 0) -> dict[str, float]:
     def mean(key: str) -> float:
         return torch.stack([metrics[key] for metrics in history if key in metrics] or [torch.tensor(torch.nan)]).mean().item()
 
-    return {
-        "start": curve[0], "early": curve[10], "final": sum(curve[-5:]) / 5,
-        "kl_before": mean("tr/kl_before"), "kl_after": mean("tr/kl_after"), "active": mean("tr/active_frac"),
-    }  # fmt: skip
+    found = {"start": curve[0], "early": curve[10], "end": sum(curve[-5:]) / 5}
+    return found | {key: mean(f"tr/{key}") for key in ("kl_before", "kl_after", "active_frac")}
 
 
 def main() -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    print(f"Reverse {LENGTH} symbols out of {SYMBOLS}; {ROUNDS} rounds of {PROMPTS * GROUP} samples, {UPDATES} updates each.\n")
-    print(f"{'objective':<10} {'at start':>9} {'round 10':>9} {'at end':>9} {'KL before':>10} {'KL after':>9} {'acted on':>9}")
-    began = time.perf_counter()
-    for name, objective in OBJECTIVES.items():
-        row = train(name, objective)
-        after = f"{row['kl_after']:9.4f}" if name == "troll" else f"{'–':>9}"
-        print(f"{name:<10} {row['start']:>9.1%} {row['early']:>9.1%} {row['final']:>9.1%} {row['kl_before']:>10.4f} {after} "
-              f"{row['active']:>9.2%}")  # fmt: skip
-    print(f"\nSuccess is the share of right symbols; acted on is the share of tokens that were clipped, masked or projected.\n"
-          f"KL is nats per token, mean over all updates: the network's before projection, and the projected policy's.\n"
-          f"One seed, one learning rate: a demonstration, not a comparison. {time.perf_counter() - began:.0f} s.")  # fmt: skip
+    print(f"Reverse {LENGTH} symbols out of {SYMBOLS}: {ROUNDS} rounds of {PROMPTS * GROUP} samples, {UPDATES} updates each.")
+    for rate in LEARNING_RATES:
+        print(f"\nrate {rate:<9g} start  round 10      KL  KL after  acted on   end, by seed")
+        for name, objective in OBJECTIVES.items():
+            rows = [train(objective, rate, seed) for seed in range(SEEDS)]
+            start, early, _, before, after, acted = (sum(row[key] for row in rows) / SEEDS for key in rows[0])
+            projected = f"{after:9.4f}" if name.startswith("troll") else f"{'–':>9}"
+            end = " ".join(f"{row['end']:.0%}" for row in rows)
+            print(f"{name:<13} {start:>6.1%} {early:>9.1%} {before:>7.4f} {projected} {acted:>9.2%}   {end}")
+    print(f"""
+Success is the share of right symbols: at the start, in round 10, in the last five rounds. KL: the network's and the projected
+policy's, nats per token, mean over updates. Acted on: tokens clipped, masked or projected. Means are over {SEEDS} seeds.""")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from audit.four_tokens import RULES, completion
-from corral.audit.folder import SCHEMA, AuditFolder, read_audit
+from corral.audit.folder import SCHEMA, AuditFolder, MicroBatch, read_audit
 from corral.audit.rules import Rules
 from corral.audit.summary import summarise
 from corral.audit.words import sentences
@@ -72,6 +72,31 @@ def test_going_on_forgets_what_comes_later(tmp_path: Path) -> None:
     folder.begin(INFO, done=16)
     folder.close()
     assert set(read_audit(path)[1]["update"].to_pylist()) == {8, 16}
+
+
+def test_updates_that_were_made_are_averaged_as_trl_averages_them(tmp_path: Path) -> None:
+    # Shares of micro-batches: 1/4, 0 of no token, 2/2, 0/8; their mean is 1.25/4. TRL's: (.5 + .25)/2.
+    folder = AuditFolder(tmp_path / "audit")
+    folder.begin(INFO)
+    made = [(1, 4, 1, 0.5), (1, 0, 0, None), (2, 2, 2, 0.25)]
+    folder.add_updates(2, [MicroBatch(*row) for row in made])
+    folder.add(2, [completion()])
+    folder.add_updates(3, [MicroBatch(3, 8, 0, None)])
+    folder.close()
+    expected = {"updates": 3, "micro_batches": 4, "blocked": pytest.approx(1.25 / 4), "trl": pytest.approx(0.375)}
+    assert read_audit(tmp_path / "audit")[0]["updates_made"] == expected
+    folder.begin(INFO, done=2)
+    folder.close()
+    assert read_audit(tmp_path / "audit")[0]["updates_made"]["updates"] == 2, "what is repeated is forgotten"
+
+
+def test_updates_of_another_making_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "audit", 1)
+    assert read_audit(path)[0]["updates_made"] is None
+    (path / "updates.parquet").mkdir(exist_ok=True)
+    pq.write_table(pa.table({"update": [1], "tokens": ["many"]}), path / "updates.parquet" / "update-00000001.parquet")
+    with pytest.raises(RunError, match=r"updates\.parquet is not what an audit writes"):
+        read_audit(path)
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:

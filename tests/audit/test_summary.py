@@ -70,19 +70,52 @@ class TestGolden:
         said = sentences(four, INFO)
         assert said[0] == "4 tokens of 1 completion, compared after one update."
         assert said[2] == (
-            "Clipping (ratio 0.8 … 1.2) blocks 50 % of tokens; 50 % of these are inside the KL ball of 0.05. "
-            "It passes 25 % that are outside and pushed further out."
+            "On one more update on these completions, clipping (ratio 0.8 … 1.2) would block 50 % of tokens; 50 % of these are "
+            "inside the KL ball of 0.05. It would pass 25 % that are outside and pushed further out."
         )
         assert "Rare tokens, with an old probability of 0.01 or less, are 25 % of all and 50 % of the blocked ones" in said[4]
         assert "DPPO would mask 25 %" in said[5]
         assert "TROLL would project 75 %" in said[5]
         assert said[6].startswith("The sampler reported no log-probs")
 
-    def test_sentences_of_a_run_that_does_not_clip(self, four: Summary) -> None:
-        rules = {**INFO["rules"], "own": False}
-        said = sentences(four, {"rules": rules})[2]
-        assert said.startswith("Clipping (ratio 0.8 … 1.2) would block 50 % of tokens")
-        assert "It would pass 25 %" in said
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            (
+                {"updates_made": {"updates": 8, "blocked": 0.023, "trl": 0.0231}},
+                "In the 8 updates that were made, clipping (ratio 0.8 … 1.2) blocked 2.3 % of tokens; TRL's own clip ratio is "
+                "2.3 %.",
+            ),
+            (
+                {"updates_made": {"updates": 1, "blocked": 0.5, "trl": None}},
+                "In the 1 update that was made, clipping (ratio 0.8 … 1.2) blocked 50 % of tokens.",
+            ),
+            (
+                {"updates_made": {"updates": 8, "blocked": 0.0, "trl": 0.0}, "one_update_per_batch": True},
+                "With one update per batch of rollouts every ratio is 1, so no clip ever acts in this run: in the 8 updates "
+                "that were made, clipping (ratio 0.8 … 1.2) blocked 0 % of tokens; TRL's own clip ratio is 0 %.",
+            ),
+            (  # a sampler for an anchor, say
+                {"updates_made": {"updates": 8, "blocked": 0.01, "trl": None}, "one_update_per_batch": True},
+                "In the 8 updates that were made, clipping (ratio 0.8 … 1.2) blocked 1.0 % of tokens.",
+            ),
+            ({"updates_made": None}, "What clipping did in the updates that were made was not recorded."),
+            ({"rules": {**INFO["rules"], "own": False}, "loss": "cispo"}, "The run's own loss, cispo, does not clip."),
+        ],
+        ids=["several", "one", "one per batch", "one per batch, off-policy", "not recorded", "another loss"],
+    )
+    def test_what_clipping_did_is_told_apart_from_what_it_would_do(
+        self, four: Summary, given: dict[str, Any], expected: str
+    ) -> None:
+        said = sentences(four, {**INFO, "kind": "trainer", **given})
+        assert said[2] == expected
+        assert said[3].startswith("On one more update on these completions, clipping (ratio 0.8 … 1.2) would block 50 %")
+
+    def test_a_ratio_of_completions_is_trls_of_completions(self, four: Summary) -> None:
+        clip = {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+        made = {"updates": 2, "blocked": 0.1, "trl": 0.2}
+        said = sentences(four, {"kind": "trainer", "updates_made": made, "rules": {**INFO["rules"], "clip": clip}})
+        assert said[2].endswith("blocked 10 % of tokens; TRL's own clip ratio, of completions, is 20 %.")
 
 
 def test_bucket_edges() -> None:

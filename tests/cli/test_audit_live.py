@@ -75,7 +75,7 @@ def test_the_status_is_one_line(tmp_path: Path, meanwhile: Callable[..., None], 
     assert main(["audit", "dump", "--live", "--interval", "5"]) == 0
     waiting, first, second, sentence = capsys.readouterr().out.splitlines()[:4]
     assert waiting.startswith("Waiting: dump holds nothing to audit")
-    assert first.endswith("step 3, 3 tokens: 33 % clipped, 0 % of these inside the KL ball")
+    assert first.endswith("step 3, 3 tokens: would clip 33 %, 0 % of these inside the KL ball")
     assert "step 3, 6 tokens" in second
     assert sentence.startswith("6 tokens of 2 completions")
 
@@ -88,7 +88,7 @@ def test_in_a_terminal_it_stays_in_place(
     meanwhile(lambda: None)
     assert main(["audit", str(tmp_path), "--live"]) == 0
     printed = capsys.readouterr().out
-    assert "3 tokens: 33 % clipped" in printed
+    assert "3 tokens: would clip 33 %" in printed
     assert printed.index("\x1b[2K") < printed.index("3 tokens of 1 completion"), "the line is taken away before the sentences"
     assert "\x1b[2J" not in printed
 

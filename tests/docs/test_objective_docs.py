@@ -128,13 +128,19 @@ def test_the_index_says_what_was_verified_of_corrections(name: str) -> None:
 
 @pytest.mark.parametrize(("where", "code", "promised"), [pytest.param(*example, id=example[0]) for example in examples()])
 def test_every_example_runs_and_prints_what_it_says(
-    where: str, code: str, promised: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str,
+    code: str,
+    promised: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
     with mock.patch.dict(OBJECTIVES):  # one registers an objective
         printed = output_of(where, code)
     if promised is not None:
         assert printed == promised
+    assert not [record.message for record in caplog.records if record.name.startswith("corral.objective")]
 
 
 @pytest.mark.parametrize("name", NAMES)

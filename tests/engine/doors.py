@@ -89,6 +89,7 @@ def alone(objective: str, settings: dict[str, Any], batch: Batch, anchor: str, *
 
 
 def token_batch(made: Any, batch: Batch, anchor: str) -> corral.TokenBatch:
+    """What an objective reads of the batch, with its support where it needs one."""
     policy = batch.rollout if anchor == "rollout" else batch.old
     dists: tuple[Any, Any] = (None, None)
     if "dist_old" in made.needs:
@@ -103,7 +104,9 @@ def _mean_of_means(loss: Tensor, mask: Tensor) -> Tensor:
     return (loss * mask).sum(-1) / mask.sum(-1)
 
 
-def by_verl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
+def by_verl(objective: str, settings: dict[str, Any], batch: Batch, weights: Tensor | None = None) -> Found:
+    """`weights`: verl's sampler correction."""
+
     def aggregate(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, **_: Any) -> Tensor:
         assert loss_agg_mode == HOW
         return _mean_of_means(loss_mat, loss_mask).mean()
@@ -115,8 +118,9 @@ def by_verl(objective: str, settings: dict[str, Any], batch: Batch) -> Found:
     seen = token_batch(wanted.objective, batch, wanted.anchor)
     with batch_extras(BatchExtras(seen.dist_new, seen.dist_old, seen.logp_rollout)):
         loss, _ = make_policy_loss(f"corral_{objective}", aggregate)(
-            seen.logp_old, seen.logp_new, seen.advantages, seen.mask.int(), loss_agg_mode=HOW, config=config
-        )
+            seen.logp_old, seen.logp_new, seen.advantages, seen.mask.int(), loss_agg_mode=HOW, config=config,
+            rollout_is_weights=weights,
+        )  # fmt: skip
     return batch.gradient(loss)
 
 

@@ -90,13 +90,14 @@ def test_the_page_and_doctor_install_the_attention_that_verl_takes_by_default(mo
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
-def test_the_self_test_finds_a_loss_that_is_off(factor: float) -> None:
+def test_the_self_test_finds_a_loss_that_is_off(factor: float, caplog: pytest.LogCaptureFixture) -> None:
     def aggregate(loss_mat, loss_mask, loss_agg_mode, **info):  # type: ignore[no-untyped-def]
         return factor * reduce_loss(loss_mat, loss_mask.bool(), loss_agg_mode)
 
     gap = self_test(lambda mode: make_policy_loss(mode, aggregate))
     assert (gap == 0) == (factor == 1.0)
     assert gap < 0.01
+    assert not caplog.messages, "its two policies differ on purpose"
 
 
 def _absent(package: str) -> str:

@@ -1,12 +1,14 @@
 """What every engine's adapter shares: anchors, refusals, micro-batches without a token, weights of a sampler correction."""
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
 import corral
-from corral.engine.adapter import EngineObjective, sampled_token_names
+from corral.engine import adapter
+from corral.engine.adapter import EngineObjective, policies_differ, sampled_token_names
 from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
@@ -49,6 +51,28 @@ def test_golden_loss_and_weights() -> None:
     assert metrics["tr/active_frac"] == 0.5
     half, _ = made.token_loss(batch, torch.tensor([[0.5, 0.5]]))
     assert_close(half, torch.tensor([[0.0, 0.9]], dtype=torch.float64))
+
+
+def test_an_engines_first_batch_is_compared_with_its_anchor(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in a process, however often the engine has its objective made; a checkup's batches do not count."""
+    monkeypatch.setattr(adapter, "_first_calls", {})
+    far, near = batch_of([0.9, 0.2], [0.2, 0.9], [1.0, 1.0]), batch_of([0.5, 0.4], [0.5, 0.4], [1.0, 1.0])
+
+    def lose(batch: corral.TokenBatch, engine: str = "corral for E") -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="corral"):
+            EngineObjective.of(engine, "ppo_clip", {}).token_loss(batch)
+        return caplog.messages
+
+    with policies_differ():
+        assert lose(far) == []
+    assert lose(replace(far, mask=far.mask & False)) == [], "a micro-batch without a token says nothing"
+    (said,) = lose(far)
+    assert said.startswith("corral for E: ppo_clip: at the first call new and old log-probs differ by 1.50 nats")  # ln 4.5
+    assert lose(far) == []
+    assert lose(near, "corral for F") == lose(far, "corral for F") == []
 
 
 def test_weights_leave_the_regression_alone() -> None:

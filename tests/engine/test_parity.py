@@ -1,5 +1,6 @@
 """One batch through every door: the loss and the gradient of corral alone, for every objective."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,11 @@ from doors import (
     TOP_K,
     VOCABULARY,
     Batch,
+    Found,
     alone,
+    by_verl,
     make_batch,
+    token_batch,
 )
 from torch import Tensor
 
@@ -153,6 +157,78 @@ def test_the_trl_door_has_the_loss_and_gradient_of_corral_alone(trainers: dict[s
     assert_close(found, expected, atol=1e-5)
     assert_close(gradient, expected_gradient, atol=1e-5)
     assert gradient.abs().max() > 1e-2
+
+
+# A sampler correction beside an objective with a regression: Σ w (c · policy + regression) at every door that has one.
+
+
+BOUND = {"bound": 0.02}
+
+
+def correct(batch: Batch) -> tuple[corral.TokenBatch, Tensor]:
+    """What `troll` reads of the batch, and the weights of a correction that keeps, weighs and drops tokens."""
+    seen = token_batch(corral.make_objective("troll", **BOUND), batch, "old")
+    weights = corral.make_correction("icepop", low=0.97, high=1.03)(seen)
+    assert (weights[batch.mask] == 0).any()
+    assert ((weights != 0) & (weights != 1)).any()
+    return seen, weights
+
+
+def corrected_by_hand(batch: Batch) -> Found:
+    seen, weights = correct(batch)
+    out = corral.make_objective("troll", **BOUND)(seen)
+    assert out.regression is not None
+    assert (out.regression[weights == 0] > 0).any(), "a dropped token is pulled back"
+    loss = weights * (out.loss - out.regression) + out.regression
+    return batch.gradient(corral.reduce_loss(loss, batch.mask, HOW))
+
+
+def corrected_from_hidden(batch: Batch) -> Found:
+    seen, weights = correct(batch)
+    reduction = torch.where(batch.mask, 1 / (len(batch.mask) * batch.mask.sum(-1, keepdim=True)), 0.0)
+    loss = corral.policy_loss_from_hidden(
+        batch.logits, torch.eye(VOCABULARY), batch.tokens, replace(seen, dist_new=None),
+        corral.make_objective("troll", **BOUND), weights=reduction, policy_weights=weights,
+    )  # fmt: skip
+    return batch.gradient(loss.loss)
+
+
+def corrected_by_adapter(batch: Batch) -> Found:
+    """What the adapters of all engines share."""
+    seen, weights = correct(batch)
+    loss, _ = EngineObjective.of("door", "troll", BOUND, support=True).token_loss(seen, weights)
+    return batch.gradient(corral.reduce_loss(loss, batch.mask, HOW))
+
+
+CORRECTED = {
+    "policy_loss_from_hidden": corrected_from_hidden,
+    "adapter": corrected_by_adapter,
+    "verl": lambda batch: by_verl("troll", BOUND, batch, correct(batch)[1]),
+}
+
+
+@pytest.mark.parametrize("door", CORRECTED)
+def test_a_correction_leaves_the_regression_alone_at_every_door(door: str) -> None:
+    batch = make_batch()
+    for found, expected in zip(CORRECTED[door](batch), corrected_by_hand(batch), strict=True):
+        assert_close(found, expected, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_a_correction_leaves_the_regression_alone_in_the_trl_door(trainers: dict[str, Any], *, fused: bool) -> None:
+    trainer, batch = trainers["support"], make_batch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "objective", corral.make_objective("troll", **BOUND))
+        patch.setattr(trainer, "correction", corral.make_correction("icepop", low=0.97, high=1.03))
+        if not fused:
+            from tiny_models import without_fused_loss
+
+            patch.setattr(trainer.policy_head, "expect", trainer.policy_head.expect)
+            without_fused_loss(trainer)
+        found = batch.gradient(trl_loss(trainer, batch, support=True))
+    for mine, expected in zip(found, corrected_by_hand(batch), strict=True):
+        assert_close(mine, expected, atol=1e-5)
 
 
 # TRL's own losses

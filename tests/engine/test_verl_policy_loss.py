@@ -132,7 +132,7 @@ def test_every_objective_has_settings_that_work(loss_mode: str) -> None:
 
 
 def _of_verl(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the door says; the objective itself notices that these two policies are far apart at its first call."""
+    """What the door says of settings; a process's first batch is noticed too, as these two policies are far apart."""
     return [record.message for record in caplog.records if record.name != "corral.objective.check"]
 
 

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import FakeVLLM, even_words, make_trainer, prompts, rollouts, settings, tiny_model, tiny_tokenizer
+from tiny_models import (
+    RIGHT_REDUCTIONS,
+    FakeVLLM,
+    even_words,
+    make_trainer,
+    prompts,
+    rollouts,
+    settings,
+    tiny_model,
+    tiny_tokenizer,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +31,8 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from corral.audit.folder import read_audit
-from corral.audit.summary import outside_ball, table_columns, token_kinds
+from corral.audit.summary import outside_ball, summarise, table_columns, token_kinds
+from corral.audit.words import sentences
 from corral.llm import audit
 from corral.llm.audit_callback import _send_alert, rules_of
 from corral.llm.audit_scoring import choose, logp_at, preserve_state
@@ -238,7 +249,7 @@ class TestWhatIsAudited:
         updates = {int(update) for update in columns["update"][np.isin(kinds, ("false", "missed"))]}
         assert updates, "a learning rate that clips"
         assert len(sent) == len(updates)
-        assert sent[0]["title"].startswith("clipping is wrong about ")
+        assert sent[0]["title"].startswith("clipping would be wrong about ")
         assert f"corral audit {tmp_path / 'audit'}" in sent[0]["text"]
         monkeypatch.setitem(sys.modules, "trackio", None)
         with caplog.at_level(logging.WARNING):
@@ -312,6 +323,81 @@ class TestWhatIsAudited:
             assert all(len(ranks) == [5, 3, 9, 2][row] for row, ranks in chosen)
         with pytest.raises(RunError, match="shortest here has 9 tokens"):
             choose(torch.tensor([9, 0, 12]), 4, 8, generator, whole=True)
+
+
+def trl_means(trainer: GRPOTrainer, name: str = "clip_ratio/region_mean") -> float:
+    """The mean of what TRL logged, a line for each update."""
+    return float(np.mean([row[name] for row in trainer.state.log_history if name in row]))
+
+
+class TestWhatClippingDid:
+    """The clip in the updates that were made, on all of their tokens, beside TRL's own number and one more update."""
+
+    @pytest.mark.parametrize("loss_type", RIGHT_REDUCTIONS)
+    @pytest.mark.parametrize(
+        "given", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2}], ids=["mini-batches", "passes, accumulation"]
+    )
+    def test_it_is_trls_mean_clip_ratio(self, tmp_path: Path, loss_type: str, given: dict[str, Any]) -> None:
+        trainer = stock(
+            tmp_path, loss_type=loss_type, steps_per_generation=4, max_steps=8, learning_rate=0.03, **given
+        )  # fmt: skip
+        callback = audit(trainer, tmp_path / "audit", every=4, sequences=2, tokens=5)
+        trained(trainer)
+        assert callback.failed is None
+        info, _ = read_audit(tmp_path / "audit")
+        made = info["updates_made"]
+        assert (made["updates"], made["micro_batches"]) == (8, 8 * trainer.args.gradient_accumulation_steps)
+        assert made["blocked"] == pytest.approx(trl_means(trainer), abs=1e-6)
+        assert made["trl"] == pytest.approx(trl_means(trainer), abs=1e-6)
+        assert made["blocked"] > 0.02, "a learning rate that clips"
+        assert not info["one_update_per_batch"]
+
+    def test_with_one_update_per_batch_no_clip_ever_acts(self, tmp_path: Path) -> None:
+        trainer = stock(tmp_path, steps_per_generation=1, max_steps=4, learning_rate=0.05, loss_type="dapo")
+        audit(trainer, tmp_path / "audit")
+        trained(trainer)
+        info, table = read_audit(tmp_path / "audit")
+        assert (info["one_update_per_batch"], info["updates_made"]["blocked"], trl_means(trainer)) == (True, 0.0, 0.0)
+        summary = summarise(table, info["rules"])
+        said = sentences(summary, info)
+        assert sum("no clip ever acts in this run" in text for text in said) == 1
+        assert summary.verdicts["clipped"]["share"] > 0, "one more update would have been clipped"
+        assert any(text.startswith("On one more update on these completions, clipping") for text in said)
+
+    def test_of_a_corral_trainer_it_is_what_the_trainer_logs(self, tmp_path: Path) -> None:
+        without = trained(make_trainer(tmp_path, "ppo_clip", max_steps=4, learning_rate=0.03))
+        trainer = make_trainer(tmp_path, "ppo_clip", max_steps=4, learning_rate=0.03)
+        seen: list[int] = []
+        trainer.token_observer = lambda inputs, batch, objective: seen.append(batch.mask.sum().item())
+        audit(trainer, tmp_path / "audit")
+        audited = trained(trainer)
+        assert all(torch.equal(weight, audited[name]) for name, weight in without.items())
+        made = read_audit(tmp_path / "audit")[0]["updates_made"]
+        assert made["blocked"] == pytest.approx(trl_means(trainer, "tr/active_frac"), abs=1e-6)
+        assert made["blocked"] > 0
+        assert made["trl"] is None
+        assert len(seen) == 4, "whoever observed before still does"
+
+    def test_only_training_is_counted(self, tmp_path: Path) -> None:
+        """Not evaluation in between; a resumed run counts what was saved, and what it repeats once."""
+        given: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps"}
+        given |= {"eval_steps": 1, "trainer_kwargs": {"eval_dataset": prompts(4)}}
+        for resumed in (None, str(tmp_path / "checkpoint-4")):
+            trainer = stock(tmp_path, **given)
+            audit(trainer, tmp_path / "audit", every=4)
+            trained(trainer, resume=resumed)
+            info, table = read_audit(tmp_path / "audit")
+            assert set(table["update"].to_pylist()) == {2, 6}
+            made = info["updates_made"]
+            assert (made["updates"], made["micro_batches"]) == (8, 8), "those between audited batches, and after the last"
+
+    def test_a_loss_that_does_not_clip_says_so(self, tmp_path: Path) -> None:
+        trainer = stock(tmp_path, loss_type="cispo", epsilon_high=5.0)
+        audit(trainer, tmp_path / "audit")
+        trained(trainer)
+        info, table = read_audit(tmp_path / "audit")
+        assert info["updates_made"] is None
+        assert "The run's own loss, cispo, does not clip." in sentences(summarise(table, info["rules"]), info)
 
 
 class TestRules:

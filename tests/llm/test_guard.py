@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_trainer
+from tiny_models import loss_and_gradient, make_trainer, rollouts, without_fused_loss
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -168,6 +168,30 @@ def test_acting_later_is_what_a_region_is_for(
         trainer.train()
     assert caplog.messages == []
     assert trainer.state.log_history[-1]["tr/active_frac"] > 0
+
+
+@pytest.mark.parametrize("objective", ["ppo_clip", "troll"])
+def test_a_trainers_first_batch_is_compared_with_its_anchor(
+    objective: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Old log-probs of the wrong tokens are noticed at the first micro-batch, once, by either path of the loss."""
+    for fused in (True, False):
+        trainer = make_trainer(tmp_path, objective, support_mass=1.0)
+        if not fused:
+            without_fused_loss(trainer)
+        first, second = rollouts(trainer)
+        for inputs in (first, second):
+            for name in ("old_per_token_logps", "corral_logp"):
+                if name in inputs:
+                    inputs[name] = inputs[name] - 1.0
+            if "corral_rest" in inputs:
+                inputs["corral_rest"] = torch.log1p(-inputs["corral_logp"].exp().sum(-1))
+        caplog.clear()
+        with caplog.at_level("WARNING", "corral.objective.check"):
+            loss_and_gradient(trainer, first)
+            loss_and_gradient(trainer, second)
+        (message,) = caplog.messages
+        assert message.startswith(f"{objective}: at the first call new and old log-probs differ by 1.00 nats on average")
 
 
 @pytest.mark.refuses("model: nothing that requires a gradient", door="TRL")

@@ -1,6 +1,7 @@
 """Corrections weigh tokens by how far the sampler was from the old policy, and by nothing else."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral import TokenBatch, make_correction, make_objective
+from corral.objective import correction as correction_module
 from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close
 
@@ -186,6 +188,21 @@ def test_weights_scale_the_gradient_of_every_objective(objective, name):
     (corrected,) = torch.autograd.grad((loss * weights).sum(), logits)
     assert plain.any()
     assert_close(corrected, weights[..., None] * plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_documented_line_leaves_the_regression_alone(name):
+    """The first line of code in the module's docstring, run as it stands: c · policy + regression, token by token."""
+    batch, _ = random_batch(4, 5, 6, 3, seed=2)
+    batch = replace(batch, logp_rollout=mismatched(2, 0.8).logp_rollout)
+    objective, correction = make_objective("troll", bound=0.01), make_correction(name)
+    found = {"objective": objective, "correction": correction, "batch": batch}
+    line = re.search(r"^ +loss = .*$", str(correction_module.__doc__), re.MULTILINE)
+    assert line is not None
+    exec(line[0].strip(), found)
+    out, weights = objective(batch), correction(batch)
+    assert (out.regression[batch.mask & (weights != 1)] > 0).any(), "else the two rules are one"
+    assert_close(found["loss"], weights * (out.loss - out.regression) + out.regression)
 
 
 # ---------------------------------------------------------------------------------------------------- errors

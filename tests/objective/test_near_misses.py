@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import corral
+from corral.objective.check import FirstCall
 
 LOGITS = torch.arange(24.0).reshape(2, 4, 3).sin() * 3
 TOKENS = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 1]])
@@ -40,17 +41,24 @@ def test_old_log_probs_in_half_precision(dtype: torch.dtype) -> None:
         corral.make_objective("ppo_clip")(batch(old=LOGP.to(dtype)))
 
 
-def test_logits_shifted_by_one_are_noticed_at_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_logits_shifted_by_one_are_noticed_where_a_run_starts(caplog: pytest.LogCaptureFixture) -> None:
     shifted = LOGITS.roll(1, dims=1).log_softmax(-1).gather(-1, TOKENS[..., None])[..., 0]
-    objective = corral.make_objective("ppo_clip")
+    first = FirstCall()
     with caplog.at_level(logging.WARNING, logger="corral"):
-        objective(batch(new=shifted))
-        objective(batch(new=shifted))
+        first.look("ppo_clip", batch(new=shifted))
+        first.look("ppo_clip", batch(new=shifted))
     assert [record.message for record in caplog.records if "shifted by a token" in record.message] == [caplog.messages[0]]
     mean = float((shifted - LOGP).abs().mean())  # an independent mean of |log ρ|
     assert f"differ by {mean:.2f} nats" in caplog.messages[0]
     caplog.clear()
-    fine = corral.make_objective("ppo_clip")
-    fine(batch())
-    fine(batch(new=shifted))  # later on a policy may be anywhere
+    fine = FirstCall()
+    fine.look("ppo_clip", batch())
+    fine.look("ppo_clip", batch(new=shifted))  # later on a policy may be anywhere
+    assert not caplog.messages
+
+
+def test_an_objective_by_itself_compares_policies_of_any_distance(caplog: pytest.LogCaptureFixture) -> None:
+    far = LOGITS.roll(1, dims=1).log_softmax(-1).gather(-1, TOKENS[..., None])[..., 0]
+    with caplog.at_level(logging.WARNING, logger="corral"):
+        corral.make_objective("ppo_clip")(batch(new=far))
     assert not caplog.messages

@@ -53,7 +53,7 @@ def test_it_is_drawn_in_both_themes_and_on_a_phone(open_audit: Any, tmp_path: Pa
         page.get_by_role("button", name="SVG of What clipping sees").click()
     saved = Path(download.value.path()).read_text()
     assert "m · 720 tokens, compared" in saved, "a saved figure says what was audited"
-    assert "of the tokens that clipping would have blocked had hardly moved" in saved
+    assert "of the tokens that clipping would block had hardly moved" in saved
     assert "Tokens beyond the edges" in saved
     phone = open_audit(html, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     assert phone.evaluate("document.documentElement.scrollWidth") <= 360

@@ -1,7 +1,8 @@
 """The folder of an audit: its rules and settings, and one row per audited token.
 
-audit.json      what was audited, by which rules, with which versions
-audit.parquet/  a data set of one file per audited update; whatever reads parquet reads it as one table
+audit.json        what was audited, by which rules, with which versions
+audit.parquet/    a data set of one file per audited update; whatever reads parquet reads it as one table
+updates.parquet/  what clipping did in the updates of a trainer, one row per micro-batch, of all updates and all their tokens
 
 Every file is written whole or not at all: an audit can be read during its run, and survives it however it ends.
 """
@@ -9,7 +10,7 @@ Every file is written whole or not at all: an audit can be read during its run, 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,11 +35,28 @@ SCHEMA = pa.schema(
 """Columns of audit.parquet; docs/audit.md says what each means."""
 
 
+class MicroBatch(NamedTuple):
+    """What clipping did to one micro-batch at the time of its update."""
+
+    update: int
+    tokens: int
+    """Tokens that were trained on."""
+    clipped: int
+    """Tokens that clipping left without a gradient."""
+    trl: float | None
+    """TRL's own `clip_ratio/region_mean`; None where the trainer logs none."""
+
+
+UPDATES_SCHEMA = pa.schema([("update", pa.int64()), ("tokens", pa.int64()), ("clipped", pa.int64()), ("trl", pa.float64())])
+"""Columns of updates.parquet, the fields of `MicroBatch`."""
+
+
 class AuditFolder(LockedFolder):
     """The files of one audit."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.info, self.table = path, path / "audit.json", path / "audit.parquet"
+        self.path, self.info = path, path / "audit.json"
+        self.table, self.updates = path / "audit.parquet", path / "updates.parquet"
 
     def check(self, rules: Mapping[str, Any], done: int = 0) -> None:
         """Refuse a folder that holds anything but an audit by the same rules, to be resumed after `done` updates."""
@@ -57,10 +75,11 @@ class AuditFolder(LockedFolder):
         self.check(info["rules"], done)
         try:
             self.table.mkdir(parents=True, exist_ok=True)
+            self.updates.mkdir(exist_ok=True)
             self.hold(self.path)
         except OSError as error:
             raise RunError(disk_sentence(error, self.path)) from error
-        for part in self.table.glob("update-*.parquet"):
+        for part in (*self.table.glob("update-*.parquet"), *self.updates.glob("update-*.parquet")):
             if int(part.stem.removeprefix("update-")) > done:
                 part.unlink()
         write_json(self.info, {**info, "versions": versions()})
@@ -75,9 +94,18 @@ class AuditFolder(LockedFolder):
         rows = pa.concat_tables(parts)
         write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
 
+    def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
+        """Micro-batches of updates up to this one, in a file of their own."""
+        rows = pa.table([list(column) for column in zip(*made, strict=True)], schema=UPDATES_SCHEMA)
+        write_whole(self.updates / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
+
 
 def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
-    """What audit.json says, and all rows in the order of updates, completions and positions."""
+    """What audit.json says, and all rows in the order of updates, completions and positions.
+
+    Two keys are added: `left_out`, how many rows are not whole, and `updates_made`, what clipping did in the updates (None
+    where that was not recorded).
+    """
     folder = AuditFolder(path)
     if not path.is_dir() or not folder.info.is_file():
         raise RunError(f"{path} holds no audit: it has no audit.json.")
@@ -102,8 +130,28 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
         raise RunError(
             f"{folder.table} has no token with a number in every column, as audits write them: there is nothing to show."
         )
-    info["left_out"] = len(table) - len(whole)
+    info["left_out"], info["updates_made"] = len(table) - len(whole), _read_updates(folder.updates)
     return info, whole.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
+
+
+def _read_updates(path: Path) -> dict[str, Any] | None:
+    """Numbers of updates and micro-batches, and means over micro-batches, as TRL averages: the share blocked, and TRL's own."""
+    if not any(path.glob("update-*.parquet")):
+        return None
+    try:
+        rows = pq.read_table(path).select(UPDATES_SCHEMA.names).cast(UPDATES_SCHEMA)
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise RunError(f"{path} is not what an audit writes: {(str(error).splitlines() or [''])[0]}") from error
+    tokens, clipped, trl = (rows[name].drop_null().to_pylist() for name in ("tokens", "clipped", "trl"))
+    if not len(tokens) == len(clipped) == len(rows) or not len(rows):
+        raise RunError(f"{path} is not what an audit writes: it has rows without a number of tokens.")
+    shares = [part / max(whole, 1) for whole, part in zip(tokens, clipped, strict=True)]
+    return {
+        "updates": len(pc.unique(rows["update"])),
+        "micro_batches": len(rows),
+        "blocked": sum(shares) / len(shares),
+        "trl": sum(trl) / len(trl) if trl else None,
+    }
 
 
 def _is_whole(table: pa.Table) -> pa.ChunkedArray:

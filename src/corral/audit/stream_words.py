@@ -19,7 +19,7 @@ _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO 
 
 
 def stream_sentences(summary: StreamSummary, info: Mapping[str, Any]) -> list[str]:
-    """What was compared, how far it went, what clipping does, which bound errs least, and what to know about the numbers."""
+    """What was compared, how far it went, what clipping would do, which bound errs least, and remarks on the numbers."""
     rules = info["rules"]
     found = [
         f"{count(summary.tokens, 'token')} of {count(summary.sequences, 'completion')} in {count(summary.steps, 'step')}, "
@@ -62,14 +62,14 @@ def _errors(row: Threshold) -> str:
 
 
 def _clipping(row: Threshold, rules: Mapping[str, Any], *, certain: bool) -> str:
-    """How much clipping blocks, how much of that is inside the KL ball, and what it misses."""
+    """How much clipping would block in an update, how much of that is inside the KL ball, and what it would miss."""
     ball = row.kl
-    does = ("blocks", "passes") if rules.get("own") else ("would block", "would pass")
     known = "" if certain else ", as far as these divergences show"
     inside = f"; {percent(ball.blocked_inside / ball.blocked)} of these are inside the KL ball{known}" if ball.blocked else ""
     sure = "" if certain else "certainly "
     return (
-        f"Clipping ({clip_range(rules['clip'])}) {does[0]} {percent(row.share)} of tokens{inside}. It {does[1]} "
+        f"In an update at the new policy, clipping ({clip_range(rules['clip'])}) would block {percent(row.share)} of "
+        f"tokens{inside}. It would pass "
         f"{percent(ball.passed_outward / ball.tokens)} that are {sure}outside and pushed further out."
     )
 

@@ -12,12 +12,13 @@ RULES = {"clipped": "clipping", "dppo_binary": "DPPO, sampled token", "dppo_topk
 
 
 def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
-    """What was compared, how far it went, what clipping does, where, and what others would do."""
+    """What was compared, how far it went, what clipping did, and what it and others would do on one more update."""
     rules = info["rules"]
     found = [
         f"{count(summary.tokens, 'token')} of {count(summary.sequences, 'completion')}, {info.get('what') or 'compared'}"
         f"{'' if summary.updates == 1 else f', {summary.updates} times'}.",
         f"True KL to the old policy: {_spread(summary.kl)} nats. Total variation: {_spread(summary.tv)}.",
+        *((said,) if (said := updates_sentence(info)) is not None else ()),
         _clipping(summary, rules),
     ]
     if summary.verdicts["clipped"]["kl"].blocked:
@@ -30,19 +31,38 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
     return [*found, *map(str, info.get("remarks") or ())]
 
 
+def updates_sentence(info: Mapping[str, Any]) -> str | None:
+    """What clipping did in the updates that a trainer made, with TRL's own number; None for audits without a trainer."""
+    if info.get("kind") != "trainer":
+        return None
+    rules, made = info["rules"], info.get("updates_made")
+    if not rules.get("own"):
+        return f"The run's own loss, {info.get('loss')}, does not clip."
+    if made is None:
+        return "What clipping did in the updates that were made was not recorded."
+    were = "was" if made["updates"] == 1 else "were"
+    did = f"the {count(made['updates'], 'update')} that {were} made, clipping ({clip_range(rules['clip'])}) blocked "
+    did += f"{percent(made['blocked'])} of tokens"
+    if made["trl"] is not None:
+        whose = ", of completions," if rules["clip"]["name"] == "gspo" else ""
+        did += f"; TRL's own clip ratio{whose} is {percent(made['trl'])}"
+    if info.get("one_update_per_batch") and not made["blocked"]:
+        return f"With one update per batch of rollouts every ratio is 1, so no clip ever acts in this run: in {did}."
+    return f"In {did}."
+
+
 def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
-    """How much clipping blocks, how much of that is inside the KL ball, and what it misses."""
+    """How much clipping would block on one more update, how much of that is inside the KL ball, and what it would miss."""
     ball: Ball = summary.verdicts["clipped"]["kl"]
-    does = ("blocks", "passes") if rules.get("own") else ("would block", "would pass")
-    name = f"Clipping ({clip_range(rules['clip'])}) {does[0]}"
+    name = f"On one more update on these completions, clipping ({clip_range(rules['clip'])}) would block"
     radius = f"the KL ball of {number(rules['kl_bound'])}"
     missed = percent(ball.passed_outward / ball.tokens) if ball.passed_outward else "none"
     if not ball.blocked:
-        return f"{name} no token, and {does[1]} {missed} outside {radius} that {_are(missed)} pushed further out."
+        return f"{name} no token, and would pass {missed} outside {radius} that {_are(missed)} pushed further out."
     inside = percent(ball.blocked_inside / ball.blocked)
     return (
-        f"{name} {percent(ball.blocked / ball.tokens)} of tokens; {inside} of these are inside {radius}. It {does[1]} "
-        f"{missed} that {_are(missed)} outside and pushed further out."
+        f"{name} {percent(ball.blocked / ball.tokens)} of tokens; {inside} of these are inside {radius}. It would "
+        f"pass {missed} that {_are(missed)} outside and pushed further out."
     )
 
 
@@ -50,8 +70,8 @@ def _other_ball(ball: Ball, rules: Mapping[str, Any]) -> str:
     """The same by total variation."""
     return (
         f"By total variation, {percent(ball.blocked_inside / ball.blocked)} of the blocked tokens are within "
-        f"{number(rules['tv_bound'])}, and {percent(ball.passed_outward / ball.tokens)} of all tokens are passed outside it "
-        f"and pushed further out."
+        f"{number(rules['tv_bound'])}, and {percent(ball.passed_outward / ball.tokens)} of all tokens would be passed outside "
+        f"it and pushed further out."
     )
 
 

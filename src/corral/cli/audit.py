@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", metavar="FILE", type=Path, help="the page (audit.html in the audit's folder)")
     parser.add_argument("--json", metavar="FILE", help="every number as JSON; - is the standard output")
     parser.add_argument(
-        "--fail-above", metavar="PERCENT", type=float, help="exit with 3 if more of all tokens are blocked inside the KL ball"
+        "--fail-above",
+        metavar="PERCENT",
+        type=float,
+        help="exit with 3 if more of all tokens would be blocked inside the KL ball",
     )
     parser.add_argument("--live", action="store_true", help="of dumps and audits that grow: write the page again and again")
     parser.add_argument("--interval", metavar="SECONDS", type=float, help="of --live: between two looks at the files (10)")
@@ -160,7 +163,7 @@ def _rules(arguments: argparse.Namespace) -> Any:
     try:
         if arguments.clip is not None:
             low, _, high = arguments.clip.partition(",")
-            given |= {"clip": make_objective("ppo_clip", clip_low=float(low), clip_high=float(high or low)), "own": True}
+            given |= {"clip": make_objective("ppo_clip", clip_low=float(low), clip_high=float(high or low))}
     except ValueError as error:
         raise RunError(f"--clip takes LOW,HIGH such as 0.2,0.28; got {arguments.clip!r}: {error}") from error
     try:

@@ -133,7 +133,7 @@ def _status(audited: Audited) -> str:
     ball = audited.clipping
     inside = f", {percent(ball.blocked_inside / ball.blocked)} of these inside the KL ball" if ball.blocked else ""
     clipped = percent(ball.blocked / ball.tokens)
-    return f"{time.strftime('%H:%M:%S')}  {audited.newest}, {count(ball.tokens, 'token')}: {clipped} clipped{inside}"
+    return f"{time.strftime('%H:%M:%S')}  {audited.newest}, {count(ball.tokens, 'token')}: would clip {clipped}{inside}"
 
 
 class _Say(Protocol):

@@ -26,7 +26,14 @@ def measured_audit(folder: Path, arguments: argparse.Namespace) -> Audited:
         tally.add(audit_tokens(table_columns(table)))
         tally.sequences = summary.sequences
         verdicts = {name: _plain_row(row) for name, row in summary.verdicts.items()}
-        return {**tally.summary().as_dict(), "verdicts": verdicts, "what": info.get("what"), "rules": info["rules"]}
+        return {
+            **tally.summary().as_dict(),
+            "verdicts": verdicts,
+            "what": info.get("what"),
+            "rules": info["rules"],
+            "updates_made": info["updates_made"],
+            "one_update_per_batch": info.get("one_update_per_batch"),
+        }
 
     return Audited(
         page=folder / "audit.html",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from corral.audit.summary import Ball
 
 _ABOVE = 3
-"""Exit status: more tokens are wrongly blocked than --fail-above allows."""
+"""Exit status: more tokens would be wrongly blocked than --fail-above allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,12 @@ def check_files(arguments: argparse.Namespace) -> None:
 
 
 def _judge_errors(ball: "Ball", limit: float | None) -> int:
-    """0, or 3 and a sentence if a larger share of all tokens is blocked inside the KL ball than `limit` per cent."""
+    """0, or 3 and a sentence if a larger share of all tokens would be blocked inside the KL ball than `limit` per cent."""
     share = 100 * ball.blocked_inside / ball.tokens
     if limit is None or share <= limit:
         return 0
     sys.stderr.write(
-        f"corral: {share:.3g} % of all tokens are blocked by clipping though inside the KL ball, more than the {limit:g} % of "
+        f"corral: clipping would block {share:.3g} % of all tokens though inside the KL ball, more than the {limit:g} % of "
         f"--fail-above.\n"
     )
     return _ABOVE

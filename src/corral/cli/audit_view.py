@@ -51,7 +51,7 @@ def show_stream(summary: StreamSummary, info: Mapping[str, Any], last: str, *, q
 def _threshold_table(rows: Sequence[Threshold]) -> Table:
     """Each rule at its published bound and at the one with the fewest errors; the page has them all."""
     best = fewest_errors(list(rows))
-    table = _table("Which threshold?", "bound", "blocks", "inside KL ball", "missed")
+    table = _table("Which threshold?", "bound", "would block", "inside KL ball", "missed")
     for row in rows:
         if row.default or best.get(row.family) is row:
             marks = f"{'●' if row.default else ''}{'*' if best.get(row.family) is row else ''}"
@@ -64,7 +64,7 @@ def _threshold_table(rows: Sequence[Threshold]) -> Table:
 
 def _verdict_table(summary: Summary) -> Table:
     """Each rule against the ball of true KL."""
-    table = _table("", "acts on", "inside KL ball", "missed outside")
+    table = _table("", "would act on", "inside KL ball", "missed outside")
     for name, title in RULES.items():
         row = summary.verdicts[name]
         ball = row["kl"]
@@ -83,8 +83,8 @@ def _bucket_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def _token_table(rows: Sequence[Row]) -> Table:
-    """What is blocked most often."""
-    table = _table("token", "seen", "clipped", "inside KL ball", "mean old p", "mean TV")
+    """What would be blocked most often."""
+    table = _table("token", "seen", "would clip", "inside KL ball", "mean old p", "mean TV")
     for row in rows:
         inside = percent(row["inside"] / row["blocked"])
         far = map(number, (row["p_old"], row["tv"]))

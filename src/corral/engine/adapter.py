@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -12,11 +14,15 @@ from torch import Tensor
 
 from corral.kernels.batch_loss import batch_loss
 from corral.objective import OBJECTIVES, Objective, make_objective
+from corral.objective.check import FirstCall
 from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Anchor
 from corral.types import SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()
+_first_calls: dict[str, FirstCall] = {}
+"""The check of this process's first batch, by engine: some engines have their objective made for every batch."""
+_policies_differ: ContextVar[bool] = ContextVar("corral_policies_differ", default=False)
 
 POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
 """The anchors in words."""
@@ -24,10 +30,21 @@ LEAST_TAIL = 1e-8
 """What 1 − Σ p is at least, where a tail is computed so."""
 
 
+@contextmanager
+def policies_differ() -> Iterator[None]:
+    """Inside, old and new policies differ on purpose, as in a checkup: the engine's first batch is still to come."""
+    token = _policies_differ.set(True)
+    try:
+        yield
+    finally:
+        _policies_differ.reset(token)
+
+
 @dataclass(frozen=True)
 class EngineObjective:
     """An objective as an engine runs it: its anchor is known, and what the engine cannot supply was refused."""
 
+    engine: str
     objective: Objective
     anchor: Anchor
     """Whose log-probs the engine passes as `logp_old`."""
@@ -63,7 +80,7 @@ class EngineObjective:
                 f"recomputes; samplers report none. Use anchor='old'."
             )
         own: Anchor = "old" if needs else objective.config.anchor
-        return cls(objective, own if anchor == "auto" else cast(Anchor, anchor))
+        return cls(engine, objective, own if anchor == "auto" else cast(Anchor, anchor))
 
     @property
     def name(self) -> str:
@@ -90,6 +107,8 @@ class EngineObjective:
         if not bool(batch.mask.any()):
             zero = batch.logp_new.new_zeros(())
             return torch.where(batch.mask, batch.logp_new, 0.0), dict.fromkeys(self.objective(_one_token(batch)).metrics, zero)
+        if not _policies_differ.get():
+            _first_calls.setdefault(self.engine, FirstCall()).look(f"{self.engine}: {self.name}", batch)
         # A kernel knows the sum of policy term and regression alone.
         apart = policy_weights is not None and self.objective.config.regresses
         out = self.objective(batch) if apart else batch_loss(self.objective, batch)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
-from corral.audit.folder import AuditFolder
+from corral.audit.folder import AuditFolder, MicroBatch
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules
 from corral.audit.summary import outside_ball, token_kinds
@@ -26,14 +26,18 @@ from corral.llm.audit_scoring import AuditedCompletion, choose_completions, logp
 from corral.llm.models import base_model
 from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import steps_per_batch
-from corral.objective import make_objective
+from corral.objective import Objective, make_objective
 from corral.run.files import RunError
+from corral.types import TokenBatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses of TRL's that clip; the others (cispo, sapo, vespo) weigh tokens instead."""
+
+_CLIP_RATIO = "clip_ratio/region_mean"
+"""TRL's own metric: the share of tokens, or of completions, that its clip acts on in an update."""
 
 
 def audit(
@@ -61,8 +65,8 @@ def audit(
         seed: random seed of the choice of completions and tokens.
         resume: whether `out` may hold the audit of the run that training resumes; None: if there is a checkpoint to resume
             from, in `output_dir` or as `resume_from_checkpoint`.
-        alert_above: per cent of a batch's audited tokens that clipping is wrong about (blocked inside the KL ball, or missed
-            outside it) above which trackio is alerted; it wants `report_to="trackio"`.
+        alert_above: per cent of a batch's audited tokens that clipping would be wrong about on one more update (blocked inside
+            the KL ball, or missed outside it) above which trackio is alerted; it wants `report_to="trackio"`.
     """
     if not isinstance(trainer, GRPOTrainer):
         raise ValueError(f"audit: takes a GRPOTrainer; got {type(trainer).__name__}.")
@@ -85,6 +89,8 @@ def audit(
     if trainer.accelerator.is_main_process or sharded:
         wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
         trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
+        if callback.rules.own and callback.is_main:
+            callback.watch_updates()
         trainer.add_callback(callback)
     return callback
 
@@ -137,6 +143,22 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
     return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=delta), own=True, **bounds)
 
 
+def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
+    """Whether the policy of every loss is the one that sampled, so that all ratios are 1 and no clip can act."""
+    if isinstance(trainer, CorralTrainer):
+        return trainer.on_policy
+    args = cast(GRPOConfig, trainer.args)
+    return args.gradient_accumulation_steps % steps_per_batch(args) == 0
+
+
+def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
+    """What TRL's loss compares: its own log-probs of a micro-batch, with the old policy's, or its own before any update."""
+    mask = inputs["completion_mask"].bool()
+    mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+    old = inputs.get("old_per_token_logps", logp)
+    return TokenBatch(logp.float(), old.float(), inputs["advantages"].float(), mask)
+
+
 def _model_name(model: Any) -> str:
     """A name on the hub, the last part of a folder's, or the class of a model that came from nowhere."""
     base = base_model(model)
@@ -147,9 +169,12 @@ def _model_name(model: Any) -> str:
 class AuditCallback(TrainerCallback):
     """Keeps the old policy at a few completions of a batch, and compares the new one after the batch's last update.
 
-    What is touched: `_generate_and_score_completions` of this one trainer is wrapped, and what it returns is read, never
-    changed. The model is called in evaluation mode without gradients; every module's mode and the random state are put back.
-    An audit that fails stops itself with a warning, and training goes on.
+    In between it counts, at every update and on all of its tokens, what the run's own clipping does.
+
+    What is touched: `_generate_and_score_completions` of this one trainer is wrapped, and where the run clips so are its loss
+    and its scoring pass, or a CorralTrainer's `token_observer`; what they return is read, never changed. The model is called in
+    evaluation mode without gradients; every module's mode and the random state are put back. An audit
+    that fails stops itself with a warning, and training goes on.
     """
 
     def __init__(
@@ -167,6 +192,8 @@ class AuditCallback(TrainerCallback):
         self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
         self.pending: list[tuple[AuditedCompletion, Tensor]] = []
         """Of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
+        self.made: list[MicroBatch] = []
+        """Micro-batches since the last file was written."""
         self.due = 0
         self.alert_above: float | None = None
         self.sharded = False
@@ -199,9 +226,68 @@ class AuditCallback(TrainerCallback):
 
         return generate_and_score
 
+    def watch_updates(self) -> None:
+        """Have every micro-batch of training counted: by TRL's own log-probs, or what a CorralTrainer's objective is given."""
+        trainer = self.trainer
+        if isinstance(trainer, CorralTrainer):
+            before = trainer.token_observer
+
+            def observe(inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
+                if before is not None:
+                    before(inputs, batch, objective)
+                if self.model.training:
+                    self._run_safely(lambda: self._count(batch, None))
+
+            trainer.token_observer = observe
+            return
+        compute, score = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+        scored: list[Tensor] | None = None
+
+        def score_and_keep(*args: Any, **kwargs: Any) -> Any:
+            result = score(*args, **kwargs)
+            if scored is not None:
+                scored.append(result[0].detach())
+            return result
+
+        def compute_and_count(model: Any, inputs: dict[str, Any]) -> Tensor:
+            nonlocal scored
+            logged, scored = trainer._metrics["train"], []
+            before = len(logged.get(_CLIP_RATIO, []))
+            try:
+                loss = compute(model, inputs)
+                if self.model.training and scored:
+                    logp, theirs = scored[0], logged.get(_CLIP_RATIO, [])
+                    own = theirs[-1] if len(theirs) > before else None
+                    self._run_safely(lambda: self._count(_token_batch(inputs, logp), own))
+            finally:
+                scored = None
+            return loss
+
+        trainer._get_per_token_logps_and_entropies = score_and_keep  # type: ignore[method-assign]  # of this trainer alone
+        trainer._compute_loss = compute_and_count  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def _count(self, batch: TokenBatch, trl: float | None) -> None:
+        """Count on how many tokens of a micro-batch the run's clipping acts, before the update that is made of it."""
+        if self.failed is not None:
+            return
+        tokens, clipped = int(batch.mask.sum()), 0
+        if tokens:
+            acted = self.rules.clip(batch).acted
+            assert acted is not None, "every clipping objective says where it acted"
+            clipped = int(acted.sum())
+        self.made.append(MicroBatch(self.trainer.state.global_step + 1, tokens, clipped, trl))
+
+    def _write_made(self, update: int) -> None:
+        """Write the micro-batches that were counted up to this update."""
+        if self.made and self.failed is None:
+            self.folder.add_updates(update, self.made)
+            self.made = []
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Refuse a folder that holds something else, before anything is sampled."""
         self.pending, self.due, self.failed, self.ended = [], state.global_step, None, False
+        self.made = []
         if self.is_main:
             self.folder.begin(self._describe(), done=state.global_step)
 
@@ -216,7 +302,8 @@ class AuditCallback(TrainerCallback):
             self._run_safely(lambda: self._record(state.global_step, rows))
 
     def _record(self, update: int, completions: list[dict[str, Any]]) -> None:
-        """Write down what was measured, and alert trackio if clipping is wrong about more of it than was allowed."""
+        """Write down what was measured, and alert trackio if clipping would be wrong about more of it than was allowed."""
+        self._write_made(update)
         self.folder.add(update, completions)
         if self.alert_above is None:
             return
@@ -228,14 +315,20 @@ class AuditCallback(TrainerCallback):
         share = 100 * float(np.isin(kinds, ("false", "missed")).mean())
         if share > self.alert_above:
             _send_alert(
-                f"clipping is wrong about {share:.2g} % of the audited tokens",
-                f"After update {update}, {(kinds == 'false').sum()} of {len(kinds)} were blocked inside the KL ball of "
-                f"{self.rules.kl_bound:g}, and {(kinds == 'missed').sum()} missed outside it. corral audit {self.folder.path}",
+                f"clipping would be wrong about {share:.2g} % of the audited tokens",
+                f"On one more update after update {update}, {(kinds == 'false').sum()} of {len(kinds)} would be blocked inside "
+                f"the KL ball of {self.rules.kl_bound:g}, and {(kinds == 'missed').sum()} missed outside it. corral audit "
+                f"{self.folder.path}",
             )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write what was counted until this checkpoint: a run that is resumed from it repeats nothing before it."""
+        self._run_safely(lambda: self._write_made(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What is still pending never had its last update."""
         self.pending = []
+        self._run_safely(lambda: self._write_made(state.global_step))
         if self.is_main:
             self.folder.close()
 
@@ -259,6 +352,7 @@ class AuditCallback(TrainerCallback):
             "trainer": type(trainer).__name__,
             "loss": trainer.objective.name if isinstance(trainer, CorralTrainer) else trainer.loss_type,
             "rules": self.rules.as_dict(),
+            "one_update_per_batch": _has_one_update_per_batch(trainer),
             "settings": {
                 "every": self.every, "sequences": self.sequences, "tokens": self.tokens, "seed": self.seed,
                 "temperature": trainer.temperature, "num_iterations": trainer.num_iterations,

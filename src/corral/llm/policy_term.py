@@ -139,7 +139,8 @@ class PolicyTerm:
         return total, tokens, metrics
 
     def _metrics(self, found: dict[str, Tensor], batch: TokenBatch) -> dict[str, Tensor]:
-        """The objective's metrics, terms of `tr/ess`, and before any update what should be 0."""
+        """The objective's metrics, terms of `tr/ess`, and before any update what should be 0; checks a run's first batch."""
+        self.trainer.first_call.look(self.trainer.objective.name, batch)
         metrics = {**found, **ratio_sums(batch)}
         if self.trainer.before_any_update:
             metrics["tr/drift_max"] = masked_max((batch.logp_new - batch.logp_old).abs(), self.mask)

@@ -30,6 +30,7 @@ from corral.llm.sharding import check_processes, check_teacher
 from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED, steps_per_batch
 from corral.objective import Objective
+from corral.objective.check import FirstCall
 from corral.objective.dppo import DPPOConfig
 from corral.objective.troll import TROLLConfig
 from corral.types import TokenBatch
@@ -112,6 +113,7 @@ class CorralTrainer(GRPOTrainer):
         self._old_policies = {mode: OldPolicy(mass, fill) for mode in ("train", "eval")}
         self._rewards: Tensor | None = None
         self._ledger = Ledger()
+        self.first_call = FirstCall(over=not self.accelerator.is_main_process)
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
         self.deployed = None if args.deployed_bound is None else DeployedCallback(self)

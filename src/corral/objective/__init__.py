@@ -7,7 +7,7 @@ from typing import Any
 from corral.naming import build_config, nearest
 from corral.objective.aspo import ASPOConfig, aspo
 from corral.objective.bapo import BAPOConfig, bapo
-from corral.objective.check import FirstCall, check_batch
+from corral.objective.check import check_batch
 from corral.objective.cispo import CISPOConfig, cispo
 from corral.objective.clip_cov import ClipCovConfig, clip_cov
 from corral.objective.config import ObjectiveConfig
@@ -68,8 +68,6 @@ class Objective:
     config: ObjectiveConfig
     check: bool = True
     """Refuse logits, probabilities and other numbers that are no log-probabilities."""
-    first: FirstCall = dataclasses.field(default_factory=FirstCall, repr=False, compare=False)
-    """Warns if old and new policy differ before any update."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -78,8 +76,6 @@ class Objective:
 
     def __call__(self, batch: TokenBatch) -> ObjectiveOutput:
         check_batch(self.name, batch, self.needs, check=self.check)
-        if self.check:
-            self.first.look(self.name, batch)
         return self.function(batch, self.config)
 
 

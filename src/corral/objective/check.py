@@ -29,18 +29,22 @@ _SUPPLY = {
 
 
 _LARGE_FIRST = 0.5
-"""Mean |log ρ| at an objective's first call above which old and new log-probs are hardly those of one policy."""
+"""Mean |log ρ| on a run's first batch above which old and new log-probs are hardly those of one policy."""
 
 
 class FirstCall:
-    """Compares old and new log-probs at an objective's first call, when they should be those of one policy; warns once."""
+    """Warns once if old and new log-probs differ on the first batch of a run, before any update.
 
-    def __init__(self) -> None:
-        self.over = False
+    Trainers and engines, which start on-policy, ask for this. An objective by itself, an audit or a checkup does not: there
+    policies differ on purpose.
+    """
+
+    def __init__(self, *, over: bool = False) -> None:
+        self.over = over
 
     def look(self, name: str, batch: TokenBatch) -> None:
-        """Read the mean |log ρ| of the first batch; one transfer from the device, and none ever after."""
-        if self.over or torch.compiler.is_compiling():
+        """Read the mean |log ρ| of the first batch, in one transfer from the device; later batches are not read."""
+        if self.over:
             return
         self.over = True
         gap = torch.where(batch.mask, (batch.logp_new - batch.logp_old).detach().float(), 0.0).abs().sum()

@@ -1,8 +1,9 @@
-"""Corrections for sampler mismatch: weights from what the sampler reported, for any objective's loss.
+"""Corrections for sampler mismatch: weights c from what the sampler reported, for any objective's policy term.
 
-    loss = objective(batch).loss * correction(batch)
+    loss = objective(batch).weigh(correction(batch))
 
-With ρ_t = π_old(a_t) / π_rollout(a_t), of `logp_old` and `logp_rollout`.
+That is c · policy + regression, token by token. A regression, such as `troll`'s, is no expectation over the sampler: it is not
+weighted, and pulls dropped tokens back too. With ρ_t = π_old(a_t) / π_rollout(a_t), of `logp_old` and `logp_rollout`.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from corral.engine.adapter import sampled_token_names
+from corral.engine.adapter import policies_differ, sampled_token_names
 from corral.engine.checkup import Checkup
 from corral.engine.verl.settings import CONFIG, MODEL_TYPE, PREFIX, TRAINERS, VERL_RANGE, VerlSettings, loss_modes
 from corral.objective import make_objective
@@ -106,9 +106,10 @@ def self_test(get_policy_loss: Any) -> float:
         config = SimpleNamespace(policy_loss=SimpleNamespace(corral=settings), global_batch_info=info)
         how: Reduction = "seq-mean-token-mean"
         here, alone = (logp.clone().requires_grad_() for _ in range(2))
-        loss, _ = get_policy_loss(mode)(
-            old_log_prob=old, log_prob=here, advantages=credit, response_mask=mask, loss_agg_mode=how, config=config
-        )
+        with policies_differ():
+            loss, _ = get_policy_loss(mode)(
+                old_log_prob=old, log_prob=here, advantages=credit, response_mask=mask, loss_agg_mode=how, config=config
+            )
         reduced = reduce_loss(objective(TokenBatch(alone, old, credit, mask)).loss, mask, how)
         gradients = [torch.autograd.grad(value, x)[0] for value, x in ((loss, here), (reduced, alone))]
         worst = max(worst, float((gradients[0] - gradients[1]).abs().max()))

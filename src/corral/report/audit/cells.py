@@ -29,7 +29,10 @@ _BOUNDED = {
 
 
 def four_cells(ball: Ball, rules: Mapping[str, Any], *, certain: bool = True) -> Safe:
-    """What clipping did to all audited tokens, against the KL ball; `certain` unless divergences are lower bounds."""
+    """What clipping would do to all audited tokens in an update at the new policy, against the KL ball.
+
+    `certain` unless divergences are lower bounds.
+    """
     back = ball.passed_outside - ball.passed_outward
     counts = {"false": ball.blocked_inside, "right": ball.blocked_outside}
     counts |= {"passed": ball.passed_inside, "missed": ball.passed_outward}
@@ -47,21 +50,20 @@ def four_cells(ball: Ball, rules: Mapping[str, Any], *, certain: bool = True) ->
         )  # fmt: skip
     radius = number(rules["kl_bound"])
     heads = [tag("span", f"inside KL ≤ {radius}", class_="head"), tag("span", "outside", class_="head")]
-    return join(_large(headline(ball, rules, certain=certain)), tag("div", *heads, *cells, class_="cells"))
+    return join(_large(headline(ball, certain=certain)), tag("div", *heads, *cells, class_="cells"))
 
 
-def headline(ball: Ball, rules: Mapping[str, Any], *, certain: bool = True) -> str:
-    """One number: how many of the blocked tokens had hardly moved; where none is blocked, what is missed.
+def headline(ball: Ball, *, certain: bool = True) -> str:
+    """One number: how many of the tokens that would be blocked had hardly moved; where there are none, what would be missed.
 
     Of divergences that are lower bounds it says how many can have been inside the ball at most, or are missed at least.
     """
-    would = "" if rules.get("own") else "would have "
     if ball.blocked:
         share = percent(ball.blocked_inside / ball.blocked)
         moved = "had hardly moved" if certain else "were inside the KL ball"
-        return f"{'' if certain else _FEWER}{share} of the tokens that clipping {would}blocked {moved}"
+        return f"{'' if certain else _FEWER}{share} of the tokens that clipping would block {moved}"
     missed = percent(ball.passed_outward / ball.tokens)
-    return f"{'' if certain else _MORE}{missed} of the tokens are missed: clipping {would}blocked none"
+    return f"{'' if certain else _MORE}{missed} of the tokens would be missed: clipping would block none"
 
 
 def _large(sentence: str) -> Safe:

@@ -33,7 +33,7 @@ _FEW = 30
 
 
 def bucket_figure(rows: Sequence[Row]) -> Safe:
-    """Above, how far tokens of each bucket really went; below, on what share of them each rule acts."""
+    """Above, how far tokens of each bucket really went; below, on what share of them each rule would act."""
 
     def draw(width: int) -> tuple[list[Safe], int]:
         narrow = width == NARROW
@@ -45,12 +45,12 @@ def bucket_figure(rows: Sequence[Row]) -> Safe:
         share = _RootAxis(min(1.0, 1.1 * most), middle + 12, height - bottom)
         parts = [*tv.grid(number, left, width - right), *share.grid(left, width - right)]
         if not narrow:
-            parts += [_side("true TV", top, middle - 28), _side("acts on", middle, height - bottom)]
+            parts += [_side("true TV", top, middle - 28), _side("would act on", middle, height - bottom)]
         for place, row in enumerate(rows):
             x = left + (place + 0.5) * each
             parts.append(_distance(row, x, tv, min(14.0, each * 0.3)))
             for index, (name, title) in enumerate(RULES.items()):
-                said = f"{row['name']}: {title} acts on {percent(row[name])} of {count(row['tokens'], 'token')}"
+                said = f"{row['name']}: {title} would act on {percent(row[name])} of {count(row['tokens'], 'token')}"
                 beside = x + (index - 1.5) * each * 0.2
                 parts.append(mark(RULE_LOOKS[name], beside, share(row[name]), said, hollow=row["tokens"] < _FEW))
             down = 18 + (14 * (place % 2) if narrow else 0)
@@ -63,10 +63,10 @@ def bucket_figure(rows: Sequence[Row]) -> Safe:
 
     caption = (
         "Above: true total variation, mean (●), 99.9th percentile (—), largest (▲). Below: share of the tokens on which each "
-        f"rule acts, on an axis that grows like a square root. Hollow: fewer than {_FEW} tokens."
+        f"rule would act, on an axis that grows like a square root. Hollow: fewer than {_FEW} tokens."
     )
     legend = _keys({title: f"c{RULE_LOOKS[name][0]}" for name, title in RULES.items()}, [*RULE_LOOKS.values()])
-    return drawn_figure("Where tokens went, and who acts on them", caption, draw, legend)
+    return drawn_figure("Where tokens went, and who would act on them", caption, draw, legend)
 
 
 def mark(look: Look, x: float, y: float, said: str, *, hollow: bool = False, size: float = 1.0) -> Safe:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 import corral
 from corral.audit.summary import Ball, Row, Summary, table_columns
-from corral.audit.words import RULES, number, percent, sentences
+from corral.audit.words import RULES, number, percent, sentences, updates_sentence
 from corral.report.audit.cells import four_cells, headline
 from corral.report.audit.figures import bucket_figure, ratio_figure, update_figure
 from corral.report.audit.thresholds import audit_thresholds
@@ -28,7 +28,9 @@ from corral.report.html import (
 )  # fmt: skip
 from corral.run.text import count, visible
 
-_VERDICTS = {"rule": "Rule", "share": "Acts on", "right": "…of which outside", "false": "…of which inside", "missed": "Missed"}
+_VERDICTS = {
+    "rule": "Rule", "share": "Would act on", "right": "…of which outside", "false": "…of which inside", "missed": "Would miss",
+}  # fmt: skip
 
 _METHOD = """
 The old policy is the one that the completions were sampled from, the new one is compared with it on their tokens, both over the
@@ -38,6 +40,10 @@ Clipping blocks a token when its ratio new/old has left the range in the directi
 no gradient. That looks at one probability. A rare token doubles its probability while the policy hardly moves, and a likely one
 may lose a fifth of the whole within the range. So a block inside the ball is a false alarm, and a token outside the ball that
 is pushed further out without being blocked is missed.
+
+Rules are computed at the new policy, where the last update on these completions has left it: they say what one more update
+would do. What clipping did in the updates that a trainer made is measured in each of them, on all of their tokens, and averaged
+over micro-batches, as TRL averages its own clip ratio.
 
 DPPO masks a token once the total variation is beyond its bound, on the sampled token alone or on the likeliest tokens, and only
 where it is pushed further out. TROLL projects the whole distribution back into the KL ball, whatever the advantage. Both are
@@ -54,7 +60,7 @@ def audit_page(info: Mapping[str, Any], rows: pa.Table, summary: Summary, live: 
     """The whole HTML; `live`: seconds after which it is written again, and read again by itself."""
     title = f"Audit of {shorten(str(info.get('model') or 'a run'), 80)}"
     about = about_figures(info.get("model"), summary.tokens, info.get("what"))
-    data = {"about": about, "headline": headline(summary.verdicts["clipped"]["kl"], info["rules"])}
+    data = {"about": about, "headline": headline(summary.verdicts["clipped"]["kl"])}
     return audit_document(title, _body(title, info, rows, summary, live), data, live)
 
 
@@ -83,9 +89,9 @@ def about_figures(name: object, tokens: int, what: object) -> str:
 def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summary, live: float | None) -> Safe:
     """Header, parts, footer."""
     columns, rules = table_columns(tokens), info["rules"]
-    said = sentences(summary, info)
+    said, did = sentences(summary, info), updates_sentence(info)
     probability, kinds = summary.by_probability, (("Entropy, nats", summary.by_entropy), ("Advantage", summary.by_sign))
-    found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:]), class_="sentences")
+    found = tag("ul", *(tag("li", sentence, class_="finding") for sentence in said[1:] if sentence != did), class_="sentences")
     out = info.get("left_out")
     missing = note(f"{count(out, 'token')} without a number in every column are left out.") if out else None
     parts = {
@@ -94,6 +100,8 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
             join(
                 live_note(live),
                 missing,
+                None if did is None else tag("p", did, class_="finding"),
+                tag("p", "On one more update:", class_="count"),
                 four_cells(summary.verdicts["clipped"]["kl"], rules),
                 found,
                 _verdict_tables(summary, rules),
@@ -102,7 +110,7 @@ def _body(title: str, info: Mapping[str, Any], tokens: pa.Table, summary: Summar
         "probability": ("By old probability", join(bucket_figure(probability), _bucket_table("Old probability", probability))),
         "threshold": ("Which threshold?", audit_thresholds(columns, rules)),
         "ratio": ("Ratio against true distance", ratio_figure(columns, rules)),
-        "tokens": ("Tokens that clipping blocks most", _blocked_table(summary.blocked_tokens)),
+        "tokens": ("Tokens that clipping would block most", _blocked_table(summary.blocked_tokens)),
         "kinds": ("By entropy and by advantage", join(*(_bucket_table(title, rows) for title, rows in kinds))),
         "updates": ("Over training", update_figure(summary.by_update)),
         "completions": ("Completions", completion_heat(columns, rules)),
@@ -124,7 +132,7 @@ def _verdict_tables(summary: Summary, rules: Mapping[str, Any]) -> Safe:
             {"rule": title, **summary.verdicts[name], "ball": summary.verdicts[name][ball]} for name, title in RULES.items()
         ]
         made += [tag("h3", f"Against the ball {heading}"), table(rows, _VERDICTS, _verdict, aria_label=heading)]
-    text = "Missed: outside the ball and pushed further out, yet left alone. TROLL acts whatever the advantage says."
+    text = "Would miss: outside the ball and pushed further out, yet left alone. TROLL acts whatever the advantage says."
     return join(distances, *made, tag("p", text, class_="count"))
 
 
@@ -153,8 +161,8 @@ def _bucket_table(title: str, rows: Sequence[Row]) -> Safe:
 def _blocked_table(rows: Sequence[Row]) -> Safe:
     """The tokens most often blocked."""
     if not rows:
-        return note("Clipping blocks no token here.", good=True)
-    columns = {"text": "Token", "token": "Id", "seen": "Seen", "blocked": "Blocked", "inside": "…inside the KL ball"}
+        return note("Clipping would block no token here.", good=True)
+    columns = {"text": "Token", "token": "Id", "seen": "Seen", "blocked": "Would be blocked", "inside": "…inside the KL ball"}
     columns |= {"p_old": "Mean probability before", "tv": "Mean true TV"}
 
     def show(key: str, row: Row) -> Any:

@@ -101,7 +101,7 @@ def stream_page(
     body = page_body(title, said[0], parts, main, count(summary.tokens, "logged token"))
     data = {"about": about_figures(info["name"], summary.tokens, info["what"]), "headline": ""}
     if audited is not None:
-        data["headline"] = headline(audited.kl, info["rules"], certain=summary.measure == "whole")
+        data["headline"] = headline(audited.kl, certain=summary.measure == "whole")
     return audit_document(title, body, data, live)
 
 
@@ -111,7 +111,8 @@ def _cells(audited: Threshold | None, measure: str, rules: Mapping[str, Any]) ->
         return None
     sure = f"Divergences are those of {MEASURES[measure]}: false alarms may be fewer, and more may be missed."
     certain = measure == "whole"
-    return join(four_cells(audited.kl, rules, certain=certain), None if certain else tag("p", sure, class_="count"))
+    moment = tag("p", "In an update at the new policy:", class_="count")
+    return join(moment, four_cells(audited.kl, rules, certain=certain), None if certain else tag("p", sure, class_="count"))
 
 
 def _distances(summary: StreamSummary) -> Safe:

@@ -27,7 +27,7 @@ _DRAWN = {
 
 _LOOKS = dict(zip(_DRAWN, assign_looks(_DRAWN.values()).values(), strict=True))
 
-_COLUMNS = {"title": "Rule", "bound": "Bound", "share": "Blocks"}
+_COLUMNS = {"title": "Rule", "bound": "Bound", "share": "Would block"}
 
 
 def threshold_section(rows: Sequence[Threshold], measure: str, kl_bound: float, tv_bound: float) -> Safe:
@@ -125,7 +125,7 @@ def _errors(row: Threshold) -> tuple[float, float]:
 
 def _said(row: Threshold) -> str:
     inside, missed = _errors(row)
-    return f"blocks {percent(row.share)}, {percent(inside)} of all tokens inside the ball, and misses {percent(missed)}"
+    return f"would block {percent(row.share)}, {percent(inside)} of all tokens inside the ball, and miss {percent(missed)}"
 
 
 def _share(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Completions of an audit, token by token: how far each went, and whether clipping was right about it."""
+"""Completions of an audit, token by token: how far each went, and whether clipping would be right about it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from corral.report.html import Safe, join, note, shorten, tag
 from corral.run.text import visible
 
 _MOST = 24
-"""Completions on a page: those with most tokens that clipping is wrong about."""
+"""Completions on a page: those with most tokens that clipping would be wrong about."""
 
 _LONGEST = 600
 """Tokens of one of them."""
@@ -36,7 +36,7 @@ def render_token(text: str, most: int = 60) -> str:
 def completion_heat(
     columns: Mapping[str, Column], rules: Mapping[str, Any], distance: str = "true KL", moment: str = "Update"
 ) -> Safe:
-    """The darker a token, the further its distribution went; its line says what clipping did. `moment`: what `update` is."""
+    """The darker a token, the further its distribution went; its line says what clipping would do. `moment` names `update`."""
     found = token_kinds(columns, columns["clipped"], outside_ball(columns, rules, "kl"))
     keys = list(zip(columns["update"].tolist(), columns["sequence"].tolist(), strict=True))
     starts = [index for index, key in enumerate(keys) if index == 0 or key != keys[index - 1]]
@@ -48,7 +48,10 @@ def completion_heat(
     finite = columns["kl"][np.isfinite(columns["kl"])]
     most = float(np.quantile(finite, 0.995)) if len(finite) else 1.0
     legend = [tag("span", text, class_=f"token {kind}") for kind, text in _KINDS.items()]
-    text = f"Those with most errors of clipping. The darker a token, the further it went: its {distance} to the old policy. "
+    text = (
+        f"Those in which clipping would be wrong most often. The darker a token, the further it went: its {distance} to the "
+        f"old policy. "
+    )
     made = []
     for place, span in enumerate(spans):
         update, sequence = keys[span.start]
