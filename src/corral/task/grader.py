@@ -151,10 +151,11 @@ class GraderPool(WorkerPool[GraderWorker]):
             verdict = self.use(lambda worker: worker.ask(question, seconds))
         except WorkerLost as lost:  # where it died, a second time: someone else may have killed the first
             verdict = Verdict("timeout" if lost.hung else "died")
-        self._count(verdict.status)
+        self.count(verdict.status)
         return verdict
 
-    def _count(self, status: GraderStatus) -> None:
+    def count(self, status: GraderStatus) -> None:
+        """Count an outcome; the 1st, 10th, 100th … that is no verdict is a warning."""
         with self._lock:
             self.counts[status] += 1
             number = self.counts[status]
