@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 from sandboxes import EVERY_BACKEND, needs_a_sandbox, pool
@@ -250,6 +251,8 @@ def test_a_text_of_the_tests_is_evaluated_out_of_the_functions_reach() -> None:
 class Verdicts(SandboxPool):
     """A pool whose tests write a given verdict."""
 
+    nonces: ClassVar[list[str]] = []
+
     def __init__(self, written: str, status: SandboxStatus = "ok") -> None:
         super().__init__(1)
         self.written, self.status = written, status
@@ -258,6 +261,7 @@ class Verdicts(SandboxPool):
         nonce = re.search(r"check\(.*'([0-9a-f]{32})', HARNESS\)", second.code)
         assert nonce is not None
         assert nonce[1] not in first.code
+        self.nonces.append(nonce[1])
         result = SandboxResult(self.status, "", self.written.replace("NONCE", nonce[1]), 0.0)
         return SandboxResult("ok", "", "", 0.0), result
 
@@ -282,8 +286,11 @@ def test_a_verdict_counts_if_the_tests_ended_well() -> None:
     problem, limits = Checks("f", "", ("assert f(1)", "assert f(2)")), SandboxLimits()
     for status, share in {"ok": 0.5, "error": 0.0, "timeout": 0.0, "memory": 0.0, "output": 0.0}.items():
         assert problem.pass_rate("", Verdicts("NONCE passed 1\n", status), limits, True) == share
+    assert len(set(Verdicts.nonces)) == len(Verdicts.nonces) >= 5
     with pytest.raises(ValueError, match=r"the tests of f cannot run: NameError: np\. Only the standard library"):
         problem.pass_rate("", Verdicts("NONCE unable NameError: np\n"), limits, True)
+    writes = Problem(tests=Checks("f", "", ("import os, sys\nsys.stderr.write('x')\nos.write(2, b'x')\nassert f(1) == 2",)))
+    assert grade(writes, "def f(n): return 2") == 1.0  # what tests write is no verdict
     ends = Problem(tests=Checks("f", "", ("import atexit, os\natexit.register(os._exit, 3)\nassert f(1) == 2",)))
     assert grade(ends, "def f(n): return 2") == 0.0
 
@@ -346,6 +353,11 @@ EXPECTED = {
     ),
     "more than a text": (f"try: f(1)\nexcept ValueError: pass{ELSE}", "UnicodeDecodeError('u', b'', 0, 1, '')", None),
     "the text": (f"try: f(1)\nexcept Exception as error: assert 'why' in str(error){ELSE}", "OSError('why')", "OSError"),
+    "the text of an exit": (
+        f"try: f(1)\nexcept Exception as error: assert 'why' in str(error){ELSE}",
+        "SystemExit('why')",
+        None,
+    ),
     "an exit": ("try: f(1)\nexcept (KeyboardInterrupt, SystemExit): assert False\nexcept Exception: pass", "SystemExit", None),
     "an end": ("try: [*map(f, [1])]\nexcept StopIteration: assert False\nexcept Exception: pass", "StopIteration", None),
 }

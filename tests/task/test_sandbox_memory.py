@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sandboxes import EVERY_BACKEND, needs_a_sandbox, run
 
 from corral.cli.doctor import sandbox as doctor_row
 from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxWorker, cgroup
+from corral.task.sandbox.inside import zygote
 from corral.task.sandbox.pool import CGROUP, POLLING, memory_bound
 
 ROOT = str(Path(cgroup.__file__).parents[2])
@@ -126,9 +129,11 @@ while True: os.wait()
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_sockets_of_many_processes_are_counted(backend: str) -> None:
+def test_sockets_of_many_processes_are_counted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # 40 processes of 60 sockets of 208 KiB: 500 MB that no process is charged for.
-    assert run(backend, SOCKETS, memory_mb=64, timeout=20.0).status == "memory"
+    monkeypatch.setattr("corral.task.sandbox.worker.find_cgroup_parent", lambda: None)  # a cgroup would count them too
+    with SandboxWorker(backend) as worker:
+        assert worker.run(SandboxJob(code=SOCKETS, limits=SMALL)).status == "memory"
     few = "import socket\nkept = [socket.socketpair() for _ in range(20)]\nimport time; time.sleep(.1)"
     assert run(backend, few, memory_mb=64).status == "ok"
 
@@ -229,6 +234,38 @@ def test_groups_that_a_killed_process_left_are_removed() -> None:
     finally:
         os.close(lock)
         kept.rmdir()
+
+
+def oom_scores(process: int) -> set[int]:
+    """The scores of all below a process, by which the kernel chooses what to end where memory runs out."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found |= {int(Path(f"/proc/{child}/oom_score_adj").read_text()), *oom_scores(int(child))}
+    return found
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_where_memory_runs_out_programs_are_ended_first_and_then_the_worker(backend: str) -> None:
+    with SandboxWorker(backend) as worker, ThreadPoolExecutor(1) as thread:
+        assert max(oom_scores(worker.process.pid)) == 500
+        program = thread.submit(worker.run, SandboxJob(code="import time; time.sleep(30)", limits=SandboxLimits(timeout=3.0)))
+        deadline = time.monotonic() + 2.5
+        while 1000 not in oom_scores(worker.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert oom_scores(worker.process.pid) >= {500, 1000}
+        assert program.result().status == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("kernel_killed", "reason", "status"),
+    [(True, "", "memory"), (True, "timeout", "memory"), (False, "", "ok"), (False, "timeout", "timeout")],
+)
+def test_a_program_that_ends_well_after_the_kernel_killed_its_child_has_run_out_of_memory(
+    kernel_killed: bool, reason: str, status: str
+) -> None:
+    worker = SimpleNamespace(memory=SimpleNamespace(group_ran_out=lambda: kernel_killed))
+    assert zygote._Zygote.verdict(worker, reason, 0) == {"status": status}
 
 
 HYBRID = """12:pids:/user.slice
