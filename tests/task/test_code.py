@@ -126,7 +126,7 @@ def _raise(*_: Any) -> Any:
 @pytest.mark.parametrize("value", [7, "text", 0.5, 1j, b"bytes", {"key": 1}, [1, 2], (1, 2), {1, 2}, frozenset({1})])
 def test_a_subclass_is_serialized_by_none_of_its_own_methods(value: Any) -> None:
     kind = type(value)
-    names = "__format__ __str__ __repr__ __add__ __iter__ __len__ __bool__ items keys hex".split()
+    names = ["__format__", "__str__", "__repr__", "__add__", "__iter__", "__len__", "__bool__", "items", "keys", "hex"]
     body = dict.fromkeys(names, _raise) | {"real": 9, "imag": 9}
     own = type("Own", (kind,), body)
     assert dumps(own(value)) == dumps(value)

@@ -159,7 +159,8 @@ class GraderPool(WorkerPool[GraderWorker]):
         With `problems`, the problem of each question, every answer that runs out of time halves the time of the next answers to
         that problem, down to a quarter of a second.
         """
-        return self.map(lambda *row: self._grade_one(*row, seconds), questions, problems or [""] * len(questions))
+        names = [""] * len(questions) if problems is None else problems
+        return self.map(lambda question, problem: self._grade_one(question, problem, seconds), questions, names)
 
     def _grade_one(self, question: tuple[Any, ...], problem: str, seconds: float) -> Verdict:
         patience = max(seconds / 2 ** min(self._bombs[problem], 16), min(seconds, _LEAST_SECONDS))
