@@ -359,7 +359,7 @@ EXPECTED = {
         None,
     ),
     "an exit": ("try: f(1)\nexcept (KeyboardInterrupt, SystemExit): assert False\nexcept Exception: pass", "SystemExit", None),
-    "an end": ("try: [*map(f, [1])]\nexcept StopIteration: assert False\nexcept Exception: pass", "StopIteration", None),
+    "an end": (f"try: [*map(f, [1])]\nexcept StopIteration: assert False\nexcept Exception: pass{ELSE}", "StopIteration", None),
 }
 
 

@@ -70,7 +70,7 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
 
     Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
     do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
-    end is not part of it. The more answers to a problem have run out of time, the less time the next ones get.
+    end is not part of it. The more answers have run out of time beside the same gold, the less time the next ones get.
     """
     pairs = [(_strip(gold), _strip(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
     quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
