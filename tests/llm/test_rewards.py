@@ -1,12 +1,17 @@
 """Rewards of a run: every column of the data, several with weights, functions, chats, and the examples of the page."""
 
 import json
+import math
 import re
+import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from corral.cli import main
 from corral.llm.problems import Problems
@@ -15,7 +20,7 @@ from corral.llm.settings import Settings
 from corral.llm.smoke import build_smoke, letters
 from corral.llm.train import resume, train
 from corral.run.files import RunError
-from corral.task import make_task, text_of
+from corral.task import make_task, text_of, verify_all
 from small_runs import Digits, small
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
@@ -158,6 +163,82 @@ def test_a_column_with_an_arguments_name_is_refused_where_it_matters(tmp_path: P
 def test_a_function_that_fails_is_named_with_its_completion_in_a_chat(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"test_rewards:failing raised KeyError: .*The completion was '"):
         train(small(**jsonl(tmp_path, ROWS), reward=failing), out=tmp_path / "run", quiet=True)
+
+
+def judge(given: Any, completions: list[Any]) -> list[float | None]:
+    """The rewards of a function that gives `given`, or calls it."""
+
+    def own(completions: list[Any], **_: Any) -> Any:
+        return given() if callable(given) else given
+
+    ((reward,), _) = make_rewards([own], Digits())
+    return reward(prompts=["p"] * len(completions), completions=completions, problem=["1+1"] * len(completions))
+
+
+NUMBERS = [1, 0.5, True, None, -3e38, np.float32(2), np.int64(3), torch.tensor(0.25), torch.tensor([4]), Fraction(1, 2)]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, lambda values: (value for value in values)])
+def test_a_list_of_numbers_is_paid_whatever_has_made_it(kind: Any) -> None:
+    assert judge(kind(NUMBERS), ["c"] * 10) == [1.0, 0.5, 1.0, None, -3e38, 2.0, 3.0, 0.25, 4.0, 0.5]
+    assert judge(np.array([1.0, 2.0]), ["c"] * 2) == judge(torch.tensor([1.0, 2.0]), ["c"] * 2) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({0.5: "a", 1.0: "b"}, "a dict"),
+        ({0.5, 1.0}, "a set"),
+        ("01", "a str"),
+        (b"01", "a bytes"),
+        (1.0, "a float"),
+        (7, "an int"),
+    ],
+)
+def test_what_is_no_list_is_not_paid(given: Any, kind: str) -> None:
+    with pytest.raises(RewardError, match=f"own gave {kind}. It must give a list with one reward for each completion"):
+        judge(given, ["c", "d"])
+
+
+@pytest.mark.parametrize(
+    "value", [1e300, -1e300, 3.5e38, 10**400, math.inf, math.nan, "1.0", b"1", "x", {}, [1.0], 1j, torch.tensor([1.0, 2.0])]
+)
+def test_a_reward_is_a_number_that_float32_can_hold(value: Any) -> None:
+    with pytest.raises(
+        RewardError, match=r"own gave .* for the completion 'd'\. A reward is a finite number that fits into float32"
+    ):
+        judge([0.0, value], ["c", "d"])
+
+
+@pytest.mark.parametrize("status", ["0", "", "'why'"])
+def test_leaving_is_an_error_of_the_reward(status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RewardError, match=r"own raised SystemExit: .*\. The completion was 'c'"):
+        judge(lambda: sys.exit(0), ["c"])
+    (tmp_path / "mine.py").write_text(f"import sys\ndef leave(completions, **_): sys.exit({status})\n")
+    flags = ["train", "--smoke", "--task", "arithmetic", "--steps", "1", "--quiet", "--out", str(tmp_path / "run")]
+    assert main([*flags, "--reward", f"{tmp_path}/mine.py:leave"]) != 0
+    assert "mine.py:leave raised SystemExit" in capsys.readouterr().err
+
+
+def test_leaving_in_a_verifier_or_a_module_is_an_error_too(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(RunError, match=r"leaves\.py:f' cannot be imported: it raised SystemExit \(0\)"):
+        make_rewards([f"{tmp_path}/leaves.py:f"], Digits())
+    (tmp_path / "verifiers.py").write_text("import sys\ndef leave(prompt, completion, answer): sys.exit(0)\n")
+    given = jsonl(tmp_path, ROWS)["task_config"] | {"verifier": f"{tmp_path}/verifiers.py:leave"}
+    task = make_task("jsonl", **given)
+    for together in (True, False):  # a task's own verify_all, and one verify after another
+        prompts = task.train_prompts(1, 0)
+        one = task if together else Alone(task)
+        with pytest.raises(ValueError, match=r"jsonl: its verifier raised SystemExit \(0\)"):
+            verify_all(one, prompts, ["42"])
+
+
+class Alone(Digits):
+    """A task of which only `verify` is known."""
+
+    def __init__(self, task: Any) -> None:
+        self.name, self.verify = task.name, task.verify  # type: ignore[misc]
 
 
 def test_a_prompt_of_several_messages_keeps_them(tmp_path: Path) -> None:

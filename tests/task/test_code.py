@@ -119,6 +119,19 @@ def test_values_come_back_as_they_were(value: Any) -> None:
     assert type(back) is type(value)
 
 
+def _raise(*_: Any) -> Any:
+    raise AssertionError("a method of the value's own was called")
+
+
+@pytest.mark.parametrize("value", [7, "text", 0.5, 1j, b"bytes", {"key": 1}, [1, 2], (1, 2), {1, 2}, frozenset({1})])
+def test_a_subclass_is_serialized_by_none_of_its_own_methods(value: Any) -> None:
+    kind = type(value)
+    names = ["__format__", "__str__", "__repr__", "__add__", "__iter__", "__len__", "__bool__", "items", "keys", "hex"]
+    body = dict.fromkeys(names, _raise) | {"real": 9, "imag": 9}
+    own = type("Own", (kind,), body)
+    assert dumps(own(value)) == dumps(value)
+
+
 @given(PLAIN, PLAIN)
 def test_same_is_equality_for_plain_values(a: Any, b: Any) -> None:
     assert same(a, a) or "complex" in dumps(a)
@@ -782,6 +795,7 @@ MALFORMED: list[tuple[Callable[[dict[str, Any]], tuple[str, Problem]], dict[str,
     (mbpp_row, mbpp(test_list=["assert add(Pair(1, 2)) == 3"]), "uses Pair, which neither it nor Python defines"),
     (mbpp_row, mbpp(test_setup_code="import numpy as np"), "imports numpy, and the sandbox has the standard library alone"),
     (human_eval_row, human_eval(PLUS.replace("candidate(*inp)", "sorted(candidate(*inp))")), "imports numpy"),
+    (mbpp_row, mbpp(test_setup_code="import pickle"), "imports pickle, which would run a completion's text among the tests"),
     (apps_row, apps(None), "should be an object"),
     (apps_row, apps({}, input_output="{"), "not JSON"),
     (apps_row, apps({}, input_output=""), "`input_output` is empty: there are no tests"),

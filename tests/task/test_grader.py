@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,15 +42,13 @@ def scores(verdicts: list[Verdict]) -> list[tuple[str, float]]:
         ("memory", "error"),
         ("exit", "error"),
         ("nan", "error"),  # no score
-        ("hang up", "died"),  # the pipe ends, the process does not
+        ("hang up", "timeout"),  # it has no answer to give any more, and does not end
         ("nonsense", "error"),
     ],
 )
 def test_whatever_a_grader_does_is_wrong_and_counted_and_the_next_is_graded(
-    failing: GraderPool, what: str, status: str, monkeypatch: pytest.MonkeyPatch
+    failing: GraderPool, what: str, status: str
 ) -> None:
-    if what == "hang up":
-        monkeypatch.setattr(grader, "EXIT_SECONDS", 0.2)  # it does not go by itself
     started = time.monotonic()
     assert scores(failing.grade([(what,), ("0.5",)], 0.3)) == [(status, 0.0), ("graded", 0.5)]
     assert scores(failing.grade([("0.25",)], 0.3)) == [("graded", 0.25)]
@@ -89,6 +89,47 @@ def test_a_process_with_thousands_of_open_files_grades(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[Verdict(status='graded', score=0.5)]\n", done.stderr
+
+
+def test_an_answer_that_runs_out_of_time_costs_no_new_process(failing: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grader, "_WALL_FACTOR", 100.0)  # a crowded machine takes longer on the clock
+    workers = {failing._take()[0] for _ in range(2)}
+    for worker in workers:
+        failing._put(worker, 0)
+    assert scores(failing.grade([("spin",), ("1",)] * 4, 0.1)) == [("timeout", 0.0), ("graded", 1.0)] * 4
+    assert {worker for worker, _ in failing._idle} == workers
+
+
+def test_the_time_for_a_problem_whose_answers_run_out_of_it_is_halved(failing: GraderPool) -> None:
+    asked: list[tuple[str, float]] = []
+
+    class Noted(grader.GraderWorker):
+        def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
+            asked.append((arguments[1], seconds))
+            return Verdict("timeout") if arguments[0] == "bomb" else Verdict("graded", 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grader, "GraderWorker", Noted)
+        for _ in range(6):
+            failing.grade([("bomb", "a")], 2.0, ["a"])
+        failing.grade([("right", "a"), ("right", "b")], 2.0, ["a", "b"])
+        failing.grade([("bomb", "c")] * 2, 2.0)  # of no problem: the time stays
+    times = {name: [seconds for one, seconds in asked if one == name] for name in "abc"}
+    assert times == {"a": [2.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25], "b": [2.0], "c": [2.0, 2.0]}
+
+
+def test_problems_with_such_answers_are_forgotten_in_time(failing: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grader, "_MAX_PROBLEMS", 3)
+    for number in range(8):
+        failing.grade([("spin",)], 0.05, [str(number)])
+    assert len(failing._bombs) <= 3
+
+
+def test_a_graders_memory_is_limited(failing: GraderPool) -> None:
+    (one,) = failing.grade([("pid",)], 1.0)
+    limits = Path(f"/proc/{int(one.score)}/limits").read_text()
+    assert re.search(rf"^Max address space +{4 << 30} +{4 << 30} ", limits, re.MULTILINE)
+    assert re.search("^Max core file size +0 +0 ", limits, re.MULTILINE)
 
 
 def test_many_answers_keep_their_order(failing: GraderPool) -> None:

@@ -3,9 +3,6 @@
 import io
 import json
 import random
-import sys
-
-import pytest
 
 from corral.task.answer import extract, one_number
 from corral.task.arithmetic import Arithmetic
@@ -111,7 +108,7 @@ def test_the_right_results_pass_the_same_way() -> None:
     assert grader_pool("code").grade(questions, SECONDS)[0].score == len(EXPECTED)
 
 
-def test_no_forged_answer_passes_a_test_or_keeps_it_from_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_forged_answer_passes_a_test_or_keeps_it_from_its_verdict() -> None:
     """The tests' own process reads answers too; it is ended when its time is up, so sets of one hash are left out here."""
     tests = [f"assert f([1], {{2: 3}}) == {SECRET!r}", "xs = [1]\nassert sorted(f(xs, {})) == xs != [1]"]
     for number in range(RESULTS // 5):
@@ -119,15 +116,8 @@ def test_no_forged_answer_passes_a_test_or_keeps_it_from_its_verdict(monkeypatch
         answers = "".join(line(draw).replace("\n", " ") + "\n" for _ in range(4))
         if len(answers) > 50_000:
             continue
-        report = io.StringIO()
-        for name, file in (("__stdin__", io.StringIO(answers)), ("__stdout__", io.StringIO()), ("__stderr__", report)):
-            monkeypatch.setattr(sys, name, file)
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", sys.stdout)
-            patch.setattr(sys, "stderr", sys.stderr)
-            code_harness.check("", tests, "f")
-            sys.stderr.close()
-        assert json.loads(report.getvalue()) == {"passed": 0}, number
+        verdict = code_harness.run_tests("", tests, "f", io.StringIO(), io.StringIO(answers), b"")
+        assert verdict == "passed 0", number
 
 
 def output(draw: random.Random) -> str:

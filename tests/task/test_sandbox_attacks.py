@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from sandboxes import EVERY_BACKEND, group, run
 
+import corral.task.sandbox
 from corral.task.sandbox import SandboxJob, SandboxWorker, run_python
+from corral.task.sandbox.view import _package_folders, file_view, is_inside
 from corral.task.sandbox.worker import run_connected
 
 pytestmark = pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -120,6 +122,15 @@ for folder, folders, files in os.walk("/"):
 print(seen)
 """
     assert attack(backend, code) == "[]"
+
+
+def test_installed_packages_and_our_own_are_hidden(backend: str) -> None:
+    folders = file_view().hidden
+    assert folders
+    assert attack(backend, f"print([p for p in {folders!r} if os.path.isdir(p) and os.listdir(p)])") == "[]"
+    ours = str(Path(corral.task.sandbox.__file__).parents[2])
+    assert any(is_inside(ours, folder) for folder in _package_folders({sys.prefix}))
+    assert attack(backend, f"print(os.path.exists({ours!r}))") == "False"
 
 
 def test_way_out_through_dots_and_links(backend: str) -> None:

@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sandboxes import EVERY_BACKEND, needs_a_sandbox, run
 
 from corral.cli.doctor import sandbox as doctor_row
 from corral.task.sandbox import SandboxJob, SandboxLimits, SandboxWorker, cgroup
+from corral.task.sandbox.inside import zygote
 from corral.task.sandbox.pool import CGROUP, POLLING, memory_bound
 
 ROOT = str(Path(cgroup.__file__).parents[2])
@@ -126,11 +129,44 @@ while True: os.wait()
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_sockets_of_many_processes_are_counted(backend: str) -> None:
+def test_sockets_of_many_processes_are_counted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # 40 processes of 60 sockets of 208 KiB: 500 MB that no process is charged for.
-    assert run(backend, SOCKETS, memory_mb=64, timeout=20.0).status == "memory"
+    monkeypatch.setattr("corral.task.sandbox.worker.find_cgroup_parent", lambda: None)  # a cgroup would count them too
+    with SandboxWorker(backend) as worker:
+        assert worker.run(SandboxJob(code=SOCKETS, limits=SMALL)).status == "memory"
     few = "import socket\nkept = [socket.socketpair() for _ in range(20)]\nimport time; time.sleep(.1)"
     assert run(backend, few, memory_mb=64).status == "ok"
+
+
+MAPS = f"""
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+count = 16_000
+start = libc.mmap(None, count * 4096, 0, 0x22, -1, 0)  # private, anonymous, not touched
+for page in range(0, count, 2):  # no two maps beside each other can be one
+    assert libc.mprotect(start + 4096 * page, 4096, 1) == 0
+for _ in range(60):
+    if os.fork() == 0: time.sleep(30)
+time.sleep({FEW})
+"""
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_memory_maps_of_many_processes_are_counted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 processes of 16,000 maps of 230 bytes: 220 MB of the kernel's own, of which none is resident in any process."""
+    monkeypatch.setattr("corral.task.sandbox.worker.find_cgroup_parent", lambda: None)
+    with SandboxWorker(backend) as worker:
+        assert worker.run(SandboxJob(code=MAPS, limits=SandboxLimits(memory_mb=100, timeout=60.0))).status == "memory"
+        one = MAPS.replace("range(60)", "range(0)").replace("16_000", "20_000")
+        assert worker.run(SandboxJob(code=one, limits=SandboxLimits(memory_mb=100, timeout=60.0))).status == "ok"
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_the_address_space_of_the_largest_process_costs_nothing(backend: str) -> None:
+    code = "import time\nx = bytearray(500 << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\ntime.sleep(.2)"
+    assert run(backend, code, memory_mb=512, timeout=30.0).status == "ok"
 
 
 FORKS = """
@@ -158,6 +194,8 @@ def test_all_processes_together_are_bounded(backend: str, delegated: bool, monke
         started = time.monotonic()
         assert worker.run(SandboxJob(code=FORKS, limits=SMALL)).status == "memory"
         assert time.monotonic() - started < 15
+        two = FORKS.replace("range(40)", "range(2)")  # 120 MiB, nearly all of which is pages that they hold
+        assert worker.run(SandboxJob(code=two, limits=SMALL)).status == "memory"
         assert worker.run(SandboxJob(code="print('fine')")).stdout == "fine\n"
 
 
@@ -198,6 +236,38 @@ def test_groups_that_a_killed_process_left_are_removed() -> None:
     finally:
         os.close(lock)
         kept.rmdir()
+
+
+def oom_scores(process: int) -> set[int]:
+    """The scores of all below a process, by which the kernel chooses what to end where memory runs out."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found |= {int(Path(f"/proc/{child}/oom_score_adj").read_text()), *oom_scores(int(child))}
+    return found
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_where_memory_runs_out_programs_are_ended_first_and_then_the_worker(backend: str) -> None:
+    with SandboxWorker(backend) as worker, ThreadPoolExecutor(1) as thread:
+        assert max(oom_scores(worker.process.pid)) == 500
+        program = thread.submit(worker.run, SandboxJob(code="import time; time.sleep(30)", limits=SandboxLimits(timeout=3.0)))
+        deadline = time.monotonic() + 2.5
+        while 1000 not in oom_scores(worker.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert oom_scores(worker.process.pid) >= {500, 1000}
+        assert program.result().status == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("kernel_killed", "reason", "status"),
+    [(True, "", "memory"), (True, "timeout", "memory"), (False, "", "ok"), (False, "timeout", "timeout")],
+)
+def test_a_program_that_ends_well_after_the_kernel_killed_its_child_has_run_out_of_memory(
+    kernel_killed: bool, reason: str, status: str
+) -> None:
+    worker = SimpleNamespace(memory=SimpleNamespace(group_ran_out=lambda: kernel_killed))
+    assert zygote._Zygote.verdict(worker, reason, 0) == {"status": status}
 
 
 HYBRID = """12:pids:/user.slice

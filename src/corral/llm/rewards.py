@@ -4,8 +4,10 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
+
+import torch
 
 from corral.run.files import RunError
 from corral.run.settings import guess
@@ -94,11 +96,15 @@ def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
     def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         try:
             rewards = _call(score, prompts=prompts, completions=completions, **columns)
-        except Exception as error:  # whatever a user's function raises
+        except (Exception, SystemExit) as error:  # whatever a user's function raises; sys.exit(0) would end the run as finished
             culprit = _culprit(score, prompts, completions, columns)
             raise RewardError(
                 f"the reward function {name} raised {type(error).__name__}: {error}. The completion was {culprit!r}."
             ) from error
+        if not isinstance(rewards, list):
+            raise RewardError(
+                f"the reward function {name} gave {_kind(rewards)}. It must give a list with one reward for each completion."
+            )
         if len(rewards) != len(completions):
             raise RewardError(
                 f"the reward function {name} gave {len(rewards)} rewards for {len(completions)} completions, the first of "
@@ -158,22 +164,30 @@ def _with_columns(function: Reward, task: Task) -> Reward:
     return score
 
 
-def _call(score: Reward, **arguments: Any) -> list[Any]:
-    """The rewards, of an `async` function too."""
+def _call(score: Reward, **arguments: Any) -> Any:
+    """The rewards as a list, of an `async` function too; what is no ordered collection of values is returned as it is."""
     found = score(**arguments)
-    return list(asyncio.run(found) if inspect.iscoroutine(found) else found)
+    found = asyncio.run(found) if inspect.iscoroutine(found) else found
+    unordered = isinstance(found, Mapping | Set | str | bytes | bytearray) or not isinstance(found, Iterable)
+    return found if unordered else list(found)
+
+
+def _kind(value: Any) -> str:
+    """The name of a value's type, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _finite(name: str, value: Any, completion: Any) -> float:
-    """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number."""
+    """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number, also as the trainer's float32."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:
         raise RewardError(
-            f"the reward function {name} gave {value!r} for the completion {text_of(completion)!r}. A reward is a finite "
-            f"number, or None where there is nothing to judge."
+            f"the reward function {name} gave {value!r:.200} for the completion {text_of(completion)!r}. A reward is a finite "
+            f"number that fits into float32 (up to 3.4e38), or None where there is nothing to judge."
         )
     return number
 
@@ -184,6 +198,6 @@ def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns:
         one = {key: [value[index]] if isinstance(value, list) else value for key, value in columns.items()}
         try:
             _call(score, prompts=[prompts[index]], completions=[completion], **one)
-        except Exception:  # the same function, so the same freedom
+        except (Exception, SystemExit):  # the same function, so the same freedom
             return text_of(completion)
     return text_of(completions[0])

@@ -135,9 +135,14 @@ def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -
     if len(prompts) != len(completions):
         raise ValueError(f"verify_all: there are {len(prompts)} prompts for {len(completions)} completions.")
     together = _optional_method(task, "verify_all")
-    if together is None:
-        return [task.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    rewards = list(together(prompts, completions))
+    try:
+        if together is None:
+            return [task.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        rewards = list(together(prompts, completions))
+    except SystemExit as error:  # sys.exit(0) in a verifier of the user's would end a run as if it had finished
+        raise ValueError(
+            f"{task.name}: its verifier raised SystemExit ({error}). A verifier gives a number for every text."
+        ) from error
     if len(rewards) != len(completions):
         raise ValueError(f"{task.name}.verify_all gave {len(rewards)} rewards for {len(completions)} completions.")
     return rewards

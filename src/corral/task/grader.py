@@ -6,6 +6,7 @@ too, since the functions may have forged them. A worker that takes too long is k
 is wrong, and counted. Every wait has a deadline.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -31,10 +32,18 @@ _START_SECONDS = 300.0
 """After so long a worker that has not said that it is ready never will; importing sympy takes one or two seconds."""
 
 _WALL_FACTOR = 4.0
-"""A worker has `seconds` of processor time, and this many times as long on the clock."""
+"""A worker has `seconds` of processor time, and this many times as long on the clock,"""
+_LEAST_WALL_SECONDS = 2.0
+"""or this long, since a worker that is killed by the clock has to be started anew."""
 
 EXIT_SECONDS = 5.0
 """Seconds within which a process that was killed has gone."""
+
+_LEAST_SECONDS = 0.25
+"""Seconds of processor time for an answer to a problem whose answers keep running out of time: many times what others need."""
+
+_MAX_PROBLEMS = 10_000
+"""Problems with such answers that are remembered."""
 
 MAX_WORKERS = 4
 """Workers of one kind: each of them has sympy in it."""
@@ -68,7 +77,7 @@ class GraderWorker:
     def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
         """The verdict on one question, "graded" or "error"; WorkerLost where it takes too long or kills the process."""
         question = pickle.dumps((seconds, arguments))
-        deadline = time.monotonic() + _WALL_FACTOR * seconds
+        deadline = time.monotonic() + max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS)
         try:
             sent = self._send(len(question).to_bytes(8, "big") + question, deadline)
         except OSError as error:
@@ -79,29 +88,27 @@ class GraderWorker:
         status, _, value = line.partition(" ")
         if status == "score" and math.isfinite(score := float(value)):
             return Verdict("graded", score)
+        if status == "timeout":
+            return Verdict("timeout")
         if status in ("score", "error"):
             return Verdict("error")
-        # The end of the pipe: the limit on processor time ended it, or something worse.
-        raise WorkerLost("grader: its process has ended.", hung=self._exit_status() == -signal.SIGPROF)
+        raise WorkerLost("grader: its process has ended.", hung=False)  # the end of the pipe
 
     def kill(self) -> None:
-        """End the process at once, whatever it does."""
-        self.process.kill()
+        """End the process and its fork at once, whatever they do."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process and close its pipes."""
-        self.kill()
-        self._exit_status()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _exit_status(self) -> int | None:
-        """Of a process that is about to end; None for one that does not."""
+        """End the process, which leaves when its input ends, and close its pipes."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
         try:
-            return self.process.wait(EXIT_SECONDS)
+            self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return None
+            self.kill()
+        self.process.stdout.close()
 
     def _send(self, data: bytes, deadline: float) -> bool:
         """Whether all of it went through the pipe in time."""
@@ -138,23 +145,39 @@ class GraderPool(WorkerPool[GraderWorker]):
         super().__init__(size)
         self.kind = kind
         self.counts: Counter[str] = Counter()
+        self._bombs: Counter[str] = Counter()
+        """How many answers to a problem have run out of time."""
 
     def _start(self) -> GraderWorker:
         return GraderWorker(self.kind)
 
-    def grade(self, questions: Sequence[tuple[Any, ...]], seconds: float) -> list[Verdict]:
-        """A verdict for each; what hangs, fails or kills its worker is wrong and counted."""
-        return self.map(lambda question: self._grade_one(question, seconds), questions)
+    def grade(
+        self, questions: Sequence[tuple[Any, ...]], seconds: float, problems: Sequence[str] | None = None
+    ) -> list[Verdict]:
+        """A verdict for each; what hangs, fails or kills its worker is wrong and counted.
 
-    def _grade_one(self, question: tuple[Any, ...], seconds: float) -> Verdict:
+        With `problems`, the problem of each question, every answer that runs out of time halves the time of the next answers to
+        that problem, down to a quarter of a second.
+        """
+        names = [""] * len(questions) if problems is None else problems
+        return self.map(lambda question, problem: self._grade_one(question, problem, seconds), questions, names)
+
+    def _grade_one(self, question: tuple[Any, ...], problem: str, seconds: float) -> Verdict:
+        patience = max(seconds / 2 ** min(self._bombs[problem], 16), min(seconds, _LEAST_SECONDS))
         try:
-            verdict = self.use(lambda worker: worker.ask(question, seconds))
+            verdict = self.use(lambda worker: worker.ask(question, patience))
         except WorkerLost as lost:  # where it died, a second time: someone else may have killed the first
             verdict = Verdict("timeout" if lost.hung else "died")
-        self._count(verdict.status)
+        if problem and verdict.status == "timeout":
+            with self._lock:
+                if len(self._bombs) >= _MAX_PROBLEMS:
+                    self._bombs.clear()
+                self._bombs[problem] += 1
+        self.count(verdict.status)
         return verdict
 
-    def _count(self, status: GraderStatus) -> None:
+    def count(self, status: GraderStatus) -> None:
+        """Count an outcome; the 1st, 10th, 100th … that is no verdict is a warning."""
         with self._lock:
             self.counts[status] += 1
             number = self.counts[status]

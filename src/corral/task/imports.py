@@ -22,8 +22,9 @@ def by_path(path: str, what: str) -> Any:
         sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
     try:
         return getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
-    except Exception as error:  # a user's module can fail in any way when it is imported
-        raise ValueError(f"{what}, and {path!r} cannot be imported: {error}.") from error
+    except (Exception, SystemExit) as error:  # a user's module can fail in any way when it is imported
+        why = f"it raised SystemExit ({error})" if isinstance(error, SystemExit) else error
+        raise ValueError(f"{what}, and {path!r} cannot be imported: {why}.") from error
 
 
 def _from_file(path: str) -> ModuleType:

@@ -1,5 +1,6 @@
 r"""Base of mathematics tasks: graded by math-verify, with a share of the reward for the answer's format."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,7 +69,8 @@ def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: floa
     """Whether math-verify finds each answer equal to its gold. What it cannot read, or not in time, is wrong.
 
     Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
-    do not match, or with a box inside, is wrong. A full stop at the end is not part of it.
+    do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
+    end is not part of it. The more answers have run out of time beside the same gold, the less time the next ones get.
     """
     pairs = [(_strip(gold), _strip(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
     quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
@@ -91,7 +93,8 @@ def _grade(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verd
         return []
     if find_spec("math_verify") is None:
         raise ValueError("grading mathematics needs math-verify. Install it: pip install 'corral[task]'.")
-    return grader_pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
+    questions = [(gold, answer) for gold, answer, _ in pairs]
+    return grader_pool("math").grade(questions, seconds, problems=[gold for gold, _, _ in pairs])
 
 
 def _without_grader(gold: str, answer: str) -> bool | None:
@@ -103,7 +106,37 @@ def _without_grader(gold: str, answer: str) -> bool | None:
     whole = [text.removeprefix("-") for text in (gold, answer)]
     if all(text.isascii() and text.isdecimal() and len(text) <= 60 for text in whole):
         return int(gold) == int(answer)
+    if _contradicts(gold, answer):
+        return False
+    if _PERCENT.search(answer) and gold.removeprefix("-").isdecimal():
+        return same_number(gold, answer)
     return None
+
+
+_DENIAL = re.compile(r"(?<![A-Za-z\\])(?:not|no|never|wrong|false|incorrect|untrue|isn't)(?![A-Za-z])", re.IGNORECASE)
+_PERCENT = re.compile(r"\\?%")
+_WHOLE = re.compile(r"-?[0-9]{1,60}")
+_SPACING = re.compile(r"\\left|\\right|\\[,;! ]|\s")
+
+
+def _contradicts(gold: str, answer: str) -> bool:
+    r"""Whether an answer takes itself back, in ways that math-verify passes over.
+
+    It denies what it says ("42 \text{ not}") although the gold has no such word, has two different whole numbers as sides of an
+    equation ("43 = 42"), or is a set where the gold is a pair or an interval, or the other way round.
+    """
+    if _DENIAL.search(answer) and not _DENIAL.search(gold):
+        return True
+    sides = {int(side) for side in map(str.strip, answer.split("=")) if _WHOLE.fullmatch(side)}
+    return len(sides) > 1 or {_brackets(gold), _brackets(answer)} == {"set", "ordered"}
+
+
+def _brackets(text: str) -> str:
+    """Whether the last side of a text is written as a set, or as a pair or interval; "" for neither."""
+    last = re.split(r"=|\\in(?![A-Za-z])", _SPACING.sub("", text))[-1]
+    if last.startswith(r"\{") and last.endswith(r"\}"):
+        return "set"
+    return "ordered" if "," in last and last[0] in "([" and last[-1] in ")]" else ""
 
 
 @lru_cache(maxsize=10_000)

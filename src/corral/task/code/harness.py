@@ -2,14 +2,17 @@
 
 This file is run there after `value.py`, whose names it uses without importing them; it needs the standard library alone. The
 function's side is in the hands of the function: all it can forge are its own results. The tests' side never shares a process
-with it, so no result has a method of its own, and success cannot be claimed but by the tests.
+with it, nor with a text that the function returned and a test evaluates. So no result has a method of its own, and success
+cannot be claimed but by the tests.
 """
 
 import builtins
+import contextlib
 import json
 import os
 import sys
 import types
+from io import TextIOBase
 from typing import Any
 
 from corral.task.code.value import decode, encode  # inside, both are there already, and this line is left out
@@ -23,9 +26,7 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
     call too.
     """
     requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    _lead_nowhere(0, 1)
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
@@ -41,17 +42,34 @@ def serve(program: str, entry: str, show_changes: bool = False) -> None:
                 answer["arguments"] = encode([*arguments, *named.values()])
         except BaseException as error:
             answer = {"error": type(error).__name__, "text": str(error)[:200]}
-        data = json.dumps(answer).encode() + b"\n"
-        while data:
-            data = data[os.write(answers, data) :]
+        _write(answers, json.dumps(answer))
 
 
-class _RemoteError(Exception):
-    """An exception of the function whose class is no built-in."""
+def _lead_nowhere(*files: int) -> None:
+    """Point open files to /dev/null."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for file in files:
+        os.dup2(nowhere, file)
+    os.close(nowhere)
+
+
+def _write(file: int, line: str) -> None:
+    """Write a whole line to an open file."""
+    data = line.encode(errors="replace") + b"\n"
+    while data:
+        data = data[os.write(file, data) :]
+
+
+class RemoteError(Exception):
+    """An exception of the function under test, or of a text that a test evaluates.
+
+    Python itself never catches this class. So an exception whose class ends a loop (StopIteration, IndexError) or stands for a
+    missing attribute or key passes no test that does not expect it.
+    """
 
 
 class NotPlainData(Exception):
-    """A test calls the function with what cannot be serialized: an object of a class, a function, a generator."""
+    """A test sends to another process what cannot be serialized: an object of a class, a function, a generator."""
 
 
 def _is_opaque(code: Any) -> bool:
@@ -64,6 +82,45 @@ def _is_opaque(code: Any) -> bool:
     return any(_is_opaque(part) for item in items for part in (item if kind == "dict" else [item]))
 
 
+def _names(code: types.CodeType) -> set[str]:
+    """Every name and text in a compiled test and in the functions and classes inside it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+        elif isinstance(constant, str):  # type(error).__name__ == "ValueError"
+            found.add(constant)
+    return found
+
+
+def _rebuild(name: str, text: str, expected: set[str]) -> Exception:
+    """The exception that a test gets for one in another process: its class is kept where the tests' text names the class or one
+    of its bases below Exception. StopIteration, StopAsyncIteration and whatever is no Exception never keep theirs."""
+    kind = vars(builtins).get(name)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration):
+        bases = kind.__mro__[: kind.__mro__.index(Exception)]
+        if expected.intersection(base.__name__ for base in bases):
+            for base in bases:
+                with contextlib.suppress(TypeError):  # UnicodeDecodeError takes more than a text, its base does not
+                    return base(text)
+    return RemoteError(text)
+
+
+def _read_answer(line: str, expected: set[str]) -> tuple[Any, Any]:
+    """The value and the changed arguments (None without any) in an answer; raises what the other process raised.
+
+    The process under test may have forged the line. Whatever reading it provokes is a RemoteError.
+    """
+    try:
+        answer = json.loads(line)
+        if "error" not in answer:
+            return decode(answer["value"]), decode(answer.get("arguments"))
+        error = _rebuild(answer["error"], answer["text"], expected)
+    except Exception:  # of any class: the line is in the hands of the function
+        error = RemoteError("the answer cannot be read, or the process has ended")
+    raise error
+
+
 class _RemoteFunction:
     """The function in the other sandbox: a line out, a line in for every call.
 
@@ -71,7 +128,8 @@ class _RemoteFunction:
     `show_changes` alone: a test that works out what it expects from its own arguments must not be handed them empty.
     """
 
-    def __init__(self, show_changes: bool) -> None:
+    def __init__(self, calls: TextIOBase, answers: TextIOBase, expected: set[str], show_changes: bool) -> None:
+        self.calls, self.answers, self.expected = calls, answers, expected
         self.show_changes = show_changes
         self.called = False
         """From then on, whatever goes wrong may be the function's doing."""
@@ -83,53 +141,122 @@ class _RemoteFunction:
         if _is_opaque(request):
             raise NotPlainData("an argument of the function is no plain data")
         self.called = True
-        calls, answers = sys.__stdout__, sys.__stdin__
-        assert calls is not None  # None only where Python was started without streams
-        assert answers is not None
-        calls.write(json.dumps(request) + "\n")
-        calls.flush()
-        answer = json.loads(answers.readline() or '{"error": "EOFError", "text": "the program has ended"}')
-        if "error" in answer:
-            kind = vars(builtins).get(answer["error"], _RemoteError)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else _RemoteError)(answer["text"])
-        value = decode(answer["value"])
-        for mine, theirs in zip((*arguments, *named.values()), decode(answer["arguments"]), strict=True):
-            if isinstance(mine, list | dict | set) and type(mine) is type(theirs) and mine != theirs:
+        try:
+            self.calls.write(json.dumps(request) + "\n")
+            self.calls.flush()
+            line = self.answers.readline()
+        except (OSError, ValueError):  # it has ended, or writes what is no text
+            line = ""
+        value, changed = _read_answer(line, self.expected)
+        mine = [*arguments, *named.values()]
+        if not isinstance(changed, list) or len(changed) != len(mine):
+            raise RemoteError("the answer does not say what became of the arguments")
+        for before, after in zip(mine, changed, strict=True):
+            if isinstance(before, list | dict | set) and type(before) is type(after) and before != after:
                 self.changed_too |= value is not None
                 if value is None or self.show_changes:
-                    mine.clear()
-                    mine.extend(theirs) if isinstance(mine, list) else mine.update(theirs)
+                    before.clear()
+                    before.extend(after) if isinstance(before, list) else before.update(after)
         return value
 
 
-def check(setup: str, tests: list[str], entry: str) -> None:
-    """Run tests that are programs, one after another; says how many of them pass in one line of JSON on standard error.
+_EVALUATOR = "import marshal, sys\nexec(marshal.loads(bytes.fromhex(sys.stdin.readline())))\nevaluate()\n"
+
+
+def evaluate() -> None:
+    """Evaluate the text in one line of standard input, and write its value, or the names it defined, as an answer."""
+    kind, text, names = decode(json.loads(sys.stdin.readline()))
+    answers = os.dup(1)
+    _lead_nowhere(0, 1)
+    try:
+        value = eval(compile(text, "<text>", kind, dont_inherit=True), names)
+        names.pop("__builtins__", None)
+        answer = {"value": encode(names if kind == "exec" else value)}
+    except BaseException as error:
+        answer = {"error": type(error).__name__, "text": str(error)[:200]}
+    _write(answers, json.dumps(answer))
+
+
+class _Evaluator:
+    """The tests' own `eval` and `exec`: once the function has been called, a text may be the function's, and is run apart.
+
+    It runs in a new interpreter, in which there is nothing of the tests: neither what they expect nor their verdict. What comes
+    back is plain data. Of the namespace that a test gives, the text gets the plain data; without one it gets nothing.
+    """
+
+    def __init__(self, function: _RemoteFunction, harness: bytes) -> None:
+        self.function, self.harness = function, harness
+
+    def eval(self, source: Any, names: Any = None, local: Any = None, /) -> Any:
+        """Stand in for `eval`."""
+        return self._run("eval", source, names, local)
+
+    def exec(self, source: Any, names: Any = None, local: Any = None, /) -> None:
+        """Stand in for `exec`."""
+        self._run("exec", source, names, local)
+
+    def _run(self, kind: str, source: Any, names: Any, local: Any) -> Any:
+        if not self.function.called:  # the tests' own text
+            caller = sys._getframe(2)
+            spaces = (caller.f_globals, caller.f_locals) if names is None else (names, names if local is None else local)
+            return vars(builtins)[kind](source, *spaces)
+        if not isinstance(source, str):
+            raise NotPlainData(f"once the function has been called, {kind} takes text alone")
+        import subprocess  # few tests need it
+
+        passed = {name: value for name, value in {**(names or {}), **(local or {})}.items() if not _is_opaque(encode(value))}
+        done = subprocess.run(
+            [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _EVALUATOR],
+            input=f"{self.harness.hex()}\n{json.dumps(encode([kind, source, passed]))}\n".encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        value, _ = _read_answer(done.stdout.decode(errors="replace"), self.function.expected)
+        if kind == "eval":
+            return value
+        target = names if local is None else local
+        if target is not None and isinstance(value, dict):
+            target.update(value)
+        return None
+
+
+def check(setup: str, tests: list[str], entry: str, nonce: str, harness: bytes) -> None:
+    """Run tests that are programs; write the nonce and the verdict, as one line, to what was standard error.
+
+    Standard input and output, on which the function is called, and standard error are moved to files of their own, which no
+    process that a test starts inherits. What a test prints is no call, and no verdict.
+    """
+    answers, calls, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.dup(2)
+    _lead_nowhere(0, 1, 2)
+    _write(verdicts, f"{nonce} {run_tests(setup, tests, entry, calls, answers, harness)}")
+
+
+def run_tests(setup: str, tests: list[str], entry: str, calls: TextIOBase, answers: TextIOBase, harness: bytes) -> str:
+    """Run tests one after another: "passed" and how many of them pass, or "unable" and why they cannot run.
 
     A test passes if it does whether or not it sees what calls that gave something back did to their arguments. What is raised
-    before the function has been called is the tests' fault, and said instead.
+    before the function has been called is the tests' fault.
     """
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what a test prints is no call, and no verdict
-    passed = [True] * (1 + len(tests))
+    try:
+        codes = [compile(test, "<test>", "exec", dont_inherit=True) for test in (setup, *tests)]
+    except Exception as error:  # of any class: compile() raises several
+        return f"unable {type(error).__name__}: {error}"
+    expected = set().union(*map(_names, codes))
+    passed = [True] * len(codes)
     for show_changes in (True, False):
-        function = _RemoteFunction(show_changes)
-        namespace = {"__name__": "tests", entry: function, "candidate": function}
-        for number, test in enumerate([setup, *tests]):
+        function = _RemoteFunction(calls, answers, expected, show_changes)
+        evaluator = _Evaluator(function, harness)
+        own = {**vars(builtins), "eval": evaluator.eval, "exec": evaluator.exec}
+        namespace = {"__name__": "tests", "__builtins__": own, entry: function, "candidate": function}
+        for number, code in enumerate(codes):
             try:
-                exec(compile(test, "<test>", "exec", dont_inherit=True), namespace)
+                exec(code, namespace)
             except BaseException as error:
                 if not function.called:
-                    return _report(unable=f"{type(error).__name__}: {error}")
+                    return f"unable {type(error).__name__}: {error}"
                 passed[number] = False
         if not function.called:
-            return _report(unable="they never call it, so every program would pass")
+            return "unable they never call it, so every program would pass"
         if not function.changed_too:
             break
-    return _report(passed=sum(passed[1:]) if passed[0] else 0)
-
-
-def _report(**report: Any) -> None:
-    """Write the verdict, one line of JSON, for the host."""
-    verdicts = sys.__stderr__
-    assert verdicts is not None
-    verdicts.write(json.dumps(report) + "\n")
+    return f"passed {sum(passed[1:]) if passed[0] else 0}"

@@ -18,6 +18,10 @@ _BROKEN_CHECK, _FIXED_CHECK = "_poly(*candidate(*inp), inp)", "min(abs(_poly(*in
 a root; where a polynomial is so steep that the reference's own is none within the tolerance, that one will do."""
 
 
+_LOADERS = {"pickle", "marshal", "shelve", "runpy", "code", "codeop", "ctypes"}
+"""Modules that run what they are given in their own process; for `eval` and `exec`, see `harness._Evaluator`."""
+
+
 def tests_from_code(source: str, entry: str) -> Tests:
     """Tests that are written as a program, `check(candidate)` or a script.
 
@@ -95,6 +99,8 @@ def _checks(entry: str, setup: str, tests: tuple[str, ...]) -> Checks:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             if foreign := [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]:
                 raise Malformed(f"the test imports {foreign[0]}, and the sandbox has the standard library alone")
+            if loaders := [name for name in names if name.partition(".")[0] in _LOADERS]:
+                raise Malformed(f"the test imports {loaders[0]}, which would run a completion's text among the tests")
     if not _uses(tree, entry):
         raise Malformed(f"the test never calls {entry}, so every program would pass it")
     if unknown := sorted(_names(tree, ast.Load) - _defined_names(tree) - set(dir(builtins)) - {entry, "candidate", "__name__"}):

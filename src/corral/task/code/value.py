@@ -36,7 +36,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, dict):
         return ["dict", *([encode(key), encode(item)] for key, item in dict.items(value))]
     if isinstance(value, complex):
-        return ["complex", complex.__getattribute__(value, "real"), complex.__getattribute__(value, "imag")]
+        value = complex.__pos__(value)  # without the attributes of a subclass
+        return ["complex", value.real, value.imag]
     if isinstance(value, bytes):
         return ["bytes", bytes.hex(value)]
     for name, kind in _CONTAINERS.items():

@@ -7,6 +7,9 @@ from corral.task.sandbox.inside import kernel
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
+_PAGES_PER_PAGE_OF_MAPS = 16
+"""Pages of address space for which the kernel may hold a page of its own: a memory map of one page takes about 230 bytes."""
+
 
 class Memory:
     """Memory use, read from /proc through an open folder: inside, no path leads there."""
@@ -15,7 +18,8 @@ class Memory:
         self.proc, self.events = proc, events
         self.baseline = self._pages("self")[0] * _PAGE
         """Address space of this process, which every program starts with."""
-        self._shared = self._private("self")  # pages that a child shares with us until it writes to them
+        _, resident, shared = self._pages("self")
+        self._shared = resident - shared  # pages that a child shares with us until it writes to them
         self._kills = self._out_of_memory_kills()
         one, other = _socket.socketpair()
         self._socket = 3 * one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF) // 2  # the last message may be half as large
@@ -24,15 +28,22 @@ class Memory:
         self.usage()  # what cannot be read here should show now, not in the middle of a program
 
     def usage(self) -> int:
-        """Bytes held by everything that this process has started, beyond what it was born with, and by sockets."""
-        total, queue = 0, self._children("self")
+        """Bytes held by everything that this process has started, beyond what it was born with, by sockets, and by memory maps.
+
+        The kernel's own memory for maps cannot be read for each process. So as much is counted as it would be if every page of
+        the address space were a map; but not of the largest process, whose address space is limited by itself.
+        """
+        total, queue, spaces = 0, self._children("self"), [0]
         while queue:
             number = queue.pop()
             try:
-                total += max(0, self._private(number) - self._shared)
+                size, resident, shared = self._pages(number)
+                total += max(0, resident - shared - self._shared)
+                spaces.append(max(0, size - self.baseline // _PAGE))
                 queue += self._children(number)
             except OSError:  # it has ended meanwhile
                 continue
+        total += (sum(spaces) - max(spaces)) // _PAGES_PER_PAGE_OF_MAPS
         sockets = self._read("self/net/unix").count("\n") - 1  # those of this network namespace, below a line of titles
         return total * _PAGE + sockets * self._socket
 
@@ -49,10 +60,6 @@ class Memory:
         return [
             child for task in self._names(f"{number}/task") for child in self._read(f"{number}/task/{task}/children").split()
         ]
-
-    def _private(self, number: str) -> int:
-        _, resident, shared = self._pages(number)
-        return resident - shared
 
     def _pages(self, number: str) -> tuple[int, int, int]:
         size, resident, shared, *_ = map(int, self._read(f"{number}/statm").split())
