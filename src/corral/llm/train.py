@@ -19,6 +19,7 @@ from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
+from corral.llm.subject import named_code
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
@@ -81,6 +82,8 @@ def resume(
         view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
     else:
         view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
+    if code := [f"{flag} {path}" for flag, path in named_code(settings.flat())]:
+        view.say(f"importing what the run's settings name: {', '.join(code)}")
     try:
         parts = run_together(lambda: prepare(settings), cpu=_on_cpu(settings))
     except RunError:
@@ -139,7 +142,16 @@ def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint |
     with session.stop_on_signals(), _tensorboard_in(where):
         trainer = _build_trainer(session, parts, where)
         session.view.begin(banner(settings, trainer, where, parts.notes), settings.steps, checkpoint.step if checkpoint else 0)
-        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        except Exception as error:  # pickle, torch, safetensors and transformers have one each for a file that is none of theirs
+            if checkpoint is None or session.patient or isinstance(error, RunError | torch.OutOfMemoryError):
+                raise
+            reason = (str(error).splitlines() or [""])[0]
+            raise RunError(
+                f"{checkpoint.path} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} "
+                f"Remove that checkpoint, and the run resumes from the one before."
+            ) from error
     done = session.lines[-1]["step"] == settings.steps
     return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"
 

@@ -6,12 +6,17 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+_MOST = 2**28
+"""Bytes of a file of settings or results that are read; no run writes more."""
 
 
 class RunError(Exception):
@@ -66,6 +71,29 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
             os.close(file)
     except OSError as error:
         raise RunError(disk_sentence(error, path)) from error
+
+
+def read_regular(path: Path, most: int = _MOST) -> bytes:
+    """The content of a regular file; ValueError for a pipe, a device, or a file of more than `most` bytes.
+
+    A stranger's run may have a pipe or a link to a device under any name, and reading one may never end.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or opening a pipe would wait for its writer
+    with os.fdopen(file, "rb") as opened:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file.")
+        if found.st_size > most:
+            raise ValueError(f"it has {found.st_size:,} bytes, and at most {most:,} are read.")
+        return opened.read(most)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; ValueError or OSError where there is none to read."""
+    try:
+        return json.loads(read_regular(path))
+    except RecursionError:
+        raise ValueError("its values are nested too deep.") from None
 
 
 def plain(value: Any) -> Any:
