@@ -231,7 +231,7 @@ def test_a_live_panel_in_a_terminal(honest: Path, tmp_path: Path) -> None:
     assert not re.search("\x1b\\]|\x07|[\x80-\x9f\u202a-\u202e]", text)
 
 
-TASK = f'''
+TASK = f"""
 from dataclasses import dataclass
 from typing import ClassVar
 import warnings
@@ -247,7 +247,7 @@ class Hostile:
         warnings.warn({EVIL!r})
         print({EVIL!r})
         return float(len(completion) > 1)
-'''
+"""
 
 
 def test_a_stream_writes_out_what_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,9 @@ def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint |
         session.view.begin(banner(settings, trainer, where, parts.notes), settings.steps, checkpoint.step if checkpoint else 0)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
-        except Exception as error:  # pickle, torch, safetensors and transformers have one each for a file that is none of theirs
+        except (
+            Exception
+        ) as error:  # pickle, torch, safetensors and transformers have one each for a file that is none of theirs
             if checkpoint is None or session.patient or isinstance(error, RunError | torch.OutOfMemoryError):
                 raise
             reason = (str(error).splitlines() or [""])[0]

@@ -7,7 +7,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 
 from corral.robot.env import ENVIRONMENTS, Environment
 from corral.robot.episode import Episodes, held_out_seeds
