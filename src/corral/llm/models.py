@@ -49,9 +49,8 @@ def load_trainable(
         return load_packaged(name)
     where = _where(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, **where, **NO_CODE
-        )  # first: what is not in the cache is said without waiting
+        # The tokenizer first: what is not in the cache is said without waiting.
+        tokenizer = AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
         if (base := _base_of_adapter(name, where)) is not None:
             on = load_model(base, dtype)[0]
             model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(on, name, is_trainable=True, **where)

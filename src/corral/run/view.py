@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -186,13 +186,13 @@ class PatientConsole(Console):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
     @property
-    def file(self) -> IO[str]:
-        """The stream itself: texts are visible already, and the console's own sequences must pass."""
+    def file(self) -> Any:
+        """The stream itself, of whatever type it is: texts are visible already, and the console's own sequences must pass."""
         file = super().file
         return file.stream if isinstance(file, VisibleStream) else file
 
     @file.setter
-    def file(self, file: IO[str]) -> None:
+    def file(self, file: Any) -> None:
         self._file = file
 
     def on_broken_pipe(self) -> None:
