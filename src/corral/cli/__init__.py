@@ -1,6 +1,7 @@
 """The command line: `corral COMMAND`; `corral --help` lists the commands."""
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import signal
@@ -73,6 +74,10 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
         return int(module.run(arguments, rest))
     except (RunError, IncompatibleTRL) as error:
         return refuse(str(error), FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        return refuse(f"{error.strerror}: {str(error.filename)[:80]}…", FAILED)
 
 
 def refuse(sentence: str, status: int = 2) -> int:

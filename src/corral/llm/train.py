@@ -85,8 +85,10 @@ def resume(
         view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
     else:
         view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
-    if code := [f"{flag} {path}" for flag, path in named_code(settings.flat())]:
-        view.say(f"importing what the run's settings name: {', '.join(code)}")
+    code = [f"{flag} {path}" for flag, path in named_code(settings.flat())]
+    code += ["--unsafe-code-execution"] if settings.task_config.get("unsafe_code_execution") else []
+    if code:
+        view.say(f"using what the run's own settings name: {', '.join(code)}")
     done = checkpoint.step if checkpoint is not None else 0
 
     def rebuild() -> tuple[Parts, dict[str, Any]]:

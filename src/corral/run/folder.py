@@ -246,11 +246,13 @@ def damage(checkpoint: Path) -> str | None:
         return "its manifest is missing or unreadable"
     if not files:
         return "its manifest lists no file"
+    for path in checkpoint.rglob("*"):  # listed or not, libraries may read it
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            return f"{path.relative_to(checkpoint)} is no file of its own"
     for name, (size, sha256) in files.items():
         path = checkpoint / name
-        # A link, or a name that leads out of the folder, would stand for a file that the run did not write.
-        if path.is_symlink() or path.resolve() != checkpoint.resolve() / name:
-            return f"{name} is no file of its own"
+        if Path(os.path.normpath(path)) != path or checkpoint not in path.parents:
+            return f"{name} is outside its folder"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
@@ -263,8 +265,8 @@ def damage(checkpoint: Path) -> str | None:
 def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     """The step of a checkpoint, and size and digest of its files by name; an error of some kind if that is not what it says."""
     manifest = read_json(checkpoint / "manifest.json")
-    if type(manifest["step"]) is not int:
-        raise TypeError("the step is no number")
+    if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= 2**53:
+        raise ValueError("the step is no number of a step.")
     return manifest["step"], {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
 
 
