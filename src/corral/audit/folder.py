@@ -7,7 +7,6 @@ updates.parquet/  what clipping did in the updates of a trainer, one row per mic
 Every file is written whole or not at all: an audit can be read during its run, and survives it however it ends.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from corral.audit.errors import NothingYet
 from corral.audit.rules import read_rules
-from corral.run.files import LockedFolder, RunError, disk_sentence, plain, write_json, write_whole
+from corral.run.files import LockedFolder, RunError, disk_sentence, plain, read_json, require_regular, write_json, write_whole
 from corral.run.folder import versions
 
 _FLOATS = (
@@ -49,6 +48,18 @@ class MicroBatch(NamedTuple):
 
 UPDATES_SCHEMA = pa.schema([("update", pa.int64()), ("tokens", pa.int64()), ("clipped", pa.int64()), ("trl", pa.float64())])
 """Columns of updates.parquet, the fields of `MicroBatch`."""
+
+
+_POSSIBLE = (
+    ("a KL below 0", ("kl", "troll_kl"), 0.0, float("inf")),
+    ("a total variation outside 0 to 1", ("tv", "tv_binary", "tv_topk", "troll_tv"), 0.0, 1.0),
+    ("an entropy below 0", ("entropy",), 0.0, float("inf")),
+    ("a log-probability above 0", ("logp_old", "logp_new", "logp_rollout"), float("-inf"), 0.0),
+)
+"""What columns can hold: what is said of anything else, the columns, the least and the largest number."""
+
+_ROUNDING = 1e-3
+"""How far a number may lie beyond that: probabilities of float32 logits add up to 1 as nearly."""
 
 
 class AuditFolder(LockedFolder):
@@ -111,8 +122,10 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
         raise RunError(f"{path} holds no audit: it has no audit.json.")
     info = _read_info(folder.info)
     try:
+        for part in folder.table.iterdir() if folder.table.is_dir() else (folder.table,):
+            require_regular(part)
         table = pq.read_table(folder.table) if folder.table.exists() else SCHEMA.empty_table()
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise RunError(f"{folder.table} cannot be read: {str(error).splitlines()[0]}") from error
     if not len(table):
         raise NothingYet(
@@ -130,6 +143,7 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
         raise RunError(
             f"{folder.table} has no token with a number in every column, as audits write them: there is nothing to show."
         )
+    _refuse_impossible(whole, folder.table)
     info["left_out"], info["updates_made"] = len(table) - len(whole), _read_updates(folder.updates)
     return info, whole.sort_by([(name, "ascending") for name in ("update", "sequence", "position")])
 
@@ -163,11 +177,24 @@ def _is_whole(table: pa.Table) -> pa.ChunkedArray:
     return found
 
 
+def _refuse_impossible(table: pa.Table, path: Path) -> None:
+    """Refuse numbers that no measurement gives, beyond rounding: the file was damaged or changed, and none of it counts."""
+    for what, names, least, most in _POSSIBLE:
+        for name in names:
+            column = table[name].drop_null()
+            outside = pc.or_(pc.less(column, least - _ROUNDING), pc.greater(column, most + _ROUNDING))
+            if (count := pc.sum(outside).as_py() or 0) > 0:
+                raise RunError(
+                    f"{path} has {what} in {count} of {len(table)} tokens (column {name}), which no measurement gives: the "
+                    f"audit was damaged or changed. Measure it again."
+                )
+
+
 def _read_info(path: Path) -> dict[str, Any]:
     """The content of audit.json."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     try:
         rules = read_rules(content["rules"]).as_dict()

@@ -1,6 +1,7 @@
 """The command line: `corral COMMAND`; `corral --help` lists the commands."""
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import signal
@@ -13,7 +14,7 @@ import corral
 from corral.llm import IncompatibleTRL
 from corral.naming import nearest
 from corral.run.files import RunError
-from corral.run.text import visible
+from corral.run.text import visible, visible_output
 
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
 """Exit statuses."""
@@ -35,7 +36,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    with visible_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    """Parse the name of the command, and run it."""
     parser = argparse.ArgumentParser(
         prog="corral",
         description="Trust regions for reinforcement learning.",
@@ -68,6 +74,10 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
         return int(module.run(arguments, rest))
     except (RunError, IncompatibleTRL) as error:
         return refuse(str(error), FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        return refuse(f"{error.strerror}: {str(error.filename)[:80]}…", FAILED)
 
 
 def refuse(sentence: str, status: int = 2) -> int:

@@ -104,10 +104,11 @@ def _label(path: Path) -> str:
 @contextmanager
 def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
     """A bar on the error stream if that is a terminal; what it gives is told how many bytes were read."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    from corral.run.view import PatientConsole
+
+    console = PatientConsole(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda _: None
         return

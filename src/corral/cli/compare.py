@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.cli import FAILED, INTERRUPTED, check_installed, refuse
+from corral.cli import FAILED, INTERRUPTED, check_installed, refuse, say
 from corral.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.cli.report import NEEDED
 from corral.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
@@ -98,6 +98,8 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     execution = ExecutionConfig(engine=arguments.engine, jobs=arguments.jobs, stall=arguments.stall)
     config = comparison.config if resuming else arguments.config
+    if resuming:
+        _say_imports(comparison, config)
     prepared = set_up(comparison, config, execution)
     try:
         if not resuming:
@@ -114,6 +116,21 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
         prepared.engine.close()
         comparison.close()
     return {"finished": 0, "interrupted": INTERRUPTED}.get(status, FAILED)
+
+
+def _say_imports(comparison: Any, config: Path | None) -> None:
+    """Say what a resumed comparison imports, before it does: its folder names it, and not the command line."""
+    from corral.llm.subject import named_code
+
+    settings = importlib.import_module(f"corral.{comparison.plan.kind}.settings")
+    layers = [
+        *([read_file(config)] if config is not None else []),
+        nested(comparison.training.settings.items(), settings.TABLES),
+    ]
+    code = [f"{flag} {path}" for layer in layers for flag, path in named_code(layer)]
+    code += ["--unsafe-code-execution"] if comparison.training.unsafe_code_execution else []
+    if code:
+        say(f"using what the comparison's own settings name: {', '.join(code)}")
 
 
 def _new_comparison(arguments: argparse.Namespace, rest: list[str]) -> Any:

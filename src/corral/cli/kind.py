@@ -1,12 +1,12 @@
 """Whether a language model or a robot learns, and what that needs installed."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Literal
 
 import corral
 from corral.cli import check_installed
+from corral.run.files import read_json
 from corral.run.settings import read_file, recipes
 
 Kind = Literal["llm", "robot"]
@@ -39,7 +39,7 @@ def kind_of(arguments: argparse.Namespace) -> Kind:
 def kind_of_run(path: Path) -> Kind:
     """What learned in this folder; a language model if it is no run."""
     try:
-        content = json.loads((path / "config.json").read_text())
+        content = read_json(path / "config.json")
         return "robot" if "environment" in content["settings"] else "llm"
     except (OSError, ValueError, KeyError, TypeError):
         return "llm"

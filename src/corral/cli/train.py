@@ -40,7 +40,7 @@ Later ones win: recipe, then file, then --smoke, then flags. Without --recipe an
 `corral explain settings` lists all settings of a run, `corral explain NAME` says what a recipe, task, objective,
 algorithm or setting is. TRL's GRPOConfig has more settings: each of them is a flag too.
 With --resume, --steps (of a robot --iterations) extends a run; --guard, --report-to, --quiet and a robot's --simulator
-can be changed.
+can be changed. Data that have changed since are refused, unless with --changed-data.
 """
 
 _REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting_flags(parser, FLAGS)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="resume the run in this folder")
+    parser.add_argument("--changed-data", action="store_true", help="with --resume: go on although the data have changed")
     parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
     parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run; under smoke-runs/")
     parser.add_argument(
@@ -95,6 +96,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         check_kind(kind, "training")
         if arguments.resume:
             return _exit_status(_resume(kind, arguments, rest))
+        if arguments.changed_data:
+            raise RunError("--changed-data goes with --resume DIR: a new run begins with the data that it finds.")
         layers = _layers(kind, arguments, rest)
         if arguments.dry_run:
             return _rehearse(kind, layers)
@@ -167,8 +170,11 @@ def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[
         )
     if kind == "llm":
         quiet_libraries()
+    elif arguments.changed_data:
+        raise RunError(f"--changed-data is for language models, and {arguments.resume} is a robot's run, which has no data.")
+    more = {"changed_data": arguments.changed_data} if kind == "llm" else {}
     job = importlib.import_module(f"corral.{kind}.train")
-    return job.resume(arguments.resume, quiet=arguments.quiet, **changes).summary
+    return job.resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
 
 
 def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:

@@ -1,6 +1,5 @@
 """Time estimates: from earlier runs with the same cost, else from what shipped recipes took on one core."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
@@ -8,6 +7,7 @@ from typing import Any
 
 from corral.compare.folder import read_summary
 from corral.compare.plan import Kind
+from corral.run.files import read_json
 from corral.run.text import count
 
 _COST_SETTINGS: dict[Kind, tuple[str, ...]] = {
@@ -35,7 +35,7 @@ def seconds_per_step(kind: Kind, settings: Any, recipe: str | None, folders: Ite
     for folder in folders:
         for path in [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/config.json")]:
             try:
-                given = json.loads(path.read_text())["settings"]
+                given = read_json(path)["settings"]
                 summary = read_summary(path.parent)
                 if _cost_settings(kind, given) == mine and summary["stopped"] == "finished":
                     paces.append(summary["seconds"] / summary["steps"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.compare.plan import State
-from corral.run.files import RunError, disk_sentence, lock
+from corral.run.files import RunError, disk_sentence, lock, read_json
 from corral.run.text import visible
 from corral.run.view import Clock
 
@@ -88,7 +88,7 @@ def read_state(folder: Path) -> State:
 def read_summary(folder: Path) -> dict[str, Any]:
     """summary.json; empty if the run has not ended, or was killed."""
     try:
-        content = json.loads((folder / "summary.json").read_text())
+        content = read_json(folder / "summary.json")
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

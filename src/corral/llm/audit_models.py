@@ -1,7 +1,6 @@
 """An audit of saved weights: one model writes completions, the other is measured against it on every token of them."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from corral.llm.sampler import set_pad_token
 from corral.llm.subject import Subject, find_subject
 from corral.llm.turns import Dialogue
 from corral.run.files import RunError
-from corral.run.folder import RunFolder, damage
+from corral.run.folder import RunFolder
 
 _CHUNK = 512
 """Tokens of a completion whose distributions are held at a time."""
@@ -59,11 +58,7 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
     objective = config.get("objective") or {}
     if objective.get("name") in CLIPPING:
         rules = dataclasses.replace(rules, clip=read_objective(objective), own=True)
-    steps = sorted(
-        json.loads((found / "manifest.json").read_text())["step"]
-        for found in folder.checkpoint_paths()
-        if damage(found) is None
-    )
+    steps = sorted(folder.whole_checkpoints())
     if not steps:
         raise RunError(f"the run in {path} has no whole checkpoint to look at.")
     found = [find_subject(str(path), str(step)) for step in steps]

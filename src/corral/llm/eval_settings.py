@@ -1,11 +1,12 @@
 """Settings of an evaluation. Importing this imports neither torch nor TRL: what is refused is refused at once."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corral.llm.settings import ONE_OF_TOOLS
-from corral.llm.subject import Subject, find_subject
+from corral.llm.subject import Subject, find_subject, named_code
 from corral.naming import nearest
 from corral.run.files import RunError
 from corral.task import TASKS
@@ -68,7 +69,27 @@ class EvalSettings:
         if task is None:
             what = "is no folder here, and a model of the hub" if "hub" in subject.identity else "is a model, and"
             raise RunError(f"{self.model} {what} has no task of its own: say which with --task.")
+        self._refuse_unrepeated(subject, task)
         return subject, task
+
+    def _refuse_unrepeated(self, subject: Subject, task: str) -> None:
+        """Refuse code that the run's own settings name, and these do not: a run from a stranger may name its own files."""
+        own = {"task": task, "task_config": {**self.inherited(subject, task), **self.task_config}, **self.multi_turn(subject)}
+        given = {"task": self.task, "task_config": self.task_config, **{name: vars(self)[name] for name in MULTI_TURN}}
+        repeated = set(named_code(given))
+        missing = [code for code in named_code(own) if code not in repeated]
+        if missing:
+            paths = ", ".join(path for _, path in missing)
+            flags = " ".join(f"{flag} {shlex.quote(path)}" for flag, path in missing)
+            raise RunError(
+                f"{self.model} names code in its own config.json, {paths}, and reading a run imports nothing. If you trust "
+                f"that code, type it yourself: {flags}"
+            )
+
+    def inherited(self, subject: Subject, task: str) -> dict[str, Any]:
+        """The run's own settings of its task; none where another task is asked for."""
+        found: dict[str, Any] = subject.defaults.get("task_config", {}) if task == subject.defaults.get("task") else {}
+        return found
 
     def multi_turn(self, subject: Subject) -> dict[str, Any]:
         """Who answers within completions, and the chat template's arguments: as said here, else as the run had it."""

@@ -131,7 +131,6 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
     """Resolve and validate everything that the settings name."""
     subject, name = settings.find()
     own = name == subject.defaults.get("task")
-    inherited = subject.defaults.get("task_config", {}) if own else {}
     device = choose_device(settings.device)
     how = settings.multi_turn(subject)
     backend = choose_backend(settings.backend, subject, device, played=not how.keys().isdisjoint(MULTI_TURN))
@@ -139,7 +138,7 @@ def prepare_evaluation(settings: EvalSettings) -> EvalJob:
         turns = make_multi_turn(
             how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns")
         )
-        task = make_task(name, **{**inherited, **settings.task_config})
+        task = make_task(name, **{**settings.inherited(subject, name), **settings.task_config})
         held_out = task.held_out_prompts(settings.problems or default_problems(task), settings.seed)
     except ValueError as error:
         raise RunError(str(error)) from error

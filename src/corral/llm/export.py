@@ -1,6 +1,5 @@
 """A run's checkpoint → a plain model folder, without optimizer, schedule and random state."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -8,11 +7,11 @@ from pathlib import Path
 
 from peft import PeftModel
 
-from corral.llm.models import load_trainable
+from corral.llm.models import adapter_base, load_trainable
 from corral.llm.subject import BUILT_IN
 from corral.run.choose import choose_checkpoint
 from corral.run.files import RunError, disk_sentence, is_disk_full
-from corral.run.folder import RunFolder
+from corral.run.folder import Checkpoint, RunFolder
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state.json", "training_args.bin", "manifest.json")
 """How files of a checkpoint begin that only its training needs."""
@@ -24,10 +23,13 @@ def export_run(run: Path, out: Path, *, checkpoint: str = "latest", merge: bool 
     An adapter stays one, for the base that its adapter_config.json names, unless it is to be merged into it.
     """
     chosen, _ = choose_checkpoint(RunFolder.open(run, write=False), checkpoint)
-    adapter = (chosen.path / "adapter_config.json").is_file()
+    adapter = "adapter_config.json" in chosen.files()
     if merge and not adapter:
         raise RunError(f"{run} has no adapter to merge: its checkpoints are whole models. Leave --merge out.")
-    base = json.loads((chosen.path / "adapter_config.json").read_text())["base_model_name_or_path"] if adapter else None
+    try:
+        base = adapter_base(chosen.path) if adapter else None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{chosen.path} cannot be exported: {error}") from error
     if base in BUILT_IN and not merge:
         raise RunError(f"{run} is an adapter of `{base}`, which nothing but corral can load. --merge writes one whole model.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -35,14 +37,15 @@ def export_run(run: Path, out: Path, *, checkpoint: str = "latest", merge: bool 
     if merge:
         _write_folder(out, lambda beside: _save_merged(str(chosen.path), beside))
     else:
-        _write_folder(out, lambda beside: _copy(chosen.path, beside))
+        _write_folder(out, lambda beside: _copy(chosen, beside))
     return chosen.step
 
 
-def _copy(checkpoint: Path, folder: Path) -> None:
-    for path in sorted(checkpoint.iterdir()):
-        if path.is_file() and not path.name.startswith(_OF_TRAINING):
-            shutil.copyfile(path, folder / path.name)  # not its mode: weights are written for their owner alone
+def _copy(checkpoint: Checkpoint, folder: Path) -> None:
+    """Files of the manifest alone, none of which is a link: a link could stand for any file of the user's."""
+    for name in sorted(checkpoint.files()):
+        if "/" not in name and not name.startswith(_OF_TRAINING):
+            shutil.copyfile(checkpoint.path / name, folder / name)  # not its mode: weights are written for their owner alone
 
 
 def _save_merged(checkpoint: str, folder: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from corral.llm.models import choose_device, load_model
-from corral.llm.problems import cut_at_end, end_tokens, plain_sampling
+from corral.llm.problems import cut_at_end, end_tokens, own_settings_aside, plain_sampling
 from corral.llm.sampler import set_pad_token
 from corral.llm.subject import find_subject
 from corral.task import Task
@@ -126,7 +126,7 @@ def distances(
     batch = tokenizer.pad({"input_ids": list(asked)}, padding_side="left", return_tensors="pt").to(model.device)
     width = batch["input_ids"].shape[1]
     kernel = nullcontext() if backend is None else sdpa_kernel(backend)
-    with kernel, torch.autocast(model.device.type, half or torch.bfloat16, enabled=half is not None):
+    with own_settings_aside(model), kernel, torch.autocast(model.device.type, half or torch.bfloat16, enabled=half is not None):
         out = writer.generate(**batch, generation_config=how)
         drawn = torch.stack(out.logits, dim=1)
         mask = torch.cat([batch["attention_mask"], torch.ones_like(out.sequences[:, width:])], dim=1)

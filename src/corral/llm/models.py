@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import is_peft_model
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -15,7 +15,7 @@ from corral.llm.packaged import PACKAGED, load_packaged, load_packaged_skeleton
 from corral.llm.smoke import build_smoke
 from corral.llm.subject import BUILT_IN, find_subject, is_run
 from corral.llm.tiny import load_tiny
-from corral.run.files import RunError
+from corral.run.files import RunError, read_json, require_regular
 
 _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -49,17 +49,34 @@ def load_trainable(
         return load_packaged(name)
     where = _where(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **where)  # first: what is not in the cache is said without waiting
+        _refuse_devices(Path(name))
+        # The tokenizer first: what is not in the cache is said without waiting.
+        tokenizer = AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
         if (base := _base_of_adapter(name, where)) is not None:
             on = load_model(base, dtype)[0]
             model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(on, name, is_trainable=True, **where)
         else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where, **NO_CODE)
+        _refuse_non_finite(model)
         return model, tokenizer
     except RunError as error:
         raise RunError(f"{name} is an adapter, and of its base {error}") from error
     except Exception as error:  # transformers, tokenizers, safetensors and the hub have one each
         raise _not_loaded(name, error) from error
+
+
+def _refuse_devices(folder: Path) -> None:
+    """Refuse a folder with a pipe or a device in it, which a library would be given to read and wait for."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not path.is_dir():
+            require_regular(path)
+
+
+def _refuse_non_finite(model: torch.nn.Module) -> None:
+    """Refuse weights that are no numbers: greedy completions of such a model look like any others."""
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and not bool(weight.detach().float().sum().isfinite()) and not bool(weight.isfinite().all()):
+            raise ValueError(f"its weight {name} has values that are not finite.")
 
 
 def _not_loaded(name: str, error: Exception) -> RunError:
@@ -81,10 +98,10 @@ def load_skeleton(name: str) -> _Loaded:
     try:
         base = _base_of_adapter(name, where) or name
         if base in BUILT_IN:
-            return load_skeleton(base)[0], AutoTokenizer.from_pretrained(name, **where)
+            return load_skeleton(base)[0], AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **where))
-        return model, AutoTokenizer.from_pretrained(name, **where)
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **where, **NO_CODE), **NO_CODE)
+        return model, AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
     except Exception as error:  # transformers, tokenizers and the hub have one each
         raise _not_loaded(name, error) from error
 
@@ -99,6 +116,10 @@ def newest_checkpoint(name: str) -> str | None:
     if name in BUILT_IN or not Path(name).is_dir():
         return None
     return find_subject(name, None).model if is_run(Path(name)) else None
+
+
+NO_CODE = {"trust_remote_code": False}
+"""Given wherever a model or a tokenizer is loaded: Python files beside weights are not imported, and nobody is asked to."""
 
 
 def _where(name: str) -> dict[str, Any]:
@@ -116,11 +137,19 @@ def _where(name: str) -> dict[str, Any]:
 
 def _base_of_adapter(name: str, where: dict[str, Any]) -> str | None:
     """The model that an adapter, in a folder or on the hub, was trained on; None if `name` is a whole model."""
-    if Path(name, "config.json").is_file() or find_adapter_config_file(name, **where) is None:
-        return None
-    base: str | None = PeftConfig.from_pretrained(name, **where).base_model_name_or_path
-    if not base:
+    file = find_adapter_config_file(name, **where)
+    base = None if file is None else adapter_base(Path(file).parent)  # transformers puts an adapter into a whole model too
+    return None if Path(name, "config.json").is_file() else base
+
+
+def adapter_base(folder: Path) -> str:
+    """The model that the adapter in this folder was trained on; a ValueError where its file has none, or names code."""
+    content = read_json(folder / "adapter_config.json")
+    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    if not isinstance(base, str) or not base:
         raise ValueError("its adapter_config.json names no base_model_name_or_path.")
+    if content.get("megatron_config"):
+        raise ValueError(f"its adapter_config.json names code, which peft would import: {content.get('megatron_core')!r}.")
     return base
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from corral.llm.calls import FunctionCalls, make_multi_turn
 from corral.llm.config import CorralConfig, Sampler
+from corral.llm.data import describe_data
 from corral.llm.early import check_packages
 from corral.llm.models import choose_device, load_model, load_trainable, newest_checkpoint
 from corral.llm.problems import Problems
@@ -180,6 +181,7 @@ def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
         "objective": {"name": settings.objective, **vars(parts.config.make_objective().config)},
         "reduction": {"name": REDUCTIONS[parts.config.loss_type], "own": parts.config.other_reduction is None},
         "task": {"name": task.name, **vars(task)},
+        "data": describe_data(task, parts.dataset["problem"][:], parts.held_out),
         "model": {"name": settings.model, "parameters": sum(p.numel() for p in parts.model.parameters())},
         "trainer": plain(parts.config.to_dict()),
         "command": sys.argv,

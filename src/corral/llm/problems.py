@@ -1,7 +1,8 @@
 """A task's problems in a model's chat template: the training set, prompts as tokens, and completions of them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,9 @@ from corral.task import Task, columns_of, messages_of
 from corral.task.draws import ProceduralTask
 
 Prompt = str | list[dict[str, str]]
+
+MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a model's own generation_config decides: nothing else of it is followed."""
 
 _LONGEST = 1000
 """How many prompts, the longest in characters, are tokenised to see whether they fit."""
@@ -152,17 +156,30 @@ def plain_sampling(
 ) -> GenerationConfig:
     """Settings for transformers' generation that sample from the policy itself, or take its likeliest token.
 
-    What is not given here comes from the model's folder, and some come with a penalty that is no part of the policy.
+    They are all of them where `own_settings_aside` keeps the model's own away.
     """
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p, "min_p": 0.0}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(ends) or None,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
         **({"do_sample": False} if greedy else sampling),
     )
+
+
+@contextmanager
+def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model generate without its generation_config, from which transformers takes whatever it is not given.
+
+    Its token ids alone stay. A list of what to switch off would miss what the next release adds.
+    """
+    own = model.generation_config
+    ids = {name: value for name in MODEL_IDS if (value := vars(own).get(name)) is not None}
+    model.generation_config = GenerationConfig(**ids)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @torch.no_grad()
@@ -181,7 +198,8 @@ def generate(
     ends = end_tokens(model, tokenizer)
     config = plain_sampling(tokenizer, ends, max_new_tokens, greedy=greedy, temperature=temperature, top_p=top_p)
     writer: Any = model  # causal models can generate; transformers' base class does not say so
-    tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
+    with own_settings_aside(model):
+        tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
     return [cut_at_end(row, ends) for row in tokens]
 
 

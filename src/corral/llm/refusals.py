@@ -6,7 +6,7 @@ makes the completions another policy's. Each function yields one sentence per re
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig
 
+from corral.llm.problems import MODEL_IDS
 from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
 from corral.objective import objective_names
 from corral.objective.dppo import DPPOConfig
@@ -43,13 +44,29 @@ _NEUTRAL = {
 _ELSEWHERE = (*_TRUNCATIONS, "logprobs")
 """Others yet, with a sentence of their own where they are wrong."""
 
-_OF_MODELS = (
-    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "guidance_scale",
-    "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
-    "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "watermarking_config", "dola_layers", "penalty_alpha",
+_BY_TRL = (
+    "do_sample", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "disable_compile", *MODEL_IDS,
 )  # fmt: skip
-"""What changes probabilities from a model's own generation_config: of its settings, TRL overrides temperature, truncations and
-repetition penalty, and transformers follows the others."""
+"""Fields of a generation_config that TRL gives itself, so that the model's are not read."""
+
+_UNREAD = (
+    "max_length", "early_stopping", "length_penalty", "diversity_penalty", "renormalize_logits", "low_memory",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
+    "continuous_batching_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "decoder_start_token_id", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
+    "target_lookbehind", "_from_model_config", "transformers_version",
+)  # fmt: skip
+"""Others that change no token: of beams, encoders, assistants, caches, and what is returned besides."""
+
+_OFF = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "guidance_scale": 1, "min_p": 0,
+    "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "epsilon_cutoff": 0,
+    "eta_cutoff": 0, "return_dict_in_generate": False, "remove_invalid_values": False, "token_healing": False,
+    "use_mtp": False, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "stop_strings": [],
+    "penalty_alpha": 0,
+}  # fmt: skip
+"""Values at which the others do nothing; None is another one for each."""
 
 _VLLM_LOGPROBS = 20
 """vLLM's own `max_logprobs`, which TRL leaves as it is in the trainer's process; its server has no limit."""
@@ -140,12 +157,21 @@ def generation_refusals(config: GRPOConfig, given: dict[str, Any]) -> Iterator[s
         )
 
 
-def model_refusals(generation_config: GenerationConfig | None) -> Iterator[str]:
-    """What is wrong with a model's own settings of generation, where transformers samples."""
-    given = {} if generation_config is None else generation_config.to_diff_dict()
-    for key in _OF_MODELS:
-        if given.get(key) and given[key] != _NEUTRAL.get(key):
-            yield f"the model's generation_config has {key}={given[key]!r}: {_WHY}. Set model.generation_config.{key} = None."
+def model_refusals(generation_config: GenerationConfig | None, given: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a model's own settings of generation, where transformers samples; any but the known ones.
+
+    Args:
+        given: settings of the user's own, which come first.
+    """
+    own = {} if generation_config is None else vars(generation_config)
+    read = vars(GenerationConfig()).keys() - {*_BY_TRL, *_UNREAD}  # transformers reads no others
+    for key in sorted(read):
+        value = own.get(key)
+        if value is not None and value != _OFF.get(key) and given.get(key) is None:
+            yield (
+                f"the model's generation_config has {key}={value!r}: {_WHY}. Set model.generation_config.{key} = None, or "
+                f"take it out of the model's generation_config.json."
+            )
 
 
 def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dict[str, Any]) -> Iterator[str]:

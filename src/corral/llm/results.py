@@ -5,7 +5,6 @@ completions.parquet  every completion, to read
 plan.json, parts/    while it runs: its settings, and the completions of every finished batch
 """
 
-import json
 import math
 import os
 import shutil
@@ -18,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corral.llm.passk import RIGHT, difference, estimate, sampled_estimates
-from corral.run.files import RunError, disk_sentence, lock, write_json, write_whole
+from corral.run.files import RunError, disk_sentence, lock, read_json, require_regular, write_json, write_whole
 from corral.run.interval import LEVEL, Estimate
 
 Row = dict[str, Any]
@@ -113,7 +112,7 @@ def _write_rows(path: Path, rows: list[Row]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     """Read eval.json or plan.json."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
@@ -124,8 +123,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_rows(path: Path) -> list[Row]:
     """Read every completion of a finished evaluation."""
     try:
+        require_regular(path)
         rows: list[Row] = pq.read_table(path, schema=_ROWS).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return rows
 

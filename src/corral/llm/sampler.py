@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from corral.llm.models import load_model
+from corral.llm.models import NO_CODE, load_model
 from corral.llm.problems import Problems, Sampling, end_tokens, generate
 from corral.llm.subject import BUILT_IN, Subject
 from corral.llm.turns import MultiTurn
@@ -132,8 +132,8 @@ class _VllmSampler:
         self.name = subject.model
         self.dtype = str(choose_dtype(subject, device)).removeprefix("torch.")
         try:
-            self.tokenizer = set_pad_token(AutoTokenizer.from_pretrained(self.name))
-            self.config = AutoConfig.from_pretrained(self.name)
+            self.tokenizer = set_pad_token(AutoTokenizer.from_pretrained(self.name, **NO_CODE))
+            self.config = AutoConfig.from_pretrained(self.name, **NO_CODE)
         except (OSError, ValueError) as error:
             raise RunError(f"the model {self.name!r} could not be loaded: {str(error).splitlines()[0]}") from error
 

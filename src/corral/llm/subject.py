@@ -1,13 +1,13 @@
 """What is evaluated: a model by name, or a checkpoint of a run with the task and instruction of that run."""
 
-import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import corral
 from corral.run.choose import choose_checkpoint
-from corral.run.files import RunError
+from corral.run.files import RunError, read_json
 from corral.run.folder import RunFolder
 
 BUILT_IN = ("tiny", "smollm2", "gemma", "smoke")
@@ -62,31 +62,74 @@ def is_run(path: Path) -> bool:
 def _run_config(path: Path) -> dict[str, Any] | None:
     """The content of a run's config.json; None if this is a model's, or none at all."""
     try:
-        content = json.loads((path / "config.json").read_text())
+        content = read_json(path / "config.json")
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and {"settings", "objective"} <= content.keys() else None
 
 
+def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Flag and import path of everything in a run's settings that is code of the user's own, or lets a model's run unconfined.
+
+    These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
+    """
+    for name in ("task", "tool", "tools", "environment_factory", "reward"):
+        given = settings.get(name) or ()
+        paths = given if isinstance(given, list | tuple) else [given]
+        yield from ((f"--{name.replace('_', '-')}", str(path)) for path in paths if ":" in str(path))
+    config = settings.get("task_config")
+    verifier = config.get("verifier") if isinstance(config, Mapping) else None  # of `jsonl`
+    if ":" in str(verifier):
+        yield "--set", f"task_config.verifier={verifier}"
+
+
 def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subject:
-    chosen, complaints = choose_checkpoint(RunFolder.open(path, write=False), which)
-    manifest = json.loads((chosen.path / "manifest.json").read_text())["files"]
-    settings = content["settings"]
-    return Subject(
-        name=name,
-        model=str(chosen.path),
-        identity={file: entry["sha256"] for file, entry in manifest.items() if Path(file).suffix == ".safetensors"},
-        run=path,
-        step=chosen.step,
-        defaults={
-            "task": settings["task"],
-            "task_config": settings.get("task_config") or {},
-            "instruction": settings.get("instruction", "{problem}"),
-            "max_tokens": content["trainer"]["max_completion_length"],
-            "max_turns": content["trainer"].get("max_tool_calling_iterations"),
-            "chat_template_kwargs": content["trainer"].get("chat_template_kwargs") or {},
-            **{name: settings[name] for name in ("tool", "tools", "environment_factory") if settings.get(name)},
-        },
-        half=content["trainer"].get("bf16", True),
-        complaints=tuple(complaints),
-    )
+    folder = RunFolder.open(path, write=False)
+    chosen, complaints = choose_checkpoint(folder, which)
+    settings, trainer = content["settings"], content.get("trainer")
+    try:
+        return Subject(
+            name=name,
+            model=str(chosen.path),
+            identity={file: sha for file, (_, sha) in chosen.files().items() if Path(file).suffix == ".safetensors"},
+            run=path,
+            step=chosen.step,
+            defaults={
+                "task": _typed(settings, "task", str),
+                # What a model writes is run unconfined only where the command line says so.
+                "task_config": {
+                    key: value
+                    for key, value in _typed(settings, "task_config", dict, {}).items()
+                    if key != "unsafe_code_execution"
+                },
+                "instruction": _typed(settings, "instruction", str, "{problem}"),
+                "max_tokens": _typed(trainer, "max_completion_length", int),
+                "max_turns": _typed(trainer, "max_tool_calling_iterations", int, None),
+                "chat_template_kwargs": _typed(trainer, "chat_template_kwargs", dict, {}),
+                "tool": _typed(settings, "tool", str, ""),
+                "tools": as_list(_typed(settings, "tools", list | str, [])),
+                "environment_factory": _typed(settings, "environment_factory", str, ""),
+            },
+            half=_typed(trainer, "bf16", bool, True),
+            complaints=tuple(complaints),
+        )
+    except TypeError as error:
+        raise RunError(f"{folder.config} is not what a run writes: {error}") from error
+
+
+def as_list(given: list[Any] | str) -> list[Any]:
+    """Several functions as a list, as a run's file may have one alone."""
+    return given if isinstance(given, list) else [given] if given else []
+
+
+_NEEDED = object()
+
+
+def _typed(table: Any, key: str, kind: Any, default: Any = _NEEDED) -> Any:
+    """A value of a run's config.json; a TypeError where it is missing or of another type."""
+    value = table.get(key) if isinstance(table, Mapping) else None
+    if value is None and default is not _NEEDED:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise TypeError(f"`{key}` is {type(value).__name__} and should be {getattr(kind, '__name__', kind)}.")
+    return value

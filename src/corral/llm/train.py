@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
 from corral.llm.banner import banner
+from corral.llm.data import changed_data as find_changed_data
 from corral.llm.guard import GuardCallback
 from corral.llm.prepare import Parts, config_content, pin_model, prepare
 from corral.llm.processes import ALONE, LOST, is_alone_by_mistake, is_main, lost_process, run_together
@@ -19,8 +20,9 @@ from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
+from corral.llm.subject import named_code
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
-from corral.run.files import RunError
+from corral.run.files import RunError, write_json
 from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
 from corral.run.view import RunView, make_view
 
@@ -53,10 +55,12 @@ def resume(
     tools: Any = None,
     environment_factory: Any = None,
     steps: int | str | None = None,
+    changed_data: bool = False,
 ) -> Outcome:
     """Resume the run in `path` from its last whole checkpoint; later steps are repeated, bit for bit.
 
     Args:
+        changed_data: resume although the data are not those that the run began with.
         reward, tools, environment_factory: the run's own again where they cannot be imported, such as those of a notebook.
         steps: a new end, to extend the run or to end it earlier; the learning rate follows the schedule of that length.
     """
@@ -81,8 +85,22 @@ def resume(
         view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
     else:
         view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
+    code = [f"{flag} {path}" for flag, path in named_code(settings.flat())]
+    code += ["--unsafe-code-execution"] if settings.task_config.get("unsafe_code_execution") else []
+    if code:
+        view.say(f"using what the run's own settings name: {', '.join(code)}")
+    done = checkpoint.step if checkpoint is not None else 0
+
+    def rebuild() -> tuple[Parts, dict[str, Any]]:
+        parts = prepare(settings)
+        return parts, _check_data(Path(path), content, settings, parts, done, regardless=changed_data)
+
     try:
-        parts = run_together(lambda: prepare(settings), cpu=_on_cpu(settings))
+        parts, data = run_together(rebuild, cpu=_on_cpu(settings))
+        if "data" not in content:
+            view.warn("config.json has no digest of the run's data: whether they have changed is unknown.")
+        elif is_main():
+            write_json(folder.config, folder.read_config() | data)
     except RunError:
         folder.close()  # else this process could not try again
         raise
@@ -91,6 +109,23 @@ def resume(
         folder.drop_unfinished()
         lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
     return _run(settings, parts, folder if is_main() else None, checkpoint, lines, view)
+
+
+def _check_data(
+    path: Path, content: Mapping[str, Any], settings: Settings, parts: Parts, done: int, *, regardless: bool
+) -> dict[str, Any]:
+    """What config.json is to say of the data from here on; a RunError where they have changed, unless `regardless`."""
+    if "data" not in content:  # a run of an earlier release
+        return {}
+    task, train = parts.problems.task, parts.dataset["problem"][:]
+    changes, now = find_changed_data(content["data"], settings, task, train, parts.held_out)
+    if changes and not regardless:
+        raise RunError(
+            f"the data of {path} are not those that it began with: {' and '.join(changes)} differ in their texts, answers or "
+            f"order. Put the earlier data back, or resume with these: --changed-data."
+        )
+    earlier = [*content.get("earlier_data", ()), {**content["data"], "until": done}] if changes else None
+    return {"data": now} if earlier is None else {"data": now, "earlier_data": earlier}
 
 
 def _run(
@@ -139,7 +174,16 @@ def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint |
     with session.stop_on_signals(), _tensorboard_in(where):
         trainer = _build_trainer(session, parts, where)
         session.view.begin(banner(settings, trainer, where, parts.notes), settings.steps, checkpoint.step if checkpoint else 0)
-        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        except Exception as error:  # pickle, torch, safetensors and transformers have one each for a damaged file
+            if checkpoint is None or session.patient or isinstance(error, RunError | torch.OutOfMemoryError):
+                raise
+            reason = (str(error).splitlines() or [""])[0]
+            raise RunError(
+                f"{checkpoint.path} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} "
+                f"Remove that checkpoint, and the run resumes from the one before."
+            ) from error
     done = session.lines[-1]["step"] == settings.steps
     return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"
 

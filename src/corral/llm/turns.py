@@ -22,7 +22,7 @@ from transformers import (
 from trl.models.utils import unwrap_model_for_generation
 
 from corral.llm.models import base_model
-from corral.llm.problems import Problems, Sampling, cut_at_end, end_tokens, plain_sampling
+from corral.llm.problems import Problems, Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
 from corral.llm.rewards import RewardError
 from corral.task.tool import Tool
 
@@ -158,12 +158,13 @@ def _turn(
     start = batch["input_ids"].shape[1]
     stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(temperature)
     writer: Any = model  # causal models can generate; transformers' base class does not say so
-    out = writer.generate(
-        **batch,
-        generation_config=config,
-        logits_processor=LogitsProcessorList([scores]),
-        stopping_criteria=StoppingCriteriaList([stops]),
-    )
+    with own_settings_aside(model):
+        out = writer.generate(
+            **batch,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([scores]),
+            stopping_criteria=StoppingCriteriaList([stops]),
+        )
     logps = scores.gather(out[:, start:]).tolist()
     rows = []
     for index, tokens in enumerate(out[:, start:].tolist()):

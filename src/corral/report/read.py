@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corral.run.files import RunError
+from corral.run.files import read_json as read_file
 
 _FILES = ("config.json", "metrics.jsonl")
 """A folder that holds one of these is a run."""
@@ -226,7 +227,7 @@ def _object(path: Path, notes: list[str], missing: str = "its settings are unkno
 
 def read_json(path: Path) -> Any:
     """A JSON file whose values can be shown and computed with; a ValueError, OSError or RecursionError if they cannot."""
-    content = json.loads(path.read_bytes())
+    content = read_file(path)
     _check_values(content)
     return content
 

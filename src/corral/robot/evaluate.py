@@ -7,7 +7,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 
 from corral.robot.env import ENVIRONMENTS, Environment
 from corral.robot.episode import Episodes, held_out_seeds
@@ -15,7 +14,7 @@ from corral.robot.measure import smoothness
 from corral.robot.prepare import prepare, to_play
 from corral.robot.settings import Settings, resolve
 from corral.robot.tracking import Array
-from corral.robot.train import STATE
+from corral.robot.train import restore
 from corral.run.choose import choose_checkpoint
 from corral.run.files import RunError, disk_sentence, write_json
 from corral.run.folder import RunFolder, commit, versions
@@ -54,7 +53,7 @@ def evaluate(
     chosen, complaints = choose_checkpoint(folder, checkpoint)
     agent, seeds = prepare(to_play(settings)), held_out_seeds(episodes)
     try:
-        agent.restore(torch.load(chosen.path / STATE, weights_only=True, map_location="cpu"))
+        restore(agent, chosen)
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
     finally:
         agent.plant.close()

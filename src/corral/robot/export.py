@@ -17,7 +17,7 @@ from corral.robot.prepare import EPISODIC, prepare, to_play
 from corral.robot.prodmp import ProDMP
 from corral.robot.settings import resolve
 from corral.robot.tracking import Array
-from corral.robot.train import STATE
+from corral.robot.train import STATE, restore
 from corral.run.choose import choose_checkpoint
 from corral.run.files import RunError, write_whole
 from corral.run.folder import RunFolder
@@ -116,7 +116,7 @@ def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
     chosen, _ = choose_checkpoint(folder, checkpoint)
     agent = prepare(to_play(settings))
     try:
-        agent.restore(torch.load(chosen.path / STATE, weights_only=True, map_location="cpu"))
+        restore(agent, chosen)
         export_policy(agent, path)
     except ValueError as error:
         raise RunError(str(error)) from error

@@ -16,7 +16,7 @@ from corral.robot.settings import Settings, resolve
 from corral.robot.unused import check_used
 from corral.run.ending import Outcome, attempt, close, extend, last_words, record_change, summarise
 from corral.run.files import RunError, disk_sentence, is_disk_full
-from corral.run.folder import RunFolder, Stopped, versions
+from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
 from corral.run.guard import Guard, drop_gradients, gradient_state
 from corral.run.interrupt import Interruptible
 from corral.run.view import RunView, make_view
@@ -93,10 +93,22 @@ def resume(
         view.say(f"{path} has no whole checkpoint: the run starts from the beginning.")
     else:
         view.say(f"going on after step {checkpoint.step}, from {checkpoint.path}")
-        agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
+        restore(agent, checkpoint)
     folder.drop_unfinished()
     lines = folder.cut_back(checkpoint.step if checkpoint is not None else -1)
     return _run(RobotRun(settings=settings, agent=agent, folder=folder, view=view, lines=lines))
+
+
+def restore(agent: Agent, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's state into the learner; a RunError where it does not fit. No code of the file is run."""
+    try:
+        agent.restore(torch.load(checkpoint.path / STATE, weights_only=True, map_location="cpu"))
+    except Exception as error:  # pickle, torch, zip files and NumPy have one each
+        reason = (str(error).splitlines() or [""])[0]
+        raise RunError(
+            f"{checkpoint.path / STATE} is no state of this learner, though it matches its manifest: {type(error).__name__}: "
+            f"{reason} Remove that checkpoint, and the one before it is used."
+        ) from error
 
 
 def _run(job: "RobotRun") -> Outcome:

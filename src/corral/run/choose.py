@@ -1,9 +1,9 @@
 """Which checkpoint `latest`, `best` or the number of a step names."""
 
-import json
+import re
 
 from corral.run.files import RunError
-from corral.run.folder import Checkpoint, RunFolder, damage
+from corral.run.folder import Checkpoint, RunFolder
 
 
 def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[str]]:
@@ -14,19 +14,15 @@ def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[s
             why = f": {' '.join(complaints)}" if complaints else ". It ended before the first one was written."
             raise RunError(f"the run in {folder.path} has no whole checkpoint{why}")
         return newest, complaints
-    whole = {}
-    for path in folder.checkpoint_paths():
-        if damage(path) is None:
-            step = json.loads((path / "manifest.json").read_text())["step"]
-            whole[step] = Checkpoint(path, step)
+    whole = folder.whole_checkpoints()
     there = f"It has whole checkpoints of steps {', '.join(map(str, sorted(whole))) or '(none)'}."
     if which == "best":
-        measured = {line["step"]: line["success"] for line in folder.lines() if line.get("success") is not None}
+        measured = {line["step"]: line["success"] for line in folder.lines() if isinstance(line.get("success"), float | int)}
         candidates = [step for step in whole if step in measured]
         if not candidates:
             raise RunError(f"no checkpoint of {folder.path} is of a step where success was measured. {there}")
         return whole[max(candidates, key=lambda step: (measured[step], step))], []
-    if not which.isdigit():
+    if not re.fullmatch(r"[0-9]{1,18}", which):
         raise RunError(f"--checkpoint is latest, best or the number of a step; got {which!r}.")
     if int(which) not in whole:
         raise RunError(f"{folder.path} keeps no whole checkpoint of step {which}. {there}")

@@ -6,12 +6,17 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+_MOST = 2**28
+"""Bytes of a file of settings or results that are read; no run writes more."""
 
 
 class RunError(Exception):
@@ -68,6 +73,35 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
         raise RunError(disk_sentence(error, path)) from error
 
 
+def read_regular(path: Path, most: int = _MOST) -> bytes:
+    """The content of a regular file; ValueError for a pipe, a device, or a file of more than `most` bytes.
+
+    A stranger's run may have a pipe or a link to a device under any name, and reading one may never end.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or opening a pipe would wait for its writer
+    with os.fdopen(file, "rb") as opened:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file.")
+        if found.st_size > most:
+            raise ValueError(f"it has {found.st_size:,} bytes, and at most {most:,} are read.")
+        return opened.read(most)
+
+
+def require_regular(path: Path) -> None:
+    """A ValueError for what is there and no regular file, which another library would be given to read."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file.")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; ValueError or OSError where there is none to read."""
+    try:
+        return json.loads(read_regular(path))
+    except RecursionError:
+        raise ValueError("its values are nested too deep.") from None
+
+
 def plain(value: Any) -> Any:
     """A value as JSON can hold it."""
     if isinstance(value, dict):
@@ -97,10 +131,13 @@ def digest(path: Path) -> str:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether this error or a cause of it means a full disk; torch.save raises only about a wrong file position."""
+    """Whether this error or a cause of it means that a file has no room, on a full disk or beyond the limit on its size.
+
+    torch.save raises only about a wrong file position.
+    """
     while error is not None:
         text = str(error)
-        if (isinstance(error, OSError) and error.errno in _FULL) or "No space left" in text:
+        if (isinstance(error, OSError) and error.errno in _FULL) or "No space left" in text or is_too_large(error):
             return True
         if isinstance(error, RuntimeError) and "inline_container.cc" in text and "unexpected pos" in text:
             return True
@@ -108,8 +145,21 @@ def is_disk_full(error: BaseException | None) -> bool:
     return False
 
 
+def is_too_large(error: BaseException | None) -> bool:
+    """Whether this error or a cause of it means a file beyond the limit on its size."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno == errno.EFBIG) or "File too large" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def disk_sentence(error: BaseException, path: Path) -> str:
     """What went wrong on the disk, and what to do."""
+    if is_too_large(error):
+        return (
+            f"{path} could not be written: it is beyond the limit on the size of a file (ulimit -f). Raise that, then resume."
+        )
     if is_disk_full(error):
         there = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(there).free / 1e6

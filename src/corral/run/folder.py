@@ -26,12 +26,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import corral
-from corral.run.files import LockedFolder, RunError, append_line, digest, disk_sentence, plain, sync, write_json, write_whole
+from corral.run.files import (
+    LockedFolder,
+    RunError,
+    append_line,
+    digest,
+    disk_sentence,
+    plain,
+    read_json,
+    read_regular,
+    sync,
+    write_json,
+    write_whole,
+)
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
 _INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
 """Text that stands in metrics.jsonl for what JSON does not have."""
+
+_METRICS = 2**32
+"""Bytes of metrics.jsonl that are read: of a run of a million steps."""
 
 _PACKAGES = (
     *("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow"),
@@ -57,6 +72,10 @@ class Checkpoint:
 
     path: Path
     step: int
+
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Size and digest of its files, by their names."""
+        return _read_manifest(self.path)[1]
 
 
 class RunFolder(LockedFolder):
@@ -116,9 +135,11 @@ class RunFolder(LockedFolder):
     def read_config(self) -> dict[str, Any]:
         """The content of config.json."""
         try:
-            content: dict[str, Any] = json.loads(self.config.read_text())
+            content = read_json(self.config)
         except (OSError, ValueError) as error:
             raise RunError(f"{self.config} cannot be read: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+            raise RunError(f"{self.config} is not what a run writes: it has no table `settings`.")
         return content
 
     def append(self, line: dict[str, Any]) -> None:
@@ -129,10 +150,17 @@ class RunFolder(LockedFolder):
         """Every line of metrics that was written to the end."""
         if not self.metrics.exists():
             return []
+        try:
+            texts = read_regular(self.metrics, _METRICS).split(b"\n")
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.metrics} cannot be read: {error}") from error
         lines = []
-        for text in self.metrics.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError):  # the last one, if the machine went down in the middle of it
-                lines.append({key: _INFINITE.get(str(value), value) for key, value in json.loads(text).items()})
+        for text in texts:
+            # The last one, if the machine went down in the middle of it, and whatever no run writes.
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                line = {key: _INFINITE.get(str(value), value) for key, value in json.loads(text).items()}
+                if type(line["step"]) is int:
+                    lines.append(line)
         return lines
 
     def cut_back(self, step: int) -> list[dict[str, Any]]:
@@ -181,9 +209,14 @@ class RunFolder(LockedFolder):
         for path in self.checkpoint_paths():
             why = damage(path)
             if why is None:
-                return Checkpoint(path, json.loads((path / "manifest.json").read_text())["step"]), complaints
+                return Checkpoint(path, _read_manifest(path)[0]), complaints
             complaints.append(f"{path.name} is damaged ({why}) and is not used.")
         return None, complaints
+
+    def whole_checkpoints(self) -> dict[int, Checkpoint]:
+        """Every checkpoint that matches its manifest, by its step."""
+        whole = [Checkpoint(path, _read_manifest(path)[0]) for path in self.checkpoint_paths() if damage(path) is None]
+        return {found.step: found for found in whole}
 
     def checkpoint_paths(self) -> list[Path]:
         """Checkpoints, newest first."""
@@ -208,13 +241,18 @@ def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files; None if nothing is."""
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        int(manifest["step"])
+        _, files = _read_manifest(checkpoint)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "its manifest is missing or unreadable"
+    if not files:
+        return "its manifest lists no file"
+    for path in checkpoint.rglob("*"):  # listed or not, libraries may read it
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            return f"{path.relative_to(checkpoint)} is no file of its own"
     for name, (size, sha256) in files.items():
         path = checkpoint / name
+        if Path(os.path.normpath(path)) != path or checkpoint not in path.parents:
+            return f"{name} is outside its folder"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
@@ -222,6 +260,14 @@ def damage(checkpoint: Path) -> str | None:
         if digest(path) != sha256:
             return f"{name} is not what was written"
     return None
+
+
+def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
+    """The step of a checkpoint, and size and digest of its files by name; an error of some kind if that is not what it says."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= 2**53:
+        raise ValueError("the step is no number of a step.")
+    return manifest["step"], {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
 
 
 def versions() -> dict[str, str | None]:

@@ -61,7 +61,7 @@ def read_file(path: Path) -> dict[str, Any]:
         content = _parse(path.read_text(), toml=path.suffix == ".toml")
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is not {'TOML' if path.suffix == '.toml' else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
         raise RunError(f"{path} should hold settings, `key = value` in TOML or `key: value` in YAML.")
@@ -134,13 +134,15 @@ def guess(text: Any) -> Any:
         return None
     try:
         return tomllib.loads("value = " + _LEADING_POINT.sub(r"\g<1>0.", text))["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
     """`value` converted to the type of `key`; a RunError if it cannot be."""
     if get_origin(hint) is Literal:
+        words = {False: ("off", "no"), True: ("on", "yes")}[value] if isinstance(value, bool) else ()  # YAML reads them so
+        value = next((word for word in words if word in get_args(hint)), value)
         if value not in get_args(hint):
             raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")
         return value

@@ -1,14 +1,23 @@
 """Numbers and things in sentences, and texts of others made safe to show."""
 
 import re
+import sys
 import textwrap
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
 
 _HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 """Controls, invisible and bidirectional marks, lone surrogates: what makes a text look like another one, or steers a terminal.
 Joiners stay."""
+
+
+_CURSOR = re.compile(r"\r(?!\n)|\n*(\x1b\[A)+\Z")
+"""How a progress bar returns to the beginning of its line, or to the line of another one."""
 
 
 def count(number: int, thing: str) -> str:
@@ -19,6 +28,51 @@ def count(number: int, thing: str) -> str:
 def visible(text: str) -> str:
     """The text with everything hidden in it written out, as ⟨U+202E⟩."""
     return _HIDDEN.sub(lambda found: f"⟨U+{ord(found.group()):04X}⟩", text.replace("\r\n", "\n"))
+
+
+class VisibleStream:
+    """A stream that writes out everything hidden in what is written to it; all else is the stream's own.
+
+    Progress bars keep the two things that they draw with: a carriage return before a line, and cursor moves by themselves.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text to the stream, visible."""
+        bar = _CURSOR.match(text)
+        start = bar.end() if bar is not None else 0
+        self.stream.write(text[:start] + visible(text[start:]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)  # isatty, fileno, encoding, …: whatever this stream has
+
+
+@contextmanager
+def visible_output() -> Iterator[None]:
+    """Make everything visible that this process writes to its streams: prints, logs, warnings and tracebacks of any library."""
+    sys.excepthook = _print_exception
+    streams = sys.stdout, sys.stderr
+    mine: tuple[Any, Any] = tuple(one if isinstance(one, VisibleStream) else VisibleStream(one) for one in streams)
+    sys.stdout, sys.stderr = mine
+    try:
+        yield
+    finally:
+        for name, stream, own in zip(("stdout", "stderr"), streams, mine, strict=True):
+            if vars(sys)[name] is own:  # else somebody has put another one there since
+                setattr(sys, name, stream)
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """Print the traceback of an exception that nothing caught."""
+    VisibleStream(sys.stderr).write("".join(traceback.format_exception(kind, error, where)))
 
 
 def columns(words: Iterable[str], width: int = 100) -> str:

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from corral.run.text import visible
+from corral.run.text import VisibleStream, visible
 
 _METRICS = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
 """What every line shows, in this order; then comes whatever starts with tr/."""
@@ -184,6 +184,16 @@ class PatientConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+    @property
+    def file(self) -> Any:
+        """The stream itself, of whatever type it is: texts are visible already, and the console's own sequences must pass."""
+        file = super().file
+        return file.stream if isinstance(file, VisibleStream) else file
+
+    @file.setter
+    def file(self, file: Any) -> None:
+        self._file = file
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -8,6 +8,7 @@ from itertools import count as from_zero
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from corral.run.text import visible
 from corral.task.draws import digest, permutation, quote, require_count, uniform
 from corral.task.rows import Malformed, Row, find_split, read_file, read_hub
 from corral.validate import require
@@ -233,7 +234,7 @@ def _list_rows(rows: _Tally, what: str) -> str:
     """How many rows, and the places of the first of them."""
     first = "".join(f"\n  {place}: {why}" for place, why in rows.first)
     more = f"\n  … and {rows.count - _MAX_LISTED} more" if rows.count > _MAX_LISTED else ""
-    return f"{rows.count} {'row is' if rows.count == 1 else 'rows are'} {what}:{first}{more}"
+    return visible(f"{rows.count} {'row is' if rows.count == 1 else 'rows are'} {what}:{first}{more}")
 
 
 def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,6 +17,8 @@ class Malformed(ValueError):
 
 def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
     """(place, row) of a file, by its ending: .parquet, .json (one list), else JSON lines. Empty lines are no rows."""
+    if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+        raise ValueError(f"{owner}: {path} cannot be read: it is not a regular file.")
     if path.suffix == ".parquet":
         yield from _parquet(path, owner)
         return

@@ -103,7 +103,7 @@ def _dump(path: Path, form: Format, files: tuple[Path, ...], *remarks: str) -> D
 
 def _stable(path: Path, form: Format, files: tuple[Path, ...]) -> Dump:
     """prime-rl marks a step that all ranks have written by a file STABLE; a run's id may stand above its exports."""
-    runs = {file.parents[1] for file in files if file.parents[1].name == "token_exports"}
+    runs = {folder for file in files if (folder := file.absolute().parent.parent).name == "token_exports"}
     if len(runs) > 1:
         names = ", ".join(sorted(map(str, runs))[:3])
         raise RunError(f"{path} holds the exports of {len(runs)} runs ({names}): audit one of them.")
