@@ -55,6 +55,13 @@ def test_it_says_what_was_found(tmp_path: Path) -> None:
     assert "There is one audited update" in page
 
 
+def test_what_clipping_did_stands_once_and_before_what_it_would_do(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "audit", {1: [completion()]}, {"kind": "trainer", "rules": {**RULES.as_dict(), "own": True}})
+    did, would = "What clipping did in the updates that were made was not recorded.", "On one more update:"
+    assert page.count(did) == page.count(would) == 1
+    assert page.index(did) < page.index(would) < page.index("had hardly moved")
+
+
 def test_one_of_a_thing_is_not_several(tmp_path: Path) -> None:
     page = page_of(tmp_path / "audit", {1: [completion("tok")]})
     assert "<span>1 token: blocked, though" in page
