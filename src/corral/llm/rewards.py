@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import torch
-
 from corral.run.files import RunError
 from corral.run.settings import guess
 from corral.task import Task, columns_of, text_of, verify_all
@@ -178,13 +176,17 @@ def _kind(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
+_LARGEST = 2.0**128 - 2.0**104
+"""The largest number of float32; importing torch for it would take seconds."""
+
+
 def _finite(name: str, value: Any, completion: Any) -> float:
     """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number, also as the trainer's float32."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
         number = math.nan
-    if not abs(number) <= torch.finfo(torch.float32).max:
+    if not abs(number) <= _LARGEST:
         raise RewardError(
             f"the reward function {name} gave {value!r:.200} for the completion {text_of(completion)!r}. A reward is a finite "
             f"number that fits into float32 (up to 3.4e38), or None where there is nothing to judge."
