@@ -212,7 +212,14 @@ def work(rank: int, folder: Path) -> None:
                 per_device_train_batch_size=2, num_generations=2, gradient_accumulation_steps=2 // updates,
                 trainer_kwargs={"rollout_func": rollout(rows)}, **WILD, **MASKED, **given,
             )  # fmt: skip
-            before = Before(trainer)
+            before, rows_measured, choose = Before(trainer), [], trainer.deployed.probe.choose
+
+            def count(*args: Any, choose: Any = choose, counts: list[int] = rows_measured, **named: Any) -> Tensor:
+                chosen = choose(*args, **named)
+                counts.append(int(chosen.sum()))
+                return chosen
+
+            trainer.deployed.probe.choose = count
             trainer.add_callback(before)
             witness = None if given else Witness(trainer, updates)
             trainer.train()
@@ -221,7 +228,7 @@ def work(rank: int, folder: Path) -> None:
                 for weights in (before.weights[2 * updates], weights_of(trainer))
             ]
             kl = [] if witness is None else witness.kl
-            found[f"{case} {updates}"] = certificates(trainer), whole, kl
+            found[f"{case} {updates}"] = certificates(trainer), whole, kl, rows_measured
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -230,8 +237,9 @@ def test_a_process_without_a_token_takes_part(tmp_path):
     run_two(work, tmp_path)
     two = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for case in two[0]:
-        (found, (before, after), kl), (also, (before_also, after_also), kl_also) = (one[case] for one in two)
+        (found, (before, after), kl, rows), (also, (before_also, after_also), kl_also, rows_also) = (one[case] for one in two)
         assert found == also
+        assert rows == rows_also == [2, 2, 1], "a sharded network needs as many passes of each"
         assert len(found) == 2, "the third step has no token"
         assert all(line["tr/deployed_kl_mean"] <= 1e-3 for line in found)
         assert all(torch.equal(x, after[name]) for name, x in before.items()), "and is undone"

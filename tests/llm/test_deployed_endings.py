@@ -10,12 +10,16 @@ import torch
 from deployed_witness import WILD, Witness, certificates, half_logp
 from peft import LoraConfig
 from safetensors.torch import load_file
+from test_deployed import run_of
 from test_deployed_choice import weights_of
 from tiny_models import even_words, make_trainer, prompts, tiny_model
 from torch import Tensor
 from transformers import TrainerCallback
 
+from corral.llm.run_trainer import RunTrainer
+from corral.llm.train import resume, train
 from corral.llm.trl_api import FUSED
+from small_runs import save_model, small
 from tolerance import assert_close
 from two_processes import run_two
 
@@ -365,6 +369,30 @@ def test_a_run_resumed_inside_a_step_is_bounded(tmp_path):
     lines = [line for line in certificates(trainer) if line["tr/deployed_kl_mean"] <= BOUND]
     assert len(lines) == 4, "two of the first run, the rest of its second step, a third step"
     assert witness.kl[-1].mean() <= 1.01 * BOUND
+
+
+@pytest.mark.supports("other: deployed network, a run that is killed inside a step", door="command line")
+def test_a_run_that_is_killed_inside_a_step_resumes_bit_for_bit(tmp_path, monkeypatch):
+    settings = small(save_model(tmp_path / "model"), objective="ppo_clip", deployed_bound=BOUND, steps=3, keep_checkpoints=9)
+    train(settings, out=tmp_path / "whole", quiet=True)
+    training_step = RunTrainer.training_step
+
+    def interrupted(self: Any, *args: Any) -> Tensor:
+        if self.state.global_step == 5:  # of six, two a step
+            raise KeyboardInterrupt
+        return training_step(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunTrainer, "training_step", interrupted)
+        outcome = train(settings, out=tmp_path / "cut", quiet=True)
+    assert (outcome.summary["stopped"], outcome.summary["steps"]) == ("interrupted", 2)
+    lines, _ = run_of(tmp_path / "cut")
+    assert [line["step"] for line in lines] == [0, 1, 2], "of whole steps alone"
+    resume(tmp_path / "cut", quiet=True)
+    (whole, weights), (again, weights_again) = run_of(tmp_path / "whole"), run_of(tmp_path / "cut")
+    assert whole == again
+    assert all(torch.equal(x, weights_again[name]) for name, x in weights.items())
+    assert all(line["tr/deployed_kl_mean"] <= BOUND for line in whole[1:])
 
 
 def work(rank: int, folder: Path) -> None:
