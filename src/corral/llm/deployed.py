@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from corral.deployed import BatchKL, RateController, TokenKL, retract, snapshot
 from corral.llm.audit_scoring import preserve_state
 from corral.llm.deployed_probe import DeployedProbe
+from corral.llm.find_rate import RateSearch, set_scale
 from corral.llm.trl_api import FUSED, updates_per_step
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class DeployedCallback(TrainerCallback):
         self.per_step = updates_per_step(trainer.args)
         self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
         """Updates between measurements."""
+        self.searches = False
+        """Whether the rate is still to be found: on the first batch with a gradient."""
         self._before: dict[str, Tensor] | None = None
         """What the step that has just ended began with; until the next one begins."""
         self._begin()
@@ -92,6 +95,7 @@ class DeployedCallback(TrainerCallback):
             )
         group = scheduler.optimizer.param_groups[0]
         self.controller.scale = scheduler.base_lrs[0] / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
+        self.searches = args.finds_rate and self.controller.scale == 1.0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before an update: at the beginning of a step its weights are kept."""
@@ -100,10 +104,40 @@ class DeployedCallback(TrainerCallback):
         if self._old is None:
             self._before = None  # its memory, first
             self._old = snapshot(self.trainer.model)
+            if self.searches:
+                self._find_rate(self._old)
         if self.holds:
             scheduler = self._scheduler()
             peak = scheduler.base_lrs[0]
             self._factors.append(scheduler.optimizer.param_groups[0]["lr"] / peak if peak > 0 else 0.0)
+
+    def _find_rate(self, old: dict[str, Tensor]) -> None:
+        """Start at the rate with which this step moves the network by half the bound; wait where the step has no gradient."""
+        trainer, scheduler = self.trainer, self._scheduler()
+        trainer.draw_ahead()
+        search = RateSearch(trainer, self.probe, old, updates=self.per_step, per_pass=self.per_pass)
+        found = search.find(self.bound, AIM, _worth_another)
+        if found is None:
+            logger.info(
+                "Update %d: no completion of this batch has a gradient, so the learning rate is looked for on the next batch.",
+                trainer.state.global_step + 1,
+            )  # fmt: skip
+            return
+        self.searches, start = False, scheduler.optimizer.param_groups[0]["initial_lr"]
+        self.controller.scale = found.scale
+        set_scale(scheduler, found.scale)
+        trainer._metrics["train"]["tr/rate_trials"].append(float(len(search.tried)))
+        tried = ", ".join(f"{one.moved:.2g} at {one.scale * start:.2g}" for one in search.tried)
+        if math.isfinite(found.moved):
+            logger.info(
+                "The learning rate starts at %.2g: the first step moves the network by %.2g nats a token there. %d trials on "
+                "its rollouts, each undone: %s.", found.scale * start, found.moved, len(search.tried), tried,
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "The learning rate starts at %.2g, because the KL of the first step was no number in any of %d trials: %s.",
+                start, len(search.tried), tried,
+            )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """At the end of a step, and with `reuse="auto"` of a pass: measure, retract, scale the rate, and log what was done."""
@@ -136,7 +170,7 @@ class DeployedCallback(TrainerCallback):
         moved, aim = certificate.before.mean, AIM * bound
         if certificate.share < LEAST_SHARE and not moved <= FAR * bound:  # further, or no number
             self._start_over(moved, aim)
-        elif bound < math.inf:
+        elif bound < math.inf and not self.searches:
             # A batch that is left because its ratios are spread is no reason for a larger rate.
             self._scale(self.controller.update(moved if last else max(moved, aim), aim))
         metrics = certificate.metrics()

@@ -44,7 +44,7 @@ TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Eight methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Ten methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -59,6 +59,10 @@ class CorralTrainer(GRPOTrainer):
     _logs: dict[str, Any]
     objective: Objective
     token_observer: TokenObserver | None = None
+    next_batches: tuple[list[Any], Any]
+    """What transformers' loop has fetched for the next update: rows of the dataset, and their count of tokens."""
+    _drawn_at: int | None = None
+    """`_step` at which rollouts were drawn ahead."""
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name = "corral"
     _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
@@ -200,6 +204,23 @@ class CorralTrainer(GRPOTrainer):
             self.args.use_cache = getattr(self.model.config, "use_cache", False)  # not every family has one
         super().create_accelerator_and_postprocess()
         check_processes(self)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The batches of the next update, kept for `draw_ahead`."""
+        self.next_batches = super().get_batch_samples(*args, **kwargs)
+        return self.next_batches
+
+    def draw_ahead(self) -> None:
+        """Draw and score the rollouts that the next update begins with, as it would; it then uses these."""
+        self.model_wrapped.train()
+        self._prepare_inputs(self.next_batches[0][0])
+        self._drawn_at = self._step
+
+    def _prepare_inputs(self, batch: Any) -> Any:
+        """TRL's micro-batch; rollouts that were drawn ahead are not drawn again."""
+        if self.model.training and self._step == self._drawn_at:
+            return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return super()._prepare_inputs(batch)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's rollouts, weights rounded once where the forward pass is in half precision."""
