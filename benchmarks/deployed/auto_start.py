@@ -92,12 +92,13 @@ class Run:
         return asdict(self) | {name: numbers for name, numbers in found.items() if numbers}
 
 
-def plan(setting: str, seeds: list[int], arms: list[str]) -> Iterator[Run]:
+def plan(setting: str, seeds: list[int], arms: list[str], passes: list[int]) -> Iterator[Run]:
     """Every run, seeds outermost."""
     for seed in seeds:
-        for objective, passes in GRID[setting]:
+        for objective, often in GRID[setting]:
             for arm in arms:
-                yield Run(setting, objective, passes, arm, seed)
+                if often in passes:
+                    yield Run(setting, objective, often, arm, seed)
 
 
 def read(file: Path) -> dict[Run, dict[str, Any]]:
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--setting", choices=LAYERS, default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS))
+    parser.add_argument("--passes", type=int, choices=(1, 4), nargs="+", default=[1, 4])
     parser.add_argument("--out", type=Path, required=True, help="file of raw data, one line for each run")
     parser.add_argument("--table", action="store_true", help="print what the file has; train nothing")
     options = parser.parse_args()
@@ -143,7 +145,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     have = read(options.out)
-    for run in plan(options.setting, options.seeds, options.arms):
+    for run in plan(options.setting, options.seeds, options.arms, options.passes):
         if run not in have:
             line = run.measure()
             append_line(options.out, line)

@@ -187,6 +187,7 @@ def _warn_of_few(tokens: int) -> None:
 
 def restore(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Write the weights of a `snapshot` back into the module, bit for bit."""
+    _forget_copies(module)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():

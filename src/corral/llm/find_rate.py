@@ -54,34 +54,37 @@ class Trial:
 def next_scale(tried: list[Trial], aim: float) -> float | None:
     """The rate to try next, as if the KL were a power of the rate; None once the search is over.
 
-        scale ← near.scale · (aim / near.moved)^(1/p)      p = log(far.moved / near.moved) / log(far.scale / near.scale)
+        scale ← one.scale · (aim / one.moved)^(1/p)      p = log(other.moved / one.moved) / log(other.scale / one.scale)
 
-    `near` and `far` are the trials on either side of the aim. With trials on one side alone p is 2, as close to the old
-    weights; of two that went too far it is the mean of 2 and their own power, because a KL saturates far away.
+    `one` and `other` are the trials next to the aim, one on either side of it. Where all trials moved too far, or none far
+    enough, they are the two nearest, with p in [½, 2]; p begins at 2, its value close to the old weights, and the second p
+    is the mean of 2 and the slope, because far away a KL saturates.
     """
     if tried[-1].is_near(aim) or len(tried) == TRIALS:
         return None
     far = min((one for one in tried if not one.moved <= aim), key=lambda one: one.scale, default=None)
     below = [one for one in tried if one.moved <= aim and (far is None or one.scale < far.scale)]
     near = max(below, key=lambda one: one.scale, default=None)
-    if far is None:
-        assert near is not None
-        wanted = near.scale * math.sqrt(aim / near.moved) if near.moved > 0 else MOST
-        return min(wanted, MOST) if near.scale < MOST else None
-    if near is None:
-        if not math.isfinite(far.moved):
-            return far.scale * LOST
-        power, further = 2.0, [one for one in tried if one.scale > far.scale and math.isfinite(one.moved)]
-        if further:
-            last = min(further, key=lambda one: one.scale)
-            slope = math.log(max(last.moved / far.moved, 1.0)) / math.log(last.scale / far.scale)
-            power = (min(slope, 2.0) + 2.0) / 2
-        return far.scale * (aim / far.moved) ** (1 / power)
-    share = 0.5
-    if near.moved > 0 and math.isfinite(far.moved):
-        share = math.log(aim / near.moved) / math.log(far.moved / near.moved)
-    share = min(max(share, EDGE), 1 - EDGE)
-    return near.scale * (far.scale / near.scale) ** share
+    if near is not None and far is not None:
+        share = 0.5
+        if near.moved > 0 and math.isfinite(far.moved):
+            share = math.log(aim / near.moved) / math.log(far.moved / near.moved)
+        return near.scale * (far.scale / near.scale) ** min(max(share, EDGE), 1 - EDGE)
+    nearest = near or far
+    assert nearest is not None
+    if not math.isfinite(nearest.moved):
+        return nearest.scale * LOST
+    if near is not None and near.scale >= MOST:
+        return None
+    if nearest.moved == 0:
+        return MOST
+    power, others = 2.0, [one for one in tried if one is not nearest and math.isfinite(one.moved) and one.moved > 0]
+    if others:
+        other = min(others, key=lambda one: abs(math.log(one.scale / nearest.scale)))
+        slope = math.log(other.moved / nearest.moved) / math.log(other.scale / nearest.scale)
+        power = min(max(slope, 0.5), 2.0)
+        power = power if len(others) > 1 else (power + 2.0) / 2
+    return min(nearest.scale * (aim / nearest.moved) ** (1 / power), MOST)
 
 
 class RateSearch:
