@@ -109,7 +109,10 @@ def read(file: Path) -> dict[Run, dict[str, Any]]:
 
 def table(found: dict[Run, dict[str, Any]]) -> str:
     """A row for each objective and number of passes: mean reward of the batches, and paired differences of `auto`."""
-    rows = ["| model | objective | passes | seeds | auto | from 1e-3 | grid | auto − from 1e-3 | auto − grid |", "|---" * 9 + "|"]
+    rows = [
+        "| model | objective | passes | seeds | auto | from 1e-3 | grid | auto − from 1e-3 | auto − grid |",
+        "|---" * 9 + "|",
+    ]
     for about in dict.fromkeys((run.setting, run.objective, run.passes) for run in found):
         means = {run: fmean(line["reward"]) for run, line in found.items() if (run.setting, run.objective, run.passes) == about}
         seeds = [seed for seed in SEEDS if all(Run(*about, arm, seed) in means for arm in ARMS)]

@@ -24,8 +24,8 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 AUTO_PASSES = 8
 """Passes over a batch that `reuse="auto"` makes at most, where `num_iterations` is TRL's default of 1."""
 AUTO_RATE, AUTO_BOUND, PASSES_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.01, 0.02
-"""What `learning_rate="auto"` stands for: the rate that the search on the first batch begins with, and the `deployed_bound` that
-it aims at: with one pass over each batch, with several, and with `reuse="auto"`."""
+"""What `learning_rate="auto"` stands for: the rate that the search on the first batch begins with, and a `deployed_bound`: with
+one pass over each batch, with several, and with `reuse="auto"`."""
 
 
 @dataclass
@@ -36,6 +36,8 @@ class CorralConfig(GRPOConfig):
     first rate that is tried on the first batch, and `finds_rate` is True.
     """
 
+    finds_rate = False
+    """Whether `learning_rate` was "auto"; no setting of its own."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
     objective: str = field(
@@ -82,8 +84,8 @@ class CorralConfig(GRPOConfig):
     learning_rate: float | str = field(  # type: ignore[assignment]  # transformers has no word
         default=1e-6,
         metadata={
-            "help": "Peak learning rate; `auto` finds it on the first batch, as the rate at which a step moves the network by "
-            "half of `deployed_bound`; unless given .03 with one pass over each batch and .01 with several."
+            "help": "Peak learning rate; `auto` finds it on the first batch, where a step moves the network by twice "
+            "`deployed_bound`, and adapts it; unless given that is .03 with one pass over each batch and .01 with several."
         },
     )
     deployed_bound: float | None = field(
@@ -107,8 +109,6 @@ class CorralConfig(GRPOConfig):
             "`reuse` is not."
         },
     )
-    finds_rate: bool = field(default=False, init=False)
-    """Whether `learning_rate` was "auto"."""
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "Dropout draws other masks in the old pass than in an update, and ratios move without any update."},

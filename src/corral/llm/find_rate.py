@@ -106,31 +106,30 @@ class RateSearch:
         self.scheduler: LambdaLR = getattr(scheduler, "scheduler", scheduler)  # accelerate puts its own around it
         self.tried: list[Trial] = []
 
-    def find(self, bound: float, share: float, goes_on: Callable[[BatchKL, float], bool]) -> Trial | None:
+    def find(self, bound: float, aim: float, goes_on: Callable[[BatchKL, float], bool]) -> Trial | None:
         """The trial to keep; None where the rollouts have no gradient, or no token to measure, and any rate would do.
 
         Args:
-            bound: δ at the schedule's peak; the step aims at `share` of what its own rates leave of it.
-            share: in (0, 1).
+            bound: δ at the schedule's peak.
+            aim: the mean KL that a step at the peak should have. A step in a warm-up has less, as its bound.
             goes_on: whether another pass over the batch follows a measurement, given the step's bound.
         """
         scale: float | None = 1.0
         while scale is not None:
             with self._undone():
                 set_scale(self.scheduler, scale)
-                found = self._try(bound, share, goes_on)
-            if found is None:
+                trial = self._try(scale, bound, aim, goes_on)
+            if trial is None:
                 return None
-            moved, aim = found
-            self.tried.append(Trial(scale, moved))
+            self.tried.append(trial)
             scale = next_scale(self.tried, aim)
         if self.tried[-1].is_near(aim):
             return self.tried[-1]
         numbers = [one for one in self.tried if math.isfinite(one.moved) and one.moved > 0]
         return min(numbers, key=lambda one: abs(math.log(one.moved / aim)), default=Trial(1.0, math.nan))
 
-    def _try(self, bound: float, share: float, goes_on: Callable[[BatchKL, float], bool]) -> tuple[float, float] | None:
-        """(KL of the step at the rate that is set, the KL that it should have); None where nothing would move at any rate."""
+    def _try(self, scale: float, bound: float, aim: float, goes_on: Callable[[BatchKL, float], bool]) -> Trial | None:
+        """One trial, whose KL is what it would be at the schedule's peak; None where nothing would move at any rate."""
         trainer, factors, learns = self.trainer, list[float](), False
         for update in range(1, self.updates + 1):
             base = self.scheduler.base_lrs[0]
@@ -141,17 +140,16 @@ class RateSearch:
             factor = sum(factors) / len(factors)
             if not learns or factor == 0:
                 return None
-            aim = share * bound * factor**2
             with preserve_state(trainer.model):
                 if not self.probe.prepare(self.old):
                     return None
                 found = self.probe.measure()
-            moved = TokenKL.of(found).mean
+            moved = TokenKL.of(found).mean / factor**2  # near the old weights a KL grows as the square of the rate
             if update == self.updates:
-                return moved, aim
+                return Trial(scale, moved)
             if not goes_on(found, bound * factor**2):
                 # A batch that is left because its ratios are spread is no reason for a larger rate.
-                return max(moved, aim), aim
+                return Trial(scale, max(moved, aim))
         raise AssertionError("a step ends with a pass")
 
     def _update(self) -> bool:
@@ -188,7 +186,7 @@ class RateSearch:
         attributes, rollouts = dict(vars(trainer)), [dict(inputs) for inputs in trainer._buffered_inputs]
         metrics = {mode: {name: [*values] for name, values in found.items()} for mode, found in trainer._metrics.items()}
         others = random.getstate(), np.random.get_state()
-        trainer._ledger = Ledger()
+        trainer.ledger = Ledger()
         if trainer.token_observer is not None:
             trainer.token_observer = lambda *_: None  # and not None: with an observer the loss takes another path
         device = trainer.args.device

@@ -107,7 +107,10 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
             "another lr_scheduler_type."
         )
     if config.finds_rate and config.deployed_bound == math.inf:
-        yield "learning_rate='auto' follows `deployed_bound`, which must be finite; inf measures alone. Give a number, or leave it out."
+        yield (
+            "learning_rate='auto' follows `deployed_bound`, which must be finite, and inf measures alone. Give `learning_rate` "
+            "a number, or leave `deployed_bound` out."
+        )
     every, a_pass = config.gradient_accumulation_steps, config.steps_per_generation
     assert a_pass is not None  # TRL has filled it in
     if config.reuse == "auto" and a_pass % every:

@@ -115,7 +115,7 @@ class CorralTrainer(GRPOTrainer):
         mass = 1.0 if taught else args.support_mass
         self._old_policies = {mode: OldPolicy(mass, fill) for mode in ("train", "eval")}
         self._rewards: Tensor | None = None
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
         self.deployed = None if args.deployed_bound is None else DeployedCallback(self)
@@ -304,7 +304,7 @@ class CorralTrainer(GRPOTrainer):
             else:
                 other = super()._compute_loss(model, self._without_policy(inputs))
         policy, tokens, metrics = term.loss(scoring)
-        self._ledger.add(self.mode, tokens, metrics, scoring.backward_reports())
+        self.ledger.add(self.mode, tokens, metrics, scoring.backward_reports())
         if other is not None:
             self._mend_metrics(policy.detach())
             return other + policy
@@ -345,7 +345,7 @@ class CorralTrainer(GRPOTrainer):
 
     def flush_metrics(self) -> None:
         """Write metrics since the last call into `_metrics`, over all processes, each of which has to call this."""
-        for mode, name, value in self._ledger.flush():
+        for mode, name, value in self.ledger.flush():
             self._metrics[mode][name].append(value)
 
     settle_metrics = flush_metrics
