@@ -99,7 +99,7 @@ class DeployedCallback(TrainerCallback):
             )
         group = scheduler.optimizer.param_groups[0]
         self.controller.scale = scheduler.base_lrs[0] / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
-        self.searches = args.finds_rate and self.controller.scale == 1.0
+        self.searches = self.trainer.args.finds_rate and self.controller.scale == 1.0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before an update: at the beginning of a step its weights are kept."""

@@ -168,9 +168,12 @@ class RateSearch:
         if not trainer.args.fp16 and on_any_process(not finite):
             drop_gradients(model.parameters())  # as the guard of `corral train` does; fp16 has a scaler that does it
         learns = on_any_process(not zero)
-        trainer.optimizer.step()
+        optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+        assert optimizer is not None
+        assert scheduler is not None
+        optimizer.step()
         if not accelerator.optimizer_step_was_skipped:
-            trainer.lr_scheduler.step()
+            scheduler.step()
         model.zero_grad()
         return learns
 

@@ -57,6 +57,7 @@ class CorralTrainer(GRPOTrainer):
     num_generations: int
     num_generations_eval: int
     _logs: dict[str, Any]
+    _buffered_inputs: list[dict[str, Any]]  # type: ignore[assignment]  # TRL fills it in
     objective: Objective
     token_observer: TokenObserver | None = None
     next_batches: tuple[list[Any], Any]
@@ -219,7 +220,7 @@ class CorralTrainer(GRPOTrainer):
     def _prepare_inputs(self, batch: Any) -> Any:
         """TRL's micro-batch; rollouts that were drawn ahead are not drawn again."""
         if self.model.training and self._step == self._drawn_at:
-            return self._buffered_inputs[self._step % self.args.steps_per_generation]
+            return self._buffered_inputs[self._step % len(self._buffered_inputs)]
         return super()._prepare_inputs(batch)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
