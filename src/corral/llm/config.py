@@ -24,7 +24,7 @@ Sampler = Literal["transformers", "vllm", "rollout_func"]
 AUTO_PASSES = 8
 """Passes over a batch that `reuse="auto"` makes at most, where `num_iterations` is TRL's default of 1."""
 AUTO_RATE, AUTO_BOUND, PASSES_BOUND, REUSE_BOUND = 1e-3, 0.03, 0.01, 0.02
-"""What `learning_rate="auto"` stands for: a rate to start from, and the `deployed_bound` that brings it where it belongs: with
+"""What `learning_rate="auto"` stands for: the rate that the search on the first batch begins with, and a `deployed_bound`: with
 one pass over each batch, with several, and with `reuse="auto"`."""
 
 
@@ -33,9 +33,11 @@ class CorralConfig(GRPOConfig):
     """GRPOConfig with an objective of corral's. `loss_type` chooses the reduction, `objective` everything before it.
 
     Once made, `loss_type` is one of TRL's: "auto" has become the objective's own. `learning_rate="auto"` has become the
-    rate that a controlled one starts from.
+    first rate that is tried on the first batch, and `finds_rate` is True.
     """
 
+    finds_rate = False
+    """Whether `learning_rate` was "auto"; no setting of its own."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
 
     objective: str = field(
@@ -82,8 +84,8 @@ class CorralConfig(GRPOConfig):
     learning_rate: float | str = field(  # type: ignore[assignment]  # transformers has no word
         default=1e-6,
         metadata={
-            "help": "Peak learning rate; `auto` starts at 1e-3 and lets `deployed_bound` find the rate; unless given .03 with "
-            "one pass over each batch and .01 with several."
+            "help": "Peak learning rate; `auto` finds it on the first batch, where a step moves the network by twice "
+            "`deployed_bound`, and adapts it; unless given that is .03 with one pass over each batch and .01 with several."
         },
     )
     deployed_bound: float | None = field(
@@ -132,7 +134,8 @@ class CorralConfig(GRPOConfig):
         if self.lr_scheduler_type == "auto":
             # A decay takes the bound with it: it ends too tight. With `reuse="auto"` the constant one was not measured.
             self.lr_scheduler_type = "constant" if self.learning_rate == "auto" and self.reuse != "auto" else "linear"
-        if self.learning_rate == "auto":  # transformers wants a number
+        self.finds_rate = self.learning_rate == "auto"
+        if self.finds_rate:  # transformers wants a number
             self.learning_rate = AUTO_RATE
             if self.deployed_bound is None:
                 fixed = AUTO_BOUND if self.num_iterations == 1 else PASSES_BOUND

@@ -19,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from corral.deployed import BatchKL, Certificate, RateController, TokenKL, restore, retract, snapshot
 from corral.llm.audit_scoring import preserve_state
 from corral.llm.deployed_probe import DeployedProbe
+from corral.llm.find_rate import RateSearch, set_scale
 from corral.llm.trl_api import FUSED, updates_per_step
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 AIM = 0.5
 """The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
+START = 2.0
+"""The KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound. The rates that grids
+chose move the network by one to four bounds in their first step. That step is then retracted to the bound, and the rate comes
+down to `AIM` over the next ones."""
 SPENT = 50.0
 """Times the bound, before anything is undone, from which on `reuse="auto"` makes no further pass: D grows as the square of what
 is kept, and less than a seventh would be."""
@@ -67,6 +72,8 @@ class DeployedCallback(TrainerCallback):
         self.per_step = updates_per_step(trainer.args)
         self.per_pass = self.per_step // trainer.args.num_iterations if trainer.args.reuse == "auto" else self.per_step
         """Updates between measurements."""
+        self.searches = False
+        """Whether the rate is still to be found: on the first batch with a gradient."""
         self._before: dict[str, Tensor] | None = None
         """What the step that has just ended began with; until the next one begins."""
         self._begin()
@@ -97,6 +104,7 @@ class DeployedCallback(TrainerCallback):
             )
         group = scheduler.optimizer.param_groups[0]
         self.controller.scale = scheduler.base_lrs[0] / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
+        self.searches = self.trainer.args.finds_rate and self.controller.scale == 1.0
         self._check_saves(args, state)
 
     def _check_saves(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -127,6 +135,8 @@ class DeployedCallback(TrainerCallback):
         if self._old is None:
             self._before = None  # its memory, first
             self._old = snapshot(self.trainer.model)
+            if self.searches:
+                self._find_rate(self._old)
         if self.holds:
             scheduler = self._scheduler()
             peak = scheduler.base_lrs[0]
@@ -136,6 +146,35 @@ class DeployedCallback(TrainerCallback):
         """After an update."""
         if not self.spent:
             self._updates += 1
+
+    def _find_rate(self, old: dict[str, Tensor]) -> None:
+        """Start at the rate with which this step moves the network by `START` bounds; wait where the step has no gradient."""
+        trainer, scheduler = self.trainer, self._scheduler()
+        trainer.draw_ahead()
+        search = RateSearch(trainer, self.probe, old, updates=self.per_step, per_pass=self.per_pass)
+        found = search.find(self.bound, START * self.bound, _worth_another)
+        if found is None:
+            logger.info(
+                "Update %d: no completion of this batch has a gradient, so the learning rate is looked for on the next batch.",
+                trainer.state.global_step + 1,
+            )  # fmt: skip
+            return
+        self.searches, start = False, scheduler.optimizer.param_groups[0]["initial_lr"]
+        self.controller.scale = found.scale
+        set_scale(scheduler, found.scale)
+        trainer._metrics["train"]["tr/rate_trials"].append(float(len(search.tried)))
+        tried = ", ".join(f"{one.moved:.2g} at {one.scale * start:.2g}" for one in search.tried)
+        if math.isfinite(found.moved):
+            logger.info(
+                "The learning rate starts at %.2g: before it is retracted, the first step moves the network by %.2g nats a "
+                "token there. %d trials on its rollouts, each undone: %s.",
+                found.scale * start, found.moved, len(search.tried), tried,
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "The learning rate starts at %.2g, because the KL of the first step was no number in any of %d trials: %s.",
+                start, len(search.tried), tried,
+            )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """At the end of a step, and with `reuse="auto"` of a pass: measure, retract, scale the rate, and log what was done."""
@@ -228,7 +267,7 @@ class DeployedCallback(TrainerCallback):
         moved, aim = certificate.before.mean, AIM * bound
         if certificate.share < LEAST_SHARE and not moved <= FAR * bound:  # further, or no number
             self._start_over(moved, aim)
-        elif bound < math.inf:
+        elif bound < math.inf and not self.searches:
             # Neither a batch that is left because its ratios are spread nor a run that ends is a reason for a larger rate.
             whole = trainer.state.global_step % self.per_step == 0
             self._scale(self.controller.update(moved if whole else max(moved, aim), aim))

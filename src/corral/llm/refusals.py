@@ -123,12 +123,23 @@ def trl_refusals(config: "CorralConfig") -> Iterator[str]:
             "`deployed_bound` scales the rates of a schedule, and reduce_lr_on_plateau has none that is known beforehand. Use "
             "another lr_scheduler_type."
         )
+    if config.finds_rate and config.deployed_bound == math.inf:
+        yield (
+            "learning_rate='auto' follows `deployed_bound`, which must be finite, and inf measures alone. Give `learning_rate` "
+            "a number, or leave `deployed_bound` out."
+        )
     every, a_pass = config.gradient_accumulation_steps, config.steps_per_generation
     assert a_pass is not None  # TRL has filled it in
     if config.reuse == "auto" and a_pass % every:
         yield (
             f"reuse='auto' decides after every pass over a batch, which must end with an update: `steps_per_generation` is "
             f"{a_pass}, no multiple of `gradient_accumulation_steps`, {every}. Make it one."
+        )
+    if config.finds_rate and a_pass * config.num_iterations % every:
+        yield (
+            f"learning_rate='auto' finds the rate on the first batch of rollouts, which must end with an update: "
+            f"`steps_per_generation` · `num_iterations` is {a_pass * config.num_iterations}, no multiple of "
+            f"`gradient_accumulation_steps`, {every}. Make it one, or give a number and `deployed_bound`."
         )
     if config.reuse == "auto" and config.fp16:
         yield "reuse='auto' skips updates, and the loss scaling of fp16 cannot. Use bf16 or float32."

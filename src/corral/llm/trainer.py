@@ -45,7 +45,7 @@ TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
 
 
 class CorralTrainer(GRPOTrainer):
-    """Drop-in for GRPOTrainer. Eleven methods are overridden, each calls TRL's own, none is copied.
+    """Drop-in for GRPOTrainer. Thirteen methods are overridden, each calls TRL's own, none is copied.
 
     TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
     entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
@@ -58,8 +58,13 @@ class CorralTrainer(GRPOTrainer):
     num_generations: int
     num_generations_eval: int
     _logs: dict[str, Any]
+    _buffered_inputs: list[dict[str, Any]]  # type: ignore[assignment]  # TRL fills it in
     objective: Objective
     token_observer: TokenObserver | None = None
+    next_batches: tuple[list[Any], Any]
+    """What transformers' loop has fetched for the next update: rows of the dataset, and their count of tokens."""
+    _drawn_at: int | None = None
+    """`_step` at which rollouts were drawn ahead."""
     _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
     _name = "corral"
     _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
@@ -112,7 +117,7 @@ class CorralTrainer(GRPOTrainer):
         mass = 1.0 if taught else args.support_mass
         self._old_policies = {mode: OldPolicy(mass, fill) for mode in ("train", "eval")}
         self._rewards: Tensor | None = None
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self.first_call = FirstCall(over=not self.accelerator.is_main_process)
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
@@ -203,6 +208,23 @@ class CorralTrainer(GRPOTrainer):
         super().create_accelerator_and_postprocess()
         check_processes(self)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The batches of the next update, kept for `draw_ahead`."""
+        self.next_batches = super().get_batch_samples(*args, **kwargs)
+        return self.next_batches
+
+    def draw_ahead(self) -> None:
+        """Draw and score the rollouts that the next update begins with, as it would; it then uses these."""
+        self.model_wrapped.train()
+        self._prepare_inputs(self.next_batches[0][0])
+        self._drawn_at = self._step
+
+    def _prepare_inputs(self, batch: Any) -> Any:
+        """TRL's micro-batch; rollouts that were drawn ahead are not drawn again."""
+        if self.model.training and self._step == self._drawn_at:
+            return self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        return super()._prepare_inputs(batch)
+
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's rollouts, weights rounded once where the forward pass is in half precision."""
         with one_autocast(self):
@@ -288,7 +310,7 @@ class CorralTrainer(GRPOTrainer):
             else:
                 other = super()._compute_loss(model, self._without_policy(inputs))
         policy, tokens, metrics = term.loss(scoring)
-        self._ledger.add(self.mode, tokens, metrics, scoring.backward_reports())
+        self.ledger.add(self.mode, tokens, metrics, scoring.backward_reports())
         if other is not None:
             self._mend_metrics(policy.detach())
             return other + policy
@@ -352,7 +374,7 @@ class CorralTrainer(GRPOTrainer):
 
     def flush_metrics(self) -> None:
         """Write metrics since the last call into `_metrics`, over all processes, each of which has to call this."""
-        for mode, name, value in self._ledger.flush():
+        for mode, name, value in self.ledger.flush():
             self._metrics[mode][name].append(value)
 
     settle_metrics = flush_metrics

@@ -63,6 +63,9 @@ CONTRACT = {
         returns="loss",
     ),
     "trl.GRPOTrainer.get_high_entropy_mask": Clause("self entropies mask threshold"),
+    "trl.GRPOTrainer._prepare_inputs": Clause(
+        "self generation_batch", "_step _buffered_inputs steps_per_generation num_iterations", returns="inputs"
+    ),
     "trl.GRPOTrainer.training_step": Clause("self model inputs num_items_in_batch *", "_step _metrics", returns="output"),
     "trl.GRPOTrainer.log": Clause("self logs start_time *", "_metrics"),
     "trl.GRPOTrainer._tokenize_prompts": Clause("self prompts *", returns="prompt_ids *"),
@@ -93,6 +96,7 @@ CONTRACT = {
     "trl.chat_template_utils.qwen3_chat_template": Clause(""),
     "transformers.Trainer.__init__": Clause("self *", "callback_handler model_wrapped state lr_scheduler processing_class"),
     "transformers.Trainer.create_accelerator_and_postprocess": Clause("self", "accelerator is_fsdp_enabled"),
+    "transformers.Trainer.get_batch_samples": Clause("self epoch_iterator num_batches device", returns="batch_samples *"),
     "transformers.Trainer.get_tp_size": Clause("self"),
     "transformers.Trainer._get_output_dir": Clause("self trial"),
     "transformers.Trainer.train": Clause("self *", "inner_training_loop"),
