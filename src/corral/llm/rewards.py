@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import torch
-
 from corral.run.files import RunError
 from corral.run.settings import guess
 from corral.task import Task, columns_of, text_of, verify_all
@@ -24,6 +22,10 @@ _HOW = "`reward` is module:function or file.py:function, with a weight module:fu
 
 _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
 """Arguments that the trainer passes itself, so that no column can have their names."""
+
+
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which the trainer adds rewards up."""
 
 
 class RewardError(RunError):
@@ -184,7 +186,7 @@ def _finite(name: str, value: Any, completion: Any) -> float:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
         number = math.nan
-    if not abs(number) <= torch.finfo(torch.float32).max:
+    if not abs(number) <= _LARGEST:
         raise RewardError(
             f"the reward function {name} gave {value!r:.200} for the completion {text_of(completion)!r}. A reward is a finite "
             f"number that fits into float32 (up to 3.4e38), or None where there is nothing to judge."
