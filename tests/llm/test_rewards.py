@@ -175,12 +175,23 @@ def judge(given: Any, completions: list[Any]) -> list[float | None]:
     return reward(prompts=["p"] * len(completions), completions=completions, problem=["1+1"] * len(completions))
 
 
-NUMBERS = [1, 0.5, True, None, -3e38, np.float32(2), np.int64(3), torch.tensor(0.25), torch.tensor([4]), Fraction(1, 2)]
+NUMBERS = [
+    1,
+    0.5,
+    True,
+    None,
+    -torch.finfo(torch.float32).max,
+    np.float32(2),
+    np.int64(3),
+    torch.tensor(0.25),
+    torch.tensor([4]),
+    Fraction(1, 2),
+]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, lambda values: (value for value in values)])
 def test_a_list_of_numbers_is_paid_whatever_has_made_it(kind: Any) -> None:
-    assert judge(kind(NUMBERS), ["c"] * 10) == [1.0, 0.5, 1.0, None, -3e38, 2.0, 3.0, 0.25, 4.0, 0.5]
+    assert judge(kind(NUMBERS), ["c"] * 10) == [1.0, 0.5, 1.0, None, NUMBERS[4], 2.0, 3.0, 0.25, 4.0, 0.5]
     assert judge(np.array([1.0, 2.0]), ["c"] * 2) == judge(torch.tensor([1.0, 2.0]), ["c"] * 2) == [1.0, 2.0]
 
 

@@ -24,6 +24,10 @@ _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state"
 """Arguments that the trainer passes itself, so that no column can have their names."""
 
 
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which the trainer adds rewards up."""
+
+
 class RewardError(RunError):
     """A reward function failed; the cause is chained."""
 
