@@ -193,9 +193,9 @@ NOT_GIVEN = (*NO_NUMBER, None)
 BAD_SETTINGS: list[tuple[str, str, str, tuple[object, ...]]] = [
     ("reinforce", "ratio_cap", "`ratio_cap` is a weight and must be ≥ 0, or None", (-0.1, *NO_NUMBER)),
     *[
-        (name, key, f"`{key}` is a distance from ratio 1 and must be ≥ 0", (-0.1, -INF, *NOT_GIVEN))
+        (name, key, f"`{key}` is a distance from ratio 1 and must {limits}", (-0.1, -INF, *beyond, *NOT_GIVEN))
         for name in ("ppo_clip", "clip_higher", "dual_clip", "gspo", "aspo", "decoupled_ppo", "clip_cov")
-        for key in ("clip_low", "clip_high")
+        for key, limits, beyond in (("clip_low", "lie in [0, 1]", (1.01, 2, INF)), ("clip_high", "be ≥ 0", ()))
     ],
     *[
         (name, "dual_clip", "`dual_clip` is a ratio and must be > 1, or None", (1.0, 0.5, -3.0, *NO_NUMBER))
@@ -481,7 +481,7 @@ def test_what_is_not_needed_may_be_missing(name):
     [
         ("reinforce", {"ratio_cap": 0}),
         ("ppo_clip", {"clip_low": 0, "clip_high": INF}),
-        ("gspo", {"clip_low": 2, "clip_high": 0}),
+        ("gspo", {"clip_low": 1, "clip_high": 0}),
         ("cispo", {"cap_low": 1, "cap_high": 1}),
         ("gmpo", {"clip": 0}),
         ("spo", {"epsilon": INF}),
