@@ -24,10 +24,14 @@ from corral.llm.trl_api import REDUCTIONS, steps_per_batch
 from corral.llm.turns import MultiTurn, TextTool
 from corral.naming import nearest
 from corral.run.files import RunError, plain
+from corral.run.settings import coerce
 from corral.task import make_task
 
 _WITHOUT_FOLDER = ("smoke", "smollm2")
 """Models that are built in memory, so that TRL cannot load them again for a reference."""
+
+_NUMBERS: dict[Any, Any] = {kind: hint for hint in (int, float, bool) for kind in (hint, hint.__name__)}
+"""Types of peft's settings that can be checked, as types or as their names."""
 
 _LEAST_ROOM = 16
 """Tokens that a completion gets at least where a model has too few positions for what the task may need."""
@@ -135,10 +139,12 @@ def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:
     """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
-    known = {item.name for item in dataclasses.fields(LoraConfig) if item.init}
-    for key in given:
+    known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
+    for key, value in given.items():
         if key not in known:
             raise RunError(f"lora: there is no setting `{key}`.{nearest(key, known)}")
+        if known[key] in _NUMBERS:  # peft compares what it was given with numbers
+            coerce(f"lora.{key}", value, _NUMBERS[known[key]])
     return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | given) if given else None
 
 

@@ -14,6 +14,9 @@ from corral.run.files import RunError
 GuardMode = Literal["warn", "stop", "off"]
 """What to do about a collapse."""
 
+MAX_SEED = 2**32 - 1
+"""The largest random seed that NumPy takes, and so every library that seeds it."""
+
 COMPARE = "compare"
 """The table of a recipe that says whom `corral compare` compares; no setting of a run."""
 
