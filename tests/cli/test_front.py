@@ -306,7 +306,9 @@ def test_the_end_says_what_was_measured_when() -> None:
     assert "held-out success 20.0% before the first step, 1 s" in last_words(early, Path("run"))
     done = summarise({}, lines[:3], "finished", None, also="greedy")
     assert done["success_final"] == 0.4
-    assert last_words(done, Path("run")) == "finished after 2 steps: held-out success 20.0% → 40.0%, 2 s. The run is in run"
+    finished = "finished after 2 steps: held-out success 20.0% → 40.0%, 2 s. The run is in"
+    assert last_words(done, Path("run")) == f"{finished} run\nNext: corral report run, or corral eval run"
+    assert last_words(done, Path("a run")).endswith("\nNext: corral report 'a run', or corral eval 'a run'")
 
 
 def test_settings_need_no_torch_to_be_wrong_about() -> None:
