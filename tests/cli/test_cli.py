@@ -21,6 +21,7 @@ from corral.cli.explain import field_docs
 from corral.llm import IncompatibleTRL
 from corral.llm.known import _trainer_types
 from corral.llm.settings import RECIPES, TABLES, Settings, read_recipe, resolve
+from corral.naming import pip_install
 from corral.objective import OBJECTIVES, make_objective
 from corral.objective.correction import CORRECTIONS
 from corral.objective.troll import TROLLConfig
@@ -195,8 +196,9 @@ def test_a_run_in_a_pipe_prints_plain_lines(model: str, tmp_path: Path, capsys: 
         "step 2/2",
     ]
     assert all(word in printed for word in ("success", "reward", "entropy", "tr/active_frac", "tokens/s", "left"))
-    assert rows[-1].startswith("finished after 2 steps: held-out success")
-    assert rows[-1].endswith(f"The run is in {out}")
+    assert rows[-2].startswith("finished after 2 steps: held-out success")
+    assert rows[-2].endswith(f"The run is in {out}")
+    assert rows[-1] == f"Next: corral report {out}, or corral eval {out}"
     saved = json.loads((out / "config.json").read_text())
     assert saved["settings"]["loss_type"] == "dr_grpo", "from the recipe"
     assert main(["train", *SMALL.split(), "--model", model, "--out", str(out)]) == 1
@@ -233,7 +235,7 @@ def test_quiet_says_only_how_it_ended(model: str, tmp_path: Path, capsys: pytest
     argv = [*SMALL.split(), "--model", model, "--steps", "1", "--out", str(tmp_path / "run"), "--quiet"]
     assert main(["train", *argv]) == 0
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == [printed.out.strip()]
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["finished", "Next:"]
     assert printed.out.startswith("finished after 1 step:")
     assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0, "a finished run stays finished"
 
@@ -245,7 +247,7 @@ def test_training_without_the_extra_says_what_to_install(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "trl" else find(name, *rest))
     assert main(["train"]) == 1
-    assert "training needs trl. Install them: pip install 'corral[llm]'." in capsys.readouterr().err
+    assert f"training needs trl. Install them: {pip_install('llm')}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, *CORRECTIONS])
@@ -312,7 +314,7 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(doctor, "installed_version", lambda name: known.get(name, found(name)))
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert f"missing: trl{doctor.TRAINING['trl']}: pip install 'corral[llm]'" in text
+    assert f"missing: trl{doctor.TRAINING['trl']}: {pip_install('llm')}" in text
     assert "missing: transformers>=5.17,<6, found 5.1.0" in text
     known |= {"transformers": "6.0.0", "trl": "2.0.0"}
     assert main(["doctor"]) == 1

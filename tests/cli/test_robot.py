@@ -91,7 +91,8 @@ def test_a_run_in_a_pipe_prints_plain_lines(tmp_path: Path, capsys: pytest.Captu
     assert [row.split()[0] for row in rows[:6]] == ["corral", "algorithm", "policy", "step", "device", "run"]
     assert [row.split("  ")[0] for row in rows[6:9]] == ["step 0/2", "step 1/2", "step 2/2"]
     assert all(word in rows[8] for word in ("success", "return", "reward", "steps/s"))
-    assert rows[-1].endswith(f"The run is in {out}")
+    assert rows[-2].endswith(f"The run is in {out}")
+    assert rows[-1] == f"Next: corral report {out}, or corral eval {out}"
 
 
 def test_resume_goes_by_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

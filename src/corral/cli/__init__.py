@@ -11,7 +11,7 @@ from typing import Any
 
 import corral
 from corral.llm import IncompatibleTRL
-from corral.naming import nearest
+from corral.naming import nearest, pip_install
 from corral.run.files import RunError
 from corral.run.text import visible
 
@@ -88,7 +88,7 @@ def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str
 
 
 def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
-    """A RunError if a package is missing: `reports need rliable. Install them: pip install 'corral[report]'.`"""
+    """A RunError if a package is missing: `reports need rliable. Install them: …`."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
-        raise RunError(f"{what} {', '.join(absent)}. Install them: pip install 'corral[{extra}]'.")
+        raise RunError(f"{what} {', '.join(absent)}. Install them: {pip_install(extra)}.")

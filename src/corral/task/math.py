@@ -6,6 +6,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal
 
+from corral.naming import pip_install
 from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
 from corral.task.dataset import FiniteTask
 from corral.task.grader import Verdict, grader_pool
@@ -90,7 +91,7 @@ def _grade(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verd
     if not pairs:
         return []
     if find_spec("math_verify") is None:
-        raise ValueError("grading mathematics needs math-verify. Install it: pip install 'corral[task]'.")
+        raise ValueError(f"grading mathematics needs math-verify. Install it: {pip_install('task')}.")
     return grader_pool("math").grade([(gold, answer) for gold, answer, _ in pairs], seconds)
 
 
