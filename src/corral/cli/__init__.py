@@ -12,7 +12,7 @@ from typing import Any
 import corral
 from corral.llm import IncompatibleTRL
 from corral.naming import nearest, pip_install
-from corral.run.files import RunError
+from corral.run.files import DENIED, RunError
 from corral.run.text import visible
 
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
-    """Parse what follows the command, and do it; a RunError or a TRL that does not fit becomes a sentence and status 1."""
+    """Parse what follows the command, and do it; a RunError, a TRL that does not fit or a place that is not allowed becomes a sentence."""
     parser = argparse.ArgumentParser(
         prog=f"corral {name}",
         description=COMMANDS[name],
@@ -68,6 +68,10 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
         return int(module.run(arguments, rest))
     except (RunError, IncompatibleTRL) as error:
         return refuse(str(error), FAILED)
+    except OSError as error:
+        if error.errno not in DENIED or error.filename is None:
+            raise
+        return refuse(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", FAILED)
 
 
 def refuse(sentence: str, status: int = 2) -> int:
