@@ -130,9 +130,9 @@ def test_a_folder_that_may_not_be_looked_into_is_refused(tmp_path: Path, monkeyp
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", denied)
-    with pytest.raises(RunError, match="run cannot be written: Permission denied. Choose another folder with --out"):
+    with pytest.raises(RunError, match=r"run cannot be written: Permission denied\. Choose another folder with --out"):
         RunFolder.create(tmp_path / "run", "label")
-    with pytest.raises(RunError, match="page.html cannot be written: Permission denied"):
+    with pytest.raises(RunError, match=r"page\.html cannot be written: Permission denied"):
         write_whole(tmp_path / "page.html", denied)
 
 

@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
-    """Parse what follows the command, and do it; a RunError, a TRL that does not fit or a place that is not allowed becomes a sentence."""
+    """Parse what follows the command, and do it.
+
+    A RunError, a TRL that does not fit and a place that may not be used become a sentence and status 1.
+    """
     parser = argparse.ArgumentParser(
         prog=f"corral {name}",
         description=COMMANDS[name],

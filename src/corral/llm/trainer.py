@@ -26,6 +26,7 @@ from corral.llm.policy_term import PolicyTerm
 from corral.llm.processes import ALONE, is_alone_by_mistake
 from corral.llm.rewards import RewardError
 from corral.llm.rollout_support import RolloutSupport, check_server
+from corral.llm.run_record import RunRecord
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.sharding import check_processes, check_teacher
 from corral.llm.teacher import Teacher
@@ -119,6 +120,7 @@ class CorralTrainer(GRPOTrainer):
         self._ledger = Ledger()
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
+        self.add_callback(RunRecord.of(self))
         self.deployed = None if args.deployed_bound is None else DeployedCallback(self)
         if self.deployed is not None:
             self.callback_handler.callbacks.insert(0, self.deployed)  # before a reference is synchronised, or saved
