@@ -138,7 +138,7 @@ class TestReduction:
 
 
 class TestNumbers:
-    @pytest.mark.refuses("settings: numbers that no training can use", door="TRL")
+    @pytest.mark.refuses("other: numbers that no training can use", door="TRL")
     @pytest.mark.usefixtures("unchecked_shapes")  # texts and infinities where TRL's annotations have integers
     @pytest.mark.parametrize(
         ("name", "values", "why"),

@@ -714,7 +714,7 @@ class TestMetrics:
 class TestAStockTrainerRefusesTheConfig:
     """GRPOTrainer knows nothing of `objective`: it would train with its own loss."""
 
-    @pytest.mark.refuses("settings: CorralConfig for a stock GRPOTrainer", door="TRL")
+    @pytest.mark.refuses("other: CorralConfig for a stock GRPOTrainer", door="TRL")
     @pytest.mark.parametrize("use_cache", [None, True])
     def test_before_and_after_a_corral_trainer(self, tmp_path: Path, use_cache: bool | None) -> None:
         args = CorralConfig(**settings(tmp_path, use_cache=use_cache))
@@ -775,7 +775,7 @@ class TestAdvantages:
         expected = group_advantages(torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3, dtype=torch.long), how)
         assert_close(output["advantages"], torch.cat([torch.zeros(5), expected]))
 
-    @pytest.mark.refuses("reward: one that returns None for a whole batch", door="TRL")
+    @pytest.mark.refuses("run: a reward that returns None for every completion", door="TRL")
     @pytest.mark.parametrize("advantage", [None, "rloo"])
     def test_nothing_scored_at_all_is_refused(self, tmp_path: Path, advantage: str | None) -> None:
         def silent(completions: list[str], **_: Any) -> list[None]:

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import corral
 from corral.llm import IncompatibleTRL
@@ -33,10 +33,18 @@ COMMANDS = {
 """Each is a module here with `add_arguments(parser)` and `run(arguments, rest)`, imported when it is called for."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence; argparse prints the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what cannot be parsed, and end with status 2."""
+        raise SystemExit(refuse(f"{message}. `{self.prog} --help` lists what there is."))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="corral",
         description="Trust regions for reinforcement learning.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,7 +67,7 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
 
     A RunError, a TRL that does not fit and a place that may not be used become a sentence and status 1.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"corral {name}",
         description=COMMANDS[name],
         formatter_class=argparse.RawDescriptionHelpFormatter,

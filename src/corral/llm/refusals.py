@@ -60,7 +60,7 @@ _WHY = "completions must be drawn from the policy that is trained, or its ratios
 
 def check_numbers(config: "CorralConfig") -> None:
     """Raise for a number of TRL's that no training could use, before TRL divides by it or torch refuses it in a traceback."""
-    counts = ("num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps")
+    counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
     require(config, *counts, at_least=1, integer=True, name="CorralConfig")
     optional = ("steps_per_generation", "generation_batch_size", "max_completion_length")
     require(config, *optional, at_least=1, integer=True, optional=True, name="CorralConfig")

@@ -80,7 +80,7 @@ def _parse(text: str, *, toml: bool) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(" ".join(str(error).split())) from error  # it has the place on lines of their own
 
 
 def toml_lines(settings: Mapping[str, Any]) -> list[str]:
