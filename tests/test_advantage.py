@@ -63,6 +63,15 @@ def test_golden_a_group_of_one_under_reinforce_plus_plus():
     assert_close(advantages, doubles(0.0, -1 / 1.0001, 1 / 1.0001))
 
 
+def test_golden_reinforce_plus_plus_over_tokens():
+    # Group 0 has (1, 3), group 1 (2, 2): centred −1, 1, 0, 0, with 3, 1, 1 and 0 tokens. Over the five: mean −2/5, squares
+    # 3 (.6)² + 1.4² + .4² = 3.2, unbiased variance 3.2 / 4 = .8. The last completion has no token and changes nothing.
+    mask = torch.tensor([[1, 1, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
+    advantages = group_advantages(doubles(1.0, 3.0, 2.0, 2.0), torch.tensor([0, 0, 1, 1]), "reinforce++", mask=mask)
+    assert_close(advantages, doubles(-0.6, 1.4, 0.4, 0.4) / (0.8**0.5 + 1e-4))
+    assert_close((advantages[:, None] * mask).sum(), doubles(0.0)[0])
+
+
 @pytest.mark.parametrize("how", ["grpo", "dr_grpo", "reinforce++"])
 def test_a_single_completion_has_no_credit(how):
     assert group_advantages(torch.tensor([3.0]), torch.tensor([5]), how).tolist() == [0.0]
@@ -107,6 +116,56 @@ def test_group_advantages_agree_with_loops(seed, how):
     assert_close(
         group_advantages(rewards, group, how), torch.from_numpy(advantages_by_hand(rewards.numpy(), group.numpy(), how))
     )
+
+
+def token_mask(seed: int, completions: int) -> Tensor:
+    """Unmasked tokens of completions of 1 to 7 tokens, none of some, with gaps as a tool leaves them."""
+    generator = np.random.default_rng(seed)
+    mask = torch.from_numpy(generator.random((completions, 7)) < generator.random((completions, 1)))
+    mask[0, 0] = True
+    return mask
+
+
+@given(SEEDS)
+def test_whitening_over_tokens_is_verls(seed):
+    # verl writes a completion's centred reward on each of its tokens, then whitens the tokens: (x − mean) / √(var + 1e-8) with
+    # an unbiased variance. Its floor is another one, so a spread s is compared times (s + 1e-4) / √(s² + 1e-8).
+    rewards, group = grouped(seed, smallest=1)
+    mask = token_mask(seed, len(group))
+    centred = advantages_by_hand(rewards.numpy(), group.numpy(), "dr_grpo")
+    tokens = np.concatenate([np.full(int(n), x) for n, x in zip(mask.sum(-1), centred, strict=True)])
+    variance = tokens.var(ddof=1) if len(tokens) > 1 else 0.0
+    theirs = (centred - tokens.mean()) / np.sqrt(variance + 1e-8)
+    floors = np.sqrt(variance + 1e-8) / (np.sqrt(variance) + 1e-4)
+    assert_close(group_advantages(rewards, group, "reinforce++", mask=mask), torch.from_numpy(theirs * floors), atol=1e-9)
+
+
+@given(SEEDS, st.integers(1, 9))
+def test_at_equal_lengths_tokens_and_completions_differ_by_the_unbiased_factor_alone(seed, length):
+    rewards, group = grouped(seed)
+    count = len(group)
+    mask = torch.ones(count, length, dtype=torch.bool)
+    spread = group_advantages(rewards, group, "dr_grpo").std().item()
+    shrunk = spread * math.sqrt((count - 1) * length / (count * length - 1))
+    expected = group_advantages(rewards, group, "reinforce++") * (spread + 1e-4) / (shrunk + 1e-4)
+    assert_close(group_advantages(rewards, group, "reinforce++", mask=mask), expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "mask", "why"),
+    [
+        ("grpo", torch.ones(5, 2).bool(), "`mask` is what reinforce\\+\\+ whitens over, and grpo reads none"),
+        ("reinforce++", torch.ones(4, 2).bool(), r"`mask` is bool and \[B T\] with B = 5.*got torch.bool \[4, 2\]"),
+        ("reinforce++", torch.ones(5).bool(), r"got torch.bool \[5\]"),
+        ("reinforce++", torch.ones(5, 2), r"got torch.float32 \[5, 2\]"),
+        ("reinforce++", torch.zeros(5, 2).bool(), "no unmasked token to whiten over"),
+        ("reinforce++", [[True]] * 5, "`mask` is a tensor; got builtins.list"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_masks_that_are_refused(how, mask, why):
+    with pytest.raises(ValueError, match=why):
+        group_advantages(REWARDS, GROUP, how, mask=mask)
 
 
 @given(SEEDS, st.sampled_from(HOWS))

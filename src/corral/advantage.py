@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.numerics import at_least_float32, in_one_dtype
+from corral.numerics import at_least_float32, in_one_dtype, require_tensors
 from corral.validate import number_in
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
@@ -15,32 +15,42 @@ _STD_FLOOR = 1e-4
 """Added to a standard deviation before dividing by it."""
 
 
-def group_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how: Advantage) -> Float[Tensor, " B"]:
+def group_advantages(
+    rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how: Advantage, *, mask: Bool[Tensor, "B T"] | None = None
+) -> Float[Tensor, " B"]:
     """Credit of each completion relative to its group.
 
         grpo           (R − mean_g) / (std_g + 1e-4), unbiased std; 0 in a group of one
         dr_grpo        R − mean_g
         rloo           R − mean of the others in the group
-        reinforce++    R − mean_g, then whitened over the batch: (A − mean) / (std + 1e-4)
+        reinforce++    R − mean_g, then whitened over the batch: (A − mean) / (std + 1e-4), unbiased std
+
+    The mean and std of reinforce++ count every completion once. With a `mask` they count every unmasked token once, so that
+    long completions weigh more: that is the paper's form, and verl's.
 
     Args:
         rewards: one per completion [B].
         group: which prompt each completion answers [B]; any integers, in any order.
         how: one of the four.
+        mask: unmasked tokens [B T], for reinforce++ alone; None whitens over completions.
     Returns:
         Advantages [B].
     Ref:
         Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783; Ahmadian et al. 2024, arXiv:2402.14740;
-        Hu et al. 2025, arXiv:2501.03262 (its baseline variant). Invariant: every group's advantages sum to 0.
+        Hu et al. 2025, arXiv:2501.03262 (its baseline variant). Invariant: every group's advantages sum to 0; with a `mask`
+        the advantages of all unmasked tokens do.
     """
     if how not in get_args(Advantage):
         raise ValueError(
             f"group_advantages: `how` is one of {', '.join(get_args(Advantage))}; got {how!r}. For a critic, see corral.gae."
         )
+    require_tensors("group_advantages", rewards=rewards, group=group)
     if rewards.ndim != 1 or rewards.shape != group.shape or not rewards.numel():
         raise ValueError(
             f"group_advantages: rewards and group are both [B] with B ≥ 1; got {list(rewards.shape)} and {list(group.shape)}."
         )
+    if mask is not None:
+        _check_mask(mask, len(rewards), how)
     if not rewards.is_floating_point() or group.is_floating_point():
         raise ValueError(
             f"group_advantages: rewards are floating point and group ids integers; got {rewards.dtype} and {group.dtype}. "
@@ -66,10 +76,26 @@ def group_advantages(rewards: Float[Tensor, " B"], group: Int[Tensor, " B"], how
             raise ValueError(f"group_advantages: rloo compares with the others of a group, and group {alone} has one member.")
         return centred * count / (count - 1)
     if how == "reinforce++":
-        spread = centred.std() if len(centred) > 1 else torch.zeros_like(centred[0])
-        return (centred - centred.mean()) / (spread + _STD_FLOOR)
+        weight = torch.ones_like(centred) if mask is None else mask.sum(-1).to(centred)
+        deviation = centred - (weight * centred).sum() / weight.sum()
+        spread = ((weight * deviation**2).sum() / (weight.sum() - 1).clamp(min=1)).sqrt()
+        return deviation / (spread + _STD_FLOOR)
     std = (group_sum(centred**2) / (count - 1).clamp(min=1)).sqrt()
     return centred / (std + _STD_FLOOR)
+
+
+def _check_mask(mask: Tensor, completions: int, how: Advantage) -> None:
+    """Refuse a mask that whitening over tokens cannot read, or that nothing would read."""
+    require_tensors("group_advantages", mask=mask)
+    if how != "reinforce++":
+        raise ValueError(f"group_advantages: `mask` is what reinforce++ whitens over, and {how} reads none. Leave it out.")
+    if mask.ndim != 2 or len(mask) != completions or mask.dtype != torch.bool:
+        raise ValueError(
+            f"group_advantages: `mask` is bool and [B T] with B = {completions}, True at the tokens that are trained on; got "
+            f"{mask.dtype} {list(mask.shape)}."
+        )
+    if not bool(mask.any()):
+        raise ValueError("group_advantages: `mask` has no unmasked token to whiten over. Skip this batch.")
 
 
 def gae(
@@ -91,6 +117,7 @@ def gae(
     Ref:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16. Invariant: γ = λ = 1 gives reward-to-go minus value.
     """
+    require_tensors("gae", rewards=rewards, values=values, mask=mask)
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2 or not rewards.numel():
         raise ValueError(
             f"gae: rewards, values and mask are all [B T]; got {list(rewards.shape)}, {list(values.shape)}, {list(mask.shape)}"

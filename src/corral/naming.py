@@ -18,6 +18,11 @@ def suggest(name: object, known: Iterable[str]) -> str:
     return nearest(name, known).split(" There are:")[0]
 
 
+def pip_install(extra: str) -> str:
+    """The command that installs an extra of corral: from the package index, and in a checkout of the source."""
+    return f"pip install 'corral[{extra}]', or in a checkout pip install -e '.[{extra}]'"
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """The end of a message on an unknown name: the nearest match, and all known names."""
     known = sorted(known)

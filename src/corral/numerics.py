@@ -35,6 +35,16 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def require_tensors(where: str, **given: object) -> None:
+    """Raise a ValueError unless every argument is a tensor, by its name: NumPy arrays and lists are not converted silently."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{where}: `{name}` is a tensor; got {type(value).__module__}.{type(value).__qualname__}. Convert it with "
+                f"torch.as_tensor(…)."
+            )
+
+
 def without_autocast(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     """Autocast would round the factors of every float32 product to half precision: here they stay what they are."""
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from corral.numerics import at_least_float32, logsumexp
+from corral.numerics import at_least_float32, logsumexp, require_tensors
 from corral.types import SparseDist
 from corral.validate import number_in
 
@@ -50,6 +50,7 @@ def top_k_support(
         Becker et al. 2025, arXiv:2510.03817 (k = 64, mass = 1 − 1e-5). Invariant: Σ exp(logp) + exp(rest) = 1.
     """
     _check_logp("top_k_support", logp)
+    require_tensors("top_k_support", tokens=tokens)
     vocabulary = logp.shape[-1]
     if type(k) is not int or not 1 <= k <= vocabulary:
         raise ValueError(f"top_k_support: `k` must lie in 1 … V = {vocabulary}; got {k!r}. k = V keeps every token.")
@@ -64,13 +65,13 @@ def top_k_support(
 
     if ids is not None:
         _check_given("top_k_support", logp, ids)
-    limits, logp = LogpTolerance.of(logp), at_least_float32(logp)
+    logp = at_least_float32(logp)
     with torch.no_grad():
         ranked = rank_top_k(logp, k)
         support = choose_support(tokens.long(), ranked, logp.gather(-1, ranked), mass, ids)
     dist = _gather(logp, support)
     if check:
-        _check_mass("top_k_support", dist, limits)
+        _check_mass("top_k_support", dist)
     return dist
 
 
@@ -90,7 +91,7 @@ def gather_support(logp: Float[Tensor, "*b V"], ids: Int[Tensor, "*b K"], *, che
     _check_given("gather_support", logp, ids)
     dist = _gather(logp, ids)
     if check:
-        _check_mass("gather_support", dist, LogpTolerance.of(logp))
+        _check_mass("gather_support", dist)
     return dist
 
 
@@ -149,6 +150,7 @@ def tail_gap(new: Float[Tensor, "*b"], old: Float[Tensor, "*b"]) -> Float[Tensor
 
 def _check_given(where: str, logp: Tensor, ids: Tensor) -> None:
     """Refuse what is no support [*, K] of a policy [*, V]."""
+    require_tensors(where, ids=ids)
     if ids.shape[:-1] != logp.shape[:-1]:
         raise ValueError(
             f"{where}: logp is {list(logp.shape)}, so ids must be {list(logp.shape[:-1])} + [K]; got {list(ids.shape)}."
@@ -212,6 +214,7 @@ def _reached_before(ranked: Tensor, mass: float) -> Tensor:
 
 def _check_logp(where: str, logp: Tensor) -> None:
     """Refuse what can be no log-probabilities: integers, or a single number."""
+    require_tensors(where, logp=logp)
     if not logp.is_floating_point() or not logp.ndim:
         raise ValueError(f"{where}: `logp` holds log-probabilities [*, V]; got {logp.dtype} {list(logp.shape)}.")
 
@@ -234,18 +237,22 @@ class LogpTolerance(NamedTuple):
         return cls(_LOGP_MAX, _MASS_TOLERANCE_HALF if half else _MASS_TOLERANCE)
 
 
-def _check_mass(where: str, dist: SparseDist, limits: LogpTolerance) -> None:
-    """Refuse rows whose support and tail together do not hold 1. NaN passes: padding may be that, and only objectives know."""
+def _check_mass(where: str, dist: SparseDist) -> None:
+    """Refuse rows whose support and tail together do not hold 1. NaN passes: padding may be that, and only objectives know.
+
+    The tolerance is that of float32, which `dist` is in, also for log-probs that were rounded to half precision before: an
+    objective would refuse the support otherwise.
+    """
     if torch.compiler.is_compiling():
         return
     with torch.no_grad():
         mass = dist.with_rest().exp().sum(-1)
-        off = (mass - 1).abs() > limits.mass
+        off = (mass - 1).abs() > _MASS_TOLERANCE
     if bool(off.any()):
         raise ValueError(
-            f"{where}: `logp` holds no log-probabilities: a row sums to {mass[off][0]:.6g}, not 1 ± {limits.mass:g}, at "
-            f"{int(off.sum())} of {off.numel()} rows. Take log_softmax over the last axis, of logits in float32; check=False "
-            f"takes them as they are."
+            f"{where}: `logp` holds no log-probabilities: a row sums to {mass[off][0]:.6g}, not 1 ± {_MASS_TOLERANCE:g}, "
+            f"at {int(off.sum())} of {off.numel()} rows. Take log_softmax over the last axis, of logits in float32; "
+            f"check=False takes them as they are."
         )
 
 

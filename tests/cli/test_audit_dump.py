@@ -97,7 +97,7 @@ def test_fail_above(measured: Path, limit: str, status: int, capsys: pytest.Capt
 
 def test_fail_above_of_a_dump(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(dump), "--quiet", "--fail-above", "0"]) == 3
-    assert main(["audit", str(dump), "--quiet", "--fail-above", "0", "--clip", "9,99"]) == 0
+    assert main(["audit", str(dump), "--quiet", "--fail-above", "0", "--clip", "1,99"]) == 0
     assert capsys.readouterr().err.count("\n") == 1
 
 

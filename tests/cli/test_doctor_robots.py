@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.cli import doctor, main
+from corral.naming import pip_install
 
 LANGUAGE = {name: None for name in doctor.TRAINING if name not in doctor.ROBOTS}
 ROBOTS = {name: None for name in doctor.ROBOTS if name not in doctor.TRAINING}
@@ -27,7 +28,7 @@ def said(
 def test_robots_alone_are_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(monkeypatch, capsys, LANGUAGE)
     assert status == 0, text
-    assert "`corral train` can run.\nlanguage models: pip install 'corral[llm]'\n" in text
+    assert f"`corral train` can run.\nlanguage models: {pip_install('llm')}\n" in text
     assert "gymnasium" in text
     assert "embedded" not in text
     assert "trl " not in text
@@ -36,21 +37,21 @@ def test_robots_alone_are_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_language_models_alone_are_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(monkeypatch, capsys, ROBOTS)
     assert status == 0, text
-    assert "`corral train` can run.\nrobots: pip install 'corral[robot]'\n" in text
+    assert f"`corral train` can run.\nrobots: {pip_install('robot')}\n" in text
     assert "mujoco" not in text
 
 
 def test_a_half_installed_kind_is_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(monkeypatch, capsys, LANGUAGE | {"mujoco": "2.3.3"})
     assert status == 1
-    assert "missing: mujoco>=3.3, found 2.3.3: pip install 'corral[robot]'" in text
+    assert f"missing: mujoco>=3.3, found 2.3.3: {pip_install('robot')}" in text
 
 
 def test_neither_is_trouble_and_both_are_offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(monkeypatch, capsys, LANGUAGE | ROBOTS)
     assert status == 1
-    assert "missing: gymnasium>=1.1: pip install 'corral[robot]'" in text
-    assert f"missing: trl{doctor.TRAINING['trl']}: pip install 'corral[llm]'" in text
+    assert f"missing: gymnasium>=1.1: {pip_install('robot')}" in text
+    assert f"missing: trl{doctor.TRAINING['trl']}: {pip_install('llm')}" in text
 
 
 def test_doctor_and_the_project_want_the_same_for_robots() -> None:

@@ -75,42 +75,6 @@ def test_smoke_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "2 problems of countdown" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "eval takes a run's folder or a model"),
-        (["tiny"], "tiny is a model, and has no task of its own: say which with --task"),
-        (["nowhere"], "nowhere is no folder here, and a model of the hub has no task of its own: say which with --task"),
-        (["tiny", "--task", "count-down"], "there is no task 'count-down'. Did you mean 'countdown'?"),
-        (["tiny", "--task", "countdown", "--samples", "0"], "`samples` is a whole number ≥ 1; got 0"),
-        (["tiny", "--task", "countdown", "--samples", "many"], "`samples` is int; got 'many'"),
-        (["tiny", "--task", "countdown", "--backend", "gpu"], "`backend` is one of auto, transformers, vllm; got 'gpu'"),
-        (["tiny", "--task", "countdown", "--backend", "vllm", "--device", "cpu"], "--backend vllm: vLLM "),
-        (["tiny", "--task", "countdown", "--set", "n=4"], "--set takes task_config.key=value; got 'n=4'"),
-        (["tiny", "--task", "countdown", "--set", "task_config.m=4"], "countdown: "),
-        (["tiny", "--task", "countdown", "--checkpoint", "best"], "chooses among those of a run, and tiny is no run"),
-        (["tiny", "--task", "countdown", "--instruction", "x" * 600 + "{problem}"], "more than the 512 positions of the model"),
-        (["tiny", "--smoke"], "--smoke evaluates a random model, so tiny cannot be given with it"),
-        (["runs/no-such-run"], "there is no run or model folder runs/no-such-run"),
-    ],
-)
-def test_mistakes_get_a_sentence(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", *argv]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith("corral: ")
-    assert message in printed.err
-    assert printed.out == ""
-    assert not list(tmp_path.iterdir()), "nothing is written before everything is checked"
-
-
-def test_what_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "tiny", "--sampels", "3"]) == 2
-    assert "eval has no '--sampels'" in capsys.readouterr().err
-
-
 def test_an_interruption_says_how_to_go_on(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,26 +63,6 @@ def test_recipe_file_and_flags(settings_of: Callable[..., Settings], tmp_path: P
     assert (smoke.iterations, smoke.learner["episodes"], smoke.learner["points"]) == (3, 4, 25)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--recipe", "via_pont"], "no recipe 'via_pont'. Did you mean 'via_point'?"),
-        (["--recipe", "via_point", "--steps", "3"], "robots have no setting `steps`. Use iterations."),
-        (["--recipe", "via_point", "--algorithm", "tec"], "`algorithm` is one of tce, bbrl"),
-        (["--recipe", "via_point", "--tracking.p", "3"], "only environment_config, prodmp and learner have settings"),
-        (["--recipe", "demo", "--algorithm", "tce"], "there is no setting `algorithm`"),
-        (["--recipe", "via_point", "--set", "learner.points=1"], "`points` is a whole number ≥ 2"),
-    ],
-)
-@pytest.mark.refuses("run: settings that do not exist, or of another type", door="robots")
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_mistakes_get_a_sentence(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *argv]) == 1
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.out == ""
-
-
 @pytest.mark.supports("run: plain lines in a pipe", door="robots")
 def test_a_run_in_a_pipe_prints_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
@@ -91,7 +71,8 @@ def test_a_run_in_a_pipe_prints_plain_lines(tmp_path: Path, capsys: pytest.Captu
     assert [row.split()[0] for row in rows[:6]] == ["corral", "algorithm", "policy", "step", "device", "run"]
     assert [row.split("  ")[0] for row in rows[6:9]] == ["step 0/2", "step 1/2", "step 2/2"]
     assert all(word in rows[8] for word in ("success", "return", "reward", "steps/s"))
-    assert rows[-1].endswith(f"The run is in {out}")
+    assert rows[-2].endswith(f"The run is in {out}")
+    assert rows[-1] == f"Next: corral report {out}, or corral eval {out}"
 
 
 def test_resume_goes_by_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,18 +113,3 @@ def test_one_episode_has_an_interval_of_success_alone(run: Path, capsys: pytest.
     for found in written["estimates"].values():
         assert [name for name, one in found.items() if one["low"] is not None] == ["success"]
         assert all(one["high"] is None for name, one in found.items() if name != "success")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["RUN", "--samples", "3"], "not by --samples"),
-        (["RUN", "--episodes", "0"], "`episodes` must be at least 1"),
-        (["RUN", "--video", "film.avi"], "ends in .gif or .mp4"),
-        (["RUN", "--checkpoint", "9"], "keeps no whole checkpoint of step 9"),
-        (["tiny", "--task", "countdown", "--video", "film.gif"], "--video is for runs of robots, and tiny is none"),
-    ],
-)
-def test_what_eval_refuses(argv: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", *(str(run) if text == "RUN" else text for text in argv)]) == 1
-    assert message in capsys.readouterr().err

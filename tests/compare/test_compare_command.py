@@ -21,6 +21,7 @@ from corral.compare.estimate import duration, seconds_per_step
 from corral.compare.folder import open_log
 from corral.compare.plan import make_plan, make_run
 from corral.compare.record import read
+from corral.naming import pip_install
 from corral.report.comparison import FILE
 from corral.report.read import read_run
 from corral.run.files import RunError
@@ -108,9 +109,9 @@ def test_what_is_missing_is_said_before_anything_runs(
     known = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "rliable" else known(name, *rest))
     words = ["--objectives", "troll,dppo"]
-    assert "comparisons need rliable. Install them: pip install 'corral[report]'." in refused(capsys, *words)
+    assert f"comparisons need rliable. Install them: {pip_install('report')}." in refused(capsys, *words)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "trl" else known(name, *rest))
-    assert "training needs trl. Install them: pip install 'corral[llm]'." in refused(capsys, *words)
+    assert f"training needs trl. Install them: {pip_install('llm')}." in refused(capsys, *words)
 
 
 def test_a_dry_run_says_what_it_would_do_and_starts_nothing(

@@ -32,7 +32,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "reinforce": [{"ratio_cap": cap} for cap in CAPS],
     "ppo_clip": [
         {"clip_low": low, "clip_high": high, "dual_clip": dual}
-        for low, high, dual in ((0.0, 0.0, None), (0.1, math.inf, None), (math.inf, 0.1, 1.5), (0.1, 0.1, math.inf))
+        for low, high, dual in ((0.0, 0.0, None), (0.1, math.inf, None), (1.0, 0.1, 1.5), (0.1, 0.1, math.inf))
     ],
     "clip_higher": [{}],
     "dual_clip": [{}],

@@ -137,6 +137,45 @@ class TestReduction:
         assert "gives ppo_clip another" not in caplog.text
 
 
+class TestNumbers:
+    @pytest.mark.refuses("other: numbers that no training can use", door="TRL")
+    @pytest.mark.usefixtures("unchecked_shapes")  # texts and infinities where TRL's annotations have integers
+    @pytest.mark.parametrize(
+        ("name", "values", "why"),
+        [
+            *(
+                (name, (0, -1, 1.5, "2", True), rf"`{name}` is a whole number ≥ 1.*; got ")
+                for name in (
+                    *("num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps"),
+                    *("steps_per_generation", "generation_batch_size", "max_completion_length"),
+                )
+            ),
+            ("num_generations", (0, 1, -2), r"`num_generations` is a whole number ≥ 2"),
+            (
+                "learning_rate",
+                (-1, float("nan"), float("inf"), "aut", "1e-4", None),
+                r"finite and ≥ 0 \(or 'auto', which finds one\)",
+            ),
+            ("beta", (-1, float("nan"), float("inf")), r"`beta` is the weight of a KL and must be finite and ≥ 0"),
+            ("weight_decay", (-1,), r"must be finite and ≥ 0; got -1"),
+            ("adam_beta1", (1.0, -0.1), r"must lie in \[0, 1\)"),
+            ("max_grad_norm", (-1,), r"`max_grad_norm` is a norm and must be ≥ 0, or None \(0 clips no gradient\); got -1"),
+            ("top_p", (0, 2, -1), r"must lie in \(0, 1\]"),
+            ("min_p", (2, -1), r"must lie in \[0, 1\]"),
+            ("dataloader_num_workers", (-1,), r"is a whole number ≥ 0; got -1"),
+            ("scale_rewards", ("sometimes", 1), r"`scale_rewards` is one of True, False, group, batch, none; got "),
+        ],
+    )
+    def test_each_is_refused_by_name(self, name: str, values: tuple[Any, ...], why: str) -> None:
+        for value in values:
+            with pytest.raises(ValueError, match=f"^CorralConfig: .*{why}"):
+                CorralConfig(**{**settings("out"), name: value})
+
+    def test_what_is_usual_is_taken(self) -> None:
+        given = {"learning_rate": 0, "beta": 0.0, "max_grad_norm": 0.0, "top_p": 1, "min_p": None, "scale_rewards": "none"}
+        assert config(**given).scale_rewards == "none"
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "why"),

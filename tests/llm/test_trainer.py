@@ -49,6 +49,7 @@ import corral.llm.policy_head
 from corral import TokenBatch, gather_support, group_advantages, reduce_loss, top_k_support
 from corral.llm import CorralConfig, CorralTrainer
 from corral.llm.policy_head import PolicyHead, _FusedHead
+from corral.llm.rewards import RewardError
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.trl_api import FUSED, REDUCTIONS
 from corral.objective import OBJECTIVES
@@ -710,6 +711,26 @@ class TestMetrics:
         assert "eval_loss" in found
 
 
+class TestAStockTrainerRefusesTheConfig:
+    """GRPOTrainer knows nothing of `objective`: it would train with its own loss."""
+
+    @pytest.mark.refuses("other: CorralConfig for a stock GRPOTrainer", door="TRL")
+    @pytest.mark.parametrize("use_cache", [None, True])
+    def test_before_and_after_a_corral_trainer(self, tmp_path: Path, use_cache: bool | None) -> None:
+        args = CorralConfig(**settings(tmp_path, use_cache=use_cache))
+        why = r"objective='troll' is computed by CorralTrainer alone.*give GRPOTrainer a GRPOConfig"
+        for _ in range(2):
+            with pytest.raises(ValueError, match=why):
+                GRPOTrainer(tiny_model(), even_words, args=args, train_dataset=prompts(), processing_class=tiny_tokenizer())
+            CorralTrainer(tiny_model(), even_words, args=args, train_dataset=prompts(), processing_class=tiny_tokenizer())
+
+    def test_what_reads_and_copies_a_config_still_can(self, tmp_path: Path) -> None:
+        args = CorralConfig(**settings(tmp_path))
+        assert copy.deepcopy(args).to_dict() == args.to_dict()
+        assert repr(args).startswith("CorralConfig(")
+        assert "in_corral_trainer" not in args.to_dict()
+
+
 class TestAdvantages:
     @pytest.mark.parametrize("how", ["grpo", "dr_grpo", "rloo", "reinforce++"])
     @pytest.mark.supports("advantage: {how}", door="TRL")
@@ -754,12 +775,17 @@ class TestAdvantages:
         expected = group_advantages(torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3, dtype=torch.long), how)
         assert_close(output["advantages"], torch.cat([torch.zeros(5), expected]))
 
-    @pytest.mark.filterwarnings("ignore:Mean of empty slice|.*degrees of freedom.*")  # TRL's statistics of no reward
-    def test_nothing_scored_at_all(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, "troll", advantage="rloo", rewards=lambda completions, **_: [None] * len(completions))
-        trainer.model.train()
-        output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-        assert not output["advantages"].any()
+    @pytest.mark.refuses("run: a reward that returns None for every completion", door="TRL")
+    @pytest.mark.parametrize("advantage", [None, "rloo"])
+    def test_nothing_scored_at_all_is_refused(self, tmp_path: Path, advantage: str | None) -> None:
+        def silent(completions: list[str], **_: Any) -> list[None]:
+            return [None] * len(completions)
+
+        trainer = make_trainer(tmp_path, "troll", advantage=advantage, rewards=silent)
+        with pytest.raises(
+            RewardError, match=r"no reward function gave a number for any of 8 completions: silent returned None"
+        ):
+            trainer.train()
 
     def test_evaluation_groups_by_its_own_number(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, "troll", advantage="rloo", num_generations_eval=1, per_device_eval_batch_size=4)

@@ -78,7 +78,7 @@ def test_golden_a_token_beyond_every_ratio_counts_in_full():
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(("low", "high"), [(0.1, 0.1), (3e-4, 4e-4), (math.inf, math.inf)])
+@pytest.mark.parametrize(("low", "high"), [(0.1, 0.1), (3e-4, 4e-4), (1, math.inf)])
 def test_loss_and_gradient_are_the_papers_under_the_sequence_mean_of_token_means(seed, low, high):
     batch, logits = random_batch(5, 6, 5, 2, seed=seed)
     out = make_objective("gspo", clip_low=low, clip_high=high)(batch)

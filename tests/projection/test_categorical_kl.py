@@ -689,6 +689,32 @@ def test_a_bound_below_0_is_refused_even_for_no_rows():
         project_categorical_kl(torch.zeros(0, 3), torch.zeros(0, 3), -0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["logp_new", "logp_old"])
+def test_probabilities_are_refused(name, dtype):
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.9, 0.1]], dtype=dtype)
+    given = {"logp_new": p.float().log(), "logp_old": p.float().log()} | {name: p}
+    with pytest.raises(ValueError, match=f"`{name}` holds probabilities: every row is ≥ 0 and sums to 1"):
+        project_categorical_kl(**given, bound=0.1)
+    with pytest.raises(ValueError, match=f"`{name}` holds probabilities"):
+        torch.vmap(lambda x: project_categorical_kl(**(given | {name: x}), bound=0.1).logp)(p[:, None])
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [[0.5, 0.3, 0.2], [0.5, 0.3, 0.201]],  # a row that sums to something else
+        [[0.5, 0.3, 0.2], [1.1, -0.3, 0.2]],  # an entry below 0
+        [[1.0], [1.0]],  # one category is certain, up to a constant
+        [[0.0, 1.0], [1.0, 0.0]],
+        [[0.0, -math.inf], [0.0, -math.inf]],
+    ],
+)
+def test_logits_that_are_not_beyond_doubt_probabilities_are_read(logits):
+    logits = torch.tensor(logits)
+    assert_close(project_categorical_kl(logits, logits, 0.1).logp, logits.log_softmax(-1))
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("side", ["new", "old"])
 def test_integers_are_refused(side):

@@ -41,7 +41,9 @@ def test_what_is_inside_a_run_is_no_run(tmp_path: Path) -> None:
 
 
 def test_no_runs_is_a_sentence_that_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no runs in .*config\.json or a metrics\.jsonl.*corral train --out"):
+    with pytest.raises(
+        RunError, match=r"no runs in .*config\.json, a metrics\.jsonl or a trainer's trainer_state\.json.*corral train --out"
+    ):
         find_runs([tmp_path])
     with pytest.raises(RunError, match="is no folder"):
         find_runs([tmp_path / "nothing"])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from corral.naming import pip_install
 from corral.robot.evaluate import bootstrap, evaluate
 from corral.robot.learner import Learner
 from corral.robot.settings import ALGORITHMS, Settings, resolve
@@ -395,4 +396,4 @@ def test_robots_train_without_trl_and_transformers(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path / "run"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "training needs transformers, trl, accelerate. Install them: pip install 'corral[llm]'." in done.stderr
+    assert f"training needs transformers, trl, accelerate. Install them: {pip_install('llm')}." in done.stderr

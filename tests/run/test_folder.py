@@ -114,6 +114,28 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
         RunFolder.create(None, "label")
 
 
+def test_a_read_only_disk_is_named_although_nothing_can_be_removed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", denied)  # as of a file that is not there
+    with pytest.raises(RunError, match=r"page\.html cannot be written: Read-only file system\. Choose another folder"):
+        write_whole(tmp_path / "page.html", denied)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(RunError, match=r"run cannot be written: Permission denied\. Choose another folder with --out"):
+        RunFolder.create(tmp_path / "run", "label")
+    with pytest.raises(RunError, match=r"page\.html cannot be written: Permission denied"):
+        write_whole(tmp_path / "page.html", denied)
+
+
 def test_default_folders_are_new_ones_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")

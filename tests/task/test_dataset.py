@@ -193,7 +193,7 @@ def test_other_files(tmp_path: Path) -> None:
     ("content", "name", "message"),
     [
         (None, "none.jsonl", r"none.jsonl cannot be read: No such file"),
-        ("", "empty.jsonl", "there is no held-out problem"),
+        ("", "empty.jsonl", "empty.jsonl is empty: there is no problem in it"),
         ("{", "bad.json", r"bad.json is not JSON: .* A file of one row per line is named .jsonl"),
         ("{}", "bad.json", r"should hold a list of rows, .* got dict"),
         ("[1]", "bad.json", r"bad.json, row 1: a row is an object; got 1"),

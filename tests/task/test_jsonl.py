@@ -162,6 +162,8 @@ def test_the_text_of_a_completion(chat: Any, text: str) -> None:
             {"path": "mine.jsonl", "verifier": "exact", "format_weight": 0.1},
             "`format_weight` is for the verifiers math",
         ),
+        ({"path": "empty.jsonl"}, r"jsonl: empty\.jsonl is empty: there is no problem in it"),
+        ({"path": "mine.jsonl", "held_out": "empty.jsonl"}, r"jsonl: empty\.jsonl is empty"),
         ({"path": "mine.jsonl", "prompt_column": "text"}, "there is no `text`; the row has prompt, answer"),
         ({"path": "mine.jsonl", "verifier": "number"}, "line 1: `answer` should be one number; got 'x'"),
         ({"path": "mine.jsonl", "unsafe_code_execution": "no"}, "`unsafe_code_execution` is one of True, False; got 'no'"),
@@ -171,6 +173,7 @@ def test_the_text_of_a_completion(chat: Any, text: str) -> None:
 def test_what_cannot_be(settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, [{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "2"}])
+    (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=message):
         make_task("jsonl", **settings)
 

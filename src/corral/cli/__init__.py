@@ -8,12 +8,12 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import corral
 from corral.llm import IncompatibleTRL
-from corral.naming import nearest
-from corral.run.files import RunError
+from corral.naming import nearest, pip_install
+from corral.run.files import DENIED, RunError
 from corral.run.text import visible, visible_output
 
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
@@ -34,6 +34,14 @@ COMMANDS = {
 """Each is a module here with `add_arguments(parser)` and `run(arguments, rest)`, imported when it is called for."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence; argparse prints the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what cannot be parsed, and end with status 2."""
+        raise SystemExit(refuse(f"{message}. `{self.prog} --help` lists what there is."))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
     with visible_output():
@@ -42,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     """Parse the name of the command, and run it."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="corral",
         description="Trust regions for reinforcement learning.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,8 +69,11 @@ def _main(argv: list[str]) -> int:
 
 
 def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
-    """Parse what follows the command, and do it; a RunError or a TRL that does not fit becomes a sentence and status 1."""
-    parser = argparse.ArgumentParser(
+    """Parse what follows the command, and do it.
+
+    A RunError, a TRL that does not fit and a place that may not be used become a sentence and status 1.
+    """
+    parser = _Parser(
         prog=f"corral {name}",
         description=COMMANDS[name],
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,9 +86,11 @@ def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
     except (RunError, IncompatibleTRL) as error:
         return refuse(str(error), FAILED)
     except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return refuse(f"{error.strerror}: {str(error.filename)[:80]}…", FAILED)
+        if error.errno not in DENIED or error.filename is None:
             raise
-        return refuse(f"{error.strerror}: {str(error.filename)[:80]}…", FAILED)
+        return refuse(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", FAILED)
 
 
 def refuse(sentence: str, status: int = 2) -> int:
@@ -98,7 +111,7 @@ def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str
 
 
 def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
-    """A RunError if a package is missing: `reports need rliable. Install them: pip install 'corral[report]'.`"""
+    """A RunError if a package is missing: `reports need rliable. Install them: …`."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
-        raise RunError(f"{what} {', '.join(absent)}. Install them: pip install 'corral[{extra}]'.")
+        raise RunError(f"{what} {', '.join(absent)}. Install them: {pip_install(extra)}.")

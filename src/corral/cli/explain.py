@@ -14,7 +14,7 @@ from typing import Any
 
 from corral.cli import refuse
 from corral.cli.kind import all_recipes
-from corral.naming import suggest
+from corral.naming import pip_install, suggest
 from corral.objective import OBJECTIVES
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
@@ -90,7 +90,7 @@ def _algorithm(name: str) -> str:
     try:
         there = vars(importlib.import_module(f"corral.robot.{module}"))
     except ImportError as error:
-        return f"{name}: a robot's algorithm; its settings need more: pip install 'corral[robot]' ({error.name} is missing).\n"
+        return f"{name}: a robot's algorithm; its settings need more: {pip_install('robot')} ({error.name} is missing).\n"
     return (
         f"{name}: a robot's algorithm\n\n{_body(inspect.getdoc(there[learner]) or '')}\n{_settings(there[config])}\n"
         f"use it   corral train --recipe via_point --algorithm {name} --set learner.KEY=VALUE\n         docs/robots.md\n"

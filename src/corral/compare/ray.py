@@ -11,6 +11,7 @@ from typing import Any
 from corral.compare.engine import RunJob
 from corral.compare.folder import log_path, place_log
 from corral.compare.local import PROGRAM, environment, start_process
+from corral.naming import pip_install
 from corral.run.cores import cores
 from corral.run.files import RunError
 
@@ -18,7 +19,7 @@ try:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
     import ray
 except ImportError as missing:
-    raise RunError("--engine ray needs ray. Install it: pip install 'corral[ray]'.") from missing
+    raise RunError(f"--engine ray needs ray. Install it: {pip_install('ray')}.") from missing
 
 _PAUSE = 0.2
 """Seconds between two looks at a process."""

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence.categorical import abs_difference, kl_elements
-from corral.numerics import NEAR, at_least_float32, log1mexp
+from corral.numerics import NEAR, at_least_float32, log1mexp, require_tensors
 
 
 def binary_kl(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
@@ -20,6 +20,7 @@ def binary_kl(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
     Ref:
         Qi et al. 2026, arXiv:2602.04879, eq. 14. Invariant: KL(½‖½ ± x) = −½ log(1 − 4x²).
     """
+    require_tensors("binary_kl", logp_p=logp_p, logp_q=logp_q)
     logp_p, logp_q = at_least_float32(logp_p), at_least_float32(logp_q)
     rest_p, rest_q = log1mexp(logp_p), log1mexp(logp_q)
     this = kl_elements(logp_p, logp_q, logp_q - logp_p)
@@ -36,6 +37,7 @@ def binary_tv(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Flo
     Ref:
         Qi et al. 2026, arXiv:2602.04879, eq. 13. Invariant: binary_tv² ≤ binary_kl / 2.
     """
+    require_tensors("binary_tv", logp_p=logp_p, logp_q=logp_q)
     return abs_difference(logp_p, logp_q)
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.numerics import NEAR, at_least_float32, expm1_minus_series
+from corral.numerics import NEAR, at_least_float32, expm1_minus_series, require_tensors
 
 
 def categorical_kl(logp_p: Float[Tensor, "*#b K"], logp_q: Float[Tensor, "*#b K"]) -> Float[Tensor, "*b"]:
@@ -66,6 +66,7 @@ def abs_difference(logp_p: Tensor, logp_q: Tensor) -> Tensor:
 
 def _check_categories(where: str, logp_p: Tensor, logp_q: Tensor) -> None:
     """Broadcasting is for leading axes: one category against many would be no divergence at all."""
+    require_tensors(where, logp_p=logp_p, logp_q=logp_q)
     if logp_p.shape[-1:] != logp_q.shape[-1:]:
         raise ValueError(
             f"{where}: both policies need the same categories on the last axis; got {list(logp_p.shape)} and "

@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32, expm1_minus
+from corral.numerics import at_least_float32, expm1_minus, require_tensors
 
 
 def kl_k1(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[Tensor, "*b"]:
@@ -12,6 +12,7 @@ def kl_k1(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[T
     Ref:
         Schulman 2020, "Approximating KL divergence".
     """
+    require_tensors("kl_k1", logp_p=logp_p, logp_q=logp_q)
     return at_least_float32(logp_p) - at_least_float32(logp_q)
 
 
@@ -21,6 +22,7 @@ def kl_k2(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[T
     Ref:
         Schulman 2020, "Approximating KL divergence".
     """
+    require_tensors("kl_k2", logp_p=logp_p, logp_q=logp_q)
     return 0.5 * kl_k1(logp_p, logp_q) ** 2
 
 
@@ -30,4 +32,5 @@ def kl_k3(logp_p: Float[Tensor, "*#b"], logp_q: Float[Tensor, "*#b"]) -> Float[T
     Ref:
         Schulman 2020, "Approximating KL divergence". Invariant: its mean under p is KL(p‖q), term by term.
     """
+    require_tensors("kl_k3", logp_p=logp_p, logp_q=logp_q)
     return expm1_minus(-kl_k1(logp_p, logp_q))

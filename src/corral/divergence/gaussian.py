@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corral.numerics import NEAR, at_least_float32, expm1_minus, in_one_dtype, without_autocast
+from corral.numerics import NEAR, at_least_float32, expm1_minus, in_one_dtype, require_tensors, without_autocast
 
 WassersteinForm = Literal["commuting", "bures"]
 
@@ -50,6 +50,7 @@ def gaussian_kl(
     Ref:
         Invariant: an invertible affine map of both Gaussians changes neither part.
     """
+    require_tensors("gaussian_kl", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
     mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
     return GaussianDistance(0.5 * mahalanobis(mean_p - mean_q, chol_q, diagonal), kl_of_covariances(chol_p, chol_q, diagonal))
 
@@ -82,6 +83,7 @@ def gaussian_wasserstein(
     Ref:
         Givens and Shortt 1984; the commuting form: Otto et al. 2021, arXiv:2101.09207. Invariant: bures ≤ commuting.
     """
+    require_tensors("gaussian_wasserstein", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
     mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
     gap = mean_p - mean_q
     mean = mahalanobis(gap, chol_q, diagonal) if scaled else gap.square().sum(-1)
@@ -109,6 +111,7 @@ def gaussian_frobenius(
     Ref:
         Otto et al. 2021, arXiv:2101.09207. Invariant: cov is symmetric in p and q.
     """
+    require_tensors("gaussian_frobenius", mean_p=mean_p, chol_p=chol_p, mean_q=mean_q, chol_q=chol_q)
     mean_p, chol_p, mean_q, chol_q = in_one_dtype(mean_p, chol_p, mean_q, chol_q)
     cov = covariance_gap(chol_p, chol_q, diagonal).square().sum(-1 if diagonal else (-2, -1))
     return GaussianDistance(mahalanobis(mean_p - mean_q, chol_q, diagonal), cov)
@@ -126,6 +129,7 @@ def gaussian_entropy(chol: Float[Tensor, "... D"], *, diagonal: bool = False) ->
     Ref:
         Cover and Thomas 2006, theorem 8.4.1. Invariant: scaling the factor by c adds D log c.
     """
+    require_tensors("gaussian_entropy", chol=chol)
     std = at_least_float32(chol) if diagonal else at_least_float32(chol).diagonal(dim1=-2, dim2=-1)
     return 0.5 * math.log(2 * math.pi * math.e) * std.shape[-1] + std.log().sum(-1)
 

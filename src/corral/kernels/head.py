@@ -11,6 +11,7 @@ from corral.kernels.logits import LogitSpec
 from corral.kernels.rows import HeadRequest
 from corral.kernels.torch.autograd import TorchHead
 from corral.kernels.torch.sharded import Shard
+from corral.numerics import require_tensors
 from corral.support import check_id_dtype
 from corral.types import SparseDist
 from corral.validate import number_in
@@ -79,6 +80,7 @@ def lm_head(
         on the full log-softmax.
     """
     check_weight("lm_head", weight)
+    require_tensors("lm_head", hidden=hidden, tokens=tokens)
     spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
     shard = Shard.of(weight, group)
     _check(hidden, weight, tokens, bias, request, ids, joins, shard.vocabulary)

@@ -17,7 +17,7 @@ from corral.kernels.rows import Gradients, HeadInput, HeadRequest
 from corral.kernels.torch.fused import can_fuse
 from corral.kernels.torch.fused import fused_loss as fused_torch
 from corral.kernels.union import UnionSupport
-from corral.numerics import at_least_float32
+from corral.numerics import at_least_float32, require_tensors
 from corral.support import check_ids, check_unique
 from corral.types import SparseDist, TokenBatch
 
@@ -102,6 +102,7 @@ def policy_loss_from_hidden(
         docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
     """
     check_weight("policy_loss_from_hidden", weight)
+    require_tensors("policy_loss_from_hidden", hidden=hidden, tokens=tokens)
     if isinstance(objective, str):
         raise ValueError(
             f"policy_loss_from_hidden: `objective` is a function; got the name {objective!r}. Pass corral.make_objective("

@@ -131,7 +131,8 @@ def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
         return Rules(clip=trainer.objective, own=True, **bounds) if own else Rules(**bounds)
     if trainer.loss_type not in _CLIPPED:
         return Rules(**bounds)
-    clip: dict[str, Any] = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
+    # TRL takes any epsilon; a ratio is never below 0, so from 1 on they all clip nothing from below.
+    clip: dict[str, Any] = {"clip_low": min(trainer.epsilon_low, 1.0), "clip_high": trainer.epsilon_high}
     delta = cast(GRPOConfig, trainer.args).delta
     if trainer.importance_sampling_level == "sequence":
         if delta is not None:

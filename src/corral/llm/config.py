@@ -10,7 +10,7 @@ from transformers import GenerationConfig, SchedulerType
 from trl import GRPOConfig
 
 from corral.advantage import Advantage
-from corral.llm.refusals import generation_refusals, model_refusals, sampler_refusals, trl_refusals
+from corral.llm.refusals import check_numbers, generation_refusals, model_refusals, sampler_refusals, trl_refusals
 from corral.llm.trl_api import REDUCTIONS
 from corral.naming import suggest
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
@@ -39,6 +39,9 @@ class CorralConfig(GRPOConfig):
     finds_rate = False
     """Whether `learning_rate` was "auto"; no setting of its own."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "objective_config", "correction_config"]  # type: ignore[misc]  # TRL leaves ClassVar out
+
+    in_corral_trainer: ClassVar[bool] = False
+    """Whether a CorralTrainer is being made with this configuration; it sets this on the instance for as long."""
 
     objective: str = field(
         default="troll", metadata={"help": "Objective: a name from corral.objective_names(), such as troll, dppo or ppo_clip."}
@@ -143,6 +146,7 @@ class CorralConfig(GRPOConfig):
         if self.reuse == "auto":
             self.deployed_bound = REUSE_BOUND if self.deployed_bound is None else self.deployed_bound
             self.num_iterations = AUTO_PASSES if self.num_iterations == 1 else self.num_iterations
+        check_numbers(self)  # before TRL divides by them
         super().__post_init__()
         self.make_objective()
         self.make_correction()
@@ -174,6 +178,21 @@ class CorralConfig(GRPOConfig):
         if self.correction is None and settings:
             raise ValueError(f"CorralConfig: `correction_config` is {settings}, but there is no `correction` to set.")
         return None if self.correction is None else make_correction(self.correction, **settings)
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """transformers' own; raises while any other trainer than CorralTrainer is made with this configuration.
+
+        Every trainer of transformers reads this when it is made, and nothing else does. A stock GRPOTrainer would train with
+        TRL's own loss, and say nothing of the objective.
+        """
+        if not self.in_corral_trainer:
+            raise ValueError(
+                f"CorralConfig: objective={self.objective!r} is computed by CorralTrainer alone, and another trainer would "
+                f"ignore it. Use from corral.llm import CorralTrainer; for TRL's own loss, give GRPOTrainer a GRPOConfig."
+            )
+        found: bool | None = super().place_model_on_device
+        return found
 
     @property
     def other_reduction(self) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from corral.llm import TRL_RANGE
 from corral.naming import suggest
+from corral.run.files import RunError
 from corral.run.settings import coerce
 from corral.task import TASKS
 
@@ -69,10 +70,21 @@ def check_numbers(given: Mapping[str, Any]) -> None:
     types = _trainer_types() or {}
     for key, value in given.items():
         hint = _PLAIN.get(types.get(key, ""))
-        if key == "learning_rate" and value != "auto":
-            hint = float
-        if hint is not None:
+        if key == "learning_rate":
+            read_rate(value)
+        elif hint is not None:
             coerce(key, value, hint)
+
+
+def read_rate(value: Any) -> float | str:
+    """A learning rate: a number, or `auto`; a text such as 1e-4 is read as its number."""
+    if value == "auto":
+        return "auto"
+    try:
+        rate: float = coerce("learning_rate", value, float)
+    except RunError:
+        raise RunError(f"`learning_rate` is a number, or auto, which finds one; got {value!r}.") from None
+    return rate
 
 
 _PLAIN: dict[str, Any] = {

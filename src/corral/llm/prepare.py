@@ -12,6 +12,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from corral.llm.calls import FunctionCalls, make_multi_turn
 from corral.llm.config import CorralConfig, Sampler
@@ -25,10 +26,17 @@ from corral.llm.trl_api import REDUCTIONS, steps_per_batch
 from corral.llm.turns import MultiTurn, TextTool
 from corral.naming import nearest
 from corral.run.files import RunError, plain
+from corral.run.settings import coerce
 from corral.task import make_task
 
 _WITHOUT_FOLDER = ("smoke", "smollm2")
 """Models that are built in memory, so that TRL cannot load them again for a reference."""
+
+_NUMBERS: dict[Any, Any] = {kind: hint for hint in (int, float, bool) for kind in (hint, hint.__name__)}
+"""Types of peft's settings that can be checked, as types or as their names."""
+
+_REPORTS = ("none", "tensorboard", "wandb", "trackio")
+"""Usual places to report to."""
 
 _LEAST_ROOM = 16
 """Tokens that a completion gets at least where a model has too few positions for what the task may need."""
@@ -61,6 +69,9 @@ def pin_model(settings: Settings) -> Settings:
 def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
     """Build what the settings name, or raise RunError. `load` makes the model and its tokenizer."""
     check_packages({"report_to": settings.report_to, **settings.trainer})
+    for name in settings.report_to.split(","):
+        if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
+            raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, _REPORTS)}")
     try:
         task = make_task(settings.task, **settings.task_config)
         config = trainer_config(settings, task.max_completion_length + 1)
@@ -136,10 +147,14 @@ def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:
     """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
-    known = {item.name for item in dataclasses.fields(LoraConfig) if item.init}
-    for key in given:
+    known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
+    for key, value in given.items():
         if key not in known:
             raise RunError(f"lora: there is no setting `{key}`.{nearest(key, known)}")
+        if known[key] in _NUMBERS:  # peft compares what it was given with numbers
+            coerce(f"lora.{key}", value, _NUMBERS[known[key]])
+    if given.get("r", 1) < 1:
+        raise RunError(f"`lora.r` is the rank of an adapter and must be at least 1; got {given['r']}.")
     return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | given) if given else None
 
 

@@ -20,6 +20,7 @@ from corral.llm.problems import MODEL_IDS
 from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
 from corral.objective import objective_names
 from corral.objective.dppo import DPPOConfig
+from corral.validate import require
 
 if TYPE_CHECKING:
     from corral.llm.config import CorralConfig, Sampler
@@ -72,6 +73,26 @@ _VLLM_LOGPROBS = 20
 """vLLM's own `max_logprobs`, which TRL leaves as it is in the trainer's process; its server has no limit."""
 
 _WHY = "completions must be drawn from the policy that is trained, or its ratios and gradient are of another one's tokens"
+
+
+def check_numbers(config: "CorralConfig") -> None:
+    """Raise for a number of TRL's that no training could use, before TRL divides by it or torch refuses it in a traceback."""
+    counts = ("num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    require(config, *counts, at_least=1, integer=True, name="CorralConfig")
+    optional = ("steps_per_generation", "generation_batch_size", "max_completion_length")
+    require(config, *optional, at_least=1, integer=True, optional=True, name="CorralConfig")
+    note = "a prompt's completions are compared with each other"
+    require(config, "num_generations", at_least=2, integer=True, note=note, name="CorralConfig")
+    require(config, "dataloader_num_workers", at_least=0, integer=True, name="CorralConfig")
+    require(config, "learning_rate", at_least=0, finite=True, note="or 'auto', which finds one", name="CorralConfig")
+    require(config, "beta", at_least=0, finite=True, what="the weight of a KL", name="CorralConfig")
+    require(config, "weight_decay", "adam_epsilon", at_least=0, finite=True, name="CorralConfig")
+    require(config, "adam_beta1", "adam_beta2", at_least=0, below=1, name="CorralConfig")
+    require(config, "max_grad_norm", at_least=0, optional=True, what="a norm", note="0 clips no gradient", name="CorralConfig")
+    require(config, "top_p", above=0, at_most=1, optional=True, what="a probability", name="CorralConfig")
+    require(config, "min_p", at_least=0, at_most=1, optional=True, what="a probability", name="CorralConfig")
+    scales = (True, False, "group", "batch", "none")
+    require(config, "scale_rewards", one_of=scales, name="CorralConfig")
 
 
 def trl_refusals(config: "CorralConfig") -> Iterator[str]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from corral.llm.early import check_objective_config, check_task_config, check_tool
-from corral.llm.known import check_numbers, objective_fields, refuse_unknown, trainer_names
+from corral.llm.known import check_numbers, objective_fields, read_rate, refuse_unknown, trainer_names
 from corral.llm.rewards import Reward, as_functions, as_rewards, path_of
 from corral.naming import nearest
 from corral.run.files import RunError
-from corral.run.settings import GuardMode, add_layer, coerce, read_named, recipes
+from corral.run.settings import MAX_SEED, GuardMode, add_layer, coerce, read_named, recipes
 from corral.task import TASKS
 from corral.validate import require
 
@@ -127,7 +127,8 @@ class Settings:
     def __post_init__(self) -> None:
         counts = ("steps", "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints")
         require(self, *counts, at_least=1, integer=True, name="", error=RunError)
-        require(self, "seed", "keep_completions", at_least=0, integer=True, name="", error=RunError)
+        require(self, "keep_completions", at_least=0, integer=True, name="", error=RunError)
+        require(self, "seed", at_least=0, at_most=MAX_SEED, integer=True, name="", error=RunError)
         if "{problem}" not in self.instruction:
             raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
         if self.task not in TASKS and ":" not in self.task:  # a user's own task, module:Class
@@ -157,8 +158,8 @@ def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
     own = _own_settings(merged, list(hints))
     trainer = {}
     for key, value in merged.items():
-        if key == "learning_rate" and value != "auto":  # else a number would stay the text that it is on a command line
-            trainer[key] = coerce(key, value, float)
+        if key == "learning_rate":  # else a number would stay the text that it is on a command line
+            trainer[key] = read_rate(value)
         elif key not in own:
             trainer[key] = coerce(key, value, hints[key])
     settings = Settings(**own, trainer=trainer)

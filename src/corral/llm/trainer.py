@@ -24,7 +24,9 @@ from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
 from corral.llm.processes import ALONE, is_alone_by_mistake
+from corral.llm.rewards import RewardError
 from corral.llm.rollout_support import RolloutSupport, check_server
+from corral.llm.run_record import RunRecord
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.sharding import check_processes, check_teacher
 from corral.llm.teacher import Teacher
@@ -87,7 +89,11 @@ class CorralTrainer(GRPOTrainer):
                 f"corral.llm import CorralConfig."
             )
         _check_surroundings()
-        super().__init__(model, reward_funcs, args, *more, **kwargs)
+        args.in_corral_trainer = True  # type: ignore[misc]  # of this instance, until it is made
+        try:
+            super().__init__(model, reward_funcs, args, *more, **kwargs)
+        finally:
+            del args.in_corral_trainer
         base = base_model(self.model)
         self.reports_logps = self.use_vllm or self.rollout_func is not None
         sampler: Sampler = "vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers"
@@ -121,6 +127,7 @@ class CorralTrainer(GRPOTrainer):
         self.first_call = FirstCall(over=not self.accelerator.is_main_process)
         self.self_check = SelfCheck(self)
         self.add_callback(self.self_check)
+        self.add_callback(RunRecord.of(self))
         self.deployed = None if args.deployed_bound is None else DeployedCallback(self)
         if self.deployed is not None:
             self.callback_handler.callbacks.insert(0, self.deployed)  # before a reference is synchronised, or saved
@@ -234,8 +241,14 @@ class CorralTrainer(GRPOTrainer):
         return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's, kept for corral's advantages."""
+        """TRL's, kept for corral's advantages; a RewardError where no completion of the whole batch was scored."""
         self._rewards = super()._calculate_rewards(*args, **kwargs)
+        if bool(self._rewards.isnan().all()):
+            raise RewardError(
+                f"no reward function gave a number for any of {len(self._rewards)} completions: "
+                f"{', '.join(self.reward_func_names)} returned None for each. Return a finite number where there is something "
+                f"to judge."
+            )
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import NO_LOWER_CLIP, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, own_gradient
 from corral.types import ObjectiveOutput, TokenBatch
@@ -21,7 +21,8 @@ class ASPOConfig(ObjectiveConfig):
     """c > 1: largest weight of a token, as a constant for autograd: its gradient stays."""
 
     def __post_init__(self) -> None:
-        require(self, "clip_low", "clip_high", at_least=0, what="a distance from ratio 1")
+        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=NO_LOWER_CLIP)
+        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
         require(self, "cap", above=1, what="a weight")
 
     @property

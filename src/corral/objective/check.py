@@ -184,7 +184,7 @@ def _bad_supports(batch: TokenBatch, limits: LogpTolerance) -> Iterable[_Check]:
     yield _Check(
         mask & ~((old.logp[..., 0] - batch.logp_old).abs() <= ANCHOR_TOLERANCE),
         f"dist_old.logp[..., 0] and logp_old differ by more than {ANCHOR_TOLERANCE} nats. Slot 0 must be the sampled token, "
-        f"at the same position, and both must come from the same policy at the same temperature.",
+        f"at the same position, and both must come from the same policy at the same temperature, in float32.",
     )
 
 

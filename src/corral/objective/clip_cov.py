@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import JointConfig
+from corral.objective.config import NO_LOWER_CLIP, JointConfig
 from corral.objective.kl_cov import share_count, token_covariance
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
@@ -26,7 +26,8 @@ class ClipCovConfig(JointConfig):
     """Covariance below which a token may be chosen."""
 
     def __post_init__(self) -> None:
-        require(self, "clip_low", "clip_high", at_least=0, what="a distance from ratio 1")
+        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=NO_LOWER_CLIP)
+        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
         require(self, "share", above=0, at_most=1, what="a share of the tokens")
         if not (number_in(self.cov_low, 0) and number_in(self.cov_high, self.cov_low)):
             raise ValueError(

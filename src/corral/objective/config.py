@@ -14,6 +14,9 @@ NEEDS_TOKENS = frozenset({"logp_new", "logp_old", "advantages", "mask"})
 NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
 """What objectives need besides, when they look at more than the sampled token."""
 
+NO_LOWER_CLIP = "a ratio is never below 0, so 1 clips none from below"
+"""Why a distance below ratio 1 ends at 1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:

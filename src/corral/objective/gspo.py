@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import NO_LOWER_CLIP, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clip_surrogate, credit, log_ratio, sequence_log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
@@ -19,7 +19,8 @@ class GSPOConfig(ObjectiveConfig):
     """ε_high on the sequence ratio."""
 
     def __post_init__(self) -> None:
-        require(self, "clip_low", "clip_high", at_least=0, what="a distance from ratio 1")
+        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=NO_LOWER_CLIP)
+        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
 
     @property
     def tokenwise(self) -> bool:

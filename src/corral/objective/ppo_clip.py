@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from corral.objective.config import ObjectiveConfig
+from corral.objective.config import NO_LOWER_CLIP, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
 from corral.types import ObjectiveOutput, TokenBatch
@@ -21,7 +21,8 @@ class PPOClipConfig(ObjectiveConfig):
     """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
 
     def __post_init__(self) -> None:
-        require(self, "clip_low", "clip_high", at_least=0, what="a distance from ratio 1")
+        require(self, "clip_low", at_least=0, at_most=1, what="a distance from ratio 1", note=NO_LOWER_CLIP)
+        require(self, "clip_high", at_least=0, what="a distance from ratio 1")
         require(self, "dual_clip", above=1, optional=True, what="a ratio")
 
     @property

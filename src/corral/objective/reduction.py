@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.numerics import at_least_float32
+from corral.numerics import at_least_float32, require_tensors
 from corral.validate import number_in
 
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -44,6 +44,7 @@ def reduce_loss(
         Liu et al. 2025, arXiv:2503.20783 (fixed length); Yu et al. 2025, arXiv:2503.14476 (token mean). Invariant: the
         micro-batches of a batch, each with the batch's total, sum to the batch's loss.
     """
+    require_tensors("reduce_loss", loss=loss, mask=mask)
     if how not in get_args(Reduction):
         raise ValueError(f"reduce_loss: `how` is one of {', '.join(get_args(Reduction))}; got {how!r}.")
     if loss.shape != mask.shape or loss.ndim != 2:
@@ -86,6 +87,7 @@ def reduction_weights(
     Ref:
         A reduction is linear: these are its gradient.
     """
+    require_tensors("reduction_weights", mask=mask)
     with torch.enable_grad():
         loss = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
         (weights,) = torch.autograd.grad(reduce_loss(loss, mask, how, total=total, length=length), loss)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.categorical import categorical_kl, kl_terms
-from corral.numerics import in_one_dtype, logsumexp
+from corral.numerics import in_one_dtype, logsumexp, require_tensors
 from corral.projection.root import Root, find_root
 from corral.validate import number_in
 
@@ -60,7 +60,8 @@ def project_categorical_kl(
 
     Args:
         logp_new, logp_old: log-probabilities up to a constant per row [*, K]; any category may be a tail's bucket. Where a row
-            is projected, what is below −1e4 counts as −inf: no policy means it, a logit mask does.
+            is projected, what is below −1e4 counts as −inf: no policy means it, a logit mask does. Values that are all ≥ 0 and
+            sum to 1 in every row are probabilities, and refused.
         bound: ε ≥ 0, one for all rows or one per row; inf switches the projection off.
         gradient: "exact", or "constant_dual" to treat η as a constant: t (δ_ij − r_j), which still pushes outward.
         strict: raise on the worst row instead of reporting it in `converged`.
@@ -73,7 +74,9 @@ def project_categorical_kl(
     if gradient not in get_args(_Gradient):
         raise ValueError(f"project_categorical_kl: `gradient` is one of {', '.join(get_args(_Gradient))}; got {gradient!r}.")
     new, old, row_bound = _normalise(logp_new, logp_old, bound)
-    logp, t, _, active, kl_before, kl_after, converged = _Projection.apply(new, old, row_bound, gradient == "exact")
+    mistaken = torch.stack([_are_probabilities(logp_new), _are_probabilities(logp_old)])
+    rows = _Projection.apply(new, old, row_bound, mistaken, gradient == "exact")
+    logp, t, _, active, kl_before, kl_after, converged = rows
     if strict and not bool(converged.all()):
         raise RuntimeError(_worst_row(converged, kl_before, kl_after, row_bound))
     return CategoricalProjection(logp, (1 - t) / t, active, kl_before, kl_after, converged)
@@ -81,6 +84,7 @@ def project_categorical_kl(
 
 def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both policies as log-softmax in one dtype and shape, and one bound per row."""
+    require_tensors("project_categorical_kl", logp_new=logp_new, logp_old=logp_old)
     for name, x in (("logp_new", logp_new), ("logp_old", logp_old)):
         if not x.is_floating_point():
             raise ValueError(f"project_categorical_kl: `{name}` holds log-probabilities; got dtype {x.dtype}.")
@@ -103,6 +107,29 @@ def _normalise(logp_new: Tensor, logp_old: Tensor, bound: float | Tensor) -> tup
     return new.expand(*rows, -1).log_softmax(-1), old.expand(*rows, -1).log_softmax(-1), row_bound.expand(rows)
 
 
+@torch.no_grad()
+def _are_probabilities(policy: Tensor) -> Tensor:
+    """Whether every row is ≥ 0 and sums to 1 within rounding; a flag on the device, which is read with the bound.
+
+    Rows of nothing but 0 and 1 may be logits that somebody wrote by hand, and are read as such.
+    """
+    if policy.shape[-1] == 1 or not policy.numel():
+        return torch.zeros((), dtype=torch.bool, device=policy.device)
+    rounding = max(1e-5, torch.finfo(policy.dtype).eps)
+    between = ((policy > 0) & (policy < 1)).any()
+    return between & (policy >= 0).all() & ((policy.sum(-1, dtype=torch.float32) - 1).abs() <= rounding).all()
+
+
+def _check_scale(mistaken: list[bool]) -> None:
+    """Refuse probabilities in the place of their logarithms."""
+    for name, found in zip(("logp_new", "logp_old"), mistaken, strict=True):
+        if found:
+            raise ValueError(
+                f"project_categorical_kl: `{name}` holds probabilities: every row is ≥ 0 and sums to 1. It takes their "
+                f"logarithms: p.log(), or the logits themselves."
+            )
+
+
 def _check_bound(bound: object, valid: bool) -> None:
     if not valid:
         raise ValueError(
@@ -114,7 +141,7 @@ class _Projection(torch.autograd.Function):
     """Rows [*, K] → log r and its status, with the closed-form implicit gradient."""
 
     @staticmethod
-    def forward(new: Tensor, old: Tensor, bound: Tensor, exact: bool) -> tuple[Tensor, ...]:
+    def forward(new: Tensor, old: Tensor, bound: Tensor, mistaken: Tensor, exact: bool) -> tuple[Tensor, ...]:
         kl_before = categorical_kl(new, old)
         active = kl_before > bound
         inside = (new.clone(), torch.ones_like(bound), torch.zeros_like(active), kl_before.clone(), ~kl_before.isnan())
@@ -125,7 +152,10 @@ class _Projection(torch.autograd.Function):
                 for a, b in zip(inside, solved, strict=True)
             ]
         else:
-            _check_bound(bound.min().item() if bound.numel() else 0.0, bool((bound >= 0).all()))
+            # One transfer for all flags. Under vmap `mistaken` has leading axes.
+            *wrong, valid = torch.cat([mistaken.reshape(-1, 2).any(0), (bound >= 0).all()[None]]).tolist()
+            _check_scale(wrong)
+            _check_bound(bound.min().item() if bound.numel() else 0.0, valid)
             rows = list(inside)
             if bool(active.any()):  # few rows are: solve those only
                 solved = _project_rows(new[active], old[active], bound[active])
@@ -136,13 +166,13 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        new, old, _, ctx.exact = inputs
+        new, old, _, _, ctx.exact = inputs
         logp, t, binding, active, *status = output
         ctx.mark_non_differentiable(t, binding, active, *status)
         ctx.save_for_backward(new, old, logp, t, binding, active)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         """grad_j = t [v_j − r_j (Σ v + z_j Σ v z)] where active, v_j where not: three reductions, no solve."""
         new, old, logp, t, binding, active = ctx.saved_tensors
         with torch.no_grad():
@@ -157,14 +187,15 @@ class _Projection(torch.autograd.Function):
             grad_new = torch.where(active[..., None], tangent, v)
         if not torch.compiler.is_compiling():  # a compiled graph refuses second derivatives by itself
             grad_new = _NoSecondDerivative.apply(grad_new, grad, new)
-        return grad_new, None, None, None
+        return grad_new, None, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], new: Tensor, old: Tensor, bound: Tensor, exact: bool) -> Any:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
         """Leading axes are all alike, so one more is one more leading axis."""
+        *tensors, exact = inputs
         front = [
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip((new, old, bound), in_dims[:3], strict=True)
+            for x, dim in zip(tensors, in_dims[:-1], strict=True)
         ]
         outputs = _Projection.apply(*front, exact)
         return outputs, (0,) * len(outputs)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence.gaussian import gaussian_entropy, kl_of_covariances
-from corral.numerics import expm1_minus, in_one_dtype, without_autocast
+from corral.numerics import expm1_minus, in_one_dtype, require_tensors, without_autocast
 from corral.projection.gaussian import TOLERANCE, check_bound, check_factor, whitening_error
 from corral.projection.gaussian_kl import solve_tilt
 from corral.projection.gaussian_tilt import RelativePrecision, relative_precision, tilted_factor
@@ -79,6 +79,7 @@ def _check(
     if (old_chol is None) != (cov_bound is None):
         raise ValueError(f"{_NAME}: `old_chol` and `cov_bound` keep the KL bound together; give both or neither.")
     for key, x in {"chol": chol, "old_chol": chol if old_chol is None else old_chol}.items():
+        require_tensors(_NAME, **{key: x})
         if not x.is_floating_point() or not x.ndim:
             raise ValueError(f"{_NAME}: `{key}` must hold floating-point numbers; got {x.dtype} {list(x.shape)}.")
         check_factor(_NAME, key, x, chol.shape[-1], diagonal)

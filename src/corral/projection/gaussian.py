@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from corral.numerics import in_one_dtype
+from corral.numerics import in_one_dtype, require_tensors
 from corral.validate import number_in
 
 TOLERANCE = 0.01
@@ -168,6 +168,7 @@ def check_gaussians(
 ) -> _Gaussians:
     """Checked inputs in one dtype and on one set of rows; `ValueError` for what no projection can read."""
     tensors = {"mean": mean, "chol": chol, "old_mean": old_mean, "old_chol": old_chol}
+    require_tensors(name, **tensors)
     for key, x in tensors.items():
         if not x.is_floating_point():
             raise ValueError(f"{name}: `{key}` must hold floating-point numbers; got dtype {x.dtype}.")

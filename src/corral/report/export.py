@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from corral.naming import pip_install
 from corral.report import figures, outcomes, plots
 from corral.report.content import RunReport, report_looks
 from corral.report.groups import Group
@@ -108,7 +109,7 @@ def _draw(on: Callable[[Any], None], stem: Path, about: str, rows: int = 0) -> l
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:
-        raise RunError("exporting figures needs matplotlib. Install it: pip install 'corral[report]'.") from missing
+        raise RunError(f"exporting figures needs matplotlib. Install it: {pip_install('report')}.") from missing
     figure = Figure(figsize=(5.2, max(3.4, 1.2 + 0.28 * rows)), layout="constrained")
     title = "\n".join(textwrap.fill(line, 84) for line in about.replace("$", r"\$").splitlines())
     figure.suptitle(title, fontsize="x-small", x=0.01, ha="left")

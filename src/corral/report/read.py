@@ -1,6 +1,7 @@
 """The files of runs. What is missing, torn or not a number becomes a note, never an exception.
 
-Reads config.json, metrics.jsonl, summary.json, completions.parquet and, where there is one, tokens.parquet; nothing else.
+Reads config.json, metrics.jsonl, summary.json, completions.parquet and, where there is one, tokens.parquet; of the output
+folder of a CorralTrainer, or of a trainer of TRL's own, the newest trainer_state.json; nothing else.
 """
 
 import json
@@ -13,11 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from corral.report.trainer_state import STATE, has_ended, lines_of, newest_state, settings_of
 from corral.run.files import RunError
 from corral.run.files import read_json as read_file
 
 _FILES = ("config.json", "metrics.jsonl")
-"""A folder that holds one of these is a run."""
+"""A folder that holds one of these is a run, unless its config.json is a model's."""
 
 _DEPTH = 4
 """How many folders deep runs are searched for."""
@@ -164,15 +166,15 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
         here = sorted(_runs_in(folder, _DEPTH))
         if not here:
             raise RunError(
-                f"no runs in {folder}: neither it nor the folders in it, {_DEPTH} deep, hold a {_FILES[0]} or a {_FILES[1]}. "
-                f"`corral train --out {folder}/…` makes one."
+                f"no runs in {folder}: neither it nor the folders in it, {_DEPTH} deep, hold a run's {_FILES[0]}, a "
+                f"{_FILES[1]} or a trainer's {STATE}. `corral train --out {folder}/…` makes one."
             )
         found |= {path.resolve(): path for path in here}
     return list(found.values())
 
 
 def _runs_in(folder: Path, depth: int) -> Iterable[Path]:
-    if any((folder / name).is_file() for name in _FILES):
+    if _is_run(folder) or newest_state(folder) is not None:
         yield folder
     elif depth:
         for inner in folder.iterdir():
@@ -180,8 +182,24 @@ def _runs_in(folder: Path, depth: int) -> Iterable[Path]:
                 yield from _runs_in(inner, depth - 1)
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether a folder has the files of a run. A model's config.json is none of them."""
+    if (folder / "metrics.jsonl").is_file():
+        return True
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        content = read_json(folder / "config.json")
+    except (OSError, ValueError, RecursionError):
+        return True  # torn, which `read_run` will note
+    return not isinstance(content, dict) or "settings" in content or not {"model_type", "architectures"} & content.keys()
+
+
 def read_run(path: Path) -> Run:
     """One run's files, and notes about those that cannot be read."""
+    state = None if _is_run(path) else newest_state(path)
+    if state is not None:
+        return _read_trainer(path, state)
     notes: list[str] = []
     config, summary = (
         _object(path / "config.json", notes),
@@ -208,6 +226,17 @@ def read_run(path: Path) -> Run:
         tokens=_evenly(whole),
         notes=notes,
     )
+
+
+def _read_trainer(path: Path, file: Path) -> Run:
+    """The run of a trainer of TRL's, from a trainer_state.json."""
+    notes: list[str] = []
+    state = _object(file, notes)
+    config = settings_of(state)
+    if "objective" not in config["settings"]:
+        notes.append(f"{STATE} names no objective: it was not written by a CorralTrainer.")
+    lines = _lines_by_step(lines_of(state), notes, STATE)
+    return Run(path=path, config=config, summary={"stopped": "finished"} if has_ended(state) else {}, lines=lines, notes=notes)
 
 
 def _object(path: Path, notes: list[str], missing: str = "its settings are unknown") -> Mapping[str, Any]:
@@ -267,11 +296,17 @@ def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return []
+    return _lines_by_step(texts, notes, path.name)
+
+
+def _lines_by_step(entries: Sequence[bytes | Mapping[str, Any]], notes: list[str], name: str) -> list[Mapping[str, Any]]:
+    """Lines, as JSON or read already, in order of their step; notes about the others and about odd values."""
     found: dict[int, Mapping[str, Any]] = {}
     torn = 0
-    for text in texts:
+    for entry in entries:
         try:
-            line = {key: number(value) for key, value in json.loads(text).items()}
+            read = json.loads(entry) if isinstance(entry, bytes) else entry
+            line = {key: number(value) for key, value in read.items()}
             _check_values([value for value in line.values() if isinstance(value, dict | list)])
             if not 0 <= line["step"] <= _LAST_STEP:
                 raise ValueError(f"step {line['step']}")
@@ -279,7 +314,7 @@ def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             torn += 1
     if torn:
-        notes.append(f"metrics.jsonl: {torn} of {len(texts)} lines cannot be read and are left out.")
+        notes.append(f"{name}: {torn} of {len(entries)} lines cannot be read and are left out.")
     bad = sorted(
         {key for line in found.values() for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
     )

@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from corral.naming import pip_install
 from corral.run.files import RunError
 from corral.run.interval import LEVEL, Estimate
 
 try:
     from rliable import library
 except ImportError as missing:
-    raise RunError(f"reports need {missing.name or 'rliable'}. Install it: pip install 'corral[report]'.") from missing
+    raise RunError(f"reports need {missing.name or 'rliable'}. Install it: {pip_install('report')}.") from missing
 
 _REPETITIONS = 2000
 ENOUGH = 3

@@ -146,6 +146,7 @@ def commands(groups: Sequence[Group]) -> list[_Row]:
                     "objective": group.label,
                     "seed": run.seed,
                     "command": command(run),
+                    "script": run.config.get("script"),
                     "settings": json.dumps(_drop_secrets(run.settings), indent=2, default=str),
                 }
             )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from corral.naming import pip_install
 from corral.robot.baseline_config import BaselineConfig
 from corral.robot.config import check_device
 from corral.robot.episode import UPDATES, Episodes, Plant, episode_seeds
@@ -24,7 +25,7 @@ try:
     from corral.robot.step_environments import StepEnvironments
     from corral.robot.trpl import TRPL, Region
 except ImportError as error:
-    raise ImportError("corral.robot.baseline needs stable-baselines3: pip install corral[robot].") from error
+    raise ImportError(f"corral.robot.baseline needs stable-baselines3: {pip_install('robot')}.") from error
 
 BASELINES: dict[str, tuple[Any, Literal["white", "gsde", "coloured"]]] = {
     "sb3-ppo": (PPO, "white"),

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from corral.naming import pip_install
 from corral.robot.prodmp import ProDMP
 from corral.robot.tracking import Array
 
@@ -20,7 +21,7 @@ try:
     from matplotlib.figure import Figure
     from PIL import Image, ImageDraw, ImageFont  # imageio's own
 except ImportError as error:
-    raise ImportError("corral.robot.picture needs matplotlib and imageio: pip install corral[robot].") from error
+    raise ImportError(f"corral.robot.picture needs matplotlib and imageio: {pip_install('robot')}.") from error
 
 _Image = NDArray[np.uint8]
 

@@ -1,5 +1,6 @@
 """The end of a run, finished or not: its summary, its last files, its last message."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ def record_change(folder: RunFolder, content: Mapping[str, Any], change: Mapping
 
 
 def last_words(summary: Mapping[str, Any], where: Path) -> str:
-    """How it ended, in a sentence or two."""
+    """How it ended, and the commands that resume the run, show it and measure it."""
     change = ""
     if summary["success_start"] is not None:
         last, step = summary["success_last"], summary["success_last_step"]
@@ -110,5 +111,7 @@ def last_words(summary: Mapping[str, Any], where: Path) -> str:
         moved = f"{summary['success_start']:.1%} → {last:.1%}" if step else f"{last:.1%}"
         change = f"held-out success {moved}{when}, "
     took = f"{summary['seconds']:.0f} s. The run is in {where}"
-    resume = "" if summary["stopped"] == "finished" else f"\nResume with: corral train --resume {where}"
-    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{resume}"
+    path = shlex.quote(str(where))
+    resume = "" if summary["stopped"] == "finished" else f"\nResume with: corral train --resume {path}"
+    further = f"\nNext: corral report {path}, or corral eval {path}" if summary["stopped"] in ("finished", "collapsed") else ""
+    return f"{summary['stopped']} after {count(summary['steps'], 'step')}: {change}{took}{resume}{further}"

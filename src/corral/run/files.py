@@ -8,11 +8,13 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+"""Errors of a place that must not be read or written."""
 
 
 _MOST = 2**28
@@ -27,10 +29,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Atomic write: `write` fills a file beside `path`, which is synced and then renamed."""
     if "\0" in str(path):
         raise RunError(f"{str(path)!r} is no file's name.")
-    if path.exists() and not path.is_file():
-        raise RunError(f"{path} is no file but {_kind(path)}, which is not replaced: choose another place.")
     beside = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     try:
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is no file but {_kind(path)}, which is not replaced: choose another place.")
         write(beside)
         sync(beside)
         os.replace(beside, path)
@@ -38,7 +40,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         raise RunError(disk_sentence(error, path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses this too, and would hide why the file was not written
+            beside.unlink(missing_ok=True)
 
 
 def _kind(path: Path) -> str:
@@ -164,7 +167,7 @@ def disk_sentence(error: BaseException, path: Path) -> str:
         there = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(there).free / 1e6
         return f"the disk is full ({free:,.0f} MB left) and {path} could not be written. Free some space, then resume the run."
-    if isinstance(error, OSError) and error.errno in _DENIED:
+    if isinstance(error, OSError) and error.errno in DENIED:
         return f"{path} cannot be written: {error.strerror}. Choose another folder with --out."
     return f"{path} could not be written: {error}"
 

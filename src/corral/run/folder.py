@@ -97,11 +97,11 @@ class RunFolder(LockedFolder):
         Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
         """
         path = Path(default_name(label, smoke=smoke) if out is None else out)
-        if out is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
-            resumable = path.is_dir() and (path / "config.json").exists()
-            hint = f"continue that run with --resume {path}, or choose" if resumable else "choose"
-            raise RunError(f"{path} is there already and is not an empty folder: {hint} another --out.")
         try:
+            if out is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+                resumable = path.is_dir() and (path / "config.json").exists()
+                hint = f"continue that run with --resume {path}, or choose" if resumable else "choose"
+                raise RunError(f"{path} is there already and is not an empty folder: {hint} another --out.")
             folder = cls(_unused(path) if out is None else path)
             folder.checkpoints.mkdir(parents=True, exist_ok=True)
             folder.hold(folder.path)

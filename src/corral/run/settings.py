@@ -14,6 +14,9 @@ from corral.run.files import RunError
 GuardMode = Literal["warn", "stop", "off"]
 """What to do about a collapse."""
 
+MAX_SEED = 2**32 - 1
+"""The largest random seed that NumPy takes, and so every library that seeds it."""
+
 COMPARE = "compare"
 """The table of a recipe that says whom `corral compare` compares; no setting of a run."""
 
@@ -77,7 +80,7 @@ def _parse(text: str, *, toml: bool) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(" ".join(str(error).split())) from error  # it has the place on lines of their own
 
 
 def toml_lines(settings: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from corral.naming import pip_install
+
 
 def by_path(path: str, what: str) -> Any:
     """The object at `module:name` or `file.py:name`, from a module that is installed or lies beside the user.
@@ -49,4 +51,4 @@ def library(name: str, owner: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{owner} needs {name}. Install it: pip install 'corral[task]'.") from error
+        raise ValueError(f"{owner} needs {name}. Install it: {pip_install('task')}.") from error

@@ -7,6 +7,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal
 
+from corral.naming import pip_install
 from corral.task.answer import LONGEST, Answer, extract, is_balanced, one_number
 from corral.task.dataset import FiniteTask
 from corral.task.grader import Verdict, grader_pool
@@ -92,7 +93,7 @@ def _grade(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verd
     if not pairs:
         return []
     if find_spec("math_verify") is None:
-        raise ValueError("grading mathematics needs math-verify. Install it: pip install 'corral[task]'.")
+        raise ValueError(f"grading mathematics needs math-verify. Install it: {pip_install('task')}.")
     questions = [(gold, answer) for gold, answer, _ in pairs]
     return grader_pool("math").grade(questions, seconds, problems=[gold for gold, _, _ in pairs])
 

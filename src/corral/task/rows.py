@@ -16,7 +16,17 @@ class Malformed(ValueError):
 
 
 def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
-    """(place, row) of a file, by its ending: .parquet, .json (one list), else JSON lines. Empty lines are no rows."""
+    """(place, row) of a file, by its ending: .parquet, .json (one list), else JSON lines. A file without a row is refused."""
+    rows = _file_rows(path, owner)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{owner}: {path} is empty: there is no problem in it.")
+    yield first
+    yield from rows
+
+
+def _file_rows(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
+    """(place, row) of a file. Empty lines are no rows."""
     if path.exists() and not path.is_file():  # reading a pipe or a device may never end
         raise ValueError(f"{owner}: {path} cannot be read: it is not a regular file.")
     if path.suffix == ".parquet":

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from corral.divergence.categorical import kl_elements
 from corral.kernels.logits import LogitSpec, Scratch, operand, slices, working_dtype
 from corral.kernels.torch.online import COLUMNS, HELD, MOST_ROWS, ROWS, make_logits
-from corral.numerics import without_autocast
+from corral.numerics import require_tensors, without_autocast
 
 
 @without_autocast
@@ -123,6 +123,7 @@ def _check(
 ) -> None:
     sides = (("new", hidden_new, weight_new, bias_new), ("old", hidden_old, weight_old, bias_old))
     for name, hidden, weight, bias in sides:
+        require_tensors("head_kl", **{f"hidden_{name}": hidden, f"weight_{name}": weight})
         if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[-1:]:
             raise ValueError(
                 f"head_kl: hidden_{name} is [*, H] and weight_{name} [V, H]; got {list(hidden.shape)} and {list(weight.shape)}."

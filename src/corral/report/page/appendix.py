@@ -80,9 +80,11 @@ def reproduce(report: RunReport) -> Safe:
         if row["command"]:
             command = tag("pre", shorten(row["command"], _LONGEST), tabindex="0")
         settings = tag("pre", shorten(row["settings"], _LONGEST), tabindex="0")
-        items.append(
-            tag("details", tag("summary", f"{row['objective']}, seed {row['seed']}"), command, tag("p", how), settings)
-        )
+        words: tuple[object, ...] = (command, tag("p", how))
+        if row["script"] is not None:  # its task and rewards are no names that `corral train` knows
+            script = f"A script made the trainer: {shorten(str(row['script']), _LONGEST)}. It had these settings, among others."
+            words = (tag("p", script),)
+        items.append(tag("details", tag("summary", f"{row['objective']}, seed {row['seed']}"), *words, settings))
     return join(
         note(f"The runs were made with different versions of {', '.join(differ)}.") if differ else None,
         *items,

@@ -6,10 +6,14 @@ observation's last entry (rewards depend on time), a `success` in the info of th
 
 from dataclasses import dataclass
 
+from corral.naming import pip_install
+
 try:
     from gymnasium.envs.registration import register, registry
 except ImportError as error:
-    raise ImportError("corral.robot.env: gymnasium and mujoco simulate the tasks. Install corral[robot].") from error
+    raise ImportError(
+        f"corral.robot.env: gymnasium and mujoco simulate the tasks. Install them: {pip_install('robot')}."
+    ) from error
 
 from corral.robot.env.vector import make_envs
 from corral.robot.tracking import Tracking

@@ -8,13 +8,14 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from corral.naming import pip_install
 from corral.robot.tracking import Array
 
 try:
     import mujoco_warp
     import warp
 except ImportError as error:
-    raise ImportError("corral.robot.env.warp_batch needs MuJoCo Warp: pip install corral[warp].") from error
+    raise ImportError(f"corral.robot.env.warp_batch needs MuJoCo Warp: {pip_install('warp')}.") from error
 
 warp.config.log_level = warp.LOG_WARNING  # or it names every kernel that it compiles, some hundred
 _WRITTEN = ("time", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart")
