@@ -140,6 +140,10 @@ class CorralConfig(GRPOConfig):
         if self.reuse == "auto":
             self.deployed_bound = REUSE_BOUND if self.deployed_bound is None else self.deployed_bound
             self.num_iterations = AUTO_PASSES if self.num_iterations == 1 else self.num_iterations
+        # TRL and transformers divide by most of these before they look at them.
+        require(self, *_COUNTS, at_least=1, integer=True, optional=True, what="a count", name="CorralConfig")
+        require(self, "learning_rate", at_least=0, finite=True, name="CorralConfig")
+        require(self, "top_p", above=0, at_most=1, name="CorralConfig")
         super().__post_init__()
         self.make_objective()
         self.make_correction()
@@ -211,6 +215,13 @@ class CorralConfig(GRPOConfig):
             given = {"min_p": self.min_p} | _settings("generation_kwargs", self.generation_kwargs)
             _raise_first(model_refusals(generation_config, given))
         _raise_first(sampler_refusals(self, sampler, _settings("generation_kwargs", self.generation_kwargs)))
+
+
+_COUNTS = (
+    *("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size", "max_completion_length"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+)
+"""Settings of TRL and transformers that count something of which there is at least one."""
 
 
 def _belongs(key: str, settings: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from corral.run.files import RunError
+from corral.run.files import MOST_METRICS, RunError, read_regular
 from corral.run.files import read_json as read_file
 
 _FILES = ("config.json", "metrics.jsonl")
@@ -263,8 +263,8 @@ def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     if not _is_readable(path, notes, "nothing was measured yet"):
         return []
     try:
-        texts = [text for text in path.read_bytes().split(b"\n") if text.strip()]
-    except OSError as error:
+        texts = [text for text in read_regular(path, MOST_METRICS).split(b"\n") if text.strip()]
+    except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return []
     found: dict[int, Mapping[str, Any]] = {}
