@@ -102,8 +102,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_limit_on_sizes_has_its_own_sentence(tmp_path: Path) -> None:
     wrapped = RuntimeError("saving failed")
-    wrapped.__cause__ = OSError(27, "File too large")
-    for error in (wrapped, OSError(27, "File too large"), Exception("I/O error: File too large (os error 27)")):
+    wrapped.__cause__ = OSError(27, "trop grand")
+    for error in (wrapped, OSError(27, "Datei zu gross"), Exception("I/O error: File too large (os error 27)")):
         assert files.is_disk_full(error)
         assert "ulimit -f" in disk_sentence(error, tmp_path)
     assert "ulimit" not in disk_sentence(OSError(28, "No space left on device"), tmp_path)
