@@ -132,6 +132,7 @@ def test_the_flag_is_for_resuming(capsys: pytest.CaptureFixture[str]) -> None:
 
 CODE = """
 from corral.llm.data import describe_data
+from corral.task import make_task
 task = make_task("jsonl", path={path!r}, held_out=0.5, verifier="code")
 print(describe_data(task, task.train_prompts(9, 0), task.held_out_prompts(9, 0)))
 """

@@ -154,7 +154,9 @@ def test_damage_is_found(damage_it: str, folder: RunFolder, tmp_path: Path) -> N
         os.mkfifo(path / "pipe")
     else:
         (path / "more").symlink_to("/dev/zero")
-    assert damage(path) is not None
+    why = damage(path)
+    assert why is not None
+    assert (damage_it == "size") == ("has 2 bytes instead of 1" in why)
 
 
 def test_lines_that_no_run_writes_are_left_out(folder: RunFolder) -> None:
