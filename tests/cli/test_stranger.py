@@ -292,3 +292,31 @@ def test_a_resume_says_what_it_imports_before_it_does(
     assert main(["train", "--resume", str(stranger.path), "--steps", "3"]) == 130
     assert value in said[0].replace("\n", "")
     assert not stranger.marker.exists()
+
+
+def test_a_resumed_comparison_says_it_too(
+    stranger: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["compare", "--smoke", "--objectives", "troll,ppo_clip", "--seeds", "1", "--out", "comparison", "--quiet"]
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("corral.compare.job.run_comparison", stop)
+    assert main(argv) == 130
+    file = stranger.path / "comparison" / "compare.json"
+    content = json.loads(file.read_text())
+    content["train"]["settings"] |= {"task": "evil_module:Task", "reward": [f"{stranger.code}:function"]}
+    content["train"]["unsafe_code_execution"] = True
+    file.write_text(json.dumps(content))
+    said: list[str] = []
+
+    def note(*_: Any, **__: Any) -> None:
+        said.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("corral.compare.job.set_up", note)
+    assert main(["compare", "--resume", "comparison"]) == 130
+    for part in ("--task evil_module:Task", f"{stranger.code}:function", "--unsafe-code-execution"):
+        assert part in said[0]
+    assert not stranger.marker.exists()

@@ -15,6 +15,7 @@ from corral.cli import main
 from corral.llm.data import describe_data, digests
 from corral.llm.train import resume, train
 from corral.run.files import RunError
+from corral.task import make_task
 from small_runs import Digits, save_model, small
 
 Rows = list[dict[str, Any]]
@@ -131,6 +132,7 @@ def test_the_flag_is_for_resuming(capsys: pytest.CaptureFixture[str]) -> None:
 
 CODE = """
 from corral.llm.data import describe_data
+from corral.task import make_task
 task = make_task("jsonl", path={path!r}, held_out=0.5, verifier="code")
 print(describe_data(task, task.train_prompts(9, 0), task.held_out_prompts(9, 0)))
 """
@@ -163,3 +165,15 @@ def test_a_task_without_data_has_its_prompts_and_columns() -> None:
     assert first["train"]["sha256"] != describe_data(Digits(), ["a", "b"], ["c"])["train"]["sha256"]
     assert digests(Digits(), ["a", "b", "c"], 2)[2] == digests(Digits(), ["a", "b"])[2]
     assert digests(Digits(), ["a", "b"]) != digests(Digits(), ["b", "a"])
+
+
+def test_an_answer_counts_where_rows_are_trimmed(tmp_path: Path) -> None:
+    """Code tasks keep no column of their rows, whose tests can be millions of characters."""
+    rows = [{"prompt": f"write {n}", "tests": [{"stdin": "1", "stdout": "1"}]} for n in range(10)]
+    found = []
+    for output in "12":
+        rows[0]["tests"] = [{"stdin": "1", "stdout": output}]
+        write(tmp_path / "a.jsonl", rows)
+        task = make_task("code", path=str(tmp_path / "a.jsonl"), held_out=0.5)
+        found.append(describe_data(task, task.train_prompts(5, 0), task.held_out_prompts(5, 0)))
+    assert found[0] != found[1]

@@ -55,15 +55,18 @@ def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: 
     """Each whole checkpoint of a run against the one before; a single one against the model that the run began with."""
     folder = RunFolder.open(path, write=False)
     config = folder.read_config()
-    objective = config.get("objective") or {}
-    if objective.get("name") in CLIPPING:
-        rules = dataclasses.replace(rules, clip=read_objective(objective), own=True)
+    try:
+        objective = dict(config.get("objective") or {})
+        if objective.get("name") in CLIPPING:
+            rules = dataclasses.replace(rules, clip=read_objective(objective), own=True)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{folder.config} is not what a run writes: its objective cannot be read ({error}).") from error
     steps = sorted(folder.whole_checkpoints())
     if not steps:
         raise RunError(f"the run in {path} has no whole checkpoint to look at.")
     found = [find_subject(str(path), str(step)) for step in steps]
     if len(found) == 1:
-        found, steps = [find_subject(config["settings"]["model"], None), *found], [0, *steps]
+        found, steps = [find_subject(str(config["settings"].get("model")), None), *found], [0, *steps]
     pairs = [_Pair(*two, step) for two, step in zip(pairwise(found), steps[1:], strict=True)]
     before, after = (" and ".join(map(str, some)) for some in (steps[:-1], steps[1:]))
     what = f"sampled at step {before} of {path} and compared at step {after}"

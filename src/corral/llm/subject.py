@@ -107,7 +107,7 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
                 "max_turns": _typed(trainer, "max_tool_calling_iterations", int, None),
                 "chat_template_kwargs": _typed(trainer, "chat_template_kwargs", dict, {}),
                 "tool": _typed(settings, "tool", str, ""),
-                "tools": as_list(_typed(settings, "tools", list | str, [])),
+                "tools": _paths(_typed(settings, "tools", list | str, [])),
                 "environment_factory": _typed(settings, "environment_factory", str, ""),
             },
             half=_typed(trainer, "bf16", bool, True),
@@ -117,9 +117,12 @@ def _of_run(name: str, path: Path, content: dict[str, Any], which: str) -> Subje
         raise RunError(f"{folder.config} is not what a run writes: {error}") from error
 
 
-def as_list(given: list[Any] | str) -> list[Any]:
-    """Several functions as a list, as a run's file may have one alone."""
-    return given if isinstance(given, list) else [given] if given else []
+def _paths(given: list[Any] | str) -> list[str]:
+    """Import paths as a list, as a run's file may have one alone; a TypeError for anything else among them."""
+    found = given if isinstance(given, list) else [given] if given else []
+    if not all(isinstance(one, str) for one in found):
+        raise TypeError("`tools` should be import paths alone.")
+    return found
 
 
 _NEEDED = object()

@@ -70,7 +70,10 @@ def resume(
     own = {"reward": reward, "tools": tools, "environment_factory": environment_factory}
     changes = {"guard": guard, "report_to": report_to, **own, "steps": steps}
     # What was chosen for the run stays: a longer one may have longer prompts.
-    length = {"max_completion_length": content["trainer"]["max_completion_length"]}
+    trainer = content.get("trainer")
+    if not isinstance(trainer, Mapping) or "max_completion_length" not in trainer:
+        raise RunError(f"{folder.config} is not what a run writes: `trainer` has no max_completion_length.")
+    length = {"max_completion_length": trainer["max_completion_length"]}
     settings = resolve([length, content["settings"], {key: value for key, value in changes.items() if value is not None}])
     checkpoint, complaints = folder.last_whole_checkpoint()
     if steps is not None and is_main():

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corral.report.trainer_state import STATE, has_ended, lines_of, newest_state, settings_of
-from corral.run.files import RunError
+from corral.run.files import MOST_METRICS, RunError, read_regular
 from corral.run.files import read_json as read_file
 
 _FILES = ("config.json", "metrics.jsonl")
@@ -292,8 +292,8 @@ def _lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     if not _is_readable(path, notes, "nothing was measured yet"):
         return []
     try:
-        texts = [text for text in path.read_bytes().split(b"\n") if text.strip()]
-    except OSError as error:
+        texts = [text for text in read_regular(path, MOST_METRICS).split(b"\n") if text.strip()]
+    except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return []
     return _lines_by_step(texts, notes, path.name)

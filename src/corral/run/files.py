@@ -21,6 +21,10 @@ _MOST = 2**28
 """Bytes of a file of settings or results that are read; no run writes more."""
 
 
+MOST_METRICS = 2**32
+"""The same of metrics.jsonl: of a run of a million steps."""
+
+
 class RunError(Exception):
     """A run cannot start or continue. The message is for users: what, why, and what to do."""
 
@@ -88,7 +92,7 @@ def read_regular(path: Path, most: int = _MOST) -> bytes:
             raise ValueError("it is not a regular file.")
         if found.st_size > most:
             raise ValueError(f"it has {found.st_size:,} bytes, and at most {most:,} are read.")
-        return opened.read(most)
+        return opened.read()
 
 
 def require_regular(path: Path) -> None:
@@ -160,9 +164,7 @@ def is_too_large(error: BaseException | None) -> bool:
 def disk_sentence(error: BaseException, path: Path) -> str:
     """What went wrong on the disk, and what to do."""
     if is_too_large(error):
-        return (
-            f"{path} could not be written: it is beyond the limit on the size of a file (ulimit -f). Raise that, then resume."
-        )
+        return f"{path} could not be written: it is beyond the limit on the size of a file (ulimit -f). Raise it, then resume."
     if is_disk_full(error):
         there = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(there).free / 1e6

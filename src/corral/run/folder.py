@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 import corral
 from corral.run.files import (
+    MOST_METRICS,
     LockedFolder,
     RunError,
     append_line,
@@ -35,6 +36,7 @@ from corral.run.files import (
     plain,
     read_json,
     read_regular,
+    require_regular,
     sync,
     write_json,
     write_whole,
@@ -44,9 +46,6 @@ Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
 _INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
 """Text that stands in metrics.jsonl for what JSON does not have."""
-
-_METRICS = 2**32
-"""Bytes of metrics.jsonl that are read: of a run of a million steps."""
 
 _PACKAGES = (
     *("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow"),
@@ -151,7 +150,7 @@ class RunFolder(LockedFolder):
         if not self.metrics.exists():
             return []
         try:
-            texts = read_regular(self.metrics, _METRICS).split(b"\n")
+            texts = read_regular(self.metrics, MOST_METRICS).split(b"\n")
         except (OSError, ValueError) as error:
             raise RunError(f"{self.metrics} cannot be read: {error}") from error
         lines = []
@@ -233,7 +232,10 @@ def default_name(label: str, *, smoke: bool = False) -> Path:
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Rows of a parquet file up to a step."""
     if path.exists():
-        with contextlib.suppress(pa.ArrowInvalid):  # damaged from outside: completions are worth no failure
+        with contextlib.suppress(
+            pa.ArrowException, OSError, ValueError
+        ):  # damaged from outside: completions are worth no failure
+            require_regular(path)
             return [row for row in pq.read_table(path).to_pylist() if row["step"] <= step]
     return []
 

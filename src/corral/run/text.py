@@ -60,7 +60,7 @@ def visible_output() -> Iterator[None]:
     """Make everything visible that this process writes to its streams: prints, logs, warnings and tracebacks of any library."""
     sys.excepthook = _print_exception
     streams = sys.stdout, sys.stderr
-    mine: tuple[Any, Any] = tuple(one if isinstance(one, VisibleStream) else VisibleStream(one) for one in streams)
+    mine: Any = [one if isinstance(one, VisibleStream) else VisibleStream(one) for one in streams]
     sys.stdout, sys.stderr = mine
     try:
         yield

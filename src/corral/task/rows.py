@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from corral.run.files import read_regular, require_regular
 from corral.task.imports import library
 
 Row = dict[str, Any]
+
+
+_MOST = 2**36
+"""Bytes of a file of rows that are read at once."""
 
 
 class Malformed(ValueError):
@@ -27,15 +32,15 @@ def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
 
 def _file_rows(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
     """(place, row) of a file. Empty lines are no rows."""
-    if path.exists() and not path.is_file():  # reading a pipe or a device may never end
-        raise ValueError(f"{owner}: {path} cannot be read: it is not a regular file.")
     if path.suffix == ".parquet":
         yield from _parquet(path, owner)
         return
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        lines = read_regular(path, _MOST).removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise ValueError(f"{owner}: {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{owner}: {path} cannot be read: {error}") from error
     if path.suffix == ".json":
         yield from _json_list(path, lines, owner)
         return
@@ -89,6 +94,7 @@ def text_column(row: Row, *names: str) -> str:
 def _parquet(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
     parquet = library("pyarrow.parquet", owner)
     try:
+        require_regular(path)
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
         raise ValueError(f"{owner}: {path} cannot be read: {error}.") from error
