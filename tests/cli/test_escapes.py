@@ -259,4 +259,6 @@ def test_a_stream_writes_out_what_is_hidden(capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().out == bar
     stream.write("\r 10%\x1b[A\rx")
     assert capsys.readouterr().out == "\r 10%⟨U+001B⟩[A⟨U+000D⟩x"
+    stream.write("\x1b[Aover the line before")
+    assert capsys.readouterr().out == "⟨U+001B⟩[Aover the line before"
     assert stream.isatty() is sys.stdout.isatty()

@@ -62,7 +62,7 @@ CHANGES: dict[str, tuple[str, Callable[[Rows], Rows]]] = {
     "another column": ("train", lambda rows: [{**row, "source": "b"} for row in rows]),
     "other prompts": ("train", lambda rows: [{**row, "prompt": row["prompt"] + " "} for row in rows]),
     "held out answers": ("test", lambda rows: [{**row, "answer": "0"} for row in rows]),
-    "fewer held out": ("test", lambda rows: rows[:8]),
+    "fewer held out": ("test", lambda rows: rows[:5]),
     "held out reordered": ("test", lambda rows: rows[::-1]),
 }
 
