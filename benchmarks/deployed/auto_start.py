@@ -108,28 +108,26 @@ def read(file: Path) -> dict[Run, dict[str, Any]]:
 
 
 def table(found: dict[Run, dict[str, Any]]) -> str:
-    """A row for each objective and number of passes: mean reward of the batches, and paired differences of `auto`."""
-    rows = [
-        "| model | objective | passes | seeds | auto | from 1e-3 | grid | auto − from 1e-3 | auto − grid |",
-        "|---" * 9 + "|",
-    ]
+    """A row for each objective and number of passes: mean reward of the batches, and `auto` less each other arm."""
+    rows = ["| model | objective | passes | auto | from 1e-3 | grid | auto − from 1e-3 | auto − grid |", "|---" * 8 + "|"]
     for about in dict.fromkeys((run.setting, run.objective, run.passes) for run in found):
-        means = {run: fmean(line["reward"]) for run, line in found.items() if (run.setting, run.objective, run.passes) == about}
-        seeds = [seed for seed in SEEDS if all(Run(*about, arm, seed) in means for arm in ARMS)]
-        if len(seeds) < 2:
-            continue
-        by_arm = {arm: [means[Run(*about, arm, seed)] for seed in seeds] for arm in ARMS}
-        less = [difference(by_arm["auto"], by_arm[arm]) for arm in ARMS[1:]]
-        cells = [*map(str, about), str(len(seeds)), *(f"{fmean(by_arm[arm]):.3f}" for arm in ARMS), *less]
-        rows.append(f"| {' | '.join(cells)} |")
+        means: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}
+        for run, line in found.items():
+            if (run.setting, run.objective, run.passes) == about:
+                means[run.arm][run.seed] = fmean(line["reward"])
+        cells = [f"{fmean(by_seed.values()):.3f}" if by_seed else "–" for by_seed in means.values()]
+        cells += [difference(means["auto"], means[arm]) for arm in ARMS[1:]]
+        rows.append(f"| {' | '.join([*map(str, about), *cells])} |")
     return "\n".join(rows)
 
 
-def difference(one: list[float], other: list[float]) -> str:
-    """Mean paired difference in points, with its 95 % Student interval."""
-    points = [100 * (a - b) for a, b in zip(one, other, strict=True)]
+def difference(one: dict[int, float], other: dict[int, float]) -> str:
+    """Mean difference in points over the seeds that both have, with its 95 % Student interval."""
+    points = [100 * (one[seed] - other[seed]) for seed in one.keys() & other.keys()]
+    if len(points) < 2:
+        return f"{len(points)} seeds"
     low, high = stats.t.interval(0.95, len(points) - 1, loc=fmean(points), scale=stats.sem(points))
-    return f"{fmean(points):+.1f} ({low:+.1f} to {high:+.1f})"
+    return f"{fmean(points):+.2f} ({low:+.2f} to {high:+.2f}; {len(points)} seeds)".replace("-", "−")
 
 
 def main() -> None:
