@@ -1,14 +1,16 @@
 """What the first batches pay for a learning rate that is found automatically: training reward of batches 1 to 5, three arms.
 
-    OMP_NUM_THREADS=1 python benchmarks/deployed/auto_start.py --out benchmarks/deployed/results/auto-start-1.jsonl
-    OMP_NUM_THREADS=1 python benchmarks/deployed/auto_start.py --out benchmarks/deployed/results/auto-start-1.jsonl --table
+    OMP_NUM_THREADS=1 python benchmarks/deployed/auto_start.py --out benchmarks/deployed/auto-start.jsonl
+    OMP_NUM_THREADS=1 python benchmarks/deployed/auto_start.py --out benchmarks/deployed/auto-start.jsonl --table
 
 - `auto`: `learning_rate="auto"`, whose rate is found on the first batch.
 - `from 1e-3`: the same bound and schedule, started at 1e-3 without a search.
 - `grid`: the rate with the largest area under held-out success in docs/deployed.md and docs/results/llm.md, unheld.
 
-All arms of a seed draw the same first batch. Runs that the file already has are skipped. `--setting smollm2` and `--setting
-qwen` do the same with pretrained models, on a GPU.
+All arms of a seed draw the same first batch. Runs that the file already has are skipped. The file also has runs of a search
+that aimed at other multiples of the bound: `auto, aim .5`, `auto, aim .85` and, with four passes, `auto, aim 2`. On a GPU
+pretrained models do the same: `--setting smollm2` (after `python benchmarks/evidence/pretrained_starts.py smollm2`), and
+`--setting qwen` with Qwen2.5-Coder-0.5B-Instruct in runs/pretrained/qwen, GSM8K in runs/gsm8k and vLLM.
 """
 
 import argparse
@@ -108,28 +110,26 @@ def read(file: Path) -> dict[Run, dict[str, Any]]:
 
 
 def table(found: dict[Run, dict[str, Any]]) -> str:
-    """A row for each objective and number of passes: mean reward of the batches, and paired differences of `auto`."""
-    rows = [
-        "| model | objective | passes | seeds | auto | from 1e-3 | grid | auto − from 1e-3 | auto − grid |",
-        "|---" * 9 + "|",
-    ]
+    """A row for each objective and number of passes: mean reward of the batches, and `auto` less each other arm."""
+    rows = ["| model | objective | passes | auto | from 1e-3 | grid | auto − from 1e-3 | auto − grid |", "|---" * 8 + "|"]
     for about in dict.fromkeys((run.setting, run.objective, run.passes) for run in found):
-        means = {run: fmean(line["reward"]) for run, line in found.items() if (run.setting, run.objective, run.passes) == about}
-        seeds = [seed for seed in SEEDS if all(Run(*about, arm, seed) in means for arm in ARMS)]
-        if len(seeds) < 2:
-            continue
-        by_arm = {arm: [means[Run(*about, arm, seed)] for seed in seeds] for arm in ARMS}
-        less = [difference(by_arm["auto"], by_arm[arm]) for arm in ARMS[1:]]
-        cells = [*map(str, about), str(len(seeds)), *(f"{fmean(by_arm[arm]):.3f}" for arm in ARMS), *less]
-        rows.append(f"| {' | '.join(cells)} |")
+        means: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}
+        for run, line in found.items():
+            if (run.setting, run.objective, run.passes) == about and run.arm in ARMS:
+                means[run.arm][run.seed] = fmean(line["reward"])
+        cells = [f"{fmean(by_seed.values()):.3f}" if by_seed else "–" for by_seed in means.values()]
+        cells += [difference(means["auto"], means[arm]) for arm in ARMS[1:]]
+        rows.append(f"| {' | '.join([*map(str, about), *cells])} |")
     return "\n".join(rows)
 
 
-def difference(one: list[float], other: list[float]) -> str:
-    """Mean paired difference in points, with its 95 % Student interval."""
-    points = [100 * (a - b) for a, b in zip(one, other, strict=True)]
+def difference(one: dict[int, float], other: dict[int, float]) -> str:
+    """Mean difference in points over the seeds that both have, with its 95 % Student interval."""
+    points = [100 * (one[seed] - other[seed]) for seed in one.keys() & other.keys()]
+    if len(points) < 3:  # an interval of two says nothing
+        return f"{fmean(points):+.2f} ({len(points)} seeds)".replace("-", "−") if points else "–"
     low, high = stats.t.interval(0.95, len(points) - 1, loc=fmean(points), scale=stats.sem(points))
-    return f"{fmean(points):+.1f} ({low:+.1f} to {high:+.1f})"
+    return f"{fmean(points):+.2f} ({low:+.2f} to {high:+.2f}; {len(points)} seeds)".replace("-", "−")
 
 
 def main() -> None:

@@ -87,8 +87,8 @@ class CorralConfig(GRPOConfig):
     learning_rate: float | str = field(  # type: ignore[assignment]  # transformers has no word
         default=1e-6,
         metadata={
-            "help": "Peak learning rate; `auto` finds it on the first batch, where a step moves the network by twice "
-            "`deployed_bound`, and adapts it; unless given that is .03 with one pass over each batch and .01 with several."
+            "help": "Peak learning rate; `auto` finds it on the first batch, where a step moves the network by "
+            "a few `deployed_bound`s, and adapts it; unless given that is .03 with one pass over each batch, .01 with several."
         },
     )
     deployed_bound: float | None = field(

@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 AIM = 0.5
 """The share of the bound that the learning rate aims at: the other half is for steps that go further than most."""
-START = 2.0
-"""The KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound. The rates that grids
-chose move the network by one to four bounds in their first step. That step is then retracted to the bound, and the rate comes
-down to `AIM` over the next ones."""
+START, PASSES_START = 2.0, 6.0
+"""The KL of the first step that the search for `learning_rate="auto"` aims at, in multiples of the bound: with one pass over
+each batch, and with several. The rates that grids chose move the network by one to five bounds in their first step. That step
+is then retracted to the bound, and the rate comes down to `AIM` over the next ones."""
 SPENT = 50.0
 """Times the bound, before anything is undone, from which on `reuse="auto"` makes no further pass: D grows as the square of what
 is kept, and less than a seventh would be."""
@@ -148,11 +148,12 @@ class DeployedCallback(TrainerCallback):
             self._updates += 1
 
     def _find_rate(self, old: dict[str, Tensor]) -> None:
-        """Start at the rate with which this step moves the network by `START` bounds; wait where the step has no gradient."""
+        """Start at the rate with which this step moves the network by several bounds; wait where the step has no gradient."""
         trainer, scheduler = self.trainer, self._scheduler()
         trainer.draw_ahead()
         search = RateSearch(trainer, self.probe, old, updates=self.per_step, per_pass=self.per_pass)
-        found = search.find(self.bound, START * self.bound, _worth_another)
+        several = START if trainer.args.num_iterations == 1 else PASSES_START
+        found = search.find(self.bound, several * self.bound, _worth_another)
         if found is None:
             logger.info(
                 "Update %d: no completion of this batch has a gradient, so the learning rate is looked for on the next batch.",
