@@ -41,7 +41,7 @@ class MicroBatch(NamedTuple):
     tokens: int
     """Tokens that were trained on."""
     clipped: int
-    """Tokens that clipping left without a gradient."""
+    """Number of tokens whose gradient clipping set to zero."""
     trl: float | None
     """TRL's own `clip_ratio/region_mean`; None where the trainer logs none."""
 
@@ -149,7 +149,7 @@ def read_audit(path: Path) -> tuple[dict[str, Any], pa.Table]:
 
 
 def _read_updates(path: Path) -> dict[str, Any] | None:
-    """Numbers of updates and micro-batches, and means over micro-batches, as TRL averages: the share blocked, and TRL's own."""
+    """Counts of updates and micro-batches, and two means over micro-batches: the share blocked, and TRL's clip ratio."""
     if not any(path.glob("update-*.parquet")):
         return None
     try:

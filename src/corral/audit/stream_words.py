@@ -19,7 +19,7 @@ _NAMES = {"clip": "clipping 1 ± ε", "dppo_tv": "DPPO on TV", "dppo_kl": "DPPO 
 
 
 def stream_sentences(summary: StreamSummary, info: Mapping[str, Any]) -> list[str]:
-    """What was compared, how far it went, what clipping would do, which bound errs least, and remarks on the numbers."""
+    """The sentences of a summary: policies compared, their KL, what clipping would block, the best bound, and remarks."""
     rules = info["rules"]
     found = [
         f"{count(summary.tokens, 'token')} of {count(summary.sequences, 'completion')} in {count(summary.steps, 'step')}, "
@@ -62,7 +62,7 @@ def _errors(row: Threshold) -> str:
 
 
 def _clipping(row: Threshold, rules: Mapping[str, Any], *, certain: bool) -> str:
-    """How much clipping would block in an update, how much of that is inside the KL ball, and what it would miss."""
+    """A sentence: the share of tokens that clipping would block, its part inside the KL ball, and the share it would miss."""
     ball = row.kl
     known = "" if certain else ", as far as these divergences show"
     inside = f"; {percent(ball.blocked_inside / ball.blocked)} of these are inside the KL ball{known}" if ball.blocked else ""

@@ -32,7 +32,7 @@ def sentences(summary: Summary, info: Mapping[str, Any]) -> list[str]:
 
 
 def updates_sentence(info: Mapping[str, Any]) -> str | None:
-    """What clipping did in the updates that a trainer made, with TRL's own number; None for audits without a trainer."""
+    """A sentence: the share of tokens that clipping blocked during training, and TRL's clip ratio. None without a trainer."""
     if info.get("kind") != "trainer":
         return None
     rules, made = info["rules"], info.get("updates_made")
@@ -52,7 +52,7 @@ def updates_sentence(info: Mapping[str, Any]) -> str | None:
 
 
 def _clipping(summary: Summary, rules: Mapping[str, Any]) -> str:
-    """How much clipping would block on one more update, how much of that is inside the KL ball, and what it would miss."""
+    """A sentence: what clipping would block in one more update on the same completions, and what it would miss."""
     ball: Ball = summary.verdicts["clipped"]["kl"]
     name = f"On one more update on these completions, clipping ({clip_range(rules['clip'])}) would block"
     radius = f"the KL ball of {number(rules['kl_bound'])}"

@@ -120,7 +120,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _say_imports(comparison: Any, config: Path | None) -> None:
-    """Say what a resumed comparison imports, before it does: its folder names it, and not the command line."""
+    """Print the user code that a resumed comparison is about to import, which its folder names."""
     from corral.llm.subject import named_code
 
     settings = importlib.import_module(f"corral.{comparison.plan.kind}.settings")

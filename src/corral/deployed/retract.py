@@ -26,7 +26,7 @@ LOST = 0.1
 LEAST = 1e-6
 """A smaller share is not worth a probe: nothing is kept."""
 FEW = 5000
-"""With fewer tokens the 99.9th percentile is one of the five largest, and not published."""
+"""Least number of tokens for which the 99.9th percentile is reported: of fewer it is one of the five largest values."""
 _INTERPOLATED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and buffers that lie between the old and the new ones."""
 _told: set[str] = set()

@@ -21,7 +21,7 @@ from corral.types import SparseDist, TokenBatch
 logger = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()
 _first_calls: dict[str, FirstCall] = {}
-"""The check of this process's first batch, by engine: some engines have their objective made for every batch."""
+"""First-batch checks by engine. They are kept here because some engines make a new objective for every batch."""
 _policies_differ: ContextVar[bool] = ContextVar("corral_policies_differ", default=False)
 
 POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
@@ -32,7 +32,7 @@ LEAST_TAIL = 1e-8
 
 @contextmanager
 def policies_differ() -> Iterator[None]:
-    """Inside, old and new policies differ on purpose, as in a checkup: the engine's first batch is still to come."""
+    """Context without the first-batch check, for checkups, where old and new policies differ on purpose."""
     token = _policies_differ.set(True)
     try:
         yield

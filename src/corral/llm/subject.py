@@ -69,7 +69,7 @@ def _run_config(path: Path) -> dict[str, Any] | None:
 
 
 def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Flag and import path of everything in a run's settings that is code of the user's own, or lets a model's run unconfined.
+    """Flags and values of the settings that import user code, or let code written by a model run outside the sandbox.
 
     These are imported, and so executed, when they are used: a run that comes from a stranger may name its own files.
     """

@@ -1,4 +1,4 @@
-"""The deployed region under verl: the network is held near the one that the sampler last got.
+"""Bound the KL of verl's network to the weights that the sampler last got.
 
 before the first update    weights of this rank's shard, and the head's inputs and weight on some of the batch's sequences
 after the last             the same sequences again → KL(new‖old) over the whole vocabulary → corral.retract

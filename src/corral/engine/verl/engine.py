@@ -50,7 +50,7 @@ class SupportFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
-        """verl's update; with a deployed bound, the last one before a weight synchronisation also holds the network."""
+        """Run verl's update. With `deployed_bound` the last one before a weight synchronisation also bounds the network."""
         bound = tensordict_utils.get_non_tensor_data(data, DEPLOYED_BOUND, None)
         if bound is None:
             return super().train_batch(data, loss_function)

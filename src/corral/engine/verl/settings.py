@@ -48,7 +48,7 @@ class VerlSettings:
     support_mass: float = 1 - 1e-5
     """Probability after which a support keeps no further token."""
     deployed_bound: float | None = None
-    """δ: before the sampler gets a new network, back towards the one that it has until the KL between the two is at most this;
+    """δ: the largest KL between two networks that the sampler gets one after the other. Weights beyond it are retracted;
     inf measures alone."""
     deployed_statistic: str = "mean"
     """Of the per-token KL: "mean", "p999", "cvar" or "max"."""
@@ -83,7 +83,7 @@ class VerlSettings:
         return {TOP_K: self.support_size, MASS: self.support_mass}
 
     def deployed_request(self, *, sync: bool) -> dict[str, Any]:
-        """For the extra_info of a batch's updates under a deployed bound; empty without one.
+        """Entries of a batch's extra_info that ask for a measurement of the network. Empty without `deployed_bound`.
 
         Args:
             sync: whether the sampler gets the network after these updates.

@@ -17,9 +17,9 @@ class _WithRegion:
     config: Any
     actor_rollout_wg: Any
     local_trigger_step: int
-    """Batches of this step that came before."""
+    """Number of batches already trained on since the last weight synchronisation."""
     parameter_sync_step: int
-    """Batches of a step, after which the sampler gets the weights: several with separate_async, one otherwise."""
+    """Number of batches between two weight synchronisations: several with separate_async, one otherwise."""
 
     def __init__(self, config: Any) -> None:
         # verl's trainers tell themselves apart by this name, and each looks its settings up under it.

@@ -12,9 +12,9 @@ OLD, NEW = "corral_old", "corral_new"
 TOP_K, MASS = "corral_top_k", "corral_mass"
 """In a batch's extra_info, for the pass that is to keep a support."""
 DEPLOYED_BOUND, DEPLOYED_STATISTIC = "corral_deployed_bound", "corral_deployed_statistic"
-"""In a batch's extra_info, for updates after which the network is held near the one that the sampler has."""
+"""Keys of a batch's extra_info: the bound on the network's KL to the sampler's weights, and its statistic."""
 DEPLOYED_SYNC = "corral_deployed_sync"
-"""Beside them, on a step's last batch: the network goes to the sampler after its updates."""
+"""Key of a batch's extra_info: whether the sampler gets the weights after this batch's updates."""
 _FIELDS = ("ids", "logp", "rest", "rest_max")
 
 

@@ -8,7 +8,7 @@ from corral.task.sandbox.inside import kernel
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PAGES_PER_PAGE_OF_MAPS = 16
-"""Pages of address space for which the kernel may hold a page of its own: a memory map of one page takes about 230 bytes."""
+"""Pages of address space counted as one page of memory: the kernel needs about 230 bytes for each memory map."""
 
 
 class Memory:
