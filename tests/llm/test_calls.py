@@ -143,19 +143,22 @@ def test_a_run_with_tools_is_evaluated_and_audited_with_them(model: str, tmp_pat
     settings = small(model, steps=1, tools=f"{__file__}:double", max_completion_length=120, max_tool_calling_iterations=2)
     train(settings, out=run, quiet=True)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["tools/call_frequency"] > 0
-    job = prepare_evaluation(EvalSettings(model=str(run), problems=4, samples=2, device="cpu"))
+    ours = (f"{__file__}:double",)
+    job = prepare_evaluation(EvalSettings(model=str(run), tools=ours, problems=4, samples=2, device="cpu"))
     assert isinstance(job.turns, FunctionCalls)
     assert (job.turns.max_turns, job.plan()["tools"]) == (2, [f"{__file__}:double"])
-    done = evaluate(EvalSettings(model=str(run), problems=4, samples=2, device="cpu"), make_eval_view(quiet=True))
+    done = evaluate(EvalSettings(model=str(run), tools=ours, problems=4, samples=2, device="cpu"), make_eval_view(quiet=True))
     shown = [row["completion"] for row in read_rows(done.path)]
     assert any('→ double({"number": 7})\n← 14' in text for text in shown)
     assert FUNCTIONS["tools"]([""]) == (), "corral eval RUN --tools ''"
     without = prepare_evaluation(EvalSettings(model=str(run), tools=(), device="cpu"))
     assert without.turns is None
     with pytest.raises(RunError, match="played with transformers"):
-        prepare_evaluation(EvalSettings(model=str(run), backend="vllm"))
+        prepare_evaluation(EvalSettings(model=str(run), tools=ours, backend="vllm"))
 
-    audited = audit_run(run, EvalSettings(model="", problems=2, samples=2, device="cpu"), Rules(), tmp_path / "audit", print)
+    audited = audit_run(
+        run, EvalSettings(model="", tools=ours, problems=2, samples=2, device="cpu"), Rules(), tmp_path / "audit", print
+    )
     from corral.audit.folder import read_audit
 
     columns = read_audit(audited)[1].to_pydict()

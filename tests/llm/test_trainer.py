@@ -1015,6 +1015,11 @@ class TestContract:
         "_compute_loss": ["self", "model", "inputs"],
         "training_step": ["self", "model", "inputs", "num_items_in_batch"],
         "log": ["self", "logs", "start_time"],
+        "train": ["self", "resume_from_checkpoint", "trial"],
+        "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+        "_prepare_inputs": ["self", "generation_batch"],
+        "_maybe_log_save_evaluate": ["self", "tr_loss", "grad_norm", "model"],
+        "_save_checkpoint": ["self", "model", "trial"],
     }
 
     @pytest.mark.skipif(trl.__version__.startswith("1.14."), reason="only 1.14 hides its parameters behind *args")

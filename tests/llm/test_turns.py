@@ -86,9 +86,13 @@ def test_a_run_with_a_tool(model: str, tmp_path: Path, objective: str) -> None:
     assert line["tools/replies"] > 0
     assert line["completions/mean_length"] < 5, "what the tool wrote does not count"
     if objective == "troll":
-        found = evaluate(EvalSettings(model=str(done.path), problems=8, samples=1), make_eval_view(quiet=True))
+        found = evaluate(
+            EvalSettings(model=str(done.path), tool=settings.tool, problems=8, samples=1), make_eval_view(quiet=True)
+        )
         assert found.result["settings"]["tool"].endswith(":Shout")
-        page = audit_run(done.path, EvalSettings(model="", problems=4, samples=2), Rules(), tmp_path / "audit", print)
+        page = audit_run(
+            done.path, EvalSettings(model="", tool=settings.tool, problems=4, samples=2), Rules(), tmp_path / "audit", print
+        )
         assert "!" not in read_audit(page)[1]["text"].to_pylist(), "what the tool wrote is not judged"
 
 

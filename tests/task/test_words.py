@@ -55,7 +55,13 @@ def test_two_ways_of_writing_a_problem_are_in_one_half(tmp_path: Path) -> None:
 
 
 def test_every_gold_answer_of_svamp_is_right_and_its_neighbour_wrong(tmp_path: Path) -> None:
-    task = WordProblems(path=folder(tmp_path, [], [{"input": "What is 2 plus 3 ?", "target": 5.0}]))
+    task = WordProblems(
+        path=folder(
+            tmp_path,
+            [{"body": "Two and two.", "question": "How many?", "answer": "4"}],
+            [{"input": "What is 2 plus 3 ?", "target": 5.0}],
+        )
+    )
     rows = [json.loads(line) for line in SVAMP.read_text().splitlines()]
     prompts = task.held_out_prompts(100, 0)
     assert len(prompts) == len(rows) == 25
