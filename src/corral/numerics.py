@@ -1,7 +1,7 @@
 """Numerics: precision, and logarithms that stay exact at both ends."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import reduce, wraps
 from typing import ParamSpec, TypeVar
@@ -102,3 +102,25 @@ def expm1_minus_series(x: Tensor) -> Tensor:
     for coefficient in others:
         series = torch.addcmul(coefficient, series, x)
     return x * x * series
+
+
+def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
+    """Whether every gradient is finite, and whether all are exactly 0; (True, False) where none is at hand.
+
+    Of a sharded gradient it reads this process's part. Two numbers come off the device, together.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return True, False
+    # A DTensor has `to_local`; importing its class takes a second.
+    local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+    finite = torch.stack([gradient.isfinite().all().to(local[0].device) for gradient in local]).all()
+    moving = torch.stack([gradient.any().to(local[0].device) for gradient in local]).any()
+    is_finite, is_moving = torch.stack([finite, moving]).tolist()
+    return is_finite, not is_moving
+
+
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Set gradients to None: optimizers skip those parameters, so weights, moments and step counts stay as they are."""
+    for parameter in parameters:
+        parameter.grad = None

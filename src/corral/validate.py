@@ -107,3 +107,11 @@ def _condition(integer: bool, finite: bool, low: _Limits, high: _Limits) -> str:
         return f"is a {kind}"
     limit = f"{'≥' if above is None else '>'} {least}" if least is not None else f"{'≤' if below is None else '<'} {most}"
     return f"is a {kind} {limit}" if integer else f"must be {'finite and ' * finite}{limit}"
+
+
+class RunError(Exception):
+    """A run cannot start or continue. The message is for users: what, why, and what to do."""
+
+
+class RewardError(RunError):
+    """A reward function failed; the cause is chained."""

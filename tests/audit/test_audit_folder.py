@@ -15,7 +15,7 @@ from corral.audit.rules import Rules
 from corral.audit.summary import summarise
 from corral.audit.words import sentences
 from corral.objective import make_objective
-from corral.run.files import RunError
+from corral.validate import RunError
 
 INFO: dict[str, Any] = {"kind": "test", "rules": RULES.as_dict()}
 

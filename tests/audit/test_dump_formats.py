@@ -13,7 +13,7 @@ from audit.dumps import EXPORT, LINE, write_exports, write_lines
 from audit.four_tokens import EXPECTED, NEW, OLD
 from corral.audit.dump.completion import LoggedCompletion
 from corral.audit.dump.find import Dump, find_dump, read_completions
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 def read(path: Path) -> tuple[Dump, list[LoggedCompletion], list[str]]:

@@ -13,7 +13,7 @@ from corral.audit.rules import Rules
 from corral.audit.stream import audit_dump
 from corral.audit.stream_words import stream_sentences
 from corral.audit.tally import StreamSummary
-from corral.run.files import RunError
+from corral.validate import RunError
 
 INFO = {"what": "compared", "rules": {**Rules().as_dict()}}
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from corral.audit.folder import SCHEMA, read_audit
 from corral.cli import main
-from corral.run.files import RunError, digest, read_json, read_regular, write_json
+from corral.run.files import digest, read_json, read_regular, write_json
 from corral.run.settings import coerce, guess, read_file
+from corral.validate import RunError
 from small_runs import save_model, small
 
 DEEP = '{"a":' * 20_000 + "1" + "}" * 20_000

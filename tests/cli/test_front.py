@@ -26,11 +26,11 @@ from corral.robot.settings import ALGORITHMS
 from corral.robot.settings import resolve as resolve_robot
 from corral.robot.train import train as train_robot
 from corral.run.ending import last_words, summarise
-from corral.run.files import RunError
 from corral.run.folder import default_name
 from corral.run.settings import toml_lines
 from corral.task import TASKS
 from corral.task.dataset import FiniteTask
+from corral.validate import RunError
 from small_runs import save_model, small
 
 

@@ -24,7 +24,7 @@ from corral.compare.record import read
 from corral.naming import pip_install
 from corral.report.comparison import FILE
 from corral.report.read import read_run
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

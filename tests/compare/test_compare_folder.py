@@ -19,7 +19,8 @@ from corral.compare.folder import (
     read_state,
     refuse_busy,
 )
-from corral.run.files import RunError, lock, write_whole
+from corral.run.files import lock, write_whole
+from corral.validate import RunError
 
 
 def add(path: Path, *lines: dict[str, object]) -> None:

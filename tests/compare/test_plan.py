@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from corral.compare.command import Training, contestant_key, resume_arguments, run_settings, start_arguments
 from corral.compare.plan import ComparisonPlan, half_decades, make_plan, make_run, parse_sweeps
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 def test_without_a_sweep_all_seeds_are_reported() -> None:

@@ -17,7 +17,7 @@ from corral.cli import main  # noqa: E402 - only where there is ray
 from corral.compare.engine import Engine, RunJob  # noqa: E402
 from corral.compare.folder import failure_reason, log_tail, place_log  # noqa: E402
 from corral.compare.ray import RayEngine, stop_file  # noqa: E402
-from corral.run.files import RunError  # noqa: E402
+from corral.validate import RunError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")]  # Ray's own
 

@@ -10,7 +10,7 @@ from corral.compare.command import Training
 from corral.compare.plan import make_plan
 from corral.compare.record import Comparison, differences, read, render_value
 from corral.report.comparison import FILE, read_comparison
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 def comparison(path: Path, **settings: str) -> Comparison:

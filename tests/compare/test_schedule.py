@@ -14,7 +14,8 @@ from corral.compare.job import comparison_status, findings
 from corral.compare.local import LocalEngine
 from corral.compare.results import choose, report_lines, sweep_rows, write_report
 from corral.compare.schedule import Schedule
-from corral.run.files import RunError, lock
+from corral.run.files import lock
+from corral.validate import RunError
 
 
 def test_all_runs_are_run_two_at_a_time(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from corral import categorical_kl
 from corral.llm import CorralTrainer
-from corral.llm.models import base_model
+from corral.llm.processes import base_model
 
 NAMES = [
     "tr/deployed_kl_mean", "tr/deployed_kl_max", "tr/step_share", "tr/deployed_probes",

@@ -33,10 +33,11 @@ from trl import GRPOConfig, GRPOTrainer
 from corral.audit.folder import read_audit
 from corral.audit.summary import outside_ball, summarise, table_columns, token_kinds
 from corral.audit.words import sentences
+from corral.deployed.state import preserve_state
 from corral.llm import audit
 from corral.llm.audit_callback import _send_alert, rules_of
-from corral.llm.audit_scoring import choose, logp_at, preserve_state
-from corral.run.files import RunError
+from corral.llm.audit_scoring import choose, logp_at
+from corral.validate import RunError
 from device import drawing_on_the_cpu
 from tolerance import assert_close
 from two_processes import run_two

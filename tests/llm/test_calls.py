@@ -20,8 +20,8 @@ from corral.llm.problems import Problems, Sampling
 from corral.llm.settings import FUNCTIONS
 from corral.llm.smoke import build_byte_tokenizer, build_smoke
 from corral.llm.train import train
-from corral.run.files import RunError
 from corral.task.messages import answer_of, transcript
+from corral.validate import RunError
 from small_runs import Digits, small
 
 CALLS = [

@@ -14,8 +14,8 @@ import pytest
 from corral.cli import main
 from corral.llm.data import describe_data, digests
 from corral.llm.train import resume, train
-from corral.run.files import RunError
 from corral.task import make_task
+from corral.validate import RunError
 from small_runs import Digits, save_model, small
 
 Rows = list[dict[str, Any]]

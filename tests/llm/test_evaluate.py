@@ -21,13 +21,12 @@ from corral.llm.evaluate import EvalSettings, Evaluation, default_problems, draw
 from corral.llm.passk import Estimate
 from corral.llm.problems import cut_at_end, end_tokens, generate
 from corral.llm.results import EvalFolder, compare, summarise
-from corral.llm.rewards import RewardError
 from corral.llm.sampler import TransformersSampler, choose_backend, choose_dtype
 from corral.llm.smoke import build_smoke
 from corral.llm.subject import find_subject
 from corral.llm.train import train
-from corral.run.files import RunError
 from corral.task import TASKS
+from corral.validate import RewardError, RunError
 from small_runs import Digits, save_model, small
 
 

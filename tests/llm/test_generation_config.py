@@ -142,7 +142,7 @@ def test_the_user_s_own_settings_come_first() -> None:
 
 def test_a_training_run_with_such_a_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
     from corral.llm.train import train
-    from corral.run.files import RunError
+    from corral.validate import RunError
     from small_runs import save_model, small
 
     folder = Path(save_model(tmp_path / "model"))

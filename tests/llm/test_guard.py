@@ -12,8 +12,9 @@ from tiny_models import loss_and_gradient, make_trainer, rollouts, without_fused
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from corral.llm.guard import GuardCallback, SelfCheck, on_any_process
+from corral.llm.guard import GuardCallback
 from corral.llm.policy_term import PolicyTerm
+from corral.llm.self_check import SelfCheck, on_any_process
 from corral.llm.trainer import CorralTrainer
 from corral.run.watch import CollapseLimits
 from corral.types import TokenBatch

@@ -11,7 +11,7 @@ from corral.llm import models, packaged
 from corral.llm.models import load_model
 from corral.llm.packaged import PACKAGED
 from corral.llm.smoke import build_byte_tokenizer
-from corral.run.files import RunError
+from corral.validate import RunError
 from small_runs import save_model
 
 

@@ -15,12 +15,12 @@ import torch
 
 from corral.cli import main
 from corral.llm.problems import Problems
-from corral.llm.rewards import RewardError, make_rewards
+from corral.llm.rewards import make_rewards
 from corral.llm.settings import Settings
 from corral.llm.smoke import build_smoke, letters
 from corral.llm.train import resume, train
-from corral.run.files import RunError
 from corral.task import make_task, text_of, verify_all
+from corral.validate import RewardError, RunError
 from small_runs import Digits, small
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"

@@ -15,7 +15,7 @@ from corral.kernels.packed import Packing
 from corral.llm.processes import is_alone_by_mistake, lost_process, run_together
 from corral.llm.scoring_pass import HeadInputs, HeadResult, ScoringPass
 from corral.llm.sharding import check_teacher, is_sharded, parallelism_refusals, root_weights, vocabulary_size
-from corral.run.files import RunError
+from corral.validate import RunError
 
 COMPLETIONS = "every process would need the same completions, and TRL's GRPO has each draw its own"
 SPLIT = "prompts would be split before there are completions"

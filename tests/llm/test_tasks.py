@@ -9,8 +9,8 @@ import pytest
 from corral.cli import main
 from corral.llm.tiny import build_tokenizer
 from corral.llm.train import resume, train
-from corral.run.files import RunError
 from corral.task import names
+from corral.validate import RunError
 from small_runs import save_model, small
 
 GSM8K = Path(__file__).parents[1] / "task" / "gsm8k"

@@ -24,7 +24,7 @@ from corral.llm.banner import banner, why_inactive
 from corral.llm.guard import GuardCallback
 from corral.llm.policy_term import PolicyTerm
 from corral.llm.prepare import prepare
-from corral.llm.rewards import RewardError, verifier
+from corral.llm.rewards import verifier
 from corral.llm.run_trainer import RunTrainer
 from corral.llm.sampler import Sampling, TransformersSampler
 from corral.llm.subject import find_subject
@@ -32,8 +32,8 @@ from corral.llm.train import resume, train
 from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import FUSED
 from corral.objective import make_objective
-from corral.run.files import RunError
 from corral.task import TASKS
+from corral.validate import RewardError, RunError
 from policy_objectives import POLICY_OBJECTIVES, one_of_each_kind
 from small_runs import Digits, save_model, small
 

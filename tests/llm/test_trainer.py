@@ -49,7 +49,6 @@ import corral.llm.policy_head
 from corral import TokenBatch, gather_support, group_advantages, reduce_loss, top_k_support
 from corral.llm import CorralConfig, CorralTrainer
 from corral.llm.policy_head import PolicyHead, _FusedHead
-from corral.llm.rewards import RewardError
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
 from corral.llm.trl_api import FUSED, REDUCTIONS
 from corral.objective import OBJECTIVES
@@ -58,6 +57,7 @@ from corral.objective.metrics import region_metrics
 from corral.objective.ratio import credit, log_ratio, zero_padding
 from corral.objective.troll import TROLLConfig, troll
 from corral.types import ObjectiveOutput
+from corral.validate import RewardError
 from device import DEVICE, drawing_on_the_cpu
 from policy_objectives import POLICY_OBJECTIVES
 from tolerance import ROUNDING, TWENTY_UPDATES, assert_close

@@ -10,7 +10,7 @@ from tiny_models import make_trainer
 
 from corral.cli import main
 from corral.report.read import find_runs, read_run
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from corral.llm.audit_models import audit_run
 from corral.llm.eval_view import make_eval_view
 from corral.llm.evaluate import EvalSettings, evaluate
 from corral.llm.prepare import prepare
-from corral.llm.rewards import RewardError
 from corral.llm.settings import read_recipe, resolve
 from corral.llm.train import train
 from corral.llm.turns import Dialogue, TextTool, converse
-from corral.run.files import RunError
+from corral.validate import RewardError, RunError
 from small_runs import save_model, small
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

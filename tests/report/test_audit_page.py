@@ -17,7 +17,7 @@ from corral.objective import make_objective
 from corral.report.audit.figures import LogAxis
 from corral.report.audit.page import audit_page, write_audit_page
 from corral.report.audit.tokens import render_token
-from corral.run.files import RunError
+from corral.validate import RunError
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=window.owned=1>\"'\u202egnp"
 

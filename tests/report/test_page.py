@@ -16,7 +16,7 @@ from corral.report.groups import group_runs
 from corral.report.html import LARGEST, data_block, join, shorten, table, tag, visible
 from corral.report.page import page, write_page
 from corral.report.read import read_run, read_runs
-from corral.run.files import RunError
+from corral.validate import RunError
 from report.synthetic import write_run, write_small_set
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corral.report.read import find_runs, number, read_run, read_runs
-from corral.run.files import RunError
+from corral.validate import RunError
 from report.synthetic import write_run
 
 

@@ -26,7 +26,7 @@ from corral.robot.settings import resolve
 from corral.robot.smoke import TRAINING
 from corral.robot.tce import TCE, TCEConfig
 from corral.robot.train import resume, train
-from corral.run.files import RunError
+from corral.validate import RunError
 from tolerance import assert_close
 
 NAME = "corral/ViaPointReacher-v0"

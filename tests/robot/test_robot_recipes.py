@@ -10,8 +10,8 @@ from corral.robot.settings import ALGORITHMS, RECIPES, coerce_fields, read_recip
 from corral.robot.smoke import TRAINING
 from corral.robot.tce import AS_PUBLISHED
 from corral.robot.train import train
-from corral.run.files import RunError
 from corral.run.settings import recipes
+from corral.validate import RunError
 
 NAMES = [name for name in sorted(recipes(RECIPES)) if name != "metaworld" or find_spec("metaworld")]
 OURS = [name for name in NAMES if not name.endswith("_published")]

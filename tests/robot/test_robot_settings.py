@@ -13,8 +13,8 @@ from corral.robot.settings import ALGORITHMS, RECIPES, Settings, check_flags, re
 from corral.robot.smoke import TRAINING
 from corral.robot.train import train
 from corral.robot.unused import check_used, used_by
-from corral.run.files import RunError
 from corral.run.settings import recipes
+from corral.validate import RunError
 
 SMALL: dict[str, Any] = {**TRAINING, "environment_config": {"reward": "sparse"}}
 

@@ -24,9 +24,9 @@ from corral.robot.learner import Learner
 from corral.robot.settings import ALGORITHMS, Settings, resolve
 from corral.robot.smoke import TRAINING
 from corral.robot.train import LIMITS, STATE, RobotRun, resume, select_watched, train
-from corral.run.files import RunError
 from corral.run.interval import Estimate
 from corral.run.watch import CollapseWatch
+from corral.validate import RunError
 
 TIMES = ("seconds", "steps_per_second")
 ITERATIONS = 6

@@ -13,7 +13,7 @@ from corral.robot.env.box_pushing import UNSTABLE, BoxPushing
 from corral.robot.episode import Episodes, Plant
 from corral.robot.prepare import describe, prepare
 from corral.robot.settings import read_recipe, resolve
-from corral.run.files import RunError
+from corral.validate import RunError
 from device import DEVICE
 
 try:

@@ -9,10 +9,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from corral.provenance import commit, plain, versions
 from corral.run import files
-from corral.run.files import RunError, append_line, disk_sentence, is_disk_full, plain, write_json, write_whole
-from corral.run.folder import RunFolder, commit, damage, versions
+from corral.run.files import append_line, disk_sentence, is_disk_full, write_json, write_whole
+from corral.run.folder import RunFolder, damage
 from corral.run.guard import Guard
+from corral.validate import RunError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from corral.run.files import RunError
 from corral.run.settings import add_layer, coerce, guess, nested, read_file, read_named, recipes
+from corral.validate import RunError
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.toml", "steps = = 3"), ("a.yaml", "steps: [3"), ("b.yaml", "- 3")])

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from corral.run.guard import Guard, drop_gradients, gradient_state
+from corral.numerics import drop_gradients, gradient_state
+from corral.run.guard import Guard
 from corral.run.watch import CollapseLimits, CollapseWatch
 
 

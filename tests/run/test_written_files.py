@@ -13,9 +13,10 @@ import pytest
 from corral.run import files
 from corral.run.choose import choose_checkpoint
 from corral.run.ending import extend, record_change
-from corral.run.files import RunError, append_line, disk_sentence, lock, read_regular, write_json, write_whole
+from corral.run.files import append_line, disk_sentence, lock, read_regular, write_json, write_whole
 from corral.run.folder import RunFolder, damage
 from corral.run.text import visible
+from corral.validate import RunError
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What a live audit waits for, and every other one ends with."""
 
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 class NothingYet(RunError):

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from corral.audit.errors import NothingYet
 from corral.audit.rules import read_rules
-from corral.run.files import LockedFolder, RunError, disk_sentence, plain, read_json, require_regular, write_json, write_whole
-from corral.run.folder import versions
+from corral.provenance import plain, versions
+from corral.run.files import LockedFolder, disk_sentence, read_json, require_regular, write_json, write_whole
+from corral.validate import RunError
 
 _FLOATS = (
     *("advantage", "entropy", "logp_old", "logp_new", "logp_rollout"),

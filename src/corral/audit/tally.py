@@ -13,8 +13,8 @@ from corral.audit.histogram import LogHistogram
 from corral.audit.summary import PROBABILITY, PROBABILITY_NAMES
 from corral.audit.threshold import FAMILIES, RuleFamily, Threshold, ThresholdTally
 from corral.audit.tokens import Tokens, sampled_tv
-from corral.run.files import RunError
 from corral.run.watch import CollapseLimits, CollapseWatch
+from corral.validate import RunError
 
 _MOST_STEPS = 100_000
 _OLDEST = 32

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import corral
 from corral.llm import IncompatibleTRL
 from corral.naming import nearest, pip_install
-from corral.run.files import DENIED, RunError
+from corral.run.files import DENIED
 from corral.run.text import visible, visible_output
+from corral.validate import RunError
 
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
 """Exit statuses."""

@@ -13,7 +13,7 @@ from corral.cli.audit_result import check_files, finish
 from corral.cli.eval import FLAGS, eval_settings
 from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import TOOLS, UNSAFE, quiet_libraries
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _NEEDED = ("numpy", "pyarrow", "rich")
 """Packages without which an audit cannot be shown; what compares models needs more."""

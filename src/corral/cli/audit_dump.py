@@ -10,7 +10,7 @@ from corral.cli.audit_result import Audited
 from corral.cli.eval import eval_settings
 from corral.cli.kind import check_kind
 from corral.cli.train import quiet_libraries
-from corral.run.files import RunError
+from corral.validate import RunError
 
 if TYPE_CHECKING:
     from corral.audit.dump.find import Dump

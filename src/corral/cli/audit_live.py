@@ -12,8 +12,8 @@ from corral.cli import INTERRUPTED, refuse
 from corral.cli.audit_dump import describe_dump
 from corral.cli.audit_measured import measured_audit
 from corral.cli.audit_result import Audited, finish, publish
-from corral.run.files import RunError
 from corral.run.text import count
+from corral.validate import RunError
 
 if TYPE_CHECKING:
     from corral.audit.rules import Rules

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.run.files import RunError, plain, write_json
+from corral.provenance import plain
+from corral.run.files import write_json
+from corral.validate import RunError
 
 if TYPE_CHECKING:
     from corral.audit.summary import Ball

@@ -14,8 +14,8 @@ from corral.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.cli.report import NEEDED
 from corral.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.naming import nearest, pip_install
-from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named
+from corral.validate import RunError
 
 _EPILOG = """
 corral compare --recipe demo --objectives reinforce,ppo_clip,dppo,troll --seeds 3

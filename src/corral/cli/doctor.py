@@ -17,9 +17,9 @@ from corral.engine.checkup import ENGINES, Checkup, run_checkup
 from corral.llm import LAST_TESTED, TRL_RANGE, is_untested
 from corral.naming import pip_install
 from corral.run.cores import cores
-from corral.run.files import RunError
 from corral.run.text import count
 from corral.task.sandbox import SandboxUnavailable, available_backend, memory_bound
+from corral.validate import RunError
 
 _PACKAGE = Path(__file__).parents[1]
 NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}

@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 from corral.cli import INTERRUPTED, given_flags, refuse
 from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import TOOLS, UNSAFE, quiet_libraries
-from corral.run.files import RunError
 from corral.run.settings import coerce, guess, nested
+from corral.validate import RunError
 
 FLAGS = {
     "task": "what to ask; by default the run's own task",

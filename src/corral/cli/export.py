@@ -6,7 +6,7 @@ from pathlib import Path
 from corral.cli import refuse, say
 from corral.cli.kind import check_kind, kind_of_run
 from corral.cli.train import quiet_libraries
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _EPILOG = """
 corral export runs/mine --out mine/               a folder that transformers, TRL and vLLM load

@@ -12,9 +12,9 @@ from typing import Any
 
 from corral.cli import FAILED, INTERRUPTED, given_flags, refuse, say
 from corral.cli.kind import Kind, all_recipes, check_kind, kind_of
-from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named
 from corral.run.text import columns
+from corral.validate import RunError
 
 FLAGS = {
     "model": "tiny, smollm2, gemma, a folder, a hub id, or a run: its newest checkpoint",

@@ -11,8 +11,8 @@ from corral.compare.command import Training, run_settings
 from corral.compare.plan import ComparisonPlan, Kind, PlannedRun, Setting, half_decades, make_run
 from corral.naming import check_keys
 from corral.report.sweep.ranges import setting_text
-from corral.run.files import RunError
 from corral.run.settings import nested, read_file, read_named, recipes
+from corral.validate import RunError
 
 WEIGHTS = ("loss_type", "advantage", "scale_rewards", "multi_objective_aggregation")
 """Settings that weigh tokens and rewards, whatever the objective: with others, one compares those too."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.compare.plan import State
-from corral.run.files import RunError, disk_sentence, lock, read_json
+from corral.run.files import disk_sentence, lock, read_json
 from corral.run.text import visible
 from corral.run.view import Clock
+from corral.validate import RunError
 
 LOG = "log.txt"
 """Output of a run's processes, in its folder."""

@@ -17,8 +17,8 @@ from corral.compare.schedule import Schedule
 from corral.compare.view import CompareView, align_columns, run_cells
 from corral.report.statistics import ENOUGH
 from corral.report.sweep.ranges import value_text
-from corral.run.files import RunError
 from corral.run.text import count
+from corral.validate import RunError
 
 _START = 10.0
 """Seconds until a process has imported what it needs."""

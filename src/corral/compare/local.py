@@ -12,8 +12,8 @@ from pathlib import Path
 from corral.compare.engine import RunJob
 from corral.compare.folder import open_log, place_log
 from corral.run.cores import cores
-from corral.run.files import RunError
 from corral.run.text import count
+from corral.validate import RunError
 
 PROGRAM = (sys.executable, "-m", "corral.cli")
 

@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any, Literal
 
 from corral.report.sweep.ranges import setting_pairs, value_text
-from corral.run.files import RunError
 from corral.run.settings import guess
+from corral.validate import RunError
 
 Kind = Literal["llm", "robot"]
 Stage = Literal["sweep", "report"]

@@ -13,7 +13,7 @@ from corral.compare.folder import log_path, place_log
 from corral.compare.local import PROGRAM, environment, start_process
 from corral.naming import pip_install
 from corral.run.cores import cores
-from corral.run.files import RunError
+from corral.validate import RunError
 
 try:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry

@@ -10,7 +10,8 @@ from corral.compare.command import Training
 from corral.compare.folder import read_state, read_summary, refuse_busy
 from corral.compare.plan import ChosenSettings, ComparisonPlan, PlannedRun, Stage, State
 from corral.report.comparison import FILE, VERSION, SavedRun, read_comparison
-from corral.run.files import LockedFolder, RunError, disk_sentence, write_json
+from corral.run.files import LockedFolder, disk_sentence, write_json
+from corral.validate import RunError
 
 ENDED: tuple[State, ...] = ("finished", "collapsed", "failed")
 """States after which a run is left alone."""

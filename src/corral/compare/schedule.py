@@ -11,8 +11,8 @@ from corral.compare.folder import Progress, failure_reason, log_path, log_size, 
 from corral.compare.plan import ChosenSettings, State
 from corral.compare.record import ENDED, Comparison, Record
 from corral.report.sweep.ranges import setting_pairs
-from corral.run.files import RunError
 from corral.run.interrupt import Interruptible
+from corral.validate import RunError
 
 _PAUSE = 0.2
 """Seconds between two looks at the jobs."""

@@ -20,6 +20,9 @@ LAST_TESTED = "1.16"
 TEACHER_PROMPT = "teacher_prompt"
 """A dataset's column that the teacher of a distillation reads in the place of `prompt`."""
 
+MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a model's own generation_config decides: nothing else of it is followed."""
+
 _MODULES = {"CorralConfig": "config", "CorralTrainer": "trainer", "audit": "audit_callback"}
 
 

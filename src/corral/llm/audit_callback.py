@@ -22,13 +22,14 @@ from corral.audit.folder import AuditFolder, MicroBatch
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules
 from corral.audit.summary import outside_ball, token_kinds
-from corral.llm.audit_scoring import AuditedCompletion, choose_completions, logp_at, preserve_state
-from corral.llm.models import base_model
+from corral.deployed.state import preserve_state
+from corral.llm.audit_scoring import AuditedCompletion, choose_completions, logp_at
+from corral.llm.processes import base_model
 from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import steps_per_batch
 from corral.objective import Objective, make_objective
-from corral.run.files import RunError
 from corral.types import TokenBatch
+from corral.validate import RunError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

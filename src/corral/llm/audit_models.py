@@ -15,7 +15,8 @@ from corral.advantage import group_advantages
 from corral.audit.folder import AuditFolder
 from corral.audit.measure import measure
 from corral.audit.rules import CLIPPING, Rules, read_objective
-from corral.llm.audit_scoring import logp_at, preserve_state
+from corral.deployed.state import preserve_state
+from corral.llm.audit_scoring import logp_at
 from corral.llm.eval_settings import EvalSettings
 from corral.llm.evaluate import EvalJob, prepare_evaluation
 from corral.llm.models import load_model
@@ -24,8 +25,8 @@ from corral.llm.rewards import verifier
 from corral.llm.sampler import set_pad_token
 from corral.llm.subject import Subject, find_subject
 from corral.llm.turns import Dialogue
-from corral.run.files import RunError
 from corral.run.folder import RunFolder
+from corral.validate import RunError
 
 _CHUNK = 512
 """Tokens of a completion whose distributions are held at a time."""

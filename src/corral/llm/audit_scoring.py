@@ -1,8 +1,6 @@
 """Scoring for audits: a random choice of tokens, and full next-token distributions there."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,23 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from corral.llm.models import base_model
-from corral.run.files import RunError
-
-
-@contextmanager
-def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Context without gradients and dropout; modes of all modules and the random state are restored after it."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"})
-    # Not inference_mode: a model may cache what it computes here, and would find it unusable in the next backward pass.
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+from corral.llm.processes import base_model
+from corral.validate import RunError
 
 
 def logp_at(

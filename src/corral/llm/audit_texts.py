@@ -19,8 +19,8 @@ from corral.llm.audit_models import load_pair, measure_completion, write_audit
 from corral.llm.eval_settings import EvalSettings
 from corral.llm.models import NO_CODE, choose_device, load_model
 from corral.llm.subject import BUILT_IN, find_subject
-from corral.run.files import RunError
 from corral.run.text import count
+from corral.validate import RunError
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

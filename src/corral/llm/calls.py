@@ -19,12 +19,13 @@ from transformers.utils.chat_template_utils import get_json_schema
 from trl import chat_template_utils
 
 from corral.llm.problems import Problems, Prompt, Sampling, generate
-from corral.llm.rewards import RewardError, path_of
+from corral.llm.rewards import path_of
 from corral.llm.turns import Dialogue, MultiTurn, TextTool
 from corral.task import columns_of
 from corral.task.imports import by_path
 from corral.task.messages import answer_of, transcript
 from corral.task.tool import make_tool
+from corral.validate import RewardError
 
 _Function = Callable[..., Any]
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from corral.llm.settings import Settings
-from corral.run.files import RunError
 from corral.task import Task, columns_of
 from corral.task.dataset import FiniteTask
+from corral.validate import RunError
 
 
 def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> dict[str, dict[str, Any]]:

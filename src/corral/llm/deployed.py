@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from corral.deployed import BatchKL, Certificate, RateController, TokenKL, restore, retract, snapshot
-from corral.llm.audit_scoring import preserve_state
+from corral.deployed.state import preserve_state
 from corral.llm.deployed_probe import DeployedProbe
 from corral.llm.find_rate import RateSearch, set_scale
 from corral.llm.trl_api import FUSED, updates_per_step

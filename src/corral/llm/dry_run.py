@@ -17,10 +17,10 @@ from corral.llm.models import is_local, load_skeleton
 from corral.llm.packaged import PACKAGED, is_installed
 from corral.llm.prepare import lora_config, pin_model, prepare, trainer_config
 from corral.llm.settings import Settings
-from corral.run.files import RunError
 from corral.run.settings import toml_lines
 from corral.task import find_task
 from corral.task.dataset import FiniteTask
+from corral.validate import RunError
 
 _WEIGHTS = (".safetensors", ".bin")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from corral.llm.known import objective_fields
 from corral.naming import check_keys, nearest
-from corral.run.files import RunError
 from corral.run.settings import guess
 from corral.task import TASKS, make_task
 from corral.task.dataset import FiniteTask
 from corral.task.draws import ProceduralTask
 from corral.task.tool import make_tool
+from corral.validate import RunError
 
 _PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
 """Settings of TRL's, and what they need."""

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from corral.llm.settings import ONE_OF_TOOLS
 from corral.llm.subject import Subject, find_subject, named_code
 from corral.naming import nearest
-from corral.run.files import RunError
 from corral.task import TASKS
-from corral.validate import require
+from corral.validate import RunError, require
 
 
 @dataclass(frozen=True, kw_only=True)

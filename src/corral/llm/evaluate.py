@@ -20,13 +20,13 @@ from corral.llm.models import choose_device
 from corral.llm.passk import RIGHT
 from corral.llm.problems import Problems, Sampling
 from corral.llm.results import EvalFolder, Row, summarise
-from corral.llm.rewards import Reward, RewardError, path_of, verifier
+from corral.llm.rewards import Reward, path_of, verifier
 from corral.llm.sampler import Backend, Sampler, TransformersSampler, choose_backend, make_sampler
 from corral.llm.subject import Subject
 from corral.llm.turns import MultiTurn
-from corral.run.files import RunError, plain
-from corral.run.folder import commit, versions
+from corral.provenance import commit, plain, versions
 from corral.task import Task, make_task
+from corral.validate import RewardError, RunError
 
 _PROCEDURAL = 512
 """Problems of a procedural task, which can draw any number of them."""

@@ -10,8 +10,9 @@ from peft import PeftModel
 from corral.llm.models import adapter_base, load_trainable
 from corral.llm.subject import BUILT_IN
 from corral.run.choose import choose_checkpoint
-from corral.run.files import RunError, disk_sentence, is_disk_full
+from corral.run.files import disk_sentence, is_disk_full
 from corral.run.folder import Checkpoint, RunFolder
+from corral.validate import RunError
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state.json", "training_args.bin", "manifest.json")
 """How files of a checkpoint begin that only its training needs."""

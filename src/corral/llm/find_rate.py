@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from trl import GRPOTrainer
 
 from corral.deployed import BatchKL, TokenKL, restore
-from corral.llm.audit_scoring import preserve_state
-from corral.llm.guard import on_any_process
+from corral.deployed.state import preserve_state
 from corral.llm.ledger import Ledger
-from corral.run.guard import drop_gradients, gradient_state
+from corral.llm.self_check import on_any_process
+from corral.numerics import drop_gradients, gradient_state
 
 if TYPE_CHECKING:
     from corral.llm.deployed_probe import DeployedProbe

@@ -11,9 +11,9 @@ from typing import Any
 
 from corral.llm import TRL_RANGE
 from corral.naming import suggest
-from corral.run.files import RunError
 from corral.run.settings import coerce
 from corral.task import TASKS
+from corral.validate import RunError
 
 _HERE = Path(__file__).parent
 

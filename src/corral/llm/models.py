@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
@@ -12,10 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from corral.llm.packaged import PACKAGED, load_packaged, load_packaged_skeleton
+from corral.llm.processes import base_model
 from corral.llm.smoke import build_smoke
-from corral.llm.subject import BUILT_IN, find_subject, is_run
+from corral.llm.subject import BUILT_IN
 from corral.llm.tiny import load_tiny
-from corral.run.files import RunError, read_json, require_regular
+from corral.run.files import read_json, require_regular
+from corral.validate import RunError
 
 _Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -27,11 +28,6 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
     """
     model, tokenizer = load_trainable(name, dtype)
     return base_model(model), tokenizer
-
-
-def base_model(model: Any) -> PreTrainedModel:
-    """The model inside an adapter, or the model itself. `Any`: torch types whatever a module holds as a tensor or a module."""
-    return model.get_base_model() if is_peft_model(model) else model
 
 
 def load_trainable(
@@ -109,13 +105,6 @@ def load_skeleton(name: str) -> _Loaded:
 def is_local(name: str) -> bool:
     """Whether this model comes with corral, with a package, or lies in a folder."""
     return name in BUILT_IN or Path(name).exists()
-
-
-def newest_checkpoint(name: str) -> str | None:
-    """The newest whole checkpoint of a run's folder; None if this is no run."""
-    if name in BUILT_IN or not Path(name).is_dir():
-        return None
-    return find_subject(name, None).model if is_run(Path(name)) else None
 
 
 NO_CODE = {"trust_remote_code": False}

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,18 @@ from corral.llm.calls import FunctionCalls, make_multi_turn
 from corral.llm.config import CorralConfig, Sampler
 from corral.llm.data import describe_data
 from corral.llm.early import check_packages
-from corral.llm.models import choose_device, load_model, load_trainable, newest_checkpoint
+from corral.llm.models import choose_device, load_model, load_trainable
 from corral.llm.problems import Problems
 from corral.llm.rewards import Reward, check_columns, make_rewards
 from corral.llm.settings import Settings
+from corral.llm.subject import newest_checkpoint
 from corral.llm.trl_api import REDUCTIONS, steps_per_batch
 from corral.llm.turns import MultiTurn, TextTool
 from corral.naming import nearest
-from corral.run.files import RunError, plain
+from corral.provenance import plain
 from corral.run.settings import coerce
 from corral.task import make_task
+from corral.validate import RunError
 
 _WITHOUT_FOLDER = ("smoke", "smollm2")
 """Models that are built in memory, so that TRL cannot load them again for a reference."""

@@ -10,15 +10,12 @@ import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from corral.llm import TEACHER_PROMPT
-from corral.run.files import RunError
+from corral.llm import MODEL_IDS, TEACHER_PROMPT
 from corral.task import Task, columns_of, messages_of
 from corral.task.draws import ProceduralTask
+from corral.validate import RunError
 
 Prompt = str | list[dict[str, str]]
-
-MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What a model's own generation_config decides: nothing else of it is followed."""
 
 _LONGEST = 1000
 """How many prompts, the longest in characters, are tokenised to see whether they fit."""

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
+from transformers import PreTrainedModel
 
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _Result = TypeVar("_Result")
 
@@ -52,3 +53,8 @@ def is_alone_by_mistake() -> bool:
     environment = os.environ
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return on_cpu and "MASTER_PORT" in environment and not {"WORLD_SIZE", "RANK", "PMI_SIZE"} & environment.keys()
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """The model inside an adapter, or the model itself. `Any`: torch types whatever a module holds as a tensor or a module."""
+    return model.get_base_model() if is_peft_model(model) else model

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig
 
-from corral.llm.problems import MODEL_IDS
+from corral.llm import MODEL_IDS
 from corral.llm.trl_api import REDUCTIONS, WRONG_BEFORE
 from corral.objective import objective_names
 from corral.objective.dppo import DPPOConfig

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corral.llm.passk import RIGHT, difference, estimate, sampled_estimates
-from corral.run.files import RunError, disk_sentence, lock, read_json, require_regular, write_json, write_whole
+from corral.run.files import disk_sentence, lock, read_json, require_regular, write_json, write_whole
 from corral.run.interval import LEVEL, Estimate
+from corral.validate import RunError
 
 Row = dict[str, Any]
 

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from corral.run.files import RunError
 from corral.run.settings import guess
 from corral.task import Task, columns_of, text_of, verify_all
 from corral.task.imports import by_path
 from corral.task.messages import answer_of
+from corral.validate import RewardError, RunError
 
 Reward = Callable[..., list[float | None]]
 
@@ -26,10 +26,6 @@ _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state"
 
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which the trainer adds rewards up."""
-
-
-class RewardError(RunError):
-    """A reward function failed; the cause is chained."""
 
 
 def as_rewards(given: Any) -> tuple[str | Reward, ...]:

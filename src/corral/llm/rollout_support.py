@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from corral.llm.models import base_model
 from corral.llm.old_policy import write_support
+from corral.llm.processes import base_model
 from corral.llm.sharding import vocabulary_size
 from corral.types import SparseDist
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from corral.llm.guard import on_any_process
 from corral.llm.run_trainer import RunTrainer
+from corral.llm.self_check import on_any_process
 from corral.llm.tokens import thin_rows
 
 _NOT_MEASURED = {"success": None, "greedy": None, "reward": None}

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from corral.llm.models import base_model
+from corral.llm.processes import base_model
 from corral.llm.trl_api import REDUCTIONS
-from corral.run.files import plain
-from corral.run.folder import versions
+from corral.provenance import plain, versions
 
 if TYPE_CHECKING:
     from corral.llm.trainer import CorralTrainer

@@ -16,9 +16,9 @@ from trl.models.utils import unwrap_model_for_generation
 from corral.llm.autocast import one_autocast
 from corral.llm.deployed_probe import COMPLETIONS, TOKENS
 from corral.llm.guard import GuardCallback
-from corral.llm.models import base_model
 from corral.llm.problems import Problems, Sampling, generate
-from corral.llm.rewards import Reward, RewardError
+from corral.llm.processes import base_model
+from corral.llm.rewards import Reward
 from corral.llm.settings import Settings
 from corral.llm.sharding import is_sharded, root_weights
 from corral.llm.tokens import CompletionSample, token_rows
@@ -26,13 +26,14 @@ from corral.llm.trainer import CorralTrainer
 from corral.llm.trl_api import updates_per_step
 from corral.llm.turns import MultiTurn
 from corral.objective import Objective
-from corral.run.files import RunError, disk_sentence, is_disk_full
+from corral.run.files import disk_sentence, is_disk_full
 from corral.run.folder import RunFolder
 from corral.run.interrupt import Interruptible
 from corral.run.view import RunView
 from corral.task import columns_of
 from corral.task.messages import transcript
 from corral.types import TokenBatch
+from corral.validate import RewardError, RunError
 
 
 @dataclass(kw_only=True)

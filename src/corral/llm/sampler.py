@@ -15,7 +15,7 @@ from corral.llm.models import NO_CODE, load_model
 from corral.llm.problems import Problems, Sampling, end_tokens, generate
 from corral.llm.subject import BUILT_IN, Subject
 from corral.llm.turns import MultiTurn
-from corral.run.files import RunError
+from corral.validate import RunError
 
 Backend = Literal["transformers", "vllm"]
 

@@ -15,10 +15,9 @@ from corral.llm.early import check_objective_config, check_task_config, check_to
 from corral.llm.known import check_numbers, objective_fields, read_rate, refuse_unknown, trainer_names
 from corral.llm.rewards import Reward, as_functions, as_rewards, path_of
 from corral.naming import nearest
-from corral.run.files import RunError
 from corral.run.settings import MAX_SEED, GuardMode, add_layer, coerce, read_named, recipes
 from corral.task import TASKS
-from corral.validate import require
+from corral.validate import RunError, require
 
 RECIPES = Path(__file__).parent / "recipes"
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import corral
 from corral.run.choose import choose_checkpoint
-from corral.run.files import RunError, read_json
+from corral.run.files import read_json
 from corral.run.folder import RunFolder
+from corral.validate import RunError
 
 BUILT_IN = ("tiny", "smollm2", "gemma", "smoke")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -136,3 +137,10 @@ def _typed(table: Any, key: str, kind: Any, default: Any = _NEEDED) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise TypeError(f"`{key}` is {type(value).__name__} and should be {getattr(kind, '__name__', kind)}.")
     return value
+
+
+def newest_checkpoint(name: str) -> str | None:
+    """The newest whole checkpoint of a run's folder; None if this is no run."""
+    if name in BUILT_IN or not Path(name).is_dir():
+        return None
+    return find_subject(name, None).model if is_run(Path(name)) else None

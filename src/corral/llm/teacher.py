@@ -16,8 +16,8 @@ from trl.trainer.utils import pad
 
 from corral.kernels.logits import slices
 from corral.llm import TEACHER_PROMPT
-from corral.llm.models import base_model
 from corral.llm.old_policy import write_support
+from corral.llm.processes import base_model
 from corral.llm.scoring_pass import ScoringPass
 from corral.llm.sharding import vocabulary_size
 from corral.llm.trl_api import FUSED

@@ -21,10 +21,12 @@ from corral.llm.run_callback import RunCallback
 from corral.llm.run_trainer import RunTrainer, Session
 from corral.llm.settings import Settings, resolve
 from corral.llm.subject import named_code
+from corral.provenance import versions
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
-from corral.run.files import RunError, write_json
-from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
+from corral.run.files import write_json
+from corral.run.folder import Checkpoint, RunFolder, Stopped
 from corral.run.view import RunView, make_view
+from corral.validate import RunError
 
 
 def train(

@@ -10,24 +10,22 @@ import torch
 import trl
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOTrainer
 
 from corral.advantage import Advantage, group_advantages
 from corral.llm.autocast import one_autocast
 from corral.llm.config import CorralConfig, Sampler
 from corral.llm.deployed import DeployedCallback
-from corral.llm.guard import SelfCheck
 from corral.llm.ledger import Ledger
-from corral.llm.models import base_model, load_model
 from corral.llm.old_policy import OldPolicy
 from corral.llm.policy_head import PolicyHead
 from corral.llm.policy_term import PolicyTerm
-from corral.llm.processes import ALONE, is_alone_by_mistake
-from corral.llm.rewards import RewardError
+from corral.llm.processes import ALONE, base_model, is_alone_by_mistake
 from corral.llm.rollout_support import RolloutSupport, check_server
 from corral.llm.run_record import RunRecord
 from corral.llm.scoring_pass import ScoringPass, SupportRequest
+from corral.llm.self_check import SelfCheck
 from corral.llm.sharding import check_processes, check_teacher
 from corral.llm.teacher import Teacher
 from corral.llm.trl_api import FUSED, steps_per_batch
@@ -36,6 +34,7 @@ from corral.objective.check import FirstCall
 from corral.objective.dppo import DPPOConfig
 from corral.objective.troll import TROLLConfig
 from corral.types import TokenBatch
+from corral.validate import RewardError
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +184,10 @@ class CorralTrainer(GRPOTrainer):
     def _make_teacher(self, teacher: PreTrainedModel | str | None) -> Teacher:
         """The teacher, loaded in the policy's precision where a name was given."""
         check_teacher(self)
-        base = base_model(self.model)
-        return Teacher(self, load_model(teacher, base.dtype)[0] if isinstance(teacher, str) else teacher)
+        if isinstance(teacher, str):
+            dtype = base_model(self.model).dtype
+            teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype=dtype, trust_remote_code=False)
+        return Teacher(self, teacher)
 
     def own_support(self) -> SupportRequest:
         """How much of its own policy an old pass keeps."""

@@ -21,10 +21,10 @@ from transformers import (
 )
 from trl.models.utils import unwrap_model_for_generation
 
-from corral.llm.models import base_model
 from corral.llm.problems import Problems, Sampling, cut_at_end, end_tokens, own_settings_aside, plain_sampling
-from corral.llm.rewards import RewardError
+from corral.llm.processes import base_model
 from corral.task.tool import Tool
+from corral.validate import RewardError
 
 if TYPE_CHECKING:
     from corral.llm.run_trainer import RunTrainer

@@ -12,7 +12,7 @@ from corral.report.html import shorten
 from corral.report.looks import Look, assign_looks
 from corral.report.read import Run
 from corral.report.sweep.find import Sweep, find_sweeps, sweep_table
-from corral.run.files import RunError
+from corral.validate import RunError
 
 
 @dataclass(frozen=True, kw_only=True)

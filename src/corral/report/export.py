@@ -15,8 +15,9 @@ from corral.report.content import RunReport, report_looks
 from corral.report.groups import Group
 from corral.report.html import shorten
 from corral.report.page.forest import sort_pairs
-from corral.run.files import RunError, disk_sentence, write_whole
+from corral.run.files import disk_sentence, write_whole
 from corral.run.text import visible
+from corral.validate import RunError
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 """What a spreadsheet computes begins with one of these."""

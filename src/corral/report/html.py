@@ -15,8 +15,9 @@ from typing import Any
 
 import corral
 from corral.report.looks import SHAPES, palette_css
-from corral.run.files import RunError, write_whole
+from corral.run.files import write_whole
 from corral.run.text import visible
+from corral.validate import RunError
 
 LARGEST = 6_000_000
 """Bytes of a page."""

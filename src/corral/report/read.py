@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corral.report.trainer_state import STATE, has_ended, lines_of, newest_state, settings_of
-from corral.run.files import MOST_METRICS, RunError, read_regular
+from corral.run.files import MOST_METRICS, read_regular
 from corral.run.files import read_json as read_file
+from corral.validate import RunError
 
 _FILES = ("config.json", "metrics.jsonl")
 """A folder that holds one of these is a run, unless its config.json is a model's."""

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from corral.naming import pip_install
-from corral.run.files import RunError
 from corral.run.interval import LEVEL, Estimate
+from corral.validate import RunError
 
 try:
     from rliable import library

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from corral.provenance import commit, versions
 from corral.robot.env import ENVIRONMENTS, Environment
 from corral.robot.episode import Episodes, held_out_seeds
 from corral.robot.measure import smoothness
@@ -16,9 +17,10 @@ from corral.robot.settings import Settings, resolve
 from corral.robot.tracking import Array
 from corral.robot.train import restore
 from corral.run.choose import choose_checkpoint
-from corral.run.files import RunError, disk_sentence, write_json
-from corral.run.folder import RunFolder, commit, versions
+from corral.run.files import disk_sentence, write_json
+from corral.run.folder import RunFolder
 from corral.run.interval import LEVEL, Estimate, wilson
+from corral.validate import RunError
 
 _RESAMPLES = 2000
 """Of a bootstrap."""

@@ -19,8 +19,9 @@ from corral.robot.settings import resolve
 from corral.robot.tracking import Array
 from corral.robot.train import STATE, restore
 from corral.run.choose import choose_checkpoint
-from corral.run.files import RunError, write_whole
+from corral.run.files import write_whole
 from corral.run.folder import RunFolder
+from corral.validate import RunError
 
 _Bound = float | Sequence[float]
 """One number for all joints, or one for each."""

@@ -21,7 +21,7 @@ from corral.robot.learner import Learner
 from corral.robot.prodmp import ProDMP
 from corral.robot.settings import Settings, coerce_fields
 from corral.robot.tce import TCE, TCEConfig
-from corral.run.files import RunError
+from corral.validate import RunError
 
 EPISODIC: dict[str, tuple[type[Learner], type]] = {"tce": (TCE, TCEConfig), "bbrl": (BBRL, BBRLConfig)}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from corral.naming import nearest
-from corral.run.files import RunError
 from corral.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
+from corral.validate import RunError
 
 RECIPES = Path(__file__).parent / "recipes"
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from corral.numerics import drop_gradients, gradient_state
+from corral.provenance import versions
 from corral.robot.banner import banner
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.measure import measure
@@ -15,12 +17,13 @@ from corral.robot.prepare import Agent, describe, model_name, optimizers, prepar
 from corral.robot.settings import Settings, resolve
 from corral.robot.unused import check_used
 from corral.run.ending import Outcome, attempt, close, extend, last_words, record_change, summarise
-from corral.run.files import RunError, disk_sentence, is_disk_full
-from corral.run.folder import Checkpoint, RunFolder, Stopped, versions
-from corral.run.guard import Guard, drop_gradients, gradient_state
+from corral.run.files import disk_sentence, is_disk_full
+from corral.run.folder import Checkpoint, RunFolder, Stopped
+from corral.run.guard import Guard
 from corral.run.interrupt import Interruptible
 from corral.run.view import RunView, make_view
 from corral.run.watch import CollapseLimits
+from corral.validate import RunError
 
 STATE = "state.pt"
 """File of a checkpoint with the learner's state."""

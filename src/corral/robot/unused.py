@@ -7,7 +7,7 @@ from corral.robot.bbrl import BBRLConfig
 from corral.robot.env import ENVIRONMENTS
 from corral.robot.settings import ALGORITHMS, Settings
 from corral.robot.tce import TCEConfig
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _TRPL = ("sb3-trpl",)
 _SAC = tuple(name for name in ALGORITHMS if name.startswith("sb3-sac"))

@@ -2,8 +2,8 @@
 
 import re
 
-from corral.run.files import RunError
 from corral.run.folder import Checkpoint, RunFolder
+from corral.validate import RunError
 
 
 def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[str]]:

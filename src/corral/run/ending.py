@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.run.files import RunError, disk_sentence, is_disk_full, write_json
+from corral.run.files import disk_sentence, is_disk_full, write_json
 from corral.run.folder import Checkpoint, RunFolder, Stopped
 from corral.run.text import count
 from corral.run.view import RunView
+from corral.validate import RunError
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from corral.provenance import plain
+from corral.validate import RunError
+
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 """Errors of a place that must not be read or written."""
@@ -23,10 +26,6 @@ _MOST = 2**28
 
 MOST_METRICS = 2**32
 """The same of metrics.jsonl: of a run of a million steps."""
-
-
-class RunError(Exception):
-    """A run cannot start or continue. The message is for users: what, why, and what to do."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -107,19 +106,6 @@ def read_json(path: Path) -> Any:
         return json.loads(read_regular(path))
     except RecursionError:
         raise ValueError("its values are nested too deep.") from None
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and value != value:
-        return None
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return str(value)
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def sync(path: Path) -> None:

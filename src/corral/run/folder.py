@@ -11,29 +11,24 @@ checkpoints/         checkpoint-<number>, each with a manifest.json of sizes and
 import contextlib
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 import time
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import corral
+from corral.provenance import commit, plain, versions
 from corral.run.files import (
     MOST_METRICS,
     LockedFolder,
-    RunError,
     append_line,
     digest,
     disk_sentence,
-    plain,
     read_json,
     read_regular,
     require_regular,
@@ -41,16 +36,13 @@ from corral.run.files import (
     write_json,
     write_whole,
 )
+from corral.validate import RunError
 
 Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
 
 _INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
 """Text that stands in metrics.jsonl for what JSON does not have."""
 
-_PACKAGES = (
-    *("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pyarrow"),
-    *("gymnasium", "mujoco", "stable-baselines3"),
-)
 
 _COMPLETIONS = pa.schema(
     [("step", pa.int64()), ("update", pa.int64()), ("prompt", pa.string()), ("completion", pa.string())]
@@ -270,31 +262,6 @@ def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= 2**53:
         raise ValueError("the step is no number of a step.")
     return manifest["step"], {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-
-
-def versions() -> dict[str, str | None]:
-    """Python's and the packages' versions; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "corral": corral.__version__}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def commit() -> str | None:
-    """The commit of corral's own checkout, with a + if files differ from it; None if this is no checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(corral.__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # a virtual environment inside somebody else's checkout is not ours
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _unused(path: Path) -> Path:

@@ -4,10 +4,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from corral.run.settings import GuardMode
 from corral.run.watch import CollapseLimits, CollapseWatch
 
@@ -66,24 +62,3 @@ class Guard:
         self.tell(sentence)
         if self.mode == "stop":
             self.collapsed = self.collapsed or sentence
-
-
-def gradient_state(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
-    """Whether every gradient is finite, and whether all are exactly 0; (True, False) where none is at hand.
-
-    Of a sharded gradient it reads this process's part. Two numbers come off the device, together.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return True, False
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    finite = torch.stack([gradient.isfinite().all().to(local[0].device) for gradient in local]).all()
-    moving = torch.stack([gradient.any().to(local[0].device) for gradient in local]).any()
-    is_finite, is_moving = torch.stack([finite, moving]).tolist()
-    return is_finite, not is_moving
-
-
-def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Set gradients to None: optimizers skip those parameters, so weights, moments and step counts stay as they are."""
-    for parameter in parameters:
-        parameter.grad = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from corral.naming import nearest
-from corral.run.files import RunError
+from corral.validate import RunError
 
 GuardMode = Literal["warn", "stop", "off"]
 """What to do about a collapse."""

@@ -10,7 +10,7 @@ from corral.audit.dump.formats import FORMATS, SAMPLER_IS_OLD, Format
 from corral.audit.dump.lines import FilePlace, read_lines
 from corral.audit.dump.slime import read_slime
 from corral.audit.errors import NothingYet
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _KNOWN = """corral's own JSON lines (tokens, advantages, logp_old, logp_new), prime-rl's token_exports, open-instruct's \
 trainer_logprobs, slime's debug train data (.pt), verl's rollout_data_dir and TRL's completions"""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.audit.dump.record import DumpRecord
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _LONGEST = 1 << 28
 """Bytes of a line: 256 MB, a hundred times the longest completion that is trained on today."""

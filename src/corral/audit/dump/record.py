@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _LARGEST_ID = 2**31 - 1
 _LARGEST = 1e100

@@ -10,7 +10,7 @@ import torch
 
 from corral.audit.dump.completion import LoggedCompletion, take_completion
 from corral.audit.dump.record import DumpRecord
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _FIELDS = ("tokens", "response_lengths", "loss_masks", "advantages", "log_probs", "rollout_log_probs")
 

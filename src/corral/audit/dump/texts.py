@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from corral.audit.dump.find import Dump
 from corral.audit.dump.lines import read_lines
 from corral.audit.dump.record import DumpRecord
-from corral.run.files import RunError
+from corral.validate import RunError
 
 _ROWS = 256
 """Of a parquet file that are held at a time."""
