@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import corral
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 FOLDER = Path(__file__).with_name("results")
 MEASURED = ("kernels", "llm", "objective", "projection", "robot", "task")

@@ -19,8 +19,8 @@ from robot_plans import ARM_TRIED
 from robot_results import ROWS, run_folders
 from robot_study import measured_lines
 
-from corral.report.statistics import difference, holm, sentence, steps_to
-from corral.run.files import write_whole
+from corral.lab.report.statistics import difference, holm, sentence, steps_to
+from corral.lab.run.files import write_whole
 
 FILE = Path(__file__).parent / "results/robots_arm.json"
 NAME = re.compile(r"(?P<job>(arm|arm-tune)-(?P<row>tce|bbrl)-(?P<reward>dense|sparse)-(?P<setting>\S+)-(?P<seed>\d+))")

@@ -15,8 +15,8 @@ from robot_page import PAGE
 from robot_results import run_folders
 from robot_study import measured_lines
 
-from corral.report.statistics import difference, holm, sentence
-from corral.run.files import write_whole
+from corral.lab.report.statistics import difference, holm, sentence
+from corral.lab.run.files import write_whole
 
 FILE = Path(__file__).parent / "results/robots_credit.json"
 NAME = re.compile(r"hopper-2M-(?P<row>.+)-(?P<seed>\d+)")

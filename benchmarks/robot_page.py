@@ -14,9 +14,17 @@ import numpy as np
 from results import markdown, with_block
 from robot_results import FILE, LENGTHS, TASKS, Run
 
-from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
-from corral.run.files import write_whole
-from corral.run.text import count
+from corral.lab.report.statistics import (
+    Difference,
+    difference,
+    holm,
+    interquartile_curve,
+    interquartile_mean,
+    sentence,
+    steps_to,
+)
+from corral.lab.run.files import write_whole
+from corral.lab.run.text import count
 
 PAGE = Path(__file__).parents[1] / "docs/results/robots.md"
 ORDER = ("TCE", "BBRL", "PPO", "TRPL", "SAC")

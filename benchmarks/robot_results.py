@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 FILE = Path(__file__).parent / "results/robots.json"
 TASKS = {

@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from robot_plans import PLANS, Job
 
-from corral.robot.prepare import learner_config, prepare
-from corral.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
-from corral.robot.unused import check_used
-from corral.run.settings import nested
+from corral.lab.jobs.robot.prepare import learner_config, prepare
+from corral.lab.jobs.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
+from corral.lab.jobs.robot.unused import check_used
+from corral.lab.run.settings import nested
 
 _ARCHIVES, _GRACE = 6, 60
 """Archives that a piece leaves, and seconds that a run may need to reach its next checkpoint."""
@@ -54,7 +54,7 @@ def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
     resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
     simulator = [part for key, value in job.changes if key == "simulator" for part in ("--simulator", value)]
     arguments = ["--resume", str(folder), *simulator] if resume else [*job.arguments(), "--out", str(folder)]
-    command = [sys.executable, "-m", "corral.cli", "train", *arguments, "--quiet"]
+    command = [sys.executable, "-m", "corral.lab.cli", "train", *arguments, "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if not _ON_GPU & set(job.changes):
         environment["CUDA_VISIBLE_DEVICES"] = ""

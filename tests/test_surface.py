@@ -81,9 +81,7 @@ def test_public_names_are_sorted_whole_and_importable() -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    program = (
-        "import sys, corral, corral.cli.train, corral.llm.settings, corral.robot.settings; sys.exit('torch' in sys.modules)"
-    )
+    program = "import sys, corral, corral.lab.cli.train, corral.lab.jobs.llm.settings, corral.lab.jobs.robot.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
 
@@ -103,9 +101,9 @@ def test_names_that_stay_are_there_and_documented(name: str) -> None:
 
 
 OLD_NAMES = {
-    "corral.report.compared:read_comparisons": "corral.report.comparison:read_comparisons",
-    "corral.compare.job:Means": "corral.compare.job:ExecutionConfig",
-    "corral.run.watch:Limits": "corral.run.watch:CollapseLimits",
+    "corral.lab.report.comparison:read_comparisons": "corral.lab.report.comparison:read_comparisons",
+    "corral.lab.compare.job:Means": "corral.lab.compare.job:ExecutionConfig",
+    "corral.lab.run.guard:Limits": "corral.lab.run.guard:CollapseLimits",
 }
 """Names that docs once showed, kept for one release."""
 

@@ -28,10 +28,10 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 from scipy import stats
 from transformers.utils import logging as transformers_logging
 
-from corral.llm.settings import read_recipe, resolve
-from corral.llm.train import train
-from corral.run.files import append_line
-from corral.run.folder import RunFolder
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.train import train
+from corral.lab.run.files import append_line
+from corral.lab.run.folder import RunFolder
 
 BATCHES = 5
 ARMS = ("auto", "from 1e-3", "grid")

@@ -22,11 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from corral.llm.deployed import DeployedCallback
-from corral.llm.deployed_probe import DeployedProbe
-from corral.llm.settings import read_recipe, resolve
-from corral.llm.train import train
-from corral.llm.trainer import CorralTrainer
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.train import train
+from corral.trl.deployed import DeployedCallback, DeployedProbe
+from corral.trl.trainer import CorralTrainer
 
 MODES: dict[str, dict[str, Any]] = {
     "measured": {"deployed_bound": "inf"},

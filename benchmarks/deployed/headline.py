@@ -19,8 +19,8 @@ from study_confirm import LEVEL, places_above, runs_of, steps_to
 from study_rates import HELD, TUNED, UNHELD, fresh_rates, over_rates
 from study_table import Row, final, finished, held_out
 
-from corral.report.looks import DARK, LIGHT, SHAPES, assign_looks
-from corral.run.files import write_whole
+from corral.lab.report.looks import DARK, LIGHT, SHAPES, assign_looks
+from corral.lab.run.files import write_whole
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results")

@@ -14,13 +14,13 @@ import torch
 from spec import Shipped
 from transformers.utils import logging as transformers_logging
 
-from corral.llm.evaluate import EvalSettings, prepare_evaluation
-from corral.llm.models import load_model
-from corral.llm.problems import generate
-from corral.llm.rewards import verifier
-from corral.llm.settings import read_recipe, resolve
-from corral.llm.train import train
-from corral.run.folder import RunFolder
+from corral.lab.jobs.llm.evaluate import EvalSettings, prepare_evaluation
+from corral.lab.jobs.llm.problems import generate
+from corral.lab.jobs.llm.rewards import verifier
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.train import train
+from corral.lab.models.load import load_model
+from corral.lab.run.folder import RunFolder
 
 DEAD = 4
 """Steps in a row without any reward after which nothing can be learned any more."""

@@ -16,8 +16,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 from shipped_run import measure  # after the environment
 from spec import STARTS
 
-from corral.llm.evaluate import EvalSettings
-from corral.run.files import append_line
+from corral.lab.jobs.llm.evaluate import EvalSettings
+from corral.lab.run.files import append_line
 
 TEMPERATURES = (1.0, 0.7, 0.5, 0.3, 0.1)
 PROBLEMS, SEED = 4096, 400

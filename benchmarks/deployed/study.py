@@ -35,7 +35,7 @@ from plans import PLANS
 from spec import Shipped, Spec, cost_group
 from study_table import finished, print_table
 
-from corral.run.files import append_line
+from corral.lab.run.files import append_line
 
 STARTUP = 15
 """Seconds that a process may need for its imports."""

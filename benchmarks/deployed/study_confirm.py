@@ -22,7 +22,7 @@ from study_text import (
     with_start,
 )
 
-from corral.report.statistics import Difference, difference, holm
+from corral.lab.report.statistics import Difference, difference, holm
 
 LEVEL = 0.60
 """Success that rollouts are counted to."""

@@ -9,7 +9,7 @@ from plans import FRESH
 from study_rates import over_rates
 from study_table import Row, certificate, final, steps_of
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 COLOURS = {"troll": "#1f5fa8", "dppo": "#c2500a", "ppo_clip": "#1a7f5a", "reinforce": "#9c3d88"}
 

@@ -21,7 +21,7 @@ from study_start_over import start_over
 from study_table import Row, area, final, finished, held_out, is_demo, steps_of
 from study_text import OBJECTIVES, RESULTS, group, kl, markdown, numbers, rate_text, short, two_digits, with_start
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 PAGE = Path(__file__).parents[2] / "docs/deployed.md"
 TRIALS = (1e-4, 2e-4, 4e-4)

@@ -22,9 +22,9 @@ from study_text import (
     with_start,
 )
 
-from corral.report.statistics import holm
-from corral.report.sweep.ranges import SweepRow
-from corral.report.sweep.usable import UsableRange, usable_range
+from corral.lab.report.ranges import SweepRow
+from corral.lab.report.statistics import holm
+from corral.lab.report.sweep import UsableRange, usable_range
 
 SCHEDULES = ("linear", "constant")
 MARGIN = 0.02

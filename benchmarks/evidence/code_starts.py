@@ -17,8 +17,8 @@ import torch
 from evidence_spec import CODE
 from supervised import Start
 
-from corral.run.files import append_line, write_whole
-from corral.task.code import Code
+from corral.lab.run.files import append_line, write_whole
+from corral.lab.tasks.code import Code
 
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 TERMS = ("a", "b", *map(str, range(2, 10)))

@@ -16,7 +16,7 @@ from scipy import stats  # noqa: E402
 from spec import START  # noqa: E402
 from study_table import Row, area, certificate, final, held_out, steps_of  # noqa: E402
 
-from corral.report.statistics import Difference, difference, has_collapsed  # noqa: E402
+from corral.lab.report.statistics import Difference, difference, has_collapsed  # noqa: E402
 
 PRETRAINED, CODED = "evidence-b", "evidence-e"
 """The recipes of pretrained models and of programs, each seed of which has a start of its own."""

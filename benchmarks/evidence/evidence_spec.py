@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "deployed"))
 from rare_clip import RareClipConfig, rare_clip
 from spec import Shipped  # of the other study, found by the line above
 
-from corral.llm.settings import read_recipe
+from corral.lab.jobs.llm.settings import read_recipe
 from corral.objective import ObjectiveFunction
 from corral.objective.config import ObjectiveConfig
 

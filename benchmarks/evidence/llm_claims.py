@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from evidence_plans import BEST, FRESH
 from evidence_rows import Cell, Row, arm_name, compare, word_cell
 
-from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
+from corral.lab.report.statistics import ENOUGH, Difference, holm, plain, signed
 
 MARGIN = 2.0
 """Points of success below which "no worse" is said."""

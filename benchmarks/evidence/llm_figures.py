@@ -10,8 +10,8 @@ from evidence_plans import ABLATIONS, ARMS, GEMMA_RATES, SEEDS, WORD_ARMS, WORD_
 from evidence_rows import Cell, Row, arm_name, compare, word_cell
 from study_table import area
 
-from corral.report.looks import LIGHT, MARKERS, assign_looks
-from corral.run.files import write_whole
+from corral.lab.report.looks import LIGHT, MARKERS, assign_looks
+from corral.lab.run.files import write_whole
 
 RATES = (1e-4, 2e-4, 3e-4, 1e-3, 3e-3)
 

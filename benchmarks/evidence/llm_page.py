@@ -30,8 +30,8 @@ from llm_tables import (
 from llm_words import blocked, code, confirmed, costs, made_again, pretrained_starts, routing, seconds, words
 from study_page import markdown
 
-from corral.report.statistics import ENOUGH, plain, signed
-from corral.run.files import write_whole
+from corral.lab.report.statistics import ENOUGH, plain, signed
+from corral.lab.run.files import write_whole
 
 PAGE = HERE.parents[1] / "docs/results/llm.md"
 README = HERE.parents[1] / "README.md"

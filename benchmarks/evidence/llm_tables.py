@@ -11,7 +11,7 @@ from llm_claims import TROLL
 from llm_figures import RATES
 from study_page import markdown, rate_text, short, two_digits
 
-from corral.report.statistics import Difference, plain, signed
+from corral.lab.report.statistics import Difference, plain, signed
 
 HEAD = ("", "runs", "area", "final", "greedy", "KL mean", "p99.9", "max", "acted on", "collapsed")
 WINDOW = 8

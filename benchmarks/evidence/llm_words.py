@@ -11,7 +11,7 @@ from llm_tables import HEAD, cells_of, difference_text, table
 from study_page import markdown, rate_text, short, two_digits
 from study_table import area
 
-from corral.report.statistics import difference, plain, signed
+from corral.lab.report.statistics import difference, plain, signed
 
 STARTS = HERE / "results/pretrained-starts.jsonl"
 BLOCKED = HERE / "results/blocked.jsonl"

@@ -23,9 +23,9 @@ from evidence_spec import BASES, PRETRAINED
 from supervised import BATCH, Start
 from transformers.utils import logging as transformers_logging
 
-from corral.run.files import append_line
-from corral.task import Task, make_task
-from corral.task.two_numbers import TwoNumbers
+from corral.lab.run.files import append_line
+from corral.lab.tasks import Task, make_task
+from corral.lab.tasks.procedural import TwoNumbers
 
 RATE, ROUND, WATCHED = 2e-5, 4 * BATCH, 256
 """The rate of a warm-up, demonstrations between two looks at its success, and training problems that it is watched on."""

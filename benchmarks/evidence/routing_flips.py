@@ -17,9 +17,9 @@ from blocked_tokens import roll_out
 from coarse_sampler import PRECISIONS, rounded
 from torch import Tensor
 
-from corral.llm.models import load_model
-from corral.run.files import append_line
-from corral.task.countdown import Countdown
+from corral.lab.models.load import load_model
+from corral.lab.run.files import append_line
+from corral.lab.tasks.procedural import Countdown
 
 MODELS = ("tiny", "runs/starts/moe-1")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from corral.llm.models import load_model
-from corral.llm.problems import Problems, generate
-from corral.task import Task, verify_all
+from corral.lab.jobs.llm.problems import Problems, generate
+from corral.lab.models.load import load_model
+from corral.lab.tasks import Task, verify_all
 
 BATCH, WARM_UP = 32, 10
 """Demonstrations of an update, and updates in which the rate comes up."""

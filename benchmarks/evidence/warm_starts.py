@@ -19,8 +19,8 @@ import torch
 import transformers
 from transformers import Gemma2Config, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
-from corral.llm.tiny import build_tiny, build_tokenizer
-from corral.task.countdown import Countdown
+from corral.lab.models.tiny import build_tiny, build_tokenizer
+from corral.lab.tasks.procedural import Countdown
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 

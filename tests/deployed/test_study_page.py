@@ -23,7 +23,7 @@ import torch
 from spec import Shipped, Spec
 
 from corral.deployed import restore, snapshot
-from corral.report.statistics import area_under_curve
+from corral.lab.report.statistics import area_under_curve
 
 
 def made(seed: int = 1, *, success: dict[int, float], rewards: list[float], **settings: Any) -> study_table.Row:
@@ -291,7 +291,7 @@ def two_completions() -> dict[str, torch.Tensor]:
 def test_a_measurement_is_of_the_network_in_its_training_precision(half: bool) -> None:
     from measure import Measure
 
-    from corral.llm.models import load_model
+    from corral.lab.models.load import load_model
 
     def autocast() -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=half)
@@ -326,7 +326,7 @@ def test_gate_0_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
     layer = spec.WordSpec.layer
     smoke = {"model": "smoke", "task": "countdown", "task_config": {}, "instruction": "{problem}", "bf16": True}
-    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.llm.smoke:letters"}
+    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.lab.models.smoke:letters"}
     monkeypatch.setattr(spec.WordSpec, "layer", lambda self: layer(self) | smoke)
     run = next(run for run in plans.gate0_words() if run.arm == "p999")
     found = held_run.run(replace(run, rate=3e-2, steps=2, eval_size=2), math.inf)
@@ -346,7 +346,7 @@ def test_plans_run_where_no_report_can_be_made() -> None:
         tree = ast.parse((folder / f"{name}.py").read_text())
         imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        refused = ("corral.report", "corral.compare", "rliable", "matplotlib", "study_page", "study_figure")
+        refused = ("corral.lab.report", "corral.lab.compare", "rliable", "matplotlib", "study_page", "study_figure")
         assert not [module for module in imported if module.startswith(refused)], name
 
 
@@ -429,7 +429,7 @@ def test_starts_are_measured_once_and_where_they_are(tmp_path: Path, monkeypatch
 def test_the_end_is_measured_on_held_out_problems_by_temperature() -> None:
     import shipped_run
 
-    from corral.llm.evaluate import EvalSettings
+    from corral.lab.jobs.llm.evaluate import EvalSettings
 
     found = shipped_run.measure(EvalSettings(model="tiny", task="countdown", problems=24, seed=1, device="cpu"), (1.0, 0.01))
     assert found[0.01] == pytest.approx(found[0.0], abs=1 / 24)  # hardly any draw differs from the likeliest token

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from corral.cli import COMMANDS, main
-from corral.cli.kind import all_recipes
-from corral.llm.smoke import TASK_CONFIG, build_smoke
+from corral.lab.cli import COMMANDS, main
+from corral.lab.cli.kind import all_recipes
+from corral.lab.models.smoke import TASK_CONFIG, build_smoke
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -101,7 +101,7 @@ def test_other_commands_have_their_flags(line: str) -> None:
     name, *words = shlex.split(line)
     assert name in COMMANDS, f"{COMMAND_LINES[line]} has a command that does not exist"
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    module = importlib.import_module(f"corral.cli.{name}")
+    module = importlib.import_module(f"corral.lab.cli.{name}")
     module.add_arguments(parser)
     _, rest = parser.parse_known_args(words)
     if name not in ("compare", "train"):  # those take every setting as a flag

@@ -8,9 +8,9 @@ from coarse_sampler import PRECISIONS, roll_out, to_fp8
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.llm.problems import Problems
-from corral.llm.smoke import build_smoke
-from corral.task import make_task
+from corral.lab.jobs.llm.problems import Problems
+from corral.lab.models.smoke import build_smoke
+from corral.lab.tasks import make_task
 
 
 def test_golden_rounding() -> None:

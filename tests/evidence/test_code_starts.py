@@ -6,8 +6,8 @@ import code_starts
 from evidence_plans import PLANS
 from evidence_spec import CODE
 
-from corral.llm.settings import read_recipe, resolve
-from corral.task.code import Code
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.tasks.code import Code
 
 
 def test_golden_sentences_and_their_functions() -> None:

@@ -8,8 +8,8 @@ from evidence_spec import COMPLETIONS, OWN_OBJECTIVES, VARIANTS, Pretrained, Run
 from llm_claims import CLAIMS
 from plans import PLANS as STUDY
 
-from corral.llm.prepare import trainer_config
-from corral.llm.settings import Settings, read_recipe, resolve
+from corral.lab.jobs.llm.prepare import trainer_config
+from corral.lab.jobs.llm.settings import Settings, read_recipe, resolve
 from corral.objective import OBJECTIVES
 
 

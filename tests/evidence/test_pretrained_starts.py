@@ -14,8 +14,8 @@ from evidence_rows import at_best
 from evidence_spec import Pretrained
 from evidence_study import run as run_spec
 
-from corral.llm.models import load_model
-from corral.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.models.load import load_model
 
 
 def test_a_start_is_a_folder_that_loads_and_says_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from evidence_plans import FAMILIES as PLANNED
 from evidence_plans import PLANS
 from warm_starts import FAMILIES, build, make
 
-from corral.llm.models import load_model
+from corral.lab.models.load import load_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

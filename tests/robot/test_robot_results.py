@@ -10,9 +10,9 @@ import robot_page
 import robot_results
 from robot_results import LENGTHS
 
-from corral.robot.settings import resolve
-from corral.robot.smoke import TRAINING
-from corral.robot.train import train
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
+from corral.lab.jobs.robot.train import train
 
 
 def run(row: str, seed: int, returns: list[float], *, task: str = "via-point arm, dense", asked: int = 2) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import robot_study
 from robot_plans import PLANS, TUNED_ON, jobs
 
-from corral.robot.prepare import learner_config
+from corral.lab.jobs.robot.prepare import learner_config
 
 
 @pytest.mark.parametrize("plan", PLANS)

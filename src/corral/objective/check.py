@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
-from corral.types import SparseDist, TokenBatch
+from corral.tensors import SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
 
