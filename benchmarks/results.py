@@ -15,7 +15,7 @@ import corral
 from corral.lab.run.files import write_whole
 
 FOLDER = Path(__file__).with_name("results")
-MEASURED = ("kernels", "llm", "objective", "projection", "robot", "task")
+MEASURED = ("head", "trl", "objective", "projection", "robot", "lab")
 """Packages of corral whose speed is measured."""
 Row = dict[str, Any]
 

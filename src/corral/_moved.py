@@ -4,7 +4,7 @@ This table is the one place in the library that names the lab, and nothing in it
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -64,7 +64,7 @@ class MovedFinder(MetaPathFinder, Loader):
     """Import hook: an old path is another name of the module at its new path."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for an old path, or None: it comes after all other finders, so a file of that name is found first."""
         return ModuleSpec(fullname, self) if fullname.startswith("corral.") and new_path(fullname) else None

@@ -17,7 +17,7 @@ from corral.trl.trainer import CorralTrainer
 
 pytestmark = pytest.mark.skipif(not FUSED, reason="the contract is of the newest releases")
 
-LLM = Path(__file__).parents[2] / "src" / "corral" / "llm"
+LLM = Path(__file__).parents[2] / "src" / "corral" / "trl"
 INSTALL = "pip install 'trl>={},<{}'".format(*TRL_RANGE)
 
 

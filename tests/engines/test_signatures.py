@@ -12,7 +12,7 @@ import corral
 from corral.engines import rllm
 
 HERE = Path(__file__).parent
-SOURCE = Path(corral.__file__).parent / "engine"
+SOURCE = Path(corral.__file__).parent / "engines"
 SIGNATURES = {path.stem: json.loads(path.read_text())["signatures"] for path in sorted((HERE / "signatures").glob("*.json"))}
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead."

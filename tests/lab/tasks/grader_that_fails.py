@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[3] / "src" / "corral" / "task" / "grader_worker.py"
+SCRIPT = Path(__file__).parents[3] / "src" / "corral" / "lab" / "tasks" / "grader_worker.py"
 
 
 def obey(what: str) -> float:
