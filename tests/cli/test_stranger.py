@@ -233,9 +233,22 @@ def adapter_beside_a_model(checkpoint: Path, marker: Path) -> None:
     (checkpoint / "config.json").write_text(config)
 
 
+def adapter_of_adapters(checkpoint: Path, marker: Path) -> None:
+    """X-LoRA loads further adapters, whose files peft alone reads."""
+    adapter_of_a_library(checkpoint, marker)
+    shutil.copytree(checkpoint / "base", checkpoint / "inner")
+    config = json.loads((checkpoint / "base" / "config.json").read_text())
+    (checkpoint / "base" / "config.json").write_text(json.dumps(config | {"use_cache": False}))  # X-LoRA asks for this
+    adapter = json.loads((checkpoint / "adapter_config.json").read_text())
+    (checkpoint / "inner" / "adapter_config.json").write_text(json.dumps(adapter))
+    base = {"task_type": "CAUSAL_LM", "base_model_name_or_path": adapter["base_model_name_or_path"]}
+    content = {"peft_type": "XLORA", "hidden_size": 16, "adapters": {"0": str(checkpoint / "inner")}}
+    (checkpoint / "adapter_config.json").write_text(json.dumps(base | content))
+
+
 MODELS = (
     *(remote_model, remote_tokenizer, custom_generate, pickled_weights, pickled_training),
-    *(adapter_of_a_library, adapter_beside_a_model),
+    *(adapter_of_a_library, adapter_of_adapters, adapter_beside_a_model),
 )
 """Ways to put code into a checkpoint."""
 
