@@ -422,7 +422,16 @@ def test_odd_types_in_the_config_of_a_robot(
     whole = (run / "config.json").read_text()
     tables = json.loads(whole)["settings"]
     inner = [f"settings.{table}.{key}" for table in ("learner", "prodmp", "environment_config") for key in tables[table]]
-    for key in ["settings", "objective", "task", "model", "versions", "settings.tce", *(f"settings.{x}" for x in tables), *inner]:
+    for key in [
+        "settings",
+        "objective",
+        "task",
+        "model",
+        "versions",
+        "settings.tce",
+        *(f"settings.{x}" for x in tables),
+        *inner,
+    ]:
         for value in TestConfig.ODD:
             content = json.loads(whole)
             *outer, last = key.split(".")
