@@ -218,6 +218,21 @@ def test_a_manifest_of_no_files_is_not_whole(run: Path, sentence: Callable[[], s
     assert "its manifest lists no file" in sentence()
 
 
+@pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b""), lambda p: torch.save([1], p)], ids=["empty", "a list"])
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_damaged_files_of_a_checkpoint_that_match_their_manifest(
+    file: str, damage: Callable[[Path], None], run: Path, sentence: Callable[[], str]
+) -> None:
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        path = manifest.parent / file
+        damage(path)
+        content = json.loads(manifest.read_text())
+        content["files"][file] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        write_json(manifest, content)
+    assert main(COMMANDS["resume"](str(run))) == 1
+    assert "cannot be resumed from, though it matches its manifest" in sentence()
+
+
 @pytest.mark.parametrize("name", ["../../config.json", "/etc/hostname", "sub/../config.json"])
 def test_a_manifest_names_files_of_its_checkpoint_alone(name: str, run: Path, sentence: Callable[[], str]) -> None:
     for manifest in run.glob("checkpoints/*/manifest.json"):

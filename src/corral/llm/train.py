@@ -18,7 +18,7 @@ from corral.llm.prepare import Parts, config_content, pin_model, prepare
 from corral.llm.processes import ALONE, LOST, is_alone_by_mistake, is_main, lost_process, run_together
 from corral.llm.rewards import verifier
 from corral.llm.run_callback import RunCallback
-from corral.llm.run_trainer import RunTrainer, Session
+from corral.llm.run_trainer import RunTrainer, Session, cannot_resume
 from corral.llm.settings import Settings, resolve
 from corral.llm.subject import named_code
 from corral.run.ending import Outcome, attempt, close, extend, last_words, summarise
@@ -182,11 +182,7 @@ def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint |
         except Exception as error:  # pickle, torch, safetensors and transformers have one each for a damaged file
             if checkpoint is None or session.patient or isinstance(error, RunError | torch.OutOfMemoryError):
                 raise
-            reason = (str(error).splitlines() or [""])[0]
-            raise RunError(
-                f"{checkpoint.path} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} "
-                f"Remove that checkpoint, and the run resumes from the one before."
-            ) from error
+            raise cannot_resume(str(checkpoint.path), error) from error
     done = session.lines[-1]["step"] == settings.steps
     return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"
 
