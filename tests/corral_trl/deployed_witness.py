@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from corral.llm import CorralTrainer
 from tiny_models import dense_logp
 from torch import Tensor
 from transformers import TrainerCallback
 
 from corral import categorical_kl
+from corral.llm import CorralTrainer
 from corral.trl.processes import base_model
 
 NAMES = [

@@ -23,7 +23,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from corral.llm import CorralConfig, CorralTrainer
 from fake_server import serving
 from peft import LoraConfig
 from tiny_models import make_trainer, tiny_model
@@ -35,6 +34,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from corral import lm_head
 from corral.lab.cli import main
+from corral.llm import CorralConfig, CorralTrainer
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "accelerate"
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from corral.llm import audit
 from tiny_models import even_words, prompts, settings, tiny_model, tiny_tokenizer
 from trl import GRPOConfig, GRPOTrainer
+
+from corral.llm import audit
 
 
 def test_a_dual_clip_of_whole_completions_is_refused(tmp_path: Path) -> None:

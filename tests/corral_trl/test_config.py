@@ -9,14 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-import corral.llm
 import pytest
 import torch
-from corral.llm import CorralConfig
 from tiny_models import RIGHT_REDUCTIONS, FakeVLLM, Spy, fixed_rollout, make_trainer, rollouts, settings, tiny_model
 from trl import GRPOConfig, TrlParser
 
+import corral.llm
 from corral import make_objective, objective_names
+from corral.llm import CorralConfig
 from corral.objective import OBJECTIVES
 from corral.objective.reinforce import ReinforceConfig, reinforce
 from corral.trl import TRL_RANGE

@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from corral.llm import CorralConfig
 from deployed_witness import NAMES, WILD, Witness, certificates
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -26,6 +25,7 @@ from transformers import TrainerCallback
 from corral import categorical_kl, retract, snapshot
 from corral.lab.jobs.llm.settings import resolve
 from corral.lab.jobs.llm.train import resume, train
+from corral.llm import CorralConfig
 from corral.trl import deployed
 from corral.trl import deployed as deployed_probe
 from corral.trl.api import FUSED

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from corral.llm import CorralConfig
 from deployed_witness import certificates
 from peft import LoraConfig
 from test_deployed import let_accelerate_shard_on_cpus, run_of
@@ -20,6 +19,7 @@ from transformers import TrainerCallback
 
 from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.llm.trainer import GuardCallback
+from corral.llm import CorralConfig
 from corral.trl.api import FUSED
 from corral.trl.deployed import LOST, MOST, NEAR, TRIALS, RateSearch, Trial, next_scale
 from small_runs import save_model, small

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from corral.llm import CorralConfig
 from deployed_witness import WILD, Witness, certificates
 from tiny_models import make_trainer
 from transformers import TrainerCallback
 
+from corral.llm import CorralConfig
 from corral.trl.api import FUSED
 from policy_objectives import one_of_each_kind
 from tolerance import assert_close

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from corral.llm import CorralTrainer
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import (
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from corral import TokenBatch, categorical_tv, make_objective, top_k_support
+from corral.llm import CorralTrainer
 from corral.tensors import SparseDist
 from corral.trl.api import FUSED
 from corral.trl.old_policy import fill_unscored, sampler_support

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from corral.llm import CorralConfig, CorralTrainer
 from peft import LoraConfig
 from tiny_models import (
     FakeVLLM,
@@ -28,6 +27,7 @@ from torch.testing import assert_close
 
 import corral
 from corral import categorical_kl, project_categorical_kl
+from corral.llm import CorralConfig, CorralTrainer
 from corral.trl.api import FUSED
 from device import DEVICE
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 import trl
 import trl.trainer.utils as trl_utils
-from corral.llm import CorralConfig, CorralTrainer
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import (
@@ -48,6 +47,7 @@ from trl import GRPOConfig, GRPOTrainer
 import corral
 import corral.trl.scoring
 from corral import TokenBatch, gather_support, group_advantages, reduce_loss, top_k_support
+from corral.llm import CorralConfig, CorralTrainer
 from corral.objective import OBJECTIVES
 from corral.objective.config import NEEDS_SUPPORT, ObjectiveConfig
 from corral.objective.metrics import region_metrics

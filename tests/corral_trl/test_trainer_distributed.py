@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from corral.llm import CorralTrainer
 from sharded import split_vocabulary, train_served, train_sharded
 from tiny_models import gradients, loss_and_gradient, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import corral.trl.policy_term
 from corral import group_advantages
+from corral.llm import CorralTrainer
 from corral.trl import scoring as policy_head
 from two_processes import run_two
 

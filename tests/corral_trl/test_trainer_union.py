@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from corral.llm import CorralConfig
 from peft import LoraConfig
 from tiny_models import VOCABULARY, Spy, dense_logp, make_trainer, measured, nudge, prompts, rollouts, tiny_model
 
 import corral.trl.trainer
 from corral import gather_support
+from corral.llm import CorralConfig
 from corral.trl import scoring as policy_head
 from corral.trl.api import FUSED
 from corral.trl.old_policy import OldPolicy

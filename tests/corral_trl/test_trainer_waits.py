@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
-from corral.llm import CorralTrainer
 from tiny_models import even_words, make_trainer, measured, nudge, prompts, rollouts, settings, tiny_model, tiny_tokenizer
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 import corral.trl.scoring
 from corral.head.rows import AsyncCopy
+from corral.llm import CorralTrainer
 from corral.trl.api import FUSED
 from interpreted import DEVICE
 

@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from corral.llm import CorralTrainer
 from tiny_models import SIZES, Spy, make_trainer, measured, rollouts, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from corral import categorical_kl
 from corral.lab.cli import main
 from corral.lab.models.tiny import TINY_FOLDER
+from corral.llm import CorralTrainer
 
 pytestmark = [
     pytest.mark.vllm,

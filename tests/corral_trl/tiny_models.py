@@ -24,7 +24,6 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions are 
 
 import torch
 import trl
-from corral.llm import CorralConfig, CorralTrainer
 from datasets import Dataset
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -43,6 +42,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import GRPOTrainer
 
+from corral.llm import CorralConfig, CorralTrainer
 from corral.objective import ObjectiveFunction
 from corral.objective.config import ObjectiveConfig
 from corral.tensors import ObjectiveOutput, TokenBatch

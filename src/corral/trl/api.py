@@ -109,6 +109,7 @@ CONTRACT = {
         "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time *",
         "should_log should_evaluate should_save log _evaluate _save_checkpoint",
     ),
+    "transformers.Trainer._load_rng_state": Clause("self checkpoint"),
     "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
 }
 """As in the newest release that was tested; older ones have forms of their own, which the tests run."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corral.llm import audit
 from peft import LoraConfig
 from tiny_models import (
     RIGHT_REDUCTIONS,
@@ -37,6 +36,7 @@ from corral.lab.audit.folder import read_audit
 from corral.lab.audit.scoring import choose, logp_at
 from corral.lab.audit.summary import outside_ball, summarise, table_columns, token_kinds
 from corral.lab.audit.words import sentences
+from corral.llm import audit
 from corral.validate import RunError
 from device import drawing_on_the_cpu
 from tolerance import assert_close

@@ -219,6 +219,21 @@ def test_a_manifest_of_no_files_is_not_whole(run: Path, sentence: Callable[[], s
     assert "its manifest lists no file" in sentence()
 
 
+@pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b""), lambda p: torch.save([1], p)], ids=["empty", "a list"])
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_damaged_files_of_a_checkpoint_that_match_their_manifest(
+    file: str, damage: Callable[[Path], None], run: Path, sentence: Callable[[], str]
+) -> None:
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        path = manifest.parent / file
+        damage(path)
+        content = json.loads(manifest.read_text())
+        content["files"][file] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        write_json(manifest, content)
+    assert main(COMMANDS["resume"](str(run))) == 1
+    assert "cannot be resumed from, though it matches its manifest" in sentence()
+
+
 @pytest.mark.parametrize("name", ["../../config.json", "/etc/hostname", "sub/../config.json"])
 def test_a_manifest_names_files_of_its_checkpoint_alone(name: str, run: Path, sentence: Callable[[], str]) -> None:
     for manifest in run.glob("checkpoints/*/manifest.json"):
@@ -391,3 +406,57 @@ def test_settings_nested_too_deep(suffix: str, tmp_path: Path, sentence: Callabl
     assert main(["train", "--config", str(path)]) == 1
     sentence()
     assert guess("[" * 20_000) == "[" * 20_000
+
+
+@pytest.fixture(scope="module")
+def honest_robot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("robot") / "run"
+    assert main(["train", "--recipe", "via_point", "--smoke", "--quiet", "--out", str(out)]) == 0
+    return out
+
+
+ROBOT_COMMANDS: dict[str, Callable[[str], list[str]]] = {
+    "report": lambda run: ["report", run, "--out", f"{run}/page.html", "--quiet"],
+    "eval": lambda run: ["eval", run, "--episodes", "2", "--out", f"{run}/odd"],
+    "export": lambda run: ["export", run, "--out", f"{run}/policy.npz"],
+    "resume": lambda run: ["train", "--resume", run, "--iterations", "3", "--quiet"],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("command", ROBOT_COMMANDS)
+def test_odd_types_in_the_config_of_a_robot(
+    command: str, honest_robot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reached(*_: Any, **__: Any) -> None:
+        raise RunError("everything was read.")
+
+    for place in ("evaluate.restore", "export.restore", "train.restore", "train._run"):
+        monkeypatch.setattr(f"corral.robot.{place}", reached)
+    run = tmp_path / "run"
+    shutil.copytree(honest_robot, run)
+    whole = (run / "config.json").read_text()
+    tables = json.loads(whole)["settings"]
+    inner = [f"settings.{table}.{key}" for table in ("learner", "prodmp", "environment_config") for key in tables[table]]
+    for key in [
+        "settings",
+        "objective",
+        "task",
+        "model",
+        "versions",
+        "settings.tce",
+        *(f"settings.{x}" for x in tables),
+        *inner,
+    ]:
+        for value in TestConfig.ODD:
+            content = json.loads(whole)
+            *outer, last = key.split(".")
+            table = content
+            for name in outer:
+                table = table[name]
+            table[last] = value
+            (run / "config.json").write_text(json.dumps(content))
+            status = main(ROBOT_COMMANDS[command](str(run)))
+            assert status in (0, 1), (key, value)
+            assert not status or "corral: " in capsys.readouterr().err, (key, value)
+            shutil.rmtree(run / "odd", ignore_errors=True)

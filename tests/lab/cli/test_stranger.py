@@ -88,7 +88,8 @@ def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fold
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks whether to run a model's own code
     yield found
-    sys.modules.pop("evil_module", None)
+    for name in ("evil_module", "megatron"):
+        sys.modules.pop(name, None)
 
 
 COMMANDS: dict[str, Callable[[str], list[str]]] = {
@@ -213,13 +214,15 @@ def pickled_training(checkpoint: Path, marker: Path) -> None:
 
 
 def adapter_of_a_library(checkpoint: Path, marker: Path) -> None:
-    """peft imports the module that `megatron_core` names."""
+    """peft imports the module that `megatron_core` names, which recent releases want to be megatron's: or of that name."""
     (checkpoint / "model.safetensors").unlink()
+    (checkpoint.parents[1] / "megatron").mkdir(exist_ok=True)
+    (checkpoint.parents[1] / "megatron" / "__init__.py").write_text(EVIL.format(marker=str(marker)))
     base = checkpoint / "base"
     save_model(base)
     content = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
-        "base_model_name_or_path": str(base), "megatron_config": {"tensor": 1}, "megatron_core": "evil_module",
+        "base_model_name_or_path": str(base), "megatron_config": {"tensor": 1}, "megatron_core": "megatron.core",
     }  # fmt: skip
     (checkpoint / "config.json").unlink()
     (checkpoint / "adapter_config.json").write_text(json.dumps(content))
@@ -233,9 +236,22 @@ def adapter_beside_a_model(checkpoint: Path, marker: Path) -> None:
     (checkpoint / "config.json").write_text(config)
 
 
+def adapter_of_adapters(checkpoint: Path, marker: Path) -> None:
+    """X-LoRA loads further adapters, whose files peft alone reads."""
+    adapter_of_a_library(checkpoint, marker)
+    shutil.copytree(checkpoint / "base", checkpoint / "inner")
+    config = json.loads((checkpoint / "base" / "config.json").read_text())
+    (checkpoint / "base" / "config.json").write_text(json.dumps(config | {"use_cache": False}))  # X-LoRA asks for this
+    adapter = json.loads((checkpoint / "adapter_config.json").read_text())
+    (checkpoint / "inner" / "adapter_config.json").write_text(json.dumps(adapter))
+    base = {"task_type": "CAUSAL_LM", "base_model_name_or_path": adapter["base_model_name_or_path"]}
+    content = {"peft_type": "XLORA", "hidden_size": 16, "adapters": {"0": str(checkpoint / "inner")}}
+    (checkpoint / "adapter_config.json").write_text(json.dumps(base | content))
+
+
 MODELS = (
     *(remote_model, remote_tokenizer, custom_generate, pickled_weights, pickled_training),
-    *(adapter_of_a_library, adapter_beside_a_model),
+    *(adapter_of_a_library, adapter_of_adapters, adapter_beside_a_model),
 )
 """Ways to put code into a checkpoint."""
 
@@ -257,6 +273,7 @@ def test_code_in_a_checkpoint_is_not_executed(
         "resume": ["train", "--resume", path, "--steps", "3", "--quiet"],
         "merge": ["export", path, "--merge", "--out", f"{path}/merged"],
     }
+    capsys.readouterr()  # progress bars of the weights saved above
     status = main(more[command] if command in more else COMMANDS[command](path))
     assert not stranger.marker.exists()
     assert status in (0, 1)

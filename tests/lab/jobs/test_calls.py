@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from corral.llm import CorralConfig, CorralTrainer
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +20,7 @@ from corral.lab.jobs.llm.train import train
 from corral.lab.jobs.llm.turns import FunctionCalls, make_multi_turn
 from corral.lab.models.smoke import build_byte_tokenizer, build_smoke
 from corral.lab.tasks.messages import answer_of, transcript
+from corral.llm import CorralConfig, CorralTrainer
 from corral.validate import RunError
 from small_runs import Digits, small
 

@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from corral.llm import CorralConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,6 +27,7 @@ from corral.lab.jobs.llm.train import resume, train
 from corral.lab.jobs.llm.trainer import GuardCallback, RunTrainer
 from corral.lab.models.subject import find_subject
 from corral.lab.tasks import TASKS
+from corral.llm import CorralConfig
 from corral.objective import make_objective
 from corral.trl.api import FUSED
 from corral.trl.policy_term import PolicyTerm

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import corral.task
 import pytest
 
+import corral.task
 from corral.lab.tasks import TASKS, Task, find_task, make_task, names, verify_all
 from corral.lab.tasks.procedural import Countdown
 

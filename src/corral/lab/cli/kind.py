@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Literal
 
-import corral
 from corral.lab.cli import check_installed
 from corral.lab.run.files import read_json
 from corral.lab.run.settings import read_file, recipes

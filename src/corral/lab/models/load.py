@@ -139,6 +139,8 @@ def adapter_base(folder: Path) -> str:
         raise ValueError("its adapter_config.json names no base_model_name_or_path.")
     if content.get("megatron_config"):
         raise ValueError(f"its adapter_config.json names code, which peft would import: {content.get('megatron_core')!r}.")
+    if content.get("adapters"):  # of X-LoRA: peft reads their files without asking here
+        raise ValueError("its adapter_config.json names further adapters, and one adapter is loaded.")
     return base
 
 

@@ -35,8 +35,10 @@ def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence
     """Put a layer on top of those before it: it wins, key by key; to `tables` it adds."""
     for key, value in layer.items():
         if key in tables and isinstance(value, Mapping):
+            if not isinstance(before := merged.get(key, {}), Mapping):
+                raise RunError(f"`{key}` is a table of settings; got {before!r}.")
             # Neither JSON nor YAML has inf as people write it.
-            merged[key] = {**merged.get(key, {}), **{inner: guess(given) for inner, given in value.items()}}
+            merged[key] = {**before, **{inner: guess(given) for inner, given in value.items()}}
         else:
             merged[key] = value
 

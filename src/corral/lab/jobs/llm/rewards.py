@@ -24,10 +24,6 @@ _TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state"
 """Arguments that the trainer passes itself, so that no column can have their names."""
 
 
-_LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest number of float32, in which the trainer adds rewards up."""
-
-
 def as_rewards(given: Any) -> tuple[str | Reward, ...]:
     """Rewards as settings hold them, from one or from a list; none of them means the task's verifier."""
     return as_functions(given, _HOW)
@@ -177,7 +173,7 @@ def _kind(value: Any) -> str:
 
 
 _LARGEST = 2.0**128 - 2.0**104
-"""The largest number of float32; importing torch for it would take seconds."""
+"""The largest number of float32, in which the trainer adds rewards up; importing torch for it would take seconds."""
 
 
 def _finite(name: str, value: Any, completion: Any) -> float:

@@ -16,7 +16,7 @@ from corral.lab.jobs.llm.prepare import Parts, config_content, pin_model, prepar
 from corral.lab.jobs.llm.prepare import changed_data as find_changed_data
 from corral.lab.jobs.llm.rewards import verifier
 from corral.lab.jobs.llm.settings import Settings, resolve
-from corral.lab.jobs.llm.trainer import GuardCallback, RunCallback, RunTrainer, Session
+from corral.lab.jobs.llm.trainer import GuardCallback, RunCallback, RunTrainer, Session, cannot_resume
 from corral.lab.models.subject import named_code
 from corral.lab.run.ending import Outcome, attempt, close, extend, last_words, summarise
 from corral.lab.run.files import write_json
@@ -182,11 +182,7 @@ def _train(session: Session, parts: Parts, where: Path, checkpoint: Checkpoint |
         except Exception as error:  # pickle, torch, safetensors and transformers have one each for a damaged file
             if checkpoint is None or session.patient or isinstance(error, RunError | torch.OutOfMemoryError):
                 raise
-            reason = (str(error).splitlines() or [""])[0]
-            raise RunError(
-                f"{checkpoint.path} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} "
-                f"Remove that checkpoint, and the run resumes from the one before."
-            ) from error
+            raise cannot_resume(str(checkpoint.path), error) from error
     done = session.lines[-1]["step"] == settings.steps
     return "collapsed" if session.guard.collapsed else "finished" if done else "interrupted"
 

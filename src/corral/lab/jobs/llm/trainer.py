@@ -215,6 +215,15 @@ class Session(Interruptible):
         self.view.line(line)
 
 
+def cannot_resume(checkpoint: str, error: Exception) -> RunError:
+    """What to say of a checkpoint whose files cannot be loaded, as somebody has changed them and the manifest."""
+    reason = (str(error).splitlines() or [""])[0]
+    return RunError(
+        f"{checkpoint} cannot be resumed from, though it matches its manifest: {type(error).__name__}: {reason} Remove that "
+        f"checkpoint, and the run resumes from the one before."
+    )
+
+
 class RunTrainer(CorralTrainer):
     """CorralTrainer that measures held-out success and whose checkpoints appear in a run folder whole or not at all."""
 
@@ -268,6 +277,13 @@ class RunTrainer(CorralTrainer):
     def _get_output_dir(self, trial: Any) -> str:
         assert self.args.output_dir is not None  # build_trainer has set it
         return os.path.join(self.args.output_dir, ".writing")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Random states are loaded when training has begun already."""
+        try:
+            super()._load_rng_state(checkpoint)
+        except Exception as error:  # pickle, torch, NumPy and Python have one each for a damaged file
+            raise cannot_resume(str(checkpoint), error) from error
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder, update = self.session.folder, self.state.global_step
