@@ -1,4 +1,4 @@
-"""Checks of settings: `require` for the fields of a dataclass, `nearest` for misspelt names, and the error that a user reads."""
+"""Checks of settings: `require` for fields of a dataclass, `nearest` for misspelt names, and the errors that users read."""
 
 import dataclasses
 import math

@@ -703,8 +703,7 @@ class DeployedCallback(TrainerCallback):
         factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
         self.controller.scale *= factor
         self._scale(factor)
-        optimizer = self._scheduler().optimizer
-        optimizer.state.clear()
+        self._scheduler().optimizer.state.clear()
         update, rate = self.trainer.state.global_step, optimizer.param_groups[0]["lr"]
         logger.warning(
             "Update %d: the step moved the network by %.2g nats a token, where %.2g were meant. Next to nothing of it is kept; "

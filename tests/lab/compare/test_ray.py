@@ -17,7 +17,7 @@ from corral.lab.cli import main  # noqa: E402 - only where there is ray
 from corral.lab.compare.folder import failure_reason, log_tail, place_log  # noqa: E402
 from corral.lab.compare.local import Engine, RunJob  # noqa: E402
 from corral.lab.compare.ray import RayEngine, stop_file  # noqa: E402
-from corral.validate import RunError
+from corral.validate import RunError  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")]  # Ray's own
 

@@ -39,10 +39,6 @@ class ExecutionConfig:
             raise RunError(f"--stall is in seconds, and more than 0; got {self.stall}.")
 
 
-Means = ExecutionConfig
-"""Its old name, for one release."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
     """A checked budget, an engine and an estimate of the time: all that comes before the first run."""

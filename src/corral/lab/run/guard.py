@@ -43,10 +43,6 @@ class CollapseLimits:
     """Updates in a row whose gradient is exactly 0 although rewards differ."""
 
 
-Limits = CollapseLimits
-"""Its old name, for one release."""
-
-
 class _Finding(NamedTuple):
     """What is going wrong, in a sentence that says what to do, and whether it is a collapse or may become one."""
 

@@ -51,9 +51,6 @@ class JointLimits:
         return out
 
 
-Limits = JointLimits  # the name until 0.1
-
-
 def export_policy(
     learner: Learner,
     path: str | Path,
