@@ -21,8 +21,8 @@ SOURCE = ROOT / "src" / "corral"
 README = (ROOT / "README.md").read_text()
 
 LIBRARY = """
-    _moved validate cores numerics provenance tensors support advantage deployed divergence projection head objective trl engines
-    robot
+    _moved validate cores numerics provenance tensors support advantage deployed divergence projection head objective
+    trl engines robot
 """.split()  # noqa: SIM905 - a list of twenty names reads better as words
 """The library, each unit after those that it may import. `_moved` imports nothing of it."""
 

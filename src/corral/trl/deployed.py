@@ -703,7 +703,8 @@ class DeployedCallback(TrainerCallback):
         factor = max(math.sqrt(aim / moved), LEAST_FACTOR) if math.isfinite(moved) else LEAST_FACTOR
         self.controller.scale *= factor
         self._scale(factor)
-        self._scheduler().optimizer.state.clear()
+        optimizer = self._scheduler().optimizer
+        optimizer.state.clear()  # its moments are those of a step that was not kept
         update, rate = self.trainer.state.global_step, optimizer.param_groups[0]["lr"]
         logger.warning(
             "Update %d: the step moved the network by %.2g nats a token, where %.2g were meant. Next to nothing of it is kept; "
