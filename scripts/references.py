@@ -3,7 +3,8 @@
 python scripts/references.py record [--only PART] [--workers N]    compute the outputs and write them to tests/references/
 python scripts/references.py check [--only PART] [--workers N]     compute them again; one line per difference, status 1 if any
 
-Numbers are kept as hashes and depend on the machine's instruction set and on torch; texts are kept as they are.
+Numbers are kept as hashes and depend on the machine's instruction set and on torch; texts are kept as they are. `record` leaves the
+stored runs (run_*.tar.xz) alone, since older code wrote them: they show that such runs still go on. It makes those that are missing.
 """
 
 import argparse
@@ -15,13 +16,16 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +198,7 @@ def wrong(part: int, parts: int) -> Found:
             with chdir(empty), redirect_stdout(said), redirect_stderr(said):
                 status = table.status_of(shlex.split(line.replace("{tmp}", str(tmp)).replace("{arm}", str(arm))))
             found[f"corral {line}"] = [status, normalised(said.getvalue(), tmp, arm, empty)]
-            subprocess.run(["rm", "-rf", str(empty)], check=True)
+            shutil.rmtree(empty)
     return found
 
 
@@ -209,6 +213,166 @@ def ids() -> Found:
     return {line: True for line in sorted(found)}
 
 
+# ------------------------------------------------------------------------------------------------------- training runs
+
+CLOCK = re.compile("second|time|memory")
+"""Columns of metrics.jsonl that no two runs share."""
+
+
+def outcome(run: Path) -> Found:
+    """A hash of each column of a run's metrics, of its completions and tokens, and of its newest weights."""
+    import pyarrow.parquet as pq
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row if not CLOCK.search(name)}
+    found: Found = {name: digest(json.dumps([row.get(name) for row in rows]).encode()) for name in names}
+    for table in run.glob("*.parquet"):
+        found[table.name] = digest(json.dumps(pq.read_table(table).to_pylist(), default=str).encode())
+    weights = sorted(run.glob("checkpoints/*/*.safetensors"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
+    return found | {path.name: digest(path.read_bytes()) for path in weights[-1:]}
+
+
+def train(*arguments: str) -> Found:
+    """What `corral train` makes of the arguments, or its last line where it refuses."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = call(*CORRAL, "train", *arguments, "--quiet", "--out", "run", cwd=Path(folder))
+        found = refusal(done) if done.returncode else outcome(Path(folder) / "run")
+    return {" ".join(arguments): found}
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> list[Any]:
+    return [done.returncode, normalised(done.stderr).splitlines()[-1:]]
+
+
+def training_runs() -> Iterator[tuple[str, ...]]:
+    """Arguments of `corral train`: every recipe in its smoke form, those of the embedded model on it, and one of each feature."""
+    few = "--steps 3 --num-generations 4 --per-device-train-batch-size 8 --eval-size 8 --eval-every 2"
+    for path in sorted((ROOT / "src").rglob("recipes/*.toml")):
+        text, recipe = path.read_text(), f"--recipe {path.stem}"
+        robot = re.search("^environment = ", text, re.MULTILINE)
+        yield tuple(f"{recipe} --smoke {'--iterations 2' if robot else '--steps 3'}".split())
+        if re.search('^model = "tiny"', text, re.MULTILINE) and path.stem != "tool_use":
+            yield tuple(f"{recipe} {few}".split())
+    for algorithm in ("bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-trpl"):
+        yield tuple(f"--recipe via_point --smoke --algorithm {algorithm}".split())
+    for feature in (
+        "--objective dppo", "--objective gspo", "--objective ppo_clip --beta 0.01", "--support union",
+        "--learning-rate auto --num-iterations 4", "--reuse auto --learning-rate auto --num-iterations 4",
+        "--deployed-bound 1e-4 --learning-rate 1e-2", "--objective distill --teacher tiny", "--lora.r 2",
+        "--advantage rloo --loss-type luspo", "--objective dppo --set objective_config.estimator=topk",
+    ):  # fmt: skip
+        yield tuple(f"{few} {feature}".split())
+
+
+# ---------------------------------------------------------------------------------------------------- runs to go on with
+
+STOPPED = {
+    "lora": "--smoke --steps 4 --lora.r 2 --keep-checkpoints 9 --eval-every 2",
+    "auto": "--smoke --steps 4 --learning-rate auto --num-iterations 4 --reuse auto --keep-checkpoints 9",
+    "robot": "--recipe via_point --smoke --iterations 4 --set environment_config.reward=sparse",
+}
+"""Runs of four steps of which one checkpoint is kept: that of the second step, or of the third where only two are written."""
+
+
+def resumed(name: str) -> Found:
+    """How a stored run ends when it goes on, and how `corral eval` and `corral export` then read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        with tarfile.open(REFERENCES / f"run_{name}.tar.xz") as file:
+            file.extractall(folder, filter="data")
+        done = call(*CORRAL, "train", "--resume", "run", "--quiet", cwd=Path(folder))
+        found: Found = {"metrics": refusal(done) if done.returncode else outcome(run)}
+        sizes = ("--episodes", "4") if name == "robot" else ("--problems", "2", "--samples", "2")
+        done = call(*CORRAL, "eval", "run", *sizes, "--quiet", cwd=Path(folder))
+        found["eval"] = [done.returncode, normalised(done.stdout, Path(folder)).splitlines()]
+        done = call(*CORRAL, "export", "run", "--out", "exported", cwd=Path(folder))
+        found["export"] = [done.returncode, sorted(path.name for path in Path(folder).glob("exported*/**/*"))]
+    return {name: found}
+
+
+def make_stopped(name: str) -> None:
+    """Write a run that stopped halfway; check that going on with it is the run that did not stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        done = call(*CORRAL, "train", *STOPPED[name].split(), "--quiet", "--out", "run", cwd=Path(folder))
+        assert done.returncode == 0, done.stderr
+        whole = outcome(run)
+        checkpoints = sorted((run / "checkpoints").iterdir(), key=lambda path: int(re.findall(r"\d+", path.name)[-1]))
+        kept = checkpoints[max(len(checkpoints) - 3, 0)]
+        assert kept != checkpoints[-1], checkpoints
+        for path in checkpoints:
+            if path != kept:
+                shutil.rmtree(path)
+        (run / "summary.json").unlink()
+        with tarfile.open(REFERENCES / f"run_{name}.tar.xz", "w:xz") as file:
+            file.add(run, "run")
+    again = resumed(name)[name]["metrics"]
+    assert again == whole, list(differences(whole, again, name))
+
+
+# ----------------------------------------------------------------------------------------------------------------- pages
+
+
+class Texts(HTMLParser):
+    """The texts of a page by heading, and its data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.heading, self.open, self.found = "top", "", dict[str, list[str]]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.open = "data" if dict(attributes).get("type") == "application/json" else tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.open in ("style", "script") or not data.strip():
+            return
+        if self.open in ("h1", "h2"):
+            self.heading = data.strip()
+        self.found.setdefault("data" if self.open == "data" else self.heading, []).append(" ".join(data.split()))
+
+
+def pages() -> Found:
+    """Texts of the pages of synthetic runs, comparisons, robots and audits, and what the commands print."""
+    synthetic, dumps = tests_module("synthetic"), tests_module("dumps")
+    found: Found = {}
+    with tempfile.TemporaryDirectory() as name:
+        tmp = Path(name)
+
+        def show(title: str, *command: str) -> None:
+            done = call(*CORRAL, *command, cwd=tmp)
+            printed = normalised(done.stdout + done.stderr, tmp).splitlines()
+            found[title] = {"printed": [done.returncode, *printed]}
+            if (tmp / "x.html").exists():
+                texts = Texts((tmp / "x.html").read_text()).found
+                found[title] |= {key: digest(normalised(" ".join(text), tmp).encode()) for key, text in texts.items()}
+                (tmp / "x.html").unlink()
+
+        synthetic.write_small_set(tmp / "runs")
+        show("runs", "report", "runs", "--out", "x.html")
+        show("two runs", "report", "runs/troll-0", "runs/dppo-0", "--out", "x.html")
+        show("one run", "report", "runs/troll-0", "--out", "x.html")
+        synthetic.write_comparison(tmp / "comparison")
+        show("comparison", "report", "comparison", "--out", "x.html")
+        synthetic.write_comparison_of_two(tmp / "smallest")
+        show("smallest comparison", "report", "smallest", "--out", "x.html")
+        for algorithm in ("tce", "bbrl", "sb3-ppo"):
+            for seed in range(3):
+                synthetic.write_robot_run(tmp / "robots" / f"{algorithm}-{seed}", algorithm, seed)
+        show("robots", "report", "robots", "--out", "x.html")
+        dumps.write_lines(tmp / "dump.jsonl", [dumps.drawn_line(seed, step=1 + seed // 8) for seed in range(24)])
+        show("audit of a dump", "audit", "dump.jsonl", "--page", "x.html")
+        dumps.write_exports(tmp / "exports", range(1, 4), lines=3)
+        show("audit of exports", "audit", "exports", "--page", "x.html")
+        call(*CORRAL, "train", "--smoke", "--steps", "3", "--learning-rate", "1e-2", "--quiet", "--out", "trained", cwd=tmp)
+        show("audit of a run", "audit", "trained", "--problems", "2", "--samples", "2", "--device", "cpu", "--page", "x.html")
+        show("explore", "explore", "--out", "x.html")
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------------- the parts
 
 PARTS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
@@ -216,6 +380,9 @@ PARTS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
     "helps": [("helps", ())],
     "wrong": [("wrong", (0, 2)), ("wrong", (1, 2))],
     "ids": [("ids", ())],
+    "pages": [("pages", ())],
+    "resumed": [("resumed", (name,)) for name in STOPPED],
+    "metrics": [("train", arguments) for arguments in training_runs()],
 }
 """Each part, and the functions that compute it: name and arguments. Each runs in a process of its own."""
 
@@ -285,6 +452,10 @@ def main() -> int:
         return 0
     parts = arguments.only or list(PARTS)
     jobs = [(part, job) for part in parts for job in PARTS[part]]
+    if arguments.what == "record" and "resumed" in parts:
+        for name in STOPPED:
+            if not (REFERENCES / f"run_{name}.tar.xz").exists():
+                make_stopped(name)
     with ThreadPoolExecutor(arguments.workers) as pool:
         results = list(pool.map(lambda entry: compute(entry[1]), jobs))
     count, here, place = 0, machine(), REFERENCES / "machine.txt"
