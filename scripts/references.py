@@ -462,7 +462,9 @@ def main() -> int:
     if arguments.what == "check" and place.read_text().strip() != here:
         print(f"recorded with {place.read_text().strip()}, and this is {here}: hashes of numbers may differ for that alone")
     for part in parts:
-        found = {key: value for (of, _), result in zip(jobs, results, strict=True) if of == part for key, value in result.items()}
+        found = {
+            key: value for (of, _), result in zip(jobs, results, strict=True) if of == part for key, value in result.items()
+        }
         found = json.loads(json.dumps(found))
         if arguments.what == "record":
             REFERENCES.mkdir(exist_ok=True)
