@@ -1,10 +1,10 @@
-"""Reference outputs: what corral computes and prints today, so that a later change can be shown to leave it bit for bit the same.
+"""Reference outputs: what corral computes and prints, kept to show that a later change leaves it bit for bit the same.
 
 python scripts/references.py record [--only PART] [--workers N]    compute the outputs and write them to tests/references/
 python scripts/references.py check [--only PART] [--workers N]     compute them again; one line per difference, status 1 if any
 
-Numbers are kept as hashes and depend on the machine's instruction set and on torch; texts are kept as they are. `record` leaves the
-stored runs (run_*.tar.xz) alone, since older code wrote them: they show that such runs still go on. It makes those that are missing.
+Numbers are kept as hashes and depend on the machine's instruction set and on torch; texts are kept as they are. `record` leaves
+the stored runs (run_*.tar.xz) alone, since older code wrote them: they show that such runs still go on. It makes missing ones.
 """
 
 import argparse
@@ -210,7 +210,7 @@ def ids() -> Found:
     said = call(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider").stdout
     found = [line for line in said.splitlines() if "::" in line and not line.startswith(("SKIPPED", "ERROR"))]
     assert found, said[-2000:]
-    return {line: True for line in sorted(found)}
+    return dict.fromkeys(sorted(found), True)
 
 
 # ------------------------------------------------------------------------------------------------------- training runs
@@ -245,7 +245,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> list[Any]:
 
 
 def training_runs() -> Iterator[tuple[str, ...]]:
-    """Arguments of `corral train`: every recipe in its smoke form, those of the embedded model on it, and one of each feature."""
+    """Arguments of `corral train`: every recipe in smoke form, those of the embedded model on it, and one of each feature."""
     few = "--steps 3 --num-generations 4 --per-device-train-batch-size 8 --eval-size 8 --eval-every 2"
     for path in sorted((ROOT / "src").rglob("recipes/*.toml")):
         text, recipe = path.read_text(), f"--recipe {path.stem}"
@@ -285,8 +285,11 @@ def resumed(name: str) -> Found:
         sizes = ("--episodes", "4") if name == "robot" else ("--problems", "2", "--samples", "2")
         done = call(*CORRAL, "eval", "run", *sizes, "--quiet", cwd=Path(folder))
         found["eval"] = [done.returncode, normalised(done.stdout, Path(folder)).splitlines()]
-        done = call(*CORRAL, "export", "run", "--out", "exported", cwd=Path(folder))
-        found["export"] = [done.returncode, sorted(path.name for path in Path(folder).glob("exported*/**/*"))]
+        form = {"lora": ("--out", "exported", "--merge"), "auto": ("--out", "exported"), "robot": ("--out", "exported.npz")}
+        done = call(*CORRAL, "export", "run", *form[name], cwd=Path(folder))
+        files = list(Path(folder).rglob("exported*/*")) + list(Path(folder).glob("exported*.*"))
+        weights = {path.name: digest(path.read_bytes()) for path in files if path.suffix in (".safetensors", ".npz")}
+        found["export"] = [done.returncode, sorted(path.name for path in files), weights]
     return {name: found}
 
 
@@ -393,7 +396,7 @@ def path_of(part: str) -> Path:
 
 def read(part: str) -> Found:
     if part == "ids":
-        return {line: True for line in gzip.decompress(path_of(part).read_bytes()).decode().splitlines()}
+        return dict.fromkeys(gzip.decompress(path_of(part).read_bytes()).decode().splitlines(), True)
     return json.loads(path_of(part).read_text())
 
 
