@@ -23,7 +23,7 @@ MINUTES ?= 10
 SANDBOX := tests/lab/sandbox/test_sandbox.py tests/lab/sandbox/test_sandbox_attacks.py tests/lab/sandbox/test_sandbox_memory.py tests/lab/sandbox/test_pool.py \
 	tests/lab/tasks/test_code_attacks.py tests/lab/tasks/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants references check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -171,6 +171,11 @@ gemma: setup
 # Defects on purpose, one after another in a copy of the tree: do the tests nearest to each notice? Half an hour.
 mutants: setup
 	$(RUN) scripts/mutants.py
+
+# Is everything that corral computes and prints bit for bit as recorded in tests/references? Four minutes; `scripts/references.py record`
+# records it anew.
+references: setup
+	$(RUN) scripts/references.py check --workers 2
 
 # Two and a half CPU-minutes, over two workers: of the tests those that neither train, simulate nor start processes, with few examples each.
 check: lint types
