@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 REFERENCES = TESTS / "references"
-CORRAL = (sys.executable, "-W", "ignore", "-m", "corral.cli")
+CORRAL = (sys.executable, "-W", "ignore", "-m", "corral.lab.cli")
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{TESTS}",
     "OMP_NUM_THREADS": "1",
@@ -111,7 +111,7 @@ def _doors(name: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     import torch
 
     import corral
-    from corral.engine.adapter import EngineObjective
+    from corral.engines.adapter import EngineObjective
 
     doors = tests_module("doors")
     made = corral.make_objective(name, **settings)
