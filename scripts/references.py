@@ -463,7 +463,7 @@ def compute(job: tuple[str, tuple[Any, ...]]) -> Found:
     """What a function finds, called in a process of its own."""
     done = call(sys.executable, __file__, "job", json.dumps(job))
     if done.returncode:
-        return {f"{job[0]} {job[1]} failed": done.stderr.strip().splitlines()[-1:]}
+        raise RuntimeError("".join(done.stderr.strip().splitlines()[-1:]))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -504,15 +504,19 @@ def main() -> int:
             if not (REFERENCES / f"run_{name}.tar.xz").exists():
                 make_stopped(name)
     with ThreadPoolExecutor(arguments.workers) as pool:
-        results = list(pool.map(lambda entry: compute(entry[1]), jobs))
+        started = [(part, pool.submit(compute, job)) for part, job in jobs]
     count, here, place = 0, machine(), REFERENCES / "machine.txt"
     if arguments.what == "check" and place.read_text().strip() != here:
         print(f"recorded with {place.read_text().strip()}, and this is {here}: hashes of numbers may differ for that alone")
     for part in parts:
-        found = {
-            key: value for (of, _), result in zip(jobs, results, strict=True) if of == part for key, value in result.items()
-        }
-        found = json.loads(json.dumps(found))
+        found: Found = {}
+        failure = next((error for of, future in started if of == part and (error := future.exception())), None)
+        if failure is not None:  # what the part would have found is neither gone nor to be recorded
+            print(f"{part}: could not be computed: {failure}")
+            count += 1
+            continue
+        for of, future in started:
+            found |= json.loads(json.dumps(future.result())) if of == part else {}
         if arguments.what == "record":
             REFERENCES.mkdir(exist_ok=True)
             write(part, found)
