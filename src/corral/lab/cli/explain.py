@@ -21,7 +21,7 @@ from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
 from corral.validate import pip_install, suggest
 
-_LEARNERS = {"tce": ("tce", "TCE", "TCEConfig"), "bbrl": ("bbrl", "BBRL", "BBRLConfig")}
+_LEARNERS = {"tce": ("robot.tce", "TCE", "TCEConfig"), "bbrl": ("robot.bbrl", "BBRL", "BBRLConfig")}
 """Module, class and settings of robots' algorithms; all others are step-based baselines."""
 
 
@@ -86,9 +86,9 @@ def _task(name: str) -> str:
 
 def _algorithm(name: str) -> str:
     """A robot's algorithm, and its settings."""
-    module, learner, config = _LEARNERS.get(name, ("baseline", "Baseline", "BaselineConfig"))
+    module, learner, config = _LEARNERS.get(name, ("lab.baselines.stable", "Baseline", "BaselineConfig"))
     try:
-        there = vars(importlib.import_module(f"corral.robot.{module}"))
+        there = vars(importlib.import_module(f"corral.{module}"))
     except ImportError as error:
         return f"{name}: a robot's algorithm; its settings need more: {pip_install('robot')} ({error.name} is missing).\n"
     return (
