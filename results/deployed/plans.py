@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,15 +72,20 @@ CHOSEN: tuple[dict[str, Any], ...] = (
 passes); its better rate in one pass, with twice the rollouts (gate 0); the best of DPPO, and of clipping held; TROLL unheld."""
 
 
+def grid(axes: Mapping[str, Sequence[Any]], kind: Callable[..., Any] = Shipped, **same: Any) -> list[Any]:
+    """A run for every combination of values, the last axis innermost; values of the axis `how` are several settings each."""
+    rows = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    return [kind(**{**same, **row.pop("how", {}), **row}) for row in rows]
+
+
 def arms(names: Sequence[str], schedule: str, seeds: Sequence[int], objective: str = "ppo_clip") -> list[Spec]:
     """Arms × their rates, seeds outermost; "tuned" is nothing at rates that suit it."""
     plan = []
     for seed, name in itertools.product(seeds, names):
         for rate in TUNED if name == "tuned" else SHARE:
-            if name in DEAD_AT.get(rate, ()) and seed > 202:
-                continue
-            held = Arm(share=SHARE[rate]) if name == "lookahead" else ARMS.get(name, Arm())
-            plan.append(Spec(arm=name, held=held, rate=rate, schedule=schedule, seed=seed, objective=objective))
+            if not (name in DEAD_AT.get(rate, ()) and seed > 202):
+                held = Arm(share=SHARE[rate]) if name == "lookahead" else ARMS.get(name, Arm())
+                plan.append(Spec(arm=name, held=held, rate=rate, schedule=schedule, seed=seed, objective=objective))
     return plan
 
 
@@ -94,16 +99,15 @@ def gate0_words() -> list[WordSpec]:
     """The same on SmolLM2 at rates 30 and 300 times too large, and nothing at rates that suit it; seeds outermost."""
     same: dict[str, Any] = {"steps": 10, "eval_every": 2, "eval_size": 256}
     plan = []
-    for seed in FRESH[:3]:
-        for name in WORD_ARMS:
-            held = Arm(share=0.03) if name == "lookahead" else ARMS[name]
-            linear = WordSpec(arm=name, held=held, rate=1e-3, schedule="linear", seed=seed, **same)
-            plan += [linear]
-            if name == "auto_mean":  # what it is compared with is wanted next
-                tuned = [replace(linear, arm="tuned", held=Arm(), rate=rate) for rate in WORDS_TUNED]
-                plan += [*tuned, *(replace(run, schedule="constant") for run in tuned)]
-            if name in TOLD_APART:
-                plan += [replace(linear, schedule="constant"), replace(linear, rate=1e-2)]
+    for seed, name in itertools.product(FRESH[:3], WORD_ARMS):
+        held = Arm(share=0.03) if name == "lookahead" else ARMS[name]
+        linear = WordSpec(arm=name, held=held, rate=1e-3, schedule="linear", seed=seed, **same)
+        plan += [linear]
+        if name == "auto_mean":  # what it is compared with is wanted next
+            tuned = [replace(linear, arm="tuned", held=Arm(), rate=rate) for rate in WORDS_TUNED]
+            plan += [*tuned, *(replace(run, schedule="constant") for run in tuned)]
+        if name in TOLD_APART:
+            plan += [replace(linear, schedule="constant"), replace(linear, rate=1e-2)]
     return plan
 
 
@@ -112,84 +116,42 @@ def both_schedules(plan: Callable[..., Sequence[Spec | Shipped]], seeds: Sequenc
     return [run for schedule in ("linear", "constant") for run in plan(schedule) if run.seed in seeds]
 
 
-def shipped(seeds: Sequence[int], objectives: Sequence[str], grid: Sequence[dict[str, Any]], **same: Any) -> list[Shipped]:
-    """Settings × objectives of the trainer as it ships, seeds outermost."""
-    return [
-        Shipped(objective=objective, seed=seed, **arm, **same)
-        for seed, arm, objective in itertools.product(seeds, grid, objectives)
-    ]
-
-
 def reuse() -> list[Shipped]:
     """Passes × objectives, at the demo's rate and at "auto"; long runs first for each seed: a piece ends with short ones."""
-    grid = [{"passes": passes, **arm} for passes in (8, 4, 2, 1) for arm in ({"rate": 2e-4}, HELD)]
-    return shipped((301, 302), _REUSED, grid, **_REUSE)
-
-
-def reuse_auto() -> list[Shipped]:
-    """As many passes as a batch is good for, at the demo's rate and at "auto"."""
-    grid = [{"passes": 8, "rate": rate, "bound": 0.02, "reuse": "auto"} for rate in (2e-4, "auto")]
-    return shipped((301, 302), _REUSED, grid, **_REUSE)
+    return grid({"seed": TUNING[:2], "passes": (8, 4, 2, 1), "how": ({"rate": 2e-4}, HELD), "objective": _REUSED}, **_REUSE)
 
 
 def bound() -> list[Shipped]:
     """Bounds at "auto" over two decades with one pass, then with the passes that were chosen: how far off may one be?"""
-    one = [{"passes": 1, "rate": "auto", "bound": bound} for bound in BOUNDS]
-    many = [{"passes": passes, "rate": "auto", "bound": bound} for bound in (0.01, 0.03, 0.05) for passes in (4, 8)]
-    runs = shipped(TUNING, _REUSED, one, end_size=4096, **_REUSE)
-    return runs + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
+    same = {"rate": "auto", "end_size": 4096, **_REUSE}
+    one = grid({"seed": TUNING, "bound": BOUNDS, "objective": _REUSED}, passes=1, **same)
+    many = {"seed": TUNING[:2], "bound": (0.01, 0.03, 0.05), "passes": (4, 8), "objective": ("troll", "ppo_clip")}
+    return one + grid(many, **same)
 
 
-def bound_constant() -> list[Shipped]:
-    """The same with one pass and a constant schedule, where the bound alone says how far a step goes."""
-    grid = [{**HELD_CONSTANT, "bound": bound} for bound in BOUNDS]
-    return shipped(TUNING, _REUSED, grid, end_size=4096, **_REUSE)
-
-
-def tune() -> list[Shipped]:
-    """Other rates × passes with nothing held: with `reuse`, the trials by which settings are chosen to be confirmed."""
-    grid = [{"passes": passes, "rate": rate} for passes in (8, 4, 2) for rate in (1e-4, 4e-4)]
-    return shipped((301, 302), _REUSED, grid, **_REUSE)
+def chosen(seeds: Sequence[int], settings: Sequence[dict[str, Any]], **same: Any) -> list[Shipped]:
+    """Settings as they were chosen, seeds outermost; ten steps unless they say otherwise."""
+    return grid({"seed": seeds, "how": settings}, **{"steps": 10, **_CONFIRM, **same})
 
 
 def confirm_reuse() -> list[Shipped]:
     """What was chosen, on fresh seeds: ten of the first three, which the main comparison needs, five of the others."""
-    return _chosen(FRESH[:5], CHOSEN[:3]) + _chosen(FRESH[:5], CHOSEN[3:]) + _chosen(FRESH[5:], CHOSEN[:3])
+    return chosen(FRESH[:5], CHOSEN[:3]) + chosen(FRESH[:5], CHOSEN[3:]) + chosen(FRESH[5:], CHOSEN[:3])
 
 
-def confirm_more() -> list[Shipped]:
-    """The other five seeds of the others."""
-    return _chosen(FRESH[5:], CHOSEN[3:])
-
-
-def _chosen(seeds: Sequence[int], chosen: Sequence[dict[str, Any]]) -> list[Shipped]:
-    """Settings as they were chosen, seeds outermost; ten steps unless they say otherwise."""
-    return [Shipped(seed=seed, **{"steps": 10, **how}, **_CONFIRM) for seed in seeds for how in chosen]
-
-
-def confirm_rates() -> list[Shipped]:
-    """Clipping and TROLL with one pass on five fresh seeds: at a tuned rate, at "auto", and at rates far too large."""
-    return _rates_on(FRESH[:5])
-
-
-def confirm_rates_more() -> list[Shipped]:
-    """The same on the other five."""
-    return _rates_on(FRESH[5:])
-
-
-def _rates_on(seeds: Sequence[int]) -> list[Shipped]:
-    """Three rates off and on, "auto", and the rate that was best in gate 0; seeds outermost."""
-    grid: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": 4e-4}, {"rate": "auto", "bound": 0.03}]
-    grid += [{"rate": rate, "bound": bound} for rate in (1e-3, 3e-3) for bound in (0.03, math.inf)]
-    grid += [{"rate": 2e-4, "bound": 0.03}]
-    return shipped(seeds, ("ppo_clip", "troll"), grid, eval_size=1024, end_size=4096)
+def confirm_rates(seeds: Sequence[int]) -> list[Shipped]:
+    """Clipping and TROLL with one pass: at tuned rates, at "auto", at rates far too large, and the best of gate 0 held."""
+    settings: list[dict[str, Any]] = [{"rate": 2e-4}, {"rate": 4e-4}, {"rate": "auto", "bound": 0.03}]
+    settings += [{"rate": rate, "bound": bound} for rate in (1e-3, 3e-3) for bound in (0.03, math.inf)]
+    settings += [{"rate": 2e-4, "bound": 0.03}]
+    return grid({"seed": seeds, "how": settings, "objective": ("ppo_clip", "troll")}, eval_size=1024, end_size=4096)
 
 
 def confirm_constant() -> list[Shipped]:
     """A constant schedule at "auto", as the tuning seeds favour it, on fresh seeds; then with four passes on tuning seeds."""
-    one = shipped(FRESH, ("ppo_clip", "troll"), [HELD_CONSTANT], eval_size=1024, end_size=4096)
-    many = [{**HELD_CONSTANT, "passes": 4, "bound": bound} for bound in (0.03, 0.02, 0.01)]
-    return one + shipped(TUNING[:2], ("troll", "ppo_clip"), many, end_size=4096, **_REUSE)
+    one = grid({"seed": FRESH, "objective": ("ppo_clip", "troll")}, **HELD_CONSTANT, eval_size=1024, end_size=4096)
+    axes = {"seed": TUNING[:2], "bound": (0.03, 0.02, 0.01), "objective": ("troll", "ppo_clip")}
+    return one + grid(axes, **HELD_CONSTANT, passes=4, end_size=4096, **_REUSE)
 
 
 _FOUR: dict[str, Any] = {"passes": 4, "schedule": "constant"}
@@ -204,32 +166,28 @@ MANY: tuple[dict[str, Any], ...] = (
 mean rate of the linear ones that were chosen."""
 
 
-def confirm_many() -> list[Shipped]:
-    """Several passes with a constant schedule on fresh seeds."""
-    return _chosen(FRESH, MANY)
-
-
 def bound_many() -> list[Shipped]:
     """Unheld rates, then bounds, with four and eight passes and a constant schedule, on tuning seeds."""
     same: dict[str, Any] = {"end_size": 4096, "schedule": "constant", **_REUSE}
-    unheld = [{"passes": 4, "rate": rate} for rate in (1e-4, 2e-4, 5e-5)]
-    grid = [{"rate": "auto", "passes": passes, "bound": bound} for passes in (4, 8) for bound in (0.01, 0.02, 0.005)]
-    return shipped(TUNING[:2], _REUSED, unheld, **same) + shipped(TUNING[:2], _REUSED, grid, **same)
+    unheld = grid({"seed": TUNING[:2], "rate": (1e-4, 2e-4, 5e-5), "objective": _REUSED}, passes=4, **same)
+    axes = {"seed": TUNING[:2], "passes": (4, 8), "bound": (0.01, 0.02, 0.005), "objective": _REUSED}
+    return unheld + grid(axes, rate="auto", **same)
 
 
 def elsewhere() -> list[Shipped]:
     """The two of the main comparison on other tasks, from other warm starts and in another family; seeds outermost."""
     places = ("n_max29", "arithmetic", "start1", "start2", "start3", "gemma")
-    few: dict[str, Any] = {"eval_every": 5}  # the curve is not compared
-    runs = [replace(run, start=start, **few) for run in _chosen(FRESH[:3], CHOSEN[:2]) for start in places]
-    return runs + [replace(run, start="n_max9", **few) for run in _chosen(FRESH[:3], CHOSEN[:2])]
+    same = {"steps": 10, **_CONFIRM, "eval_every": 5}  # the curve is not compared
+    return grid({"seed": FRESH[:3], "how": CHOSEN[:2], "start": places}, **same) + chosen(
+        FRESH[:3], CHOSEN[:2], start="n_max9", eval_every=5
+    )
 
 
 def rates(schedule: str = "linear") -> list[Shipped]:
     """Half decades × objectives × off and on × three seeds, the edges of what is usable first."""
-    grid = [{"rate": rate, "bound": bound} for rate in RATES for bound in (0.03, math.inf)]
     objectives = ("ppo_clip", "troll", "dppo", "reinforce")
-    return shipped(TUNING, objectives, grid, schedule=schedule, end_size=4096, **_REUSE)
+    axes = {"seed": TUNING, "rate": RATES, "bound": (0.03, math.inf), "objective": objectives}
+    return grid(axes, schedule=schedule, end_size=4096, **_REUSE)
 
 
 def tiny() -> list[Spec | Shipped]:
@@ -246,15 +204,22 @@ def tiny() -> list[Spec | Shipped]:
 PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "reuse": reuse,
     "bound": bound,
-    "bound-constant": bound_constant,
-    "tune": tune,
-    "reuse-auto": reuse_auto,
+    # With one pass and a constant schedule, where the bound alone says how far a step goes.
+    "bound-constant": lambda: grid(
+        {"seed": TUNING, "bound": BOUNDS, "objective": _REUSED}, **{**HELD_CONSTANT, "end_size": 4096, **_REUSE}
+    ),
+    # Other rates × passes with nothing held: with `reuse`, the trials by which settings are chosen to be confirmed.
+    "tune": lambda: grid({"seed": TUNING[:2], "passes": (8, 4, 2), "rate": (1e-4, 4e-4), "objective": _REUSED}, **_REUSE),
+    # As many passes as a batch is good for, at the demo's rate and at "auto".
+    "reuse-auto": lambda: grid(
+        {"seed": TUNING[:2], "rate": (2e-4, "auto"), "objective": _REUSED}, passes=8, bound=0.02, reuse="auto", **_REUSE
+    ),
     "confirm-reuse": confirm_reuse,
-    "confirm-rates": confirm_rates,
-    "confirm-rates-more": confirm_rates_more,
+    "confirm-rates": lambda: confirm_rates(FRESH[:5]),
+    "confirm-rates-more": lambda: confirm_rates(FRESH[5:]),
     "confirm-constant": confirm_constant,
-    "confirm-more": confirm_more,
-    "confirm-many": confirm_many,
+    "confirm-more": lambda: chosen(FRESH[5:], CHOSEN[3:]),
+    "confirm-many": lambda: chosen(FRESH, MANY),
     "bound-many": bound_many,
     "rates": lambda: both_schedules(rates, TUNING[:2]),
     "rates-more": lambda: both_schedules(rates, TUNING[2:]),

@@ -1,9 +1,9 @@
 """The runs of each part of the evidence, the most telling first, one seed after another."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from results.deployed.plans import grid
 from results.evidence.spec import BASES, CODE, Coded, Pretrained, Run, problems_of
 
 SEEDS = (401, 402, 403, 404, 405)
@@ -62,71 +62,43 @@ PUBLISHED = (("troll", "published"), ("troll", "token mean"), ("ppo_clip", "toke
 """Objectives as their papers run them, where that differs from the common form: sums over a fixed length for all."""
 
 
-def run(arm: tuple[str, str], rate: float, seed: int, **others: Any) -> Run:
+def run(arm: tuple[str, str] = ("troll", ""), **others: Any) -> Run:
     """One run of an arm."""
-    return Run(objective=arm[0], variant=arm[1], rate=rate, seed=seed, **others)
+    return Run(objective=arm[0], variant=arm[1], **others)
 
 
-def the_map() -> list[Run]:
-    """Seven contestants × four rates at 8 updates per batch, 15 batches."""
-    return [run(arm, rate, seed) for seed, rate, arm in itertools.product(SEEDS, RATES, ARMS)]
-
-
-def floor() -> list[Run]:
-    """One update per batch: objectives differ by rounding alone, so this is what chance does."""
-    grid = itertools.product(SEEDS, (HOT, 3e-3, TUNED), REUSED)
-    return [run(arm, rate, seed, updates=1) for seed, rate, arm in grid]
-
-
-def reused() -> list[Run]:
-    """Four passes over each batch at three rates."""
-    grid = itertools.product(SEEDS, (TUNED, 4e-4, 1e-4), REUSED)
-    return [run(arm, rate, seed, **AGAIN) for seed, rate, arm in grid]
-
-
-def ablations() -> list[Run]:
-    """TROLL, one thing changed at a time, where it acts and where it is tuned."""
-    grid = itertools.product(SEEDS, (HOT, TUNED), ("", *ABLATIONS))
-    return [run(("troll", variant), rate, seed) for seed, rate, variant in grid]
-
-
-def published() -> list[Run]:
-    """The papers' own reductions and advantages, at the best rate and above it."""
-    return [run(arm, rate, seed) for seed, rate, arm in itertools.product(SEEDS, (TUNED, HOT), PUBLISHED)]
+def plan(axes: Mapping[str, Sequence[Any]], **same: Any) -> list[Run]:
+    """A run of the embedded model for every combination of values, the last axis innermost."""
+    return grid(axes, run, **same)
 
 
 def starts() -> list[Run]:
     """The map's two main contestants and what holds them apart, from other warm starts and families: runs/starts must exist."""
-    folders = [*(f"runs/starts/llama-{seed}" for seed in (1, 2, 3)), *(f"runs/starts/{name}-1" for name in FAMILIES)]
+    folders = [f"runs/starts/{name}" for name in ("llama-1", "llama-2", "llama-3", *(f"{name}-1" for name in FAMILIES))]
     arms = (("ppo_clip", ""), ("troll", ""), ("dppo", ""))
-    grid = itertools.product(SEEDS[:3], folders, (HOT, TUNED), arms)
-    return [run(arm, rate, seed, model=folder) for seed, folder, rate, arm in grid]
+    return plan({"seed": SEEDS[:3], "model": folders, "rate": (HOT, TUNED), "arm": arms})
 
 
 def mismatch() -> list[Run]:
     """Samplers in fp8 and bf16, anchored at what they report and at what the trainer recomputes; then the same precision."""
     arms = (("dppo", ""), ("troll", ""), ("ppo_clip", ""), ("troll", "unprojected"))
-    grid = itertools.product(SEEDS, ("fp8", "bf16"), ("rollout", "old"), (TUNED,), arms)
-    return [run(arm, rate, seed, sampler=sampler, anchor=anchor) for seed, sampler, anchor, rate, arm in grid]
+    return plan({"seed": SEEDS, "sampler": ("fp8", "bf16"), "anchor": ("rollout", "old"), "arm": arms}, rate=TUNED)
 
 
 def bounds() -> list[Run]:
     """DPPO with smaller bounds, beside .2 and clipping's ε of the map."""
-    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("", "δ=.1", "δ=.15"))
-    return [run(("dppo", variant), rate, seed) for seed, rate, variant in grid]
+    return plan({"seed": SEEDS[:3], "rate": (HOT, TUNED), "arm": [("dppo", variant) for variant in ("", "δ=.1", "δ=.15")]})
 
 
 def rare() -> list[Run]:
     """Clipping lifted for rare tokens, where it is tuned, at a large rate, and with four passes over a batch."""
-    settings: tuple[tuple[float, dict[str, Any]], ...] = ((TUNED, AGAIN), (HOT, {}), (TUNED, {}))
-    grid = itertools.product(SEEDS, settings, RARE)
-    return [run(arm, rate, seed, **others) for seed, (rate, others), arm in grid]
+    return plan({"seed": SEEDS, "how": ({"rate": TUNED, **AGAIN}, {"rate": HOT}, {"rate": TUNED}), "arm": RARE})
 
 
 def estimators() -> list[Run]:
     """TROLL and clipping under other advantages than the group's standardised ones."""
-    grid = itertools.product(SEEDS[:3], (HOT, TUNED), ("rloo", "no std", "reinforce++"), ("troll", "ppo_clip"))
-    return [run((objective, variant), rate, seed) for seed, rate, variant, objective in grid]
+    arms = [(objective, variant) for variant in ("rloo", "no std", "reinforce++") for objective in ("troll", "ppo_clip")]
+    return plan({"seed": SEEDS[:3], "rate": (HOT, TUNED), "arm": arms})
 
 
 def stability() -> list[Run]:
@@ -135,38 +107,39 @@ def stability() -> list[Run]:
     The protocol asks for problems that can all be solved: the embedded model solves its training problems greedily, so rewards
     should reach 1. The paper has 4 updates per batch, this plan 32 in four passes, so that a run takes minutes of a GPU.
     """
-    return [run((name, ""), 1e-4, seed, anchor=anchor, **LONG) for seed, (name, anchor) in itertools.product(SEEDS, ANCHORED)]
+    return plan({"seed": SEEDS, "how": [{"arm": (name, ""), "anchor": at} for name, at in ANCHORED]}, rate=1e-4, **LONG)
 
 
 def experts() -> list[Run]:
     """A mixture of experts with a sampler in fp8, which routes some tokens otherwise, by anchor: runs/starts must exist."""
-    grid = itertools.product(SEEDS[:3], ("rollout", "old"), ("dppo", "troll", "ppo_clip"))
-    return [run((name, ""), TUNED, seed, model=MOE, sampler="fp8", anchor=anchor) for seed, anchor, name in grid]
+    arms = (("dppo", ""), ("troll", ""), ("ppo_clip", ""))
+    return plan({"seed": SEEDS[:3], "anchor": ("rollout", "old"), "arm": arms}, rate=TUNED, model=MOE, sampler="fp8")
 
 
-def pretrained() -> list[Pretrained]:
+def pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = "smollm2", **others: Any) -> Pretrained:
+    """One run of a pretrained model; "auto" is held, at the bound that is its default for as many passes."""
+    model = str(BASES[base]["model"]).format(start=seed - SEEDS[0] + 1)
+    held = {"schedule": "constant", "bound": 0.03 if arm[1] == 1 else 0.01} if rate == "auto" else {}
+    others = {"eval_size": problems_of(base), **held, **others}
+    return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, base=base, model=model, **others)
+
+
+def words(axes: Mapping[str, Sequence[Any]], **same: Any) -> list[Pretrained]:
+    """A run of a pretrained model for every combination of values, the last axis innermost."""
+    return grid(axes, pretrained, **same)
+
+
+def smollm2() -> list[Pretrained]:
     """SmolLM2: three seeds of four arms × three rates, then two more."""
-    grid = itertools.chain(*(itertools.product(seeds, WORD_RATES, WORD_ARMS) for seeds in (SEEDS[:3], SEEDS[3:])))
-    return [_pretrained(arm, rate, seed) for seed, rate, arm in grid]
+    axes: dict[str, Any] = {"rate": WORD_RATES, "arm": WORD_ARMS}
+    return words({"seed": SEEDS[:3], **axes}) + words({"seed": SEEDS[3:], **axes})
 
 
-def held_pretrained() -> list[Pretrained]:
+def held_smollm2() -> list[Pretrained]:
     """SmolLM2 with the deployed network held: a rate that nobody tunes, then one that is good and one that is not."""
-    plan = [_automatic(arm, seed) for seed, arm in itertools.product(SEEDS, HELD_ARMS)]
-    for seed, arm in itertools.product(SEEDS[:3], WORD_ARMS[:2]):
-        plan += [_pretrained(arm, rate, seed, bound=0.03) for rate in (1e-4, 1e-3)] + [_pretrained(arm, 1e-3, seed)]
-    return plan
-
-
-def gemma() -> list[Pretrained]:
-    """Gemma: three seeds of four arms × five rates."""
-    grid = itertools.product(SEEDS[:3], GEMMA_RATES, WORD_ARMS)
-    return [_pretrained(arm, rate, seed, base="gemma") for seed, rate, arm in grid]
-
-
-def held_gemma() -> list[Pretrained]:
-    """Gemma with a rate that nobody tunes: three seeds."""
-    return [_automatic(arm, seed, base="gemma") for seed, arm in itertools.product(SEEDS[:3], HELD_ARMS)]
+    how = ({"rate": 1e-4, "bound": 0.03}, {"rate": 1e-3, "bound": 0.03}, {"rate": 1e-3})
+    plan = words({"seed": SEEDS, "arm": HELD_ARMS}, rate="auto")
+    return plan + words({"seed": SEEDS[:3], "arm": WORD_ARMS[:2], "how": how})
 
 
 def confirmed(base: str) -> list[Pretrained]:
@@ -174,79 +147,70 @@ def confirmed(base: str) -> list[Pretrained]:
 
     On seeds that had no part in choosing those rates; four passes on the first five of them, after all else.
     """
-    size = {"base": base, "eval_size": MANY}
-    once, again = ([arm for arm in BEST[base] if (arm[1] == 1) == wanted] for wanted in (True, False))
-    plan = []
-    for seed in FRESH[base]:
-        plan += [_pretrained(arm, BEST[base][arm], seed, **size) for arm in once] + [_automatic(once[0], seed, **size)]
-    return plan + [_pretrained(arm, BEST[base][arm], seed, **size) for seed in FRESH[base][:5] for arm in again]
+    how = [{"arm": arm, "rate": rate} for arm, rate in BEST[base].items()]
+    once, again = ([one for one in how if (one["arm"][1] == 1) == wanted] for wanted in (True, False))
+    same: dict[str, Any] = {"base": base, "eval_size": MANY}
+    plan = words({"seed": FRESH[base], "how": [*once, {"arm": once[0]["arm"], "rate": "auto"}]}, **same)
+    return plan + words({"seed": FRESH[base][:5], "how": again}, **same)
 
 
 def elsewhere(base: str) -> list[Pretrained]:
     """SmolLM2 on word problems from books, or on GSM8K: three seeds of three arms × three rates, the middle one first."""
-    grid = itertools.product((3e-5, 1e-5, 1e-4), SEEDS[:3], WORD_ARMS[:3])
-    return [_pretrained(arm, rate, seed, base=base) for rate, seed, arm in grid]
-
-
-def _automatic(arm: tuple[str, int], seed: int, **others: Any) -> Pretrained:
-    """At `learning_rate="auto"`, with the bound that is its default for as many passes."""
-    return _pretrained(arm, "auto", seed, schedule="constant", bound=0.03 if arm[1] == 1 else 0.01, **others)
-
-
-def _pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = "smollm2", **others: Any) -> Pretrained:
-    model = str(BASES[base]["model"]).format(start=seed - SEEDS[0] + 1)
-    others = {"eval_size": problems_of(base), **others}
-    return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, base=base, model=model, **others)
+    return words({"rate": (3e-5, 1e-5, 1e-4), "seed": SEEDS[:3], "arm": WORD_ARMS[:3]}, base=base)
 
 
 def code() -> list[Coded]:
     """Programs: clipping and TROLL, three starts, at three rates."""
     folder = str(CODE["task_config"]["path"]).rpartition("/")[0]
-    grid = itertools.product((TUNED, 1e-4, HOT), SEEDS[:3], ("ppo_clip", "troll"))
-    return [Coded(objective=arm, rate=rate, seed=seed, model=f"{folder}/{seed - SEEDS[0] + 1}") for rate, seed, arm in grid]
+    starts = [{"seed": seed, "model": f"{folder}/{place}"} for place, seed in enumerate(SEEDS[:3], 1)]
+    return grid({"rate": (TUNED, 1e-4, HOT), "how": starts, "objective": ("ppo_clip", "troll")}, Coded)
 
 
 def claims() -> list[Run]:
     """What the claims on the embedded model compare, and nothing else: 18 runs and 1,100 seconds of one core for each seed."""
     hot = [*ARMS[:6], ("troll", "constant dual"), ("troll", "no regression")]
-    plan = []
+    found = []
     for seed in SEEDS:
-        plan += [run(arm, HOT, seed) for arm in hot]
-        plan += [run(arm, TUNED, seed, **AGAIN) for arm in ARMS[:3]] + [run(arm, TUNED, seed) for arm in ARMS[:3]]
-        anchored = itertools.product((("troll", ""), ("dppo", "")), ("rollout", "old"))
-        plan += [run(arm, TUNED, seed, sampler="fp8", anchor=anchor) for arm, anchor in anchored]
-    return plan
+        found += plan({"arm": hot}, rate=HOT, seed=seed)
+        found += plan({"how": (AGAIN, {}), "arm": ARMS[:3]}, rate=TUNED, seed=seed)
+        arms = (("troll", ""), ("dppo", ""))
+        found += plan({"arm": arms, "anchor": ("rollout", "old")}, rate=TUNED, seed=seed, sampler="fp8")
+    return found
 
 
 def first() -> list[Run]:
     """Three seeds of the map, then of the ablations where TROLL acts: two hours of one core, eight minutes of sixteen."""
-    ablated = [spec for spec in ablations() if spec.rate == HOT]
-    return [spec for spec in [*the_map(), *ablated] if spec.seed in SEEDS[:3]]
+    ablated = [spec for spec in PLANS["g"]() if spec.rate == HOT]
+    return [spec for spec in [*PLANS["a"](), *ablated] if spec.seed in SEEDS[:3]]
 
 
 def tiny() -> list[Run]:
     """Two steps of every variant, and of one update per batch: does it run at all?"""
-    small: dict[str, Any] = {"steps": 2, "eval_size": 16, "eval_every": 2}
-    arms = dict.fromkeys([*ARMS, *RARE, *PUBLISHED, *(("troll", variant) for variant in ABLATIONS)])
-    plan = [run(arm, 1e-3, 1, **small) for arm in arms] + [run(("troll", ""), 1e-3, 1, updates=1, **small)]
-    coarse = itertools.product((("dppo", ""), ("troll", "")), ("rollout", "old"))
-    return plan + [run(arm, 1e-3, 1, sampler="fp8", anchor=anchor, **small) for arm, anchor in coarse]
+    small: dict[str, Any] = {"rate": 1e-3, "seed": 1, "steps": 2, "eval_size": 16, "eval_every": 2}
+    arms = list(dict.fromkeys([*ARMS, *RARE, *PUBLISHED, *(("troll", variant) for variant in ABLATIONS)]))
+    coarse = {"arm": (("dppo", ""), ("troll", "")), "anchor": ("rollout", "old")}
+    return [*plan({"arm": arms}, **small), run(updates=1, **small), *plan(coarse, sampler="fp8", **small)]
 
 
 PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "claims": claims,
     "first": first,
-    "a": the_map,
-    "a-floor": floor,
-    "a-reuse": reused,
-    "a-published": published,
+    # Seven contestants × four rates at 8 updates per batch, 15 batches.
+    "a": lambda: plan({"seed": SEEDS, "rate": RATES, "arm": ARMS}),
+    # One update per batch: objectives differ by rounding alone, so this is what chance does.
+    "a-floor": lambda: plan({"seed": SEEDS, "rate": (HOT, 3e-3, TUNED), "arm": REUSED}, updates=1),
+    # Four passes over each batch at three rates.
+    "a-reuse": lambda: plan({"seed": SEEDS, "rate": (TUNED, 4e-4, 1e-4), "arm": REUSED}, **AGAIN),
+    # The papers' own reductions and advantages, at the best rate and above it.
+    "a-published": lambda: plan({"seed": SEEDS, "rate": (TUNED, HOT), "arm": PUBLISHED}),
     "a-starts": starts,
-    "g": ablations,
-    "b": pretrained,
-    "b-held": held_pretrained,
-    "b-clip": lambda: [_pretrained(("ppo_clip", 4), rate, seed) for seed, rate in itertools.product(SEEDS, WORD_RATES)],
-    "b-gemma": gemma,
-    "b-gemma-held": held_gemma,
+    # TROLL, one thing changed at a time, where it acts and where it is tuned.
+    "g": lambda: plan({"seed": SEEDS, "rate": (HOT, TUNED), "arm": [("troll", variant) for variant in ("", *ABLATIONS)]}),
+    "b": smollm2,
+    "b-held": held_smollm2,
+    "b-clip": lambda: words({"seed": SEEDS, "rate": WORD_RATES}, arm=("ppo_clip", 4)),
+    "b-gemma": lambda: words({"seed": SEEDS[:3], "rate": GEMMA_RATES, "arm": WORD_ARMS}, base="gemma"),
+    "b-gemma-held": lambda: words({"seed": SEEDS[:3], "arm": HELD_ARMS}, rate="auto", base="gemma"),
     "b-confirm": lambda: confirmed("smollm2"),
     "b-gemma-confirm": lambda: confirmed("gemma"),
     "b-books": lambda: elsewhere("books"),
@@ -259,5 +223,5 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "c": estimators,
     "e": code,
     "evidence-tiny": tiny,
-    "b-tiny": lambda: [_pretrained(arm, 1e-5, 401, steps=2, eval_size=16, eval_every=2) for arm in WORD_ARMS],
+    "b-tiny": lambda: words({"arm": WORD_ARMS}, rate=1e-5, seed=401, steps=2, eval_size=16, eval_every=2),
 }
