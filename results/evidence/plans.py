@@ -25,7 +25,7 @@ ARMS = (
 REUSED = (("ppo_clip", ""), ("troll", ""), ("dppo", ""), ("troll", "unprojected"), ("reinforce", ""))
 """Those with one and with 32 updates per batch."""
 FAMILIES = ("qwen3", "gemma", "moe")
-"""Of other starts than the embedded model's own, as results/evidence/warm_starts.py makes them."""
+"""Of other starts than the embedded model's own, as scripts/warm_start.py makes them."""
 ABLATIONS = (
     "constant dual", "unprojected", "no regression", "α=.1", "α=.3", "α=3", "α=10", "ε=.01", "ε=.2", "union", "fill", "K=4",
     "mass .9", "K=16", "K=4, mass .9",

@@ -1,6 +1,6 @@
 """Does a sampler in lower precision send tokens to other experts than the trainer, and how far apart are their log-probs then?
 
-    python -m results.evidence.warm_starts --out runs/starts --families moe --seeds 1
+    python scripts/warm_start.py --family moe --seed 1 --out runs/starts/moe-1
     OMP_NUM_THREADS=1 python -m results.evidence.routing_flips --out runs/evidence/routing.jsonl
 
 A mixture of experts beside the embedded dense model, both on countdown. Completions are drawn with rounded weights, routers'

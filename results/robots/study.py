@@ -1,14 +1,13 @@
 """Many robots' runs side by side, in pieces: a run that a piece does not finish goes on in the next.
 
-    python -m results.robots.study --plan arm-tune --workers 16 --minutes 8 --out PIECE --done EARLIER …
-    python -m results.robots.study --plan arm-tune --table --out PIECE        what came out so far
-    python -m results.robots.study --plan arm-tune --try                      a batch of each kind of run; the plan's cost
-    python -m results.robots.study --plan box-long --only 'tce-[01]$' …       some of its runs, the others on another machine
-    python -m results.robots.study --plan box-long --set simulator=warp …     simulated on a GPU that all runs share
-    python -m results.robots.runs --keep PIECE/runs                            runs → results/robots/runs.parquet
+    python -m results.robots.study --plan arm-tune --workers 16 --minutes 8 --out PIECE
+    python -m results.robots.study --plan arm-tune --table --out PIECE      what came out so far
+    python -m results.robots.study --plan arm-tune --try                    a batch of each kind of run; the plan's cost
+    python -m results.robots.study --plan box-long --only 'tce-[01]$' …     some of its runs, the others on another machine
+    python -m results.robots.study --plan box-long --set simulator=warp …   simulated on a GPU that all runs share
+    python -m results.robots.runs --keep PIECE                              runs → results/robots/runs.parquet
 
-Every run is one `corral train` on one thread. A piece packs its runs' folders into a few archives, so that they can be carried
-away and brought back: `--done` names folders with archives of earlier pieces. Plans are in plans.py.
+Every run is one `corral train` on one thread, in a folder of --out. Plans are in plans.py.
 """
 
 import argparse
@@ -19,7 +18,6 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -28,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
+import pandas as pd
 import torch
 
 from corral.robot.prepare import learner_config, prepare
@@ -37,8 +36,8 @@ from corral.run.settings import nested
 from results.robots.plans import PLANS, Job
 from results.robots.runs import measured_lines
 
-_ARCHIVES, _GRACE = 6, 60
-"""Archives that a piece leaves, and seconds that a run may need to reach its next checkpoint."""
+_GRACE = 60
+"""Seconds that a run may need to reach its next checkpoint."""
 _ON_GPU = {("learner.device", "cuda"), ("simulator", "warp")}
 """Settings of runs that see the GPU; it is hidden from all others."""
 
@@ -133,35 +132,6 @@ def outcome(folder: Path) -> str:
     return f"step {last['step']:5}  success {success}  return {last['return']:8.2f}  {last['seconds']:5.0f} s"
 
 
-def pack(folders: Iterable[Path], out: Path) -> None:
-    """Runs' folders in a few archives of about equal size."""
-    sizes: dict[int, int] = dict.fromkeys(range(_ARCHIVES), 0)
-    shares: dict[int, list[Path]] = defaultdict(list)
-    for folder in sorted(folders, key=lambda folder: -folder_size(folder)):
-        smallest = min(sizes, key=lambda index: sizes[index])
-        shares[smallest].append(folder)
-        sizes[smallest] += folder_size(folder)
-    for index, share in shares.items():
-        with tarfile.open(out / f"runs-{index}.tar.gz", "w:gz") as archive:
-            for folder in share:
-                archive.add(folder, folder.name)
-
-
-def folder_size(folder: Path) -> int:
-    """Bytes of all files in it."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def unpack(places: Iterable[Path], root: Path) -> None:
-    """Archives of earlier pieces; a run that is already there stays as it is."""
-    for place in places:
-        for file in sorted(place.rglob("runs-*.tar.gz")):
-            with tarfile.open(file) as archive:
-                names = {member.name.split("/")[0] for member in archive.getmembers()}
-                fresh = {name for name in names if not (root / name).exists()}
-                archive.extractall(root, [m for m in archive.getmembers() if m.name.split("/")[0] in fresh], filter="data")
-
-
 def score(root: Path, setting: str) -> tuple[float, float]:
     """Mean success and return of a setting's runs, where they were last measured."""
     last = [lines[-1] for folder in sorted(root.glob(f"{setting}-[0-9]*")) if (lines := measured_lines(folder))]
@@ -178,16 +148,19 @@ def by_setting(jobs: Sequence[Job]) -> dict[str, list[Job]]:
 
 def print_table(jobs: Sequence[Job], root: Path) -> None:
     """Means over the seeds of each setting, of the last measurement."""
-    for setting, members in by_setting(jobs).items():
-        last = [lines[-1] for job in members if (lines := measured_lines(root / job.name))]
-        if last:
-            success = [line["success"] for line in last if line["success"] is not None]
-            each = " ".join(f"{value:.2f}" for value in success)
-            returns, steps, seconds = (mean(line[key] for line in last) for key in ("return", "env_steps", "seconds"))
-            numbers = f"return {returns:8.2f}  {steps / 1e6:5.1f} M  {seconds:4.0f} s"
-            print(f"{setting:40} success {mean(success):.3f} ({each})  {numbers}")
-        else:
-            print(f"{setting:40} not run")
+    columns = ["return", "success", "env_steps", "seconds"]
+    lines = [
+        {"setting": job.setting, "runs": 1} | {name: measured[-1][name] for name in columns}
+        for job in jobs
+        if (measured := measured_lines(root / job.name))
+    ]
+    if lines:
+        groups = pd.DataFrame(lines).groupby("setting", sort=False)
+        each = groups["success"].agg(lambda values: " ".join(f"{value:.2f}" for value in values))
+        print(groups[columns].mean().assign(runs=groups["runs"].sum(), each=each).to_string(float_format="{:.3f}".format))
+    ran = {line["setting"] for line in lines}
+    for setting in dict.fromkeys(job.setting for job in jobs if job.setting not in ran):
+        print(f"{setting:40} not run")
 
 
 def main() -> None:
@@ -199,20 +172,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=Path("runs/robot-study"))
-    parser.add_argument("--runs", type=Path, help="where the runs' folders are; in --out by default")
-    parser.add_argument("--done", type=Path, nargs="*", default=[], help="folders with archives of earlier pieces")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--try", action="store_true", dest="rehearse", help="one batch of each kind of run; writes nothing")
     options = parser.parse_args()
     if options.rehearse:
         torch.set_num_threads(1)
-        found = [job for plan in options.plan for job in PLANS[plan](partial(score, options.out / "runs"))]
+        found = [job for plan in options.plan for job in PLANS[plan](partial(score, options.out))]
         return try_jobs(select(found, options.only, options.given))
-    root = options.runs or options.out / "runs"
-    for folder in (root, options.out):
-        folder.mkdir(parents=True, exist_ok=True)
-    unpack([options.out, *options.done], root)
+    root = options.out
+    root.mkdir(parents=True, exist_ok=True)
     began, jobs = time.monotonic(), list[Job]()
     for plan in options.plan:  # one after the other: what the next runs may depend on what came out
         jobs += (own := select(PLANS[plan](partial(score, root)), options.only, options.given))
@@ -225,8 +194,6 @@ def main() -> None:
             run_jobs(left, options.workers, minutes, root)
     if not jobs:
         raise SystemExit(f"study: no run of {' or '.join(options.plan)} matches --only {options.only!r}. See --list.")
-    if not (options.list or options.table):
-        pack([root / job.name for job in jobs if (root / job.name).is_dir()], options.out)
     print_table(jobs, root)
 
 

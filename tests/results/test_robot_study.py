@@ -1,4 +1,4 @@
-"""The study of robots in pieces: plans that can be resolved, and runs that travel in archives."""
+"""The study of robots in pieces: plans that can be resolved, and what came out so far."""
 
 import json
 from functools import partial
@@ -79,18 +79,16 @@ def test_the_final_runs_are_of_what_did_best_and_of_nothing_where_nothing_was_tu
     assert batches == {"600"}, "as many episodes as in batches of 1024"
 
 
-def test_runs_travel_in_archives_and_the_newest_stays(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for name, stopped in (("a-0", "finished"), ("b-0", "interrupted")):
-        (first / name / "checkpoints").mkdir(parents=True)
-        (first / name / "summary.json").write_text(json.dumps({"stopped": stopped}))
-    second.mkdir()
-    robot_study.pack([first / "a-0", first / "b-0"], first)
-    assert len(list(first.glob("runs-*.tar.gz"))) == 2  # one run each, of at most six archives
-    (second / "b-0").mkdir()
-    robot_study.unpack([first], second)
-    assert robot_study.is_finished(second / "a-0")
-    assert not list((second / "b-0").iterdir())  # was there already
+def test_a_table_has_means_over_seeds_and_what_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [*jobs("arm", "via_point", range(3)), *jobs("other", "via_point", range(1))]
+    for seed, success in ((0, 0.5), (2, 1.0)):
+        line = {"step": 1, "return": -2.0 - seed, "success": success, "env_steps": 100, "seconds": 3.0}
+        (tmp_path / f"arm-{seed}").mkdir()
+        (tmp_path / f"arm-{seed}" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    robot_study.print_table(found, tmp_path)
+    *_, arm, other = capsys.readouterr().out.splitlines()
+    assert arm.split() == ["arm", "-3.000", "0.750", "100.000", "3.000", "2", "0.50", "1.00"]
+    assert other.split() == ["other", "not", "run"]
 
 
 def test_an_outcome_is_the_last_measurement(tmp_path: Path) -> None:

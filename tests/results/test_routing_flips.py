@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from warm_start import build
 
 from results.evidence.routing_flips import describe, experts_of, measure, read, summary
-from results.evidence.warm_starts import build
 from results.evidence.words import routing
 
 MOE = build("moe", 1)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_start import FAMILIES, build, main
 
 from corral.llm.models import load_model
 from results.evidence.plans import FAMILIES as PLANNED
 from results.evidence.plans import PLANS
-from results.evidence.warm_starts import FAMILIES, build, make
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,12 +28,13 @@ def test_a_family_is_about_as_large_as_the_embedded_model(family: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of two steps nothing is learned, and some of it is said
 def test_a_start_is_a_folder_that_loads(tmp_path: Path) -> None:
-    make("moe", 1, tmp_path / "moe-1", steps=2, evaluate=4)
+    small = ["--steps", "2", "--batch", "64", "--demonstrations", "512", "--evaluate", "4"]
+    main(["--family", "moe", "--seed", "1", "--out", str(tmp_path / "moe-1"), *small])
     model, tokenizer = load_model(str(tmp_path / "moe-1"))
     assert (type(model).__name__, len(tokenizer)) == ("Qwen3MoeForCausalLM", 100)
     card = json.loads((tmp_path / "moe-1" / "warm_start.json").read_text())
-    assert card["family"] == "moe"
-    assert set(card["held_out_success"]) == {"prompts", "parameters", "temperature_1", "greedy"}
+    assert (card["settings"]["family"], card["settings"]["seed"]) == ("moe", 1)
+    assert set(card["held_out_success"]) == {"prompts", "temperature_1", "greedy"}
 
 
 def test_the_plan_of_starts_uses_what_the_command_makes() -> None:
