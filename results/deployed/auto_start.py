@@ -9,7 +9,7 @@
 
 All arms of a seed draw the same first batch. Runs that the file already has are skipped. The file also has runs of a search
 that aimed at other multiples of the bound: `auto, aim .5`, `auto, aim .85` and, with four passes, `auto, aim 2`. On a GPU
-pretrained models do the same: `--setting smollm2` (after `python -m results.evidence.pretrained_starts smollm2`), and
+pretrained models do the same: `--setting smollm2` (after `python -m results.evidence.starts smollm2`), and
 `--setting qwen` with Qwen2.5-Coder-0.5B-Instruct in runs/pretrained/qwen, GSM8K in runs/gsm8k and vLLM.
 """
 

@@ -37,7 +37,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 """Pretrained models and what they are asked: SmolLM2 as it comes, Gemma from a supervised warm-up of each seed's own, SmolLM2
 on word problems from books (runs/words has asdiv, mawps and svamp), warmed up on the other half of them, and, as it comes, on
-GSM8K. pretrained_starts.py makes the folders."""
+GSM8K. starts.py makes the folders."""
 
 
 def problems_of(base: str) -> int:
@@ -46,7 +46,7 @@ def problems_of(base: str) -> int:
 
 
 CODE = {**read_recipe("evidence-e"), "task_config": {"path": "runs/code-starts/problems", "workers": 1}}
-"""Settings of runs that write programs; code_starts.py makes the problems and the starts."""
+"""Settings of runs that write programs; starts.py makes the problems and the starts."""
 COMPLETIONS = 512
 """Of a batch of rollouts, as the demo has it."""
 
@@ -145,7 +145,7 @@ class Pretrained(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Run):
-    """A run of the embedded model that writes one-line functions, from a start of code_starts.py."""
+    """A run of the embedded model that writes one-line functions, from a start of starts.py."""
 
     recipe: str = "evidence-e"
     steps: int = int(CODE["steps"])

@@ -4,33 +4,33 @@ from pathlib import Path
 
 from corral.llm.settings import read_recipe, resolve
 from corral.task.code import Code
-from results.evidence import code_starts
+from results.evidence import code_problems
 from results.evidence.plans import PLANS
 from results.evidence.spec import CODE
 
 
 def test_golden_sentences_and_their_functions() -> None:
-    pairs = dict(code_starts.functions())
+    pairs = dict(code_problems.functions())
     assert pairs["f(a,b): a plus 3, all times b"] == "def f(a,b):return (a+3)*b"
     assert pairs["f(a,b): the larger of a and b, minus 2"] == "def f(a,b):return max(a,b)-2"
     assert max(map(len, pairs.values())) < CODE["max_completion_length"]  # and the end
 
 
 def test_examples_and_problems_of_reinforcement_and_measurement_are_disjoint(tmp_path: Path) -> None:
-    shown = {prompt for prompt, _ in code_starts.write_problems(tmp_path)}
+    shown = {prompt for prompt, _ in code_problems.write_problems(tmp_path)}
     task = Code(path=str(tmp_path))
     train, test = (set(draw(5000, 0)) for draw in (task.train_prompts, task.held_out_prompts))
-    assert (len(shown), len(train), len(test)) == tuple(code_starts.SIZES.values())
+    assert (len(shown), len(train), len(test)) == tuple(code_problems.SIZES.values())
     assert not shown & train
     assert not shown & test
     assert not train & test
 
 
 def test_a_right_function_passes_in_the_sandbox_and_a_wrong_one_does_not(tmp_path: Path) -> None:
-    code_starts.write_problems(tmp_path)
+    code_problems.write_problems(tmp_path)
     task = Code(path=str(tmp_path), workers=1)
     prompt = task.train_prompts(1, 0)[0]
-    right = dict(code_starts.functions())[prompt]
+    right = dict(code_problems.functions())[prompt]
     assert task.verify_all([prompt] * 3, [right, "def f(a,b):return 77777", "("]) == [1.0, 0.0, 0.0]
 
 

@@ -10,8 +10,8 @@ import torch
 
 from corral.llm.models import load_model
 from corral.llm.settings import read_recipe, resolve
-from results.evidence import pretrained_starts
 from results.evidence import spec as evidence_spec
+from results.evidence import starts
 from results.evidence.cells import at_best
 from results.evidence.plans import BEST, FRESH, MANY, PLANS, SEEDS, WORD_RATES
 from results.evidence.spec import Pretrained
@@ -19,11 +19,10 @@ from results.study import run as run_spec
 
 
 def test_a_start_is_a_folder_that_loads_and_says_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained_starts, "RATE", 1e-3)
-    monkeypatch.setattr(pretrained_starts, "WATCHED", 4)
-    start = pretrained_starts.load("gemma", "cpu", "smoke")
+    monkeypatch.setitem(starts.WARM_UPS, "gemma", replace(starts.WARM_UPS["gemma"], rate=1e-3, watched=4))
+    start = starts.load("gemma", "cpu", "smoke")
     before = [weight.detach().clone() for weight in start.model.parameters()]
-    card = pretrained_starts.make(start, "gemma", 1, tmp_path / "1", rounds=2, problems=2)
+    card = starts.make(start, "gemma", 1, tmp_path / "1", rounds=2, problems=2)
     assert len(card["rounds"]) == 2
     assert card["rounds"][1]["loss"] < card["rounds"][0]["loss"], "it learned nothing"
     assert set(card["after"]) == set(card["before"]) == {"greedy", "1", "0.7", "0.4", "0.2"}
@@ -34,15 +33,15 @@ def test_a_start_is_a_folder_that_loads_and_says_what_it_can_do(tmp_path: Path, 
 
 
 def test_without_rounds_a_start_is_the_model_as_it_comes(tmp_path: Path) -> None:
-    start = pretrained_starts.load("smollm2", "cpu", "smoke")
-    card = pretrained_starts.make(start, "smollm2", 1, tmp_path / "1", rounds=0, problems=2)
+    start = starts.load("smollm2", "cpu", "smoke")
+    card = starts.make(start, "smollm2", 1, tmp_path / "1", rounds=0, problems=2)
     assert card["rounds"] == []
     pairs = zip(load_model("smoke")[0].parameters(), load_model(str(tmp_path / "1"))[0].parameters(), strict=True)
     assert all(torch.equal(old, new) for old, new in pairs)
 
 
 def test_the_loss_is_that_of_the_answers_alone_and_padding_is_not_seen() -> None:
-    start = pretrained_starts.load("smollm2", "cpu", "smoke")
+    start = starts.load("smollm2", "cpu", "smoke")
     rows = [([5, 6, 7, 8, 9], [10, 11]), ([12, 13], [14, 15, 16, 17])]
     start.model.eval()
     one_by_one = []
@@ -108,14 +107,14 @@ def test_books_are_shown_from_the_half_that_is_not_reinforced(tmp_path: Path, mo
         rows = [{"question": f"{name} has {one} plums and {one} pears. How many?", "answer": str(2 * one)} for one in range(40)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setitem(evidence_spec.BASES["books"], "task_config", {"path": str(tmp_path), "part": "rl"})
-    shown = pretrained_starts.demonstrations("books", 500, seed=1)
-    reinforced = set(pretrained_starts.task_of("books").train_prompts(500, seed=1))
+    shown = starts.demonstrations("books", 500, seed=1)
+    reinforced = set(starts.task_of("books").train_prompts(500, seed=1))
     assert len({prompt for prompt, _ in shown}) + len(reinforced) == 80
     assert not reinforced & {prompt for prompt, _ in shown}
     assert all(int(answer) == 2 * int(prompt.split()[2]) for prompt, answer in shown)
-    monkeypatch.setattr(pretrained_starts, "WATCHED", 4)
-    start = pretrained_starts.load("books", "cpu", "smoke")
-    card = pretrained_starts.make(start, "books", 1, tmp_path / "1", rounds=1, problems=2)
+    monkeypatch.setitem(starts.WARM_UPS, "books", replace(starts.WARM_UPS["books"], watched=4))
+    start = starts.load("books", "cpu", "smoke")
+    card = starts.make(start, "books", 1, tmp_path / "1", rounds=1, problems=2)
     assert (card["model"], card["held_out"], len(card["rounds"])) == ("books", 2, 1)
 
 
