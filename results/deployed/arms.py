@@ -1,8 +1,10 @@
 """Arms that hold the network at rates far too large, on the demo and on pretrained models: tables of docs/deployed.md."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from corral.report.statistics import Difference, difference
 from results.packed import FOLDER, Row, read
 from results.pages import NOT_RUN, markdown, numbers, rate_text, signed, two_digits
 from results.runs import (
@@ -18,6 +20,7 @@ from results.runs import (
     is_below_start,
     kl,
     mean,
+    rewards,
     where,
     with_interval,
     with_start,
@@ -127,3 +130,24 @@ def start_over() -> str:
         found = [dict(held_out(run | {"dead": False})) for run in members]
         lines.append([objective, names[code], *(numbers(points[step] for points in found) for step in (5.0, 10.0))])
     return markdown(("objective", "", "after 5 steps", "after 10"), lines)
+
+
+def first_batches(runs: Sequence[Row]) -> str:
+    """What the first batches pay for a rate that is found: mean training reward, and "auto" less each other arm in points."""
+    lines = []
+    for (objective, passes), members in group(where(runs, aim=None), "objective", "passes").items():
+        arms = [where(members, rate="auto"), where(members, rate=1e-3), where(members, bound=math.inf)]
+        auto, *others = [by_seed(arm, lambda run: 100 * rewards(run)) for arm in arms]
+        cells = [mean(arm, rewards) for arm in arms] + [points(difference(auto, other)) for other in others]
+        lines.append([objective, str(passes), *cells])
+    head = ("objective", "passes", "auto", "from 1e-3", "grid", "auto − from 1e-3", "auto − grid")
+    return markdown(head, lines)
+
+
+def points(found: Difference) -> str:
+    """`−2.2 (−3.5 to −1.0; 3 seeds)`."""
+    value, *ends = (
+        None if one is None else f"{one:+.1f}".replace("-", "−").replace("0.", ".", one**2 < 1)
+        for one in (found.mean.value, found.mean.low, found.mean.high)
+    )
+    return f"{value} ({' to '.join(ends) + '; ' if None not in ends else ''}{found.seeds} seeds)"

@@ -9,7 +9,8 @@ from statistics import fmean
 from results.deployed import arms, confirm, figures, rates
 from results.deployed.plans import TUNING
 from results.deployed.rates import OBJECTIVES
-from results.packed import Row
+from results.packed import FOLDER, Row
+from results.packed import read as read_rows
 from results.pages import DOCS, README, Texts, fill, markdown, numbers, rate_text, two_digits
 from results.runs import (
     DEPLOYED,
@@ -104,6 +105,7 @@ def blocks(runs: Sequence[Row]) -> dict[str, Callable[[], str]]:
         "pretrained": partial(arms.pretrained, "smollm2"),
         "pretrainedgemma": partial(arms.pretrained, "gemma"),
         "startover": arms.start_over,
+        "autostart": lambda: arms.first_batches(read_rows(FOLDER / "deployed/auto-start.parquet")),
         "headline": partial(figures.sentences, runs),
     }
     for schedule, suffix in (("linear", ""), ("constant", "constant")):

@@ -183,6 +183,19 @@ def elsewhere() -> list[Shipped]:
     )
 
 
+AUTO_START = {("ppo_clip", 1): 4e-4, ("troll", 1): 4e-4, ("ppo_clip", 4): 2e-4, ("troll", 4): 2e-4}
+"""The rate of the largest mean area by objective and passes, unheld."""
+
+
+def auto_start(tuned: Mapping[tuple[str, int], float], **same: Any) -> dict[str, Any]:
+    """What the first five batches pay for a rate that is found: "auto", its bound from 1e-3 without a search, a tuned rate."""
+    how = []
+    for (objective, passes), rate in tuned.items():
+        about, bound = {"objective": objective, "passes": passes}, 0.03 if passes == 1 else 0.01
+        how += [{**about, "rate": "auto", "bound": bound}, {**about, "rate": 1e-3, "bound": bound}, {**about, "rate": rate}]
+    return {"axes": {"seed": range(501, 509), "how": how}, "steps": 5, "eval_every": 5, "schedule": "constant", **same}
+
+
 def rates(schedule: str = "linear") -> list[Shipped]:
     """Half decades × objectives × off and on × three seeds, the edges of what is usable first."""
     objectives = ("ppo_clip", "troll", "dppo", "reinforce")
@@ -228,5 +241,7 @@ PLANS: dict[str, Callable[[], Sequence[Spec | Shipped]]] = {
     "gate0-more": lambda: both_schedules(gate0, range(204, 206)),
     "gate0-words": gate0_words,
     "gate0-troll": lambda: gate0(objective="troll"),
+    # On seeds on which nothing was chosen.
+    "auto-start": lambda: grid(**auto_start(AUTO_START, eval_size=8)),
     "tiny": tiny,
 }

@@ -28,7 +28,7 @@ GREEDY = 1024
 """Held-out problems that are answered greedily at the end."""
 KEPT = (
     "step", "reward", "success", "greedy", "learning_rate", "entropy", "grad_norm", "seconds", "tr/active_frac", "tr/ess",
-    "tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/passes",
+    "tr/deployed_kl_mean", "tr/deployed_kl_p999", "tr/deployed_kl_max", "tr/step_share", "tr/passes", "tr/rate_trials",
 )  # fmt: skip
 """Of a line of metrics: what pages read, and a few that tell why a run went wrong."""
 

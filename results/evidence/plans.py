@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from results.deployed.plans import grid
+from results.deployed.plans import auto_start, grid
 from results.evidence.spec import BASES, CODE, Coded, Pretrained, Run, problems_of
 
 SEEDS = (401, 402, 403, 404, 405)
@@ -124,6 +124,12 @@ def pretrained(arm: tuple[str, int], rate: float | str, seed: int, base: str = "
     return Pretrained(objective=arm[0], passes=arm[1], rate=rate, seed=seed, base=base, model=model, **others)
 
 
+def first_batches(objective: str, passes: int, base: str = "smollm2", **others: Any) -> Pretrained:
+    """A run of a pretrained model for the start of "auto"."""
+    recipe = {"recipe": "gsm8k"} if base == "qwen" else {}
+    return pretrained((objective, passes), base=base, **recipe, **others)
+
+
 def words(axes: Mapping[str, Sequence[Any]], **same: Any) -> list[Pretrained]:
     """A run of a pretrained model for every combination of values, the last axis innermost."""
     return grid(axes, pretrained, **same)
@@ -215,6 +221,10 @@ PLANS: dict[str, Callable[[], Sequence[Run]]] = {
     "b-gemma-confirm": lambda: confirmed("gemma"),
     "b-books": lambda: elsewhere("books"),
     "b-gsm8k": lambda: elsewhere("gsm8k"),
+    "b-auto-start": lambda: grid(
+        **auto_start({arm: rate for arm, rate in BEST["smollm2"].items() if arm[0] != "dppo"}, kind=first_batches)
+    ),
+    "qwen-auto-start": lambda: grid(**auto_start({("troll", 1): 3e-6, ("ppo_clip", 1): 3e-6}, kind=first_batches, base="qwen")),
     "f": mismatch,
     "f-bounds": bounds,
     "f-rare": rare,
