@@ -22,13 +22,12 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from queue import Empty
 from statistics import median
-from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -49,31 +48,27 @@ PLANS = plans.PLANS | evidence.PLANS
 STARTUP = 15
 """Seconds that a process may need for its imports."""
 FAILURES = 2
-"""Runs in a row that failed, after which a process takes no more: its device may be at fault, and would waste the plan."""
+"""Runs of each worker that failed in a row, after which the study ends: a faulty device would waste the plan."""
 
 
-def worker(jobs: Any, results: Any, deadline: float, expected: dict[str, float], device: str) -> None:
-    """Runs one after another on a device, none that would not be finished in time."""
+def begin() -> None:
+    """Set up a process that runs specs."""
     torch.set_num_threads(1)
     for name in OWN_OBJECTIVES.keys() - OBJECTIVES.keys():
         register_objective(name, *OWN_OBJECTIVES[name])
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
-    failed = 0
-    while time.time() < deadline and failed < FAILURES:
-        try:
-            spec = replace(jobs.get(timeout=1), device=device)
-        except Empty:
-            return
-        began, left = time.monotonic(), deadline - time.time()
-        if STARTUP + spec.steps * expected.get(spec.group, spec.seconds) > left:
-            continue
-        try:
-            found = run(spec, began + left)
-            failed = 0
-        except Exception:  # whatever went wrong belongs to this run alone, and is written down
-            found = {"key": spec.key, "finished": False, "error": traceback.format_exc()}
-            failed += 1
-        results.put(found)
+
+
+def attempt(spec: Spec | Shipped, device: str, deadline: float, expected: Mapping[str, float]) -> Row | None:
+    """One run on a device, and how it went; None where it would not be finished in time."""
+    spec, left = replace(spec, device=device), deadline - time.time()
+    if STARTUP + spec.steps * expected.get(cost_group(asdict(spec)), 0.0) > left:
+        return None
+    try:
+        return run(spec, time.monotonic() + left)
+    except Exception:  # whatever went wrong belongs to this run alone, and is written down
+        return {"key": spec.key, "finished": False, "error": traceback.format_exc()}
+    finally:
         gc.collect()
         torch.cuda.empty_cache()  # what this run held, others on the card may need
 
@@ -88,7 +83,7 @@ def run(spec: Spec | Shipped, deadline: float) -> Row:
 
 
 def durations(runs: Sequence[Row]) -> dict[str, float]:
-    """Seconds that a step of each group may take: a fifth more CPU time than in its median run; one never run is missing."""
+    """Seconds that a step of each group may take: a fifth more CPU time than in its median run. A group never run is begun."""
     taken: dict[str, list[float]] = defaultdict(list)
     for line in runs:
         taken[cost_group(line)].append(line["cpu"] / line["steps"])
@@ -96,39 +91,26 @@ def durations(runs: Sequence[Row]) -> dict[str, float]:
 
 
 def study(
-    plan: Sequence[Spec | Shipped], device: str, workers: int, minutes: float, file: Path, expected: dict[str, float]
+    plan: Sequence[Spec | Shipped], device: str, workers: int, minutes: float, file: Path, expected: Mapping[str, float]
 ) -> None:
     """Runs side by side until the plan or the time is over; each is appended whole as it ends."""
-    deadline, context = time.time() + 60 * minutes, mp.get_context("spawn")
-    jobs, results = context.Queue(), context.Queue()
-    for spec in plan:
-        jobs.put(spec)
-    pool = [
-        context.Process(target=worker, args=(jobs, results, deadline, expected, device), daemon=True) for _ in range(workers)
-    ]
+    began, deadline, failed = time.time(), time.time() + 60 * minutes, 0
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of all of them
-    for process in pool:
-        process.start()
-    try:
-        done = 0
-        while done < len(plan) and (any(process.is_alive() for process in pool) or not results.empty()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of all processes
+    # Its processes are killed at the end: a run that is told to end would go on to its next step.
+    with mp.get_context("spawn").Pool(workers, begin) as pool:
+        runs = pool.imap_unordered(partial(attempt, device=device, deadline=deadline, expected=expected), plan)
+        while failed < FAILURES * workers:
             try:
-                found = results.get(timeout=2)
-            except Empty:
-                if time.time() > deadline + 20:
-                    break
-                continue
-            done += 1
-            append_line(file, found)
-            last = [line["success"] for line in found.get("lines", ()) if "success" in line]
-            passed = time.time() - deadline + 60 * minutes
-            print(f"{passed:5.0f} s  {found['key']:50}  {found.get('seconds', 0):4.0f} s  success {last}", flush=True)
-            if "error" in found:
-                print(found["error"], flush=True)
-    finally:  # a run that is told to end would go on to its next step
-        for process in pool:
-            process.kill()
+                found = runs.next(max(1.0, deadline + 20 - time.time()))
+            except (StopIteration, mp.TimeoutError):
+                break
+            if found is not None:
+                append_line(file, found)
+                last = [line["success"] for line in found.get("lines", ()) if "success" in line]
+                took = f"{time.time() - began:5.0f} s  {found['key']:50}  {found.get('seconds', 0):4.0f} s"
+                print(f"{took}  success {last}{found.get('error', '')}", flush=True)
+                failed = failed + 1 if "error" in found else 0
 
 
 def can_start(spec: Spec | Shipped) -> bool:

@@ -2,17 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 LEVEL = {"mean": 1.0, "k3": 1.2, "p999": 115.0, "cvar": 58.0}
 """A statistic's bound in multiples of the mean's, so that arms move the network equally far on average."""
 TAILS = ("p999", "cvar")
 """Those whose level is the embedded model's own: a pretrained one finds its own in the first step that the mean allows."""
-SECONDS_BY_PROBLEM = 0.0035
-"""About what a held-out problem takes, sampled and greedy, on one core."""
-GUESS = {"cpu": 1.0, "cuda": 0.3}
-"""Seconds on a device, as a share of those on one core."""
 START = "demo"
 STARTS: dict[str, dict[str, Any]] = {
     START: {},
@@ -79,16 +75,6 @@ class Spec:
         """A name that no other run has."""
         return f"{self.objective}-{self.arm}-{self.rate:g}-{self.schedule}-{self.target:g}-{self.steps}-{self.seed}"
 
-    @property
-    def group(self) -> str:
-        """Runs that cost about the same by step."""
-        return cost_group(asdict(self))
-
-    @property
-    def seconds(self) -> float:
-        """A guess at the seconds that one step takes, for a group that was never run."""
-        return (10.0 if self.held.redo else 6.0) * GUESS[self.device]
-
     def aim(self, step: int) -> float:
         """The mean KL that step 0, 1, … is meant to have."""
         return self.target * ((1 - step / self.steps) ** 2 if self.schedule == "linear" else 1.0)
@@ -111,11 +97,6 @@ class WordSpec(Spec):
     def key(self) -> str:
         """A name that no other run has."""
         return f"words-{super().key}"
-
-    @property
-    def seconds(self) -> float:
-        """A guess at the seconds of a step where ten runs share an H200."""
-        return 9.0 if self.held.redo or self.held.first else 7.0
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe."""
@@ -160,17 +141,6 @@ class Shipped:
         passes = f"x{self.passes}{self.reuse or ''}"
         name = "shipped" if self.start == START else f"shipped-{self.start}"
         return f"{name}-{self.objective}-{arm}-{self.rate}-{self.schedule}-{passes}-{self.steps}-{self.seed}"
-
-    @property
-    def group(self) -> str:
-        """Runs that cost about the same by step."""
-        return cost_group(asdict(self))
-
-    @property
-    def seconds(self) -> float:
-        """A guess at the seconds that one step takes, for a group that was never run."""
-        measured = (self.eval_size / self.eval_every + self.end_size / self.steps) * SECONDS_BY_PROBLEM
-        return (2.0 + 2.7 * self.passes + measured) * GUESS[self.device]
 
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe."""

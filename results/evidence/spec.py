@@ -137,11 +137,6 @@ class Pretrained(Run):
         """A name that no other run has."""
         return f"{self.base}-{super().key}"
 
-    @property
-    def seconds(self) -> float:
-        """A guess at the seconds of a step where a dozen runs share an H200, which they fill; alone a quarter of that."""
-        return 6.0 + 2.5 * self.passes + 0.02 * self.eval_size / self.eval_every
-
     def layer(self) -> dict[str, Any]:
         """Settings on top of the recipe; the optimizer's state, a gigabyte, is not written, as nothing is resumed."""
         own = {"model": self.model, "bf16": self.device == "cuda", "save_only_model": True}

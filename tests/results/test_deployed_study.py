@@ -4,7 +4,8 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,7 +219,7 @@ def test_plans_name_every_run_once() -> None:
         "confirm-many": fresh,
     }.items():
         assert {run.seed for run in plans.PLANS[name]()} == seeds, name
-    assert {run.seed for run in plans.confirm_rates() + plans.confirm_rates_more()} == fresh
+    assert {run.seed for run in plans.confirm_rates(plans.FRESH)} == fresh
     assert isinstance(plans.gate0()[0], Spec)
     words = plans.gate0_words()
     assert {run.layer()["model"] for run in words} == {"runs/pretrained/smollm2"}
@@ -353,7 +354,7 @@ def test_unfinished_runs_are_run_again(tmp_path: Path) -> None:
 def test_one_slow_run_does_not_keep_others_of_its_group_from_starting() -> None:
     same = {"passes": 1, "eval_size": 512, "eval_every": 5, "steps": 10}
     some = [same | {"cpu": seconds} for seconds in (45.0, 60.0, 3000.0)]
-    assert study.durations(some) == {Shipped(objective="troll", rate=1e-4, seed=1).group: pytest.approx(7.2)}
+    assert study.durations(some) == {spec.cost_group(asdict(Shipped(objective="troll", rate=1e-4, seed=1))): pytest.approx(7.2)}
     assert study.durations([{"arm": "tuned", "cpu": 30.0, "steps": 5}]) == {"tuned": pytest.approx(7.2)}
     on_gpu = [same | {"cpu": 20.0, "device": "cuda"}, {"arm": "tuned", "cpu": 5.0, "steps": 5, "device": "cuda"}]
     assert study.durations(on_gpu) == {"cuda x1 512/5 0": pytest.approx(2.4), "tuned cuda": pytest.approx(1.2)}
@@ -371,25 +372,28 @@ def test_runs_are_the_same_on_both_devices_and_wait_for_their_start(tmp_path: Pa
     assert study.can_start(waits)
 
 
-def test_a_process_whose_runs_fail_leaves_the_plan_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    import queue
-
+def test_a_run_that_fails_is_written_down_and_one_without_time_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(spec: Shipped, deadline: float) -> None:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(study.shipped_run, "run", fail)
-    monkeypatch.setattr(study, "OWN_OBJECTIVES", {})
-    monkeypatch.setattr(study.sys, "stdout", study.sys.stdout)
-    monkeypatch.setattr(study.sys, "stderr", study.sys.stderr)
-    jobs: queue.Queue[Shipped] = queue.Queue()
-    results: queue.Queue[dict[str, Any]] = queue.Queue()
-    for seed in range(5):
-        jobs.put(Shipped(objective="troll", rate=1e-4, seed=seed))
-    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    study.worker(jobs, results, math.inf, {}, "cuda")
-    study.sys.stdout.close()  # what the process would write to until it ends
-    assert (jobs.qsize(), results.qsize()) == (3, 2)
-    assert "no kernel image" in results.get()["error"]
+    monkeypatch.setattr(study, "run", fail)
+    run = Shipped(objective="troll", rate=1e-4, seed=1)
+    found = study.attempt(run, "cpu", math.inf, {})
+    assert found is not None
+    assert (found["key"], found["finished"]) == (run.key, False)
+    assert "no kernel image" in found["error"]
+    expected = {spec.cost_group(asdict(run)): 10.0}
+    assert study.attempt(run, "cpu", time.time() + study.STARTUP + 10 * run.steps - 1, expected) is None
+
+
+@pytest.mark.slow
+def test_a_plan_runs_in_processes_and_ends_where_every_run_fails(tmp_path: Path) -> None:
+    small = Shipped(objective="rare_clip", rate=1e-3, seed=1, steps=1, eval_every=1, eval_size=2)  # the study's own objective
+    wrong = [replace(small, objective=f"none{place}") for place in range(6)]
+    study.study([small], "cpu", 1, 5, tmp_path / "one.jsonl", {})
+    assert [run["finished"] for run in packed.read(tmp_path / "one.jsonl")] == [True]
+    study.study(wrong, "cpu", 1, 5, tmp_path / "wrong.jsonl", {})
+    assert len(packed.read(tmp_path / "wrong.jsonl")) == study.FAILURES
 
 
 def test_starts_are_measured_once_and_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
