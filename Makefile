@@ -20,10 +20,10 @@ DISTRIBUTED := .venv-distributed
 RELEASE := .venv-release
 DOCS := .venv-docs
 MINUTES ?= 10
-SANDBOX := tests/task/test_sandbox.py tests/task/test_sandbox_attacks.py tests/task/test_sandbox_memory.py tests/task/test_pool.py \
-	tests/task/test_code_attacks.py tests/task/test_grading_fuzz.py
+SANDBOX := tests/lab/sandbox/test_sandbox.py tests/lab/sandbox/test_sandbox_attacks.py tests/lab/sandbox/test_sandbox_memory.py tests/lab/sandbox/test_pool.py \
+	tests/lab/tasks/test_code_attacks.py tests/lab/tasks/test_grading_fuzz.py
 
-.PHONY: setup demo test test-all test-results coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants check lint types bench bench-gpu results docs release-check clean
+.PHONY: setup demo test test-all test-results coverage test-trl-versions test-vllm test-metaworld test-warp test-fancy-gym test-ray test-verl test-engines test-distributed test-browser test-gpu test-sandbox smollm2 gemma mutants references check lint types bench bench-gpu results docs release-check clean
 
 setup: $(READY)
 
@@ -35,8 +35,8 @@ $(READY): pyproject.toml constraints.txt
 
 # Each batch of rollouts is used four times, and the learning rate finds itself (docs/deployed.md).
 demo: setup
-	$(RUN) -m corral.cli train --num-iterations 4 --learning-rate auto --steps 15 --eval-every 5
-	$(RUN) -m corral.cli report runs --out runs/report.html
+	$(RUN) -m corral.lab.cli train --num-iterations 4 --learning-rate auto --steps 15 --eval-every 5
+	$(RUN) -m corral.lab.cli report runs --out runs/report.html
 
 test: setup
 	$(PYTEST) -m 'not slow and not browser and not results'
@@ -55,11 +55,11 @@ coverage: setup
 
 # The TRL door with the oldest and the newest release that it accepts, each in an environment of its own. Ten to twenty minutes.
 test-trl-versions: setup
-	$(PYTEST) --timeout 0 -m trl_versions tests/llm/test_trl_versions.py
+	$(PYTEST) --timeout 0 -m trl_versions tests/corral_trl/test_trl_versions.py
 
 # The TRL door with vLLM itself as the sampler, on a CPU: 3.5 GB in an environment of its own, then a minute.
 test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W ignore -m vllm tests/llm/test_vllm.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W ignore -m vllm tests/corral_trl/test_vllm.py
 
 $(VLLM)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
@@ -70,7 +70,7 @@ $(VLLM)/.ready: pyproject.toml
 
 # Every task of Meta-World through the adapter, in an environment of its own (1.4 GB).
 test-metaworld: $(METAWORLD)/.ready
-	OMP_NUM_THREADS=1 $(METAWORLD)/bin/python -m pytest tests/robot/test_metaworld.py
+	OMP_NUM_THREADS=1 $(METAWORLD)/bin/python -m pytest tests/lab/environments/test_metaworld.py
 
 $(METAWORLD)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(METAWORLD)
@@ -79,7 +79,7 @@ $(METAWORLD)/.ready: pyproject.toml
 
 # Robots' plans simulated by MuJoCo Warp, on a GPU if there is one, else on its CPU device, in an environment of its own (1.8 GB). Minutes.
 test-warp: $(WARP)/.ready
-	OMP_NUM_THREADS=1 $(WARP)/bin/python -m pytest -W ignore --timeout 900 tests/robot/test_warp_batch.py
+	OMP_NUM_THREADS=1 $(WARP)/bin/python -m pytest -W ignore --timeout 900 tests/lab/environments/test_warp_batch.py
 
 $(WARP)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(WARP)
@@ -89,7 +89,7 @@ $(WARP)/.ready: pyproject.toml
 # fancy_gym's rewards and motions recorded anew, and ours compared with them.
 test-fancy-gym: setup $(FANCY)/.ready
 	$(FANCY)/bin/python scripts/fancy_gym_record.py
-	$(PYTEST) -k fancy tests/robot/test_hopper_jump.py tests/robot/test_box_pushing.py
+	$(PYTEST) -k fancy tests/lab/environments/test_hopper_jump.py tests/lab/environments/test_box_pushing.py
 
 $(FANCY)/.ready:
 	$(PYTHON) -m venv $(FANCY)
@@ -98,7 +98,7 @@ $(FANCY)/.ready:
 
 # Comparisons on a local Ray of two CPUs, in an environment of its own (2.7 GB), then a minute or two.
 test-ray: $(RAY)/.ready
-	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -m ray tests/compare/test_ray.py
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -m ray tests/lab/compare/test_ray.py
 
 $(RAY)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(RAY)
@@ -107,21 +107,21 @@ $(RAY)/.ready: pyproject.toml
 
 # The door to verl: its trainer, queue, workers and FSDP2 engine on gloo, in an environment of its own (2 GB), then three minutes.
 test-verl: $(VERL)/.ready
-	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -W ignore --timeout 600 tests/engine
-	$(VERL)/bin/python -W ignore -m corral.cli doctor --engine verl
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -W ignore --timeout 600 tests/engines
+	$(VERL)/bin/python -W ignore -m corral.lab.cli doctor --engine verl
 
-$(VERL)/.ready: pyproject.toml tests/engine/constraints-verl.txt
+$(VERL)/.ready: pyproject.toml tests/engines/constraints-verl.txt
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/engine/constraints-verl.txt torch verl \
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/engines/constraints-verl.txt torch verl \
 		TransferQueue cachetools fastapi uvicorn pyzmq msgspec pytest pytest-timeout hypothesis beartype --editable .
 	@touch $@
 
 # The thin adapters beside what installs of their engines, in an environment of its own: Tinker's client, and SkyRL and OpenRLHF
 # without what they need to train, for their losses. SkyRL trains on Python 3.12 and newer; its losses run on 3.11 too. A minute.
 test-engines: $(ENGINES)/.ready
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -W ignore --timeout 300 tests/engine/test_adapters.py \
-		tests/engine/test_parity.py tests/engine/test_signatures.py tests/engine/test_their_losses.py tests/engine/test_tinker.py
-	$(ENGINES)/bin/python -m corral.cli doctor --engine tinker
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -W ignore --timeout 300 tests/engines/test_adapters.py \
+		tests/engines/test_parity.py tests/engines/test_signatures.py tests/engines/test_their_losses.py tests/engines/test_tinker.py
+	$(ENGINES)/bin/python -m corral.lab.cli doctor --engine tinker
 
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)
@@ -133,7 +133,7 @@ $(ENGINES)/.ready: pyproject.toml
 # DeepSpeed, launchers and several machines, as processes on this CPU: DeepSpeed compiles in an environment of its own (1.5 GB). Minutes.
 test-distributed: $(DISTRIBUTED)/.ready
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PATH=$(CURDIR)/$(DISTRIBUTED)/bin:$$PATH $(DISTRIBUTED)/bin/python -m pytest -W ignore --timeout 900 \
-		-m distributed tests/llm/test_distributed.py
+		-m distributed tests/corral_trl/test_distributed.py
 
 $(DISTRIBUTED)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DISTRIBUTED)
@@ -146,7 +146,7 @@ $(DISTRIBUTED)/.ready: pyproject.toml constraints.txt
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --jaxtyping-packages corral,typecheck.checked --timeout 300 -m browser tests/report
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --jaxtyping-packages corral,typecheck.checked --timeout 300 -m browser tests/lab/report
 
 # Kernels, the TRL door and robots' learners on a CUDA device; SHARD=kernels, head, trainer, deployed, door, robot or interpreter runs
 # one of its parts alone.
@@ -175,6 +175,11 @@ gemma: setup
 # Defects on purpose, one after another in a copy of the tree: do the tests nearest to each notice? Half an hour.
 mutants: setup
 	$(RUN) scripts/mutants.py
+
+# Is everything that corral computes and prints bit for bit as recorded in tests/references? Four minutes; `scripts/references.py record`
+# records it anew.
+references: setup
+	$(RUN) scripts/references.py check --workers 2
 
 # Two and a half CPU-minutes, over two workers: of the tests those that neither train, simulate nor start processes, with few examples each.
 check: lint types

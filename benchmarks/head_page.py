@@ -16,7 +16,7 @@ from head_union import UNIONS
 from rows import FOLDER, Row, markdown, read_rows
 from update_phase import CONTENDERS
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(ROOT / name for name in ("docs/performance.md", "docs/design/head.md", "docs/results/index.md", "README.md"))

@@ -34,7 +34,7 @@ def union_update(p: Problem, **how: Any) -> tuple[Tensor, Tensor]:
 def union_in_steps(p: Problem) -> tuple[Tensor, Tensor]:
     """`lm_head`, then the old policy on the union, then the loss of both, then autograd: as a trainer with other terms does."""
     fused, logits, of_batch = (
-        importlib.import_module(f"corral.kernels.{name}") for name in ("policy_loss", "logits", "batch_loss")
+        importlib.import_module(f"corral.head.{name}") for name in ("policy_loss", "logits", "batch_loss")
     )
     b, union = p.batch, union_of(p)
 

@@ -11,7 +11,7 @@ from typing import Any
 import metaworld
 import numpy as np
 
-from corral.robot.env.metaworld import quickened
+from corral.lab.environments.metaworld import quickened
 
 STEPS, EPISODES = 500, 5
 

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from rows import FOLDER, Row, markdown, read_rows, rounded, stamp, table, with_block, write_rows
 
-from corral.robot.env import ENVIRONMENTS, make_envs
-from corral.robot.env.batch import Simulator
+from corral.cores import cores
+from corral.lab.environments import ENVIRONMENTS, make_envs
+from corral.lab.jobs.robot.prepare import prepare
+from corral.lab.jobs.robot.settings import read_recipe, resolve
+from corral.lab.run.files import write_whole
 from corral.robot.episode import Plant
-from corral.robot.prepare import prepare
-from corral.robot.settings import read_recipe, resolve
-from corral.run.cores import cores
-from corral.run.files import write_whole
+from corral.robot.vector import Simulator
 
 RECIPES = (
     "hopper_jump", "hopper_jump_published", "box_pushing", "box_pushing_published", "via_point", "via_point_sparse",
@@ -78,7 +78,7 @@ def measure_task(task: str, threads: Sequence[int], ways: Sequence[str], episode
 
 def warp_simulator() -> Simulator:
     """MuJoCo Warp, which only this way of playing needs."""
-    from corral.robot.env.warp_batch import WarpSimulator
+    from corral.lab.environments.warp_batch import WarpSimulator
 
     return WarpSimulator()
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import corral
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 FOLDER = Path(__file__).with_name("results")
-MEASURED = ("kernels", "llm", "objective", "projection", "robot", "task")
+MEASURED = ("head", "trl", "objective", "projection", "robot", "lab")
 """Packages of corral whose speed is measured."""
 Row = dict[str, Any]
 

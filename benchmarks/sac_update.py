@@ -14,7 +14,7 @@ from stable_baselines3 import SAC
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from corral.robot.graphed_sac import GraphedSAC
+from corral.lab.baselines.sac import GraphedSAC
 
 COPIES, ROWS, BATCH, WARM_UP = 64, 4000, 256, 10
 """Environments, steps of each in the replay buffer, transitions of an update, updates before the clock starts."""

@@ -17,10 +17,10 @@ from typing import Any
 
 from rows import arguments, finish
 
-from corral.task.sandbox import SandboxJob, run_python
-from corral.task.sandbox.backend import BACKENDS
-from corral.task.sandbox.pool import USES, SandboxPool, why_not
-from corral.task.sandbox.view import interpreter
+from corral.lab.sandbox import SandboxJob, run_python
+from corral.lab.sandbox.backend import BACKENDS
+from corral.lab.sandbox.pool import USES, SandboxPool, why_not
+from corral.lab.sandbox.view import interpreter
 
 PROGRAM, STDIN, STDOUT = "print(sum(map(int, input().split())))", "1 2 3\n", "6\n"
 

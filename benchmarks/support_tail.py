@@ -13,7 +13,7 @@ from timing import in_turns
 from torch import Tensor
 
 from corral import TokenBatch, categorical_kl, gather_support, lm_head, make_objective, reduce_loss, top_k_support
-from corral.llm.models import load_model
+from corral.lab.models.load import load_model
 
 QUESTIONS = [f"What is {a} plus {b} times {a + b}? Think step by step." for a in range(3, 19, 2) for b in (7, 12)]
 K, MASS, UPDATES = 64, 1 - 1e-5, 8

@@ -24,14 +24,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from corral.llm.deployed import DeployedCallback
-from corral.llm.deployed_probe import DeployedProbe
-from corral.llm.run_trainer import RunTrainer
-from corral.llm.settings import TABLES, read_recipe, resolve
-from corral.llm.train import train
-from corral.llm.trainer import CorralTrainer
-from corral.run.files import append_line
-from corral.run.settings import nested
+from corral.lab.jobs.llm.settings import TABLES, read_recipe, resolve
+from corral.lab.jobs.llm.train import train
+from corral.lab.jobs.llm.trainer import RunTrainer
+from corral.lab.run.files import append_line
+from corral.lab.run.settings import nested
+from corral.trl.deployed import DeployedCallback, DeployedProbe
+from corral.trl.trainer import CorralTrainer
 
 CONTENDERS: dict[str, dict[str, Any]] = {
     "ppo_clip": {"objective": "ppo_clip"},

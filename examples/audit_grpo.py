@@ -12,9 +12,9 @@ from datasets import Dataset
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from corral.lab.models.tiny import load_tiny
+from corral.lab.tasks import make_task
 from corral.llm import audit
-from corral.llm.tiny import load_tiny
-from corral.task import make_task
 
 OUT = "runs/audit_grpo"
 

@@ -3,7 +3,7 @@
 python -m results.make
 """
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 from results.deployed import page as deployed
 from results.evidence import page as evidence
 from results.pages import Texts

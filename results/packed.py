@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 FOLDER = Path(__file__).parent
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -89,7 +89,7 @@ def save_figure(figure: Any, path: Path, *, dark: bool = False) -> None:
     """Write an SVG; equal figures are equal files. `dark`: on transparent paper, with colours for dark paper too."""
     import matplotlib
 
-    from corral.report.looks import DARK, LIGHT
+    from corral.lab.report.looks import DARK, LIGHT
 
     def write(beside: Path) -> None:
         with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none" if dark else "path"}):

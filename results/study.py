@@ -34,8 +34,8 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELIS
 import torch  # after the environment: it reads it once
 
 from corral import register_objective
+from corral.lab.run.files import append_line
 from corral.objective import OBJECTIVES
-from corral.run.files import append_line
 from results.deployed import held_run, plans, shipped_run
 from results.deployed.spec import Shipped, Spec, cost_group
 from results.evidence import plans as evidence

@@ -10,8 +10,8 @@ import imageio.v3
 import mujoco
 import numpy as np
 
-from corral.robot.env import ENVIRONMENTS
-from corral.run.files import write_whole
+from corral.lab.environments import ENVIRONMENTS
+from corral.lab.run.files import write_whole
 
 TARGET = Path(__file__).parents[1] / "docs" / "environments.png"
 

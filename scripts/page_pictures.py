@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image, ImageChops
 from playwright.sync_api import Page, sync_playwright
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARE = """compare --recipe demo --objectives ppo_clip,troll --sweep learning_rate=2e-4,8e-4,3e-3 --seeds 3 --choose-seeds 1 \
@@ -117,7 +117,7 @@ TAKEN = {"explore": take_explore, "report": take_report, "audit": take_audit}
 
 def corral(*words: str) -> None:
     """A command of this tree."""
-    subprocess.run([sys.executable, "-m", "corral.cli", *words], check=True)
+    subprocess.run([sys.executable, "-m", "corral.lab.cli", *words], check=True)
 
 
 def open_page(browser: Any, path: Path, width: int, scheme: str = "light") -> Page:

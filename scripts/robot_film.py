@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageSequence
 
-from corral.robot.evaluate import evaluate
-from corral.run.files import write_whole
+from corral.lab.jobs.robot.evaluate import evaluate
+from corral.lab.run.files import write_whole
 
 _COLOURS = 48
 """Of all pictures together: shapes are flat, and what else there is are their edges and the letters."""

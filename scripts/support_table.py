@@ -62,7 +62,7 @@ UNTESTED = (
     ("model: float16 with a gradient scaler", "TRL", ""),
     ("anchor: `use_transformers_continuous_batching`", "TRL", ""),
     ("scale: more than one GPU", "TRL", f"{LAUNCH}/fsdp2.yaml train.py`"),
-    ("scale: more than one GPU", "command line", f"{LAUNCH}/ddp.yaml -m corral.cli train`"),
+    ("scale: more than one GPU", "command line", f"{LAUNCH}/ddp.yaml -m corral.lab.cli train`"),
     ("scale: a vLLM server itself", "TRL", '`trl vllm-serve --model MODEL`, and `vllm_mode="server"` in train.py'),
     ("scale: FSDP2, weights offloaded to the CPU", "TRL", f"{LAUNCH}/fsdp2.yaml --fsdp_offload_params true train.py`"),
     ("scale: DeepSpeed, anything offloaded", "TRL", f"{LAUNCH}/zero3.yaml --offload_optimizer_device cpu train.py`"),
@@ -225,7 +225,7 @@ def main(argv: list[str]) -> int:
         same = PAGE.is_file() and PAGE.read_text() == text
         sys.stdout.write("" if same else f"{PAGE} is not what the tests say. Run: python scripts/support_table.py\n")
         return 0 if same else 1
-    from corral.run.files import write_whole  # here, since pytest wants to import its plugins before corral does
+    from corral.lab.run.files import write_whole  # here, since pytest wants to import its plugins before corral does
 
     write_whole(PAGE, lambda beside: beside.write_text(text))
     return 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib
 import torch
 
+from corral.lab.run.files import write_whole
 from corral.robot import ProDMP
-from corral.run.files import write_whole
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt

@@ -25,28 +25,28 @@ WORKERS = 6
 """They share the card: models and problems are small, and most of the time is the host's."""
 
 SHARDS: dict[str, tuple[str, ...]] = {
-    "kernels": ("tests/kernels", "tests/test_cuda.py"),
-    "head": ("tests/kernels/test_triton_gpu.py", "tests/kernels/test_triton_head.py", "tests/kernels/test_head_shapes.py"),
-    "trainer": ("tests/llm/test_trainer.py", "tests/llm/test_trainer_head.py"),
+    "kernels": ("tests/head", "tests/test_cuda.py"),
+    "head": ("tests/head/test_triton_gpu.py", "tests/head/test_triton_head.py", "tests/head/test_head_shapes.py"),
+    "trainer": ("tests/corral_trl/test_trainer.py", "tests/corral_trl/test_trainer_head.py"),
     "deployed": (
         "tests/deployed",
-        "tests/kernels/test_head_kl.py",
-        "tests/llm/test_deployed.py",
-        "tests/llm/test_deployed_precision.py",
-        "tests/llm/test_reuse.py",
+        "tests/head/test_head_kl.py",
+        "tests/corral_trl/test_deployed.py",
+        "tests/corral_trl/test_deployed_precision.py",
+        "tests/corral_trl/test_reuse.py",
     ),
-    "door": ("tests/llm",),
+    "door": ("tests/corral_trl",),
     "robot": (
-        "tests/robot/test_baseline.py",
-        "tests/robot/test_graphed_sac.py",
+        "tests/lab/baselines/test_baseline.py",
+        "tests/lab/baselines/test_graphed_sac.py",
         "tests/robot/test_learner_device.py",
         "tests/robot/test_prodmp.py",
-        "tests/robot/test_warp_batch.py",
+        "tests/lab/environments/test_warp_batch.py",
     ),
     "interpreter": (
-        "tests/kernels/test_parallel.py",
-        "tests/llm/test_trainer_distributed.py",
-        "tests/llm/test_trainer_waits.py",
+        "tests/head/test_parallel.py",
+        "tests/corral_trl/test_trainer_distributed.py",
+        "tests/corral_trl/test_trainer_waits.py",
     ),
 }
 """Files and folders of each; a folder is without the files that another shard names."""

@@ -1,6 +1,6 @@
 """Make the embedded model: supervised training on countdown answers by demonstrators who make mistakes.
 
-    python scripts/warm_start.py --out src/corral/llm/tiny        (PYTHONPATH=src where corral is not installed)
+    python scripts/warm_start.py --out src/corral/lab/models/tiny        (PYTHONPATH=src where corral is not installed)
 
 Each character of a demonstrated answer is replaced by a random one with probability --noise, and the model learns to imitate
 that, mistakes included. So it knows how to solve most problems (greedy decoding is right), and seldom does when sampled, since
@@ -29,10 +29,8 @@ import transformers
 from torch import Tensor
 from transformers import Gemma2Config, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
-from corral.llm.tiny import EOS, build_tiny, build_tokenizer
-from corral.task.arithmetic import Arithmetic
-from corral.task.countdown import OPERATORS, Countdown
-from corral.task.draws import ProceduralTask
+from corral.lab.models.tiny import EOS, build_tiny, build_tokenizer
+from corral.lab.tasks.procedural import OPERATORS, Arithmetic, Countdown, ProceduralTask
 
 TASKS: dict[str, ProceduralTask] = {"countdown": Countdown(), "arithmetic": Arithmetic(operations="+-", digits=3)}
 """What a model may be warmed up for; the embedded one knows countdown."""

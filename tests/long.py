@@ -5,14 +5,14 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 
 NAMES = """
-    llm cli compare kernels
-    engine/test_verl_head.py
+    corral_trl head lab/cli lab/compare lab/jobs lab/models lab/audit/test_audit_callback.py
+    engines/test_verl_head.py
     docs/test_head_benchmark.py docs/test_support_page.py test_add_objective.py
     projection/test_gaussian_kl_condition.py
-    report/test_comparison.py report/test_page.py report/test_report_export.py
-    robot/test_baseline.py robot/test_learner.py robot/test_robot_recipes.py robot/test_robot_train.py
-    task/test_code.py task/test_code_attacks.py task/test_grader.py task/test_grading_fuzz.py task/test_math.py
-    task/test_pool.py task/test_sandbox.py task/test_sandbox_attacks.py task/test_sandbox_memory.py
+    lab/report/test_comparison.py lab/report/test_page.py lab/report/test_report_export.py
+    lab/baselines/test_baseline.py robot/test_learner.py
+    lab/sandbox lab/tasks/test_code.py lab/tasks/test_code_attacks.py lab/tasks/test_grader.py lab/tasks/test_grading_fuzz.py
+    lab/tasks/test_math.py
 """
 LONG = {TESTS / name for name in NAMES.split()}
 """Folders and files; a single test carries the marker `long` itself."""

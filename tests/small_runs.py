@@ -21,9 +21,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from corral.llm.settings import Settings, resolve
-from corral.llm.tiny import build_tokenizer
-from corral.task import TASKS
+from corral.lab.jobs.llm.settings import Settings, resolve
+from corral.lab.models.tiny import build_tokenizer
+from corral.lab.tasks import TASKS
 from device import DEVICE
 
 
@@ -103,7 +103,7 @@ def small(model: str, **changes: Any) -> Settings:
 
 
 if __name__ == "__main__":
-    from corral.llm.train import train
+    from corral.lab.jobs.llm.train import train
 
     torch.set_num_threads(1)
     train(small(sys.argv[1], steps=6, checkpoint_every=2), out=Path(sys.argv[2]))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import corral
-from corral.kernels import lm_head
+from corral.head import lm_head
 from corral.support import rank_top_k
 from policy_objectives import POLICY_OBJECTIVES
 from tolerance import assert_close

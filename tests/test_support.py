@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 
 from corral.objective import make_objective
 from corral.support import gather_support, rank_top_k, top_k_support
-from corral.types import SparseDist, TokenBatch
+from corral.tensors import SparseDist, TokenBatch
 from tolerance import assert_close
 
 INF = math.inf

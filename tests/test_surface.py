@@ -4,22 +4,38 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 
 import corral
+from corral import _moved
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "corral"
 
 README = (ROOT / "README.md").read_text()
-ORDER = re.findall(r"^[├└]── (\w+)(?:\.py|/) ", README, re.MULTILINE)
-"""README's tree: a unit imports from itself and from those above it; `corral` itself, the list of public names, sits on top."""
 
-MATHS = {"torch", "jaxtyping", "corral"} | set(sys.stdlib_module_names)
-"""What everything down to `objective/` may import; what comes below brings its own extras."""
+LIBRARY = """
+    _moved validate cores numerics provenance tensors support advantage deployed divergence projection head objective
+    trl engines robot
+""".split()  # noqa: SIM905 - a list of twenty names reads better as words
+"""The library, each unit after those that it may import. `_moved` imports nothing of it."""
+
+MATHS = LIBRARY[: LIBRARY.index("objective") + 1]
+"""Needs torch and jaxtyping alone; what comes after brings extras of its own."""
+
+LAB = "run workers sandbox tasks models environments baselines jobs report compare audit cli".split()  # noqa: SIM905
+"""The same order for units of the lab, which may import all of the library."""
+
+FACADES = {"llm", "task"}
+"""Public names of what lies elsewhere, imported when they are first used."""
+
+ALLOWED = {"torch", "jaxtyping", "corral"} | set(sys.stdlib_module_names)
 
 
 def imports(path: Path) -> set[str]:
@@ -34,36 +50,54 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def unit(path: Path) -> str:
-    """The file or folder directly under src/corral that a source file belongs to."""
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def place(parts: Sequence[str]) -> int:
+    """Where a module stands in the order: the library first, then the lab."""
+    unit = parts[0].removesuffix(".py")
+    if unit != "lab":
+        return LIBRARY.index(unit)
+    inside = parts[1].removesuffix(".py") if len(parts) > 1 else "__init__"
+    return len(LIBRARY) + (LAB.index(inside) if inside in LAB else -1)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_one_way(path: Path) -> None:
-    place = ORDER.index(unit(path))
+    parts = path.relative_to(SOURCE).parts
+    if parts[0] in FACADES:
+        return
     for name in imports(path):
         package, _, rest = name.partition(".")
-        if place <= ORDER.index("objective"):
-            allowed = MATHS | {"triton"} if unit(path) == "kernels" else MATHS
+        if place(parts) < len(MATHS):
+            allowed = ALLOWED | {"triton"} if parts[0] == "head" else ALLOWED
             assert package in allowed, f"{path.name} imports {name}; the maths needs torch and jaxtyping alone"
-        if package == "corral":
-            target = rest.partition(".")[0]
-            if not target:  # the list of public names sits on top of the maths
-                assert place > ORDER.index("objective"), f"{path.name} imports from the package itself; name the module"
-                continue
-            assert ORDER.index(target) <= place, (
-                f"{path.relative_to(SOURCE)} imports {name}, which is below it in README's tree"
-            )
+        if package == "corral" and rest:
+            target = rest.split(".")
+            assert target[0] not in FACADES, f"{'/'.join(parts)} imports {name}: name the module itself"
+            assert place(target) <= place(parts), f"{'/'.join(parts)} imports {name}, which comes after it"
 
 
-def test_readmes_tree_has_every_unit() -> None:
-    assert sorted(ORDER) == sorted({unit(path) for path in MODULES})
-    sentence = "from the bottom of this list to its top; everything down to `objective/` needs torch and jaxtyping alone"
-    assert sentence in README
+def test_the_order_names_every_unit() -> None:
+    units = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in MODULES}
+    assert units == {*LIBRARY, *FACADES, "lab"}
+    names = {path.name.removesuffix(".py") for path in (SOURCE / "lab").iterdir()}
+    assert set(LAB) == names - {"__init__", "recipes", "__pycache__"}
+
+
+@pytest.mark.parametrize("old", sorted(_moved.MOVED))
+def test_an_old_path_is_another_name_of_the_module(old: str) -> None:
+    if old.startswith("llm.") and find_spec("trl") is None:
+        pytest.skip("needs TRL")
+    new = import_module(f"corral.{_moved.MOVED[old]}")
+    if old not in FACADES:
+        assert import_module(f"corral.{old}") is new
+        assert new.__spec__.name == f"corral.{_moved.MOVED[old]}"
+
+
+def test_what_was_never_a_path_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"corral\.projektion"):
+        import_module("corral.projektion")
 
 
 def test_public_names_are_sorted_whole_and_importable() -> None:
@@ -81,9 +115,8 @@ def test_public_names_are_sorted_whole_and_importable() -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    program = (
-        "import sys, corral, corral.cli.train, corral.llm.settings, corral.robot.settings; sys.exit('torch' in sys.modules)"
-    )
+    modules = "corral.lab.cli.train, corral.lab.jobs.llm.settings, corral.lab.jobs.robot.settings"
+    program = f"import sys, corral, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
 
@@ -100,19 +133,6 @@ CONTRACT = """
 def test_names_that_stay_are_there_and_documented(name: str) -> None:
     assert name in corral.__all__
     assert getattr(corral, name).__doc__
-
-
-OLD_NAMES = {
-    "corral.report.compared:read_comparisons": "corral.report.comparison:read_comparisons",
-    "corral.compare.job:Means": "corral.compare.job:ExecutionConfig",
-    "corral.run.watch:Limits": "corral.run.watch:CollapseLimits",
-}
-"""Names that docs once showed, kept for one release."""
-
-
-@pytest.mark.parametrize("old", OLD_NAMES)
-def test_old_names_stay_for_a_release(old: str) -> None:
-    assert resolve_name(old) is resolve_name(OLD_NAMES[old])
 
 
 def public_functions() -> list[tuple[str, ast.FunctionDef]]:

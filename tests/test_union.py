@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from corral import TokenBatch, categorical_kl, gather_support, lm_head, make_objective, top_k_support
-from corral.kernels.gathered import gather_logp
-from corral.kernels.logits import LogitSpec
+from corral.head.logits import LogitSpec
+from corral.head.union import gather_logp
 from corral.support import extend_support, hidden_kl, tail_gap
 from tolerance import assert_close
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from corral.report.statistics import Difference, difference
+from corral.lab.report.statistics import Difference, difference
 from results.packed import FOLDER, Row, read
 from results.pages import NOT_RUN, markdown, numbers, rate_text, signed, two_digits
 from results.runs import (

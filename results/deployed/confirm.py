@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from corral.report.statistics import Difference, difference, holm
+from corral.lab.report.statistics import Difference, difference, holm
 from results.deployed.plans import CHOSEN, FRESH, MANY
 from results.deployed.spec import START, Shipped
 from results.packed import Row

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from corral.report.looks import LIGHT, MARKERS, assign_looks
+from corral.lab.report.looks import LIGHT, MARKERS, assign_looks
 from results.deployed.confirm import LEVEL, places_above, runs_of, steps_to
 from results.deployed.plans import CHOSEN, TUNING
 from results.deployed.rates import HELD, TUNED, UNHELD, fresh_rates, over_rates

@@ -13,11 +13,11 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
 from corral.deployed import RateController, restore, retract, snapshot
-from corral.llm.prepare import Parts, prepare
-from corral.llm.problems import answer
-from corral.llm.rewards import verifier
-from corral.llm.settings import read_recipe, resolve
-from corral.llm.trainer import CorralTrainer
+from corral.lab.jobs.llm.prepare import Parts, prepare
+from corral.lab.jobs.llm.problems import answer
+from corral.lab.jobs.llm.rewards import verifier
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.trl.trainer import CorralTrainer
 from results.deployed.measure import FEW, ROWS, Measure, summarise
 from results.deployed.spec import LEVEL, TAILS, Spec, WordSpec
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from corral import head_kl
 from corral.deployed import STATISTICS
 from corral.divergence import kl_k3
-from corral.kernels import lm_head
+from corral.head import lm_head
 
 ROWS, FEW = 256, 64
 """Completions of a batch on which the network is measured after its updates, and between them."""

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from corral.llm.evaluate import EvalSettings, prepare_evaluation
-from corral.llm.models import load_model
-from corral.llm.problems import generate
-from corral.llm.rewards import verifier
-from corral.llm.settings import read_recipe, resolve
-from corral.llm.train import train
-from corral.run.folder import RunFolder
+from corral.lab.jobs.llm.evaluate import EvalSettings, prepare_evaluation
+from corral.lab.jobs.llm.problems import generate
+from corral.lab.jobs.llm.rewards import verifier
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.train import train
+from corral.lab.models.load import load_model
+from corral.lab.run.folder import RunFolder
 from results.deployed.spec import Shipped
 
 DEAD = 4

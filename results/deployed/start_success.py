@@ -13,8 +13,8 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-from corral.llm.evaluate import EvalSettings
-from corral.run.files import append_line
+from corral.lab.jobs.llm.evaluate import EvalSettings
+from corral.lab.run.files import append_line
 from results.deployed.shipped_run import measure  # after the environment
 from results.deployed.spec import STARTS
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from corral import TokenBatch, group_advantages, make_objective, reduce_loss
-from corral.llm.problems import generate
-from corral.llm.tiny import load_tiny
+from corral.lab.jobs.llm.problems import generate
+from corral.lab.models.tiny import load_tiny
+from corral.lab.run.files import append_line
+from corral.lab.tasks.procedural import Countdown
 from corral.objective import Objective
-from corral.run.files import append_line
-from corral.task.countdown import Countdown
 
 PROMPTS, GROUP, UPDATES = 64, 8, 8
 EDGES = (0.01, 0.1, 0.5, 0.9)

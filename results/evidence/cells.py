@@ -7,8 +7,8 @@ from typing import Any
 
 from scipy import stats
 
-from corral.report.statistics import Difference, difference, has_collapsed, plain
-from corral.report.statistics import signed as signed_points
+from corral.lab.report.statistics import Difference, difference, has_collapsed, plain
+from corral.lab.report.statistics import signed as signed_points
 from results.deployed.spec import START
 from results.evidence.plans import SEEDS
 from results.packed import Row

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from corral.report.statistics import ENOUGH, Difference, holm, plain, signed
+from corral.lab.report.statistics import ENOUGH, Difference, holm, plain, signed
 from results.evidence.cells import Cell, arm_name, compare, word_cell
 from results.evidence.plans import BEST, FRESH
 from results.evidence.tables import OFTEN

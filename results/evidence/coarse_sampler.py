@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from corral.deployed import restore, snapshot
-from corral.llm import train
-from corral.llm.problems import cut_at_end, end_tokens
-from corral.llm.run_trainer import RunTrainer
+from corral.lab.jobs.llm import train
+from corral.lab.jobs.llm.problems import cut_at_end, end_tokens
+from corral.lab.jobs.llm.trainer import RunTrainer
 
 REPORTED = 64
 """Likeliest tokens that the sampler reports of each place."""

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from corral.run.files import write_whole
+from corral.lab.run.files import write_whole
 
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 TERMS = ("a", "b", *map(str, range(2, 10)))

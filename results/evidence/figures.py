@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from corral.report.looks import LIGHT, MARKERS, Look, assign_looks
+from corral.lab.report.looks import LIGHT, MARKERS, Look, assign_looks
 from results.evidence.cells import Cell, arm_name, compare, word_cell
 from results.evidence.plans import ABLATIONS, ARMS, GEMMA_RATES, SEEDS, WORD_ARMS, WORD_RATES
 from results.evidence.tables import OFTEN, RATES

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from corral.report.statistics import ENOUGH, plain
-from corral.report.statistics import signed as signed_points
+from corral.lab.report.statistics import ENOUGH, plain
+from corral.lab.report.statistics import signed as signed_points
 from results.evidence import figures, tables, words
 from results.evidence.cells import read_automatic, read_runs
 from results.evidence.claims import CLAIMS, Verdict, judge

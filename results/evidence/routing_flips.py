@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corral.llm.models import load_model
-from corral.run.files import append_line
-from corral.task.countdown import Countdown
+from corral.lab.models.load import load_model
+from corral.lab.run.files import append_line
+from corral.lab.tasks.procedural import Countdown
 from results.evidence.blocked_tokens import roll_out
 from results.evidence.coarse_sampler import PRECISIONS, rounded
 

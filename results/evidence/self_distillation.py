@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from corral.llm.problems import answer
-from corral.llm.settings import resolve
-from corral.llm.tiny import load_tiny
-from corral.llm.train import train
-from corral.task.countdown import Countdown
+from corral.lab.jobs.llm.problems import answer
+from corral.lab.jobs.llm.settings import resolve
+from corral.lab.jobs.llm.train import train
+from corral.lab.models.tiny import load_tiny
+from corral.lab.tasks.procedural import Countdown
 
 LESSONS, BATCH, RATE = 600, 96, 1e-3
 MISTAKES, SHARE = 0.1, 4

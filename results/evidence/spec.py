@@ -6,7 +6,7 @@ A plain run has the key that the study of deployed networks gives to the same ru
 from dataclasses import dataclass
 from typing import Any
 
-from corral.llm.settings import read_recipe
+from corral.lab.jobs.llm.settings import read_recipe
 from corral.objective import ObjectiveFunction
 from corral.objective.config import ObjectiveConfig
 from results.deployed.spec import Shipped

@@ -23,11 +23,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from corral.llm.models import load_model
-from corral.llm.problems import Problems, generate
-from corral.run.files import append_line
-from corral.task import Task, make_task, verify_all
-from corral.task.two_numbers import TwoNumbers
+from corral.lab.jobs.llm.problems import Problems, generate
+from corral.lab.models.load import load_model
+from corral.lab.run.files import append_line
+from corral.lab.tasks import Task, make_task, verify_all
+from corral.lab.tasks.procedural import TwoNumbers
 from results.evidence.code_problems import write_problems
 from results.evidence.spec import BASES, CODE, PRETRAINED
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from statistics import fmean, stdev
 
-from corral.report.statistics import plain
+from corral.lab.report.statistics import plain
 from results.evidence.cells import Cell, arm_name, collapsed, compare, difference_text, most_collapses
 from results.evidence.plans import ABLATIONS, AGAIN, ANCHORED, ARMS, FAMILIES, HOT, LONG, MOE, PUBLISHED, RARE, REUSED, TUNED
 from results.packed import Row

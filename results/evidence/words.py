@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import fmean
 
-from corral.report.statistics import difference, plain
-from corral.report.statistics import signed as signed_points
+from corral.lab.report.statistics import difference, plain
+from corral.lab.report.statistics import signed as signed_points
 from results.evidence.cells import CODED, Cell, arm_name, compare, difference_text, word_cell
 from results.evidence.plans import BEST, FRESH, GEMMA_RATES, HOT, REUSED, TUNED, WORD_ARMS
 from results.evidence.tables import HEAD, OFTEN, cells_of, listed, table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corral.report.statistics import difference, holm, sentence, steps_to
+from corral.lab.report.statistics import difference, holm, sentence, steps_to
 from results.packed import Row
 from results.pages import new_figure, save_figure
 from results.robots.plans import ARM_TRIED

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from corral.report.statistics import difference, holm, sentence
+from corral.lab.report.statistics import difference, holm, sentence
 from results.packed import Row
 from results.robots.text import spaced_table
 

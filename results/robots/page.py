@@ -8,8 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from corral.report.statistics import Difference, difference, holm, interquartile_curve, interquartile_mean, sentence, steps_to
-from corral.run.text import count
+from corral.lab.report.statistics import (
+    Difference,
+    difference,
+    holm,
+    interquartile_curve,
+    interquartile_mean,
+    sentence,
+    steps_to,
+)
+from corral.lab.run.text import count
 from results.packed import Row, read
 from results.pages import DOCS, Texts, fill, new_figure, save_figure
 from results.robots import arm, credit

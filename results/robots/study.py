@@ -29,10 +29,10 @@ from statistics import mean
 import pandas as pd
 import torch
 
-from corral.robot.prepare import learner_config, prepare
-from corral.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
-from corral.robot.unused import check_used
-from corral.run.settings import nested
+from corral.lab.jobs.robot.prepare import learner_config, prepare
+from corral.lab.jobs.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
+from corral.lab.jobs.robot.unused import check_used
+from corral.lab.run.settings import nested
 from results.robots.plans import PLANS, Job
 from results.robots.runs import measured_lines
 
@@ -53,7 +53,7 @@ def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
     resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
     simulator = [part for key, value in job.changes if key == "simulator" for part in ("--simulator", value)]
     arguments = ["--resume", str(folder), *simulator] if resume else [*job.arguments(), "--out", str(folder)]
-    command = [sys.executable, "-m", "corral.cli", "train", *arguments, "--quiet"]
+    command = [sys.executable, "-m", "corral.lab.cli", "train", *arguments, "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if not _ON_GPU & set(job.changes):
         environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -12,12 +12,12 @@ import argparse
 import torch
 from torch import Tensor
 
+from corral.lab.environments import ENVIRONMENTS, make_envs
+from corral.lab.environments.via_point import DT, REACHED, STEPS, STRENGTH
 from corral.robot import ProDMP
-from corral.robot.env import ENVIRONMENTS, make_envs
-from corral.robot.env.vector import reset_each
-from corral.robot.env.via_point import DT, REACHED, STEPS, STRENGTH
 from corral.robot.episode import episode_seeds, held_out_seeds
 from corral.robot.policy import GaussianPolicy
+from corral.robot.vector import reset_each
 
 ENVIRONMENT = ENVIRONMENTS["corral/ViaPointReacher-v0"]
 CONTEXTS, DESCENTS, RATE, LEAK = 64, 400, 0.05, 0.02

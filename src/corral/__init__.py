@@ -4,6 +4,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from corral import _moved
+
 if TYPE_CHECKING:
     from corral.advantage import gae, group_advantages
     from corral.deployed import Certificate, RateController, TokenKL, retract, snapshot
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
         kl_k2,
         kl_k3,
     )
-    from corral.kernels import HeadOutput, PolicyLoss, UnionSupport, head_kl, lm_head, policy_loss_from_hidden
+    from corral.head import HeadOutput, PolicyLoss, UnionSupport, head_kl, lm_head, policy_loss_from_hidden
     from corral.objective import make_objective, objective_names, register_objective
     from corral.objective.config import ObjectiveConfig
     from corral.objective.correction import make_correction
@@ -38,9 +40,11 @@ if TYPE_CHECKING:
         project_gaussian_wasserstein,
     )
     from corral.support import gather_support, top_k_support
-    from corral.types import ObjectiveOutput, PackedSparseDist, SparseDist, TokenBatch
+    from corral.tensors import ObjectiveOutput, PackedSparseDist, SparseDist, TokenBatch
 
 __version__ = "0.1.0"
+
+_moved.install()
 
 __all__ = [
     "CategoricalProjection",
@@ -94,8 +98,8 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("advantage", "deployed", "divergence", "kernels", "objective", "objective.config", "objective.correction"),
-    *("objective.improvement", "objective.reduction", "projection", "support", "types"),
+    *("advantage", "deployed", "divergence", "head", "objective", "objective.config", "objective.correction"),
+    *("objective.improvement", "objective.reduction", "projection", "support", "tensors"),
 )
 """Where the public names are."""
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from corral.numerics import at_least_float32, logsumexp, require_tensors
-from corral.types import SparseDist
+from corral.tensors import SparseDist
 from corral.validate import number_in
 
 ANCHOR_TOLERANCE = 1e-3

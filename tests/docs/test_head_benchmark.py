@@ -11,10 +11,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-import head
 import head_against
-import rows as row_files
 import pytest
+import rows as row_files
 import timing
 import torch
 from head_cases import SECTIONS, Section
@@ -22,6 +21,7 @@ from head_contenders import CLIP, GEMM, OBJECTIVES, OLD, OURS, TROLL
 from head_problem import Problem, Reference, make_problem
 
 import corral
+import head
 
 SOURCE = Path(corral.__file__).parents[1]
 

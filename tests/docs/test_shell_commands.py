@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from corral.cli import COMMANDS, main
-from corral.cli.kind import all_recipes
-from corral.llm.smoke import TASK_CONFIG, build_smoke
+from corral.lab.cli import COMMANDS, main
+from corral.lab.cli.kind import all_recipes
+from corral.lab.jobs.llm.smoke import TASK_CONFIG
+from corral.lab.models.smoke import build_smoke
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -101,7 +102,7 @@ def test_other_commands_have_their_flags(line: str) -> None:
     name, *words = shlex.split(line)
     assert name in COMMANDS, f"{COMMAND_LINES[line]} has a command that does not exist"
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    module = importlib.import_module(f"corral.cli.{name}")
+    module = importlib.import_module(f"corral.lab.cli.{name}")
     module.add_arguments(parser)
     _, rest = parser.parse_known_args(words)
     if name not in ("compare", "train"):  # those take every setting as a flag
@@ -130,3 +131,12 @@ def test_there_are_commands_to_try() -> None:
     assert len(inline_comparisons()) > 10
     assert len(TRAININGS) > 20
     assert {"eval", "compare", "audit", "report", "export"} <= {line.split()[0] for line in COMMAND_LINES}
+
+
+def test_the_readme_begins_with_the_demo_and_the_tests() -> None:
+    """The first shell block of the README names `make demo` and `make test` before any other command."""
+    block = re.search(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block
+    clone, *commands = (shlex.split(line, comments=True) for line in block[1].splitlines())
+    assert clone[:2] == ["git", "clone"]
+    assert commands[:2] == [["make", "demo"], ["make", "test"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from corral.cli import COMMANDS
+from corral.lab.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

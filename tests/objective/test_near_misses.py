@@ -1,6 +1,7 @@
 """What is easily passed by mistake gets the sentence that leads to the fix."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_logits_shifted_by_one_are_noticed_where_a_run_starts(caplog: pytest.Log
     fine.look("ppo_clip", batch())
     fine.look("ppo_clip", batch(new=shifted))  # later on a policy may be anywhere
     assert not caplog.messages
+
+
+def test_a_batch_without_any_token_is_not_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    masked, first = replace(batch(new=LOGP - 1), mask=torch.zeros_like(MASK)), FirstCall()
+    with caplog.at_level(logging.WARNING, logger="corral"):
+        first.look("ppo_clip", masked)
+        assert not caplog.messages
+        first.look("ppo_clip", batch(new=LOGP - 1))
+    assert len(caplog.messages) == 1
 
 
 def test_an_objective_by_itself_compares_policies_of_any_distance(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.llm.problems import Problems
-from corral.llm.smoke import build_smoke
-from corral.task import make_task
+from corral.lab.jobs.llm.problems import Problems
+from corral.lab.models.smoke import build_smoke
+from corral.lab.tasks import make_task
 from results.evidence.coarse_sampler import PRECISIONS, roll_out, to_fp8
 
 

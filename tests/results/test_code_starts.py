@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from corral.llm.settings import read_recipe, resolve
-from corral.task.code import Code
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.tasks.code import Code
 from results.evidence import code_problems
 from results.evidence.plans import PLANS
 from results.evidence.spec import CODE

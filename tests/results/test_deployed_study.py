@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from corral.deployed import restore, snapshot
-from corral.report.statistics import area_under_curve
+from corral.lab.report.statistics import area_under_curve
 from results import packed, pages, runs, study
 from results.deployed import arms, confirm, held_run, page, plans, rates, shipped_run, spec, start_success
 from results.deployed.measure import Measure
@@ -286,7 +286,7 @@ def two_completions() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bf16"])
 def test_a_measurement_is_of_the_network_in_its_training_precision(half: bool) -> None:
-    from corral.llm.models import load_model
+    from corral.lab.models.load import load_model
 
     def autocast() -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=half)
@@ -319,7 +319,7 @@ def test_gate_0_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> N
     """Two steps with a random model over bytes in its place, in bfloat16 on the CPU; its tail has a level of its own."""
     layer = spec.WordSpec.layer
     smoke = {"model": "smoke", "task": "countdown", "task_config": {}, "instruction": "{problem}", "bf16": True}
-    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.llm.smoke:letters"}
+    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.lab.models.smoke:letters"}
     monkeypatch.setattr(spec.WordSpec, "layer", lambda self: layer(self) | smoke)
     run = next(run for run in plans.gate0_words() if run.arm == "p999")
     found = held_run.run(replace(run, rate=3e-2, steps=2, eval_size=2), math.inf)
@@ -334,9 +334,8 @@ def test_gate_0_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_plans_run_where_no_report_can_be_made() -> None:
     """A machine that trains needs neither rliable nor matplotlib; the page alone does."""
-    script = (
-        "import sys\nsys.modules |= dict.fromkeys(('rliable', 'matplotlib', 'corral.report.statistics'))\nimport results.study"
-    )
+    absent = "'rliable', 'matplotlib', 'corral.lab.report.statistics'"
+    script = f"import sys\nsys.modules |= dict.fromkeys(({absent}))\nimport results.study"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120, cwd=pages.ROOT)
 
 
@@ -406,7 +405,7 @@ def test_starts_are_measured_once_and_where_they_are(tmp_path: Path, monkeypatch
 
 
 def test_the_end_is_measured_on_held_out_problems_by_temperature() -> None:
-    from corral.llm.evaluate import EvalSettings
+    from corral.lab.jobs.llm.evaluate import EvalSettings
 
     found = shipped_run.measure(EvalSettings(model="tiny", task="countdown", problems=24, seed=1, device="cpu"), (1.0, 0.01))
     assert found[0.01] == pytest.approx(found[0.0], abs=1 / 24)  # hardly any draw differs from the likeliest token

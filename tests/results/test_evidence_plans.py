@@ -4,8 +4,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from corral.llm.prepare import trainer_config
-from corral.llm.settings import Settings, read_recipe, resolve
+from corral.lab.jobs.llm.prepare import trainer_config
+from corral.lab.jobs.llm.settings import Settings, read_recipe, resolve
 from corral.objective import OBJECTIVES
 from results.deployed.plans import PLANS as STUDY
 from results.evidence.claims import CLAIMS

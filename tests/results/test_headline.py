@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corral.report import looks
+from corral.lab.report import looks
 from results.deployed import figures
 from results.deployed.plans import CHOSEN
 from results.deployed.spec import Shipped

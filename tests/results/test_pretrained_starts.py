@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from corral.llm.models import load_model
-from corral.llm.settings import read_recipe, resolve
+from corral.lab.jobs.llm.settings import read_recipe, resolve
+from corral.lab.models.load import load_model
 from results.evidence import spec as evidence_spec
 from results.evidence import starts
 from results.evidence.cells import at_best

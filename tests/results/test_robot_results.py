@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corral.robot.settings import resolve
-from corral.robot.smoke import TRAINING
-from corral.robot.train import train
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
+from corral.lab.jobs.robot.train import train
 from results import packed
 from results.robots import page as robot_page
 from results.robots import runs as robot_results

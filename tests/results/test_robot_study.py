@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.robot.prepare import learner_config
+from corral.lab.jobs.robot.prepare import learner_config
 from results.robots import study as robot_study
 from results.robots.plans import PLANS, TUNED_ON, jobs
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import trainer_cost
 
-from corral.llm.settings import read_recipe
-from corral.run.ending import Outcome
+from corral.lab.jobs.llm.settings import read_recipe
+from corral.lab.run.ending import Outcome
 
 
 def test_a_run_that_was_cut_off_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from warm_start import FAMILIES, build, main
 
-from corral.llm.models import load_model
+from corral.lab.models.load import load_model
 from results.evidence.plans import FAMILIES as PLANNED
 from results.evidence.plans import PLANS
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
 
-from corral.robot.env import ENVIRONMENTS, make_envs
-from corral.robot.env.batch import simulated_copies
-from corral.robot.env.box_pushing import UNSTABLE, BoxPushing
-from corral.robot.env.hopper_jump import FLYING, NEVER, STEPS, HopperJump, next_phase
+from corral.lab.environments import ENVIRONMENTS, make_envs
+from corral.lab.environments.box_pushing import UNSTABLE, BoxPushing
+from corral.lab.environments.hopper_jump import FLYING, NEVER, STEPS, HopperJump, next_phase
 from corral.robot.episode import Episodes, Plant
+from corral.robot.vector import simulated_copies
 
 HOPPER, BOX = "corral/HopperJump-v0", "corral/BoxPushing-v0"
 KINDS = [(HOPPER, "sparse"), (HOPPER, "dense"), (BOX, "dense"), (BOX, "temporal_sparse"), (BOX, "temporal_spatial_sparse")]

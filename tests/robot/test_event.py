@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.robot.event import rewards_at_event
+from corral.robot.tce import rewards_at_event
 from tolerance import assert_close
 
 

@@ -8,7 +8,7 @@ from test_learner import LEARNERS, learner
 
 from corral.advantage import group_advantages
 from corral.robot.episode import episode_seeds
-from corral.robot.group import leave_one_out, mirror
+from corral.robot.learner import leave_one_out, mirror
 from corral.robot.tce import TCEConfig
 from tolerance import assert_close
 

@@ -14,9 +14,9 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from torch.distributions import MultivariateNormal, kl_divergence
 
+from corral.lab.environments import ENVIRONMENTS
 from corral.projection import project_gaussian_kl
 from corral.robot.bbrl import BBRL, BBRLConfig
-from corral.robot.env import ENVIRONMENTS
 from corral.robot.episode import Plant, episode_seeds, held_out_seeds
 from corral.robot.learner import Learner
 from corral.robot.planner import Plans

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from corral.robot.banner import banner
+from corral.lab.environments import ENVIRONMENTS
+from corral.lab.jobs.robot.banner import banner
+from corral.lab.jobs.robot.evaluate import evaluate
+from corral.lab.jobs.robot.export import export_policy, export_run
+from corral.lab.jobs.robot.prepare import prepare
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
+from corral.lab.jobs.robot.train import resume, train
 from corral.robot.bbrl import BBRL, BBRLConfig
-from corral.robot.env import ENVIRONMENTS
 from corral.robot.episode import Plant, held_out_seeds
-from corral.robot.evaluate import evaluate
-from corral.robot.export import export_policy, export_run
 from corral.robot.learner import Learner
 from corral.robot.planner import Plans
-from corral.robot.prepare import prepare
 from corral.robot.prodmp import ProDMP
-from corral.robot.settings import resolve
-from corral.robot.smoke import TRAINING
 from corral.robot.tce import TCE, TCEConfig
-from corral.robot.train import resume, train
 from corral.validate import RunError
 from tolerance import assert_close
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal
 
+from corral.lab.environments import ENVIRONMENTS
+from corral.lab.jobs.robot.export import export_policy
 from corral.robot import tce
 from corral.robot.bbrl import BBRL, BBRLConfig
-from corral.robot.env import ENVIRONMENTS
 from corral.robot.episode import Plant, held_out_seeds
-from corral.robot.export import export_policy
 from corral.robot.learner import Learner
 from corral.robot.planner import Planner, _Round
 from corral.robot.policy import GaussianPolicy

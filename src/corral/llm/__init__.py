@@ -1,44 +1,20 @@
-"""Language models: the embedded one, and the door to TRL."""
+"""Language models on TRL: a drop-in for GRPOTrainer, and an audit of the GRPOTrainer that you have."""
 
-import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from corral.llm.audit_callback import audit
-    from corral.llm.config import CorralConfig
-    from corral.llm.trainer import CorralTrainer
+    from corral.lab.audit.callback import audit
+    from corral.trl.config import CorralConfig
+    from corral.trl.trainer import CorralTrainer
 
-__all__ = ["TRL_RANGE", "CorralConfig", "CorralTrainer", "audit"]
+__all__ = ["CorralConfig", "CorralTrainer", "audit"]
 
-TRL_RANGE = ("1.7", "1.17")
-"""First release of TRL that works, and the first that was never tested. Reading it imports nothing."""
-
-LAST_TESTED = "1.16"
-"""Releases of TRL up to this minor version are run by `make test-trl-versions`."""
-
-TEACHER_PROMPT = "teacher_prompt"
-"""A dataset's column that the teacher of a distillation reads in the place of `prompt`."""
-
-MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What a model's own generation_config decides: nothing else of it is followed."""
-
-_MODULES = {"CorralConfig": "config", "CorralTrainer": "trainer", "audit": "audit_callback"}
-
-
-class IncompatibleTRL(ImportError):
-    """This TRL is too old, or changed what corral builds on."""
-
-
-def is_untested(version: str) -> bool:
-    """Whether a release of TRL, or what leads up to it, is newer than those that were tested."""
-    major, minor = (int(part) for part in TRL_RANGE[1].split("."))
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is None or (int(found[1]), int(found[2])) >= (major, minor)
+_MODULES = {"CorralConfig": "trl.config", "CorralTrainer": "trl.trainer", "audit": "lab.audit.callback"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import TRL when one of these names is first used: `corral.llm.tiny` needs transformers alone."""
-    if name in _MODULES:
-        return vars(import_module(f"{__name__}.{_MODULES[name]}"))[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import TRL when one of these names is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(import_module(f"corral.{_MODULES[name]}"))[name]

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from corral.naming import build_config, nearest
 from corral.objective.aspo import ASPOConfig, aspo
 from corral.objective.bapo import BAPOConfig, bapo
 from corral.objective.check import check_batch
@@ -28,7 +27,8 @@ from corral.objective.spo import SPOConfig, spo
 from corral.objective.topr import TOPRConfig, topr
 from corral.objective.troll import TROLLConfig, troll
 from corral.objective.vespo import VESPOConfig, vespo
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
+from corral.validate import build_config, nearest
 
 ObjectiveFunction = Callable[[TokenBatch, Any], ObjectiveOutput]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from corral.objective.config import JointConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 _STEP = 0.05

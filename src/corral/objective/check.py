@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
-from corral.types import SparseDist, TokenBatch
+from corral.tensors import SparseDist, TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ class FirstCall:
         self.over = over
 
     def look(self, name: str, batch: TokenBatch) -> None:
-        """Read the mean |log ρ| of the first batch, in one transfer from the device; later batches are not read."""
+        """Read the mean |log ρ| of the first batch with any token, in one transfer from the device; later ones are not read."""
         if self.over:
             return
-        self.over = True
         gap = torch.where(batch.mask, (batch.logp_new - batch.logp_old).detach().float(), 0.0).abs().sum()
-        mean = float(gap / batch.mask.sum().clamp(min=1))
-        if mean > _LARGE_FIRST:
+        total, tokens = torch.stack([gap, batch.mask.sum()]).tolist()
+        self.over = tokens > 0
+        if self.over and (mean := total / tokens) > _LARGE_FIRST:
             logger.warning(
                 f"{name}: at the first call new and old log-probs differ by {mean:.2f} nats on average; before any update that "
                 f"should be 0. Is one of them shifted by a token, of another temperature, or of another model? logits[:, t] "

@@ -8,7 +8,7 @@ from corral.objective.config import NO_LOWER_CLIP, JointConfig
 from corral.objective.kl_cov import share_count, token_covariance
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import number_in, require
 
 

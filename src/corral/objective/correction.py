@@ -15,11 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from corral.divergence import kl_k2
-from corral.naming import build_config, nearest
 from corral.objective.check import check_batch
 from corral.objective.ratio import clamp_log_ratio, zero_padding
-from corral.types import TokenBatch
-from corral.validate import number_in, require
+from corral.tensors import TokenBatch
+from corral.validate import build_config, nearest, number_in, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor,
 from corral.objective.dppo import DPPOConfig, divergence
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 _Estimator = Literal["binary", "topk"]

@@ -11,7 +11,7 @@ from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Objecti
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 _Direction = Literal["reverse", "forward"]

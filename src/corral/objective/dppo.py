@@ -12,7 +12,7 @@ from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, Anchor,
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, clamp_log_ratio, credit, log_ratio, sampled_kl, zero_padding
 from corral.objective.reduction import Reduction
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 _Divergence = Literal["tv", "kl", "ratio"]

@@ -7,7 +7,7 @@ import torch
 from corral.objective.config import NO_LOWER_CLIP, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clip_surrogate, credit, log_ratio, sequence_log_ratio
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 

@@ -11,7 +11,7 @@ from corral.numerics import at_least_float32
 from corral.objective.check import check_batch
 from corral.objective.config import NEEDS_SUPPORT
 from corral.objective.ratio import clamp_log_ratio, log_ratio, zero_padding
-from corral.types import TokenBatch
+from corral.tensors import TokenBatch
 from corral.validate import number_in
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from corral.objective.config import JointConfig
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio, zero_padding
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 

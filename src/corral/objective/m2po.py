@@ -8,7 +8,7 @@ import torch
 from corral.objective.config import Action, Anchor, JointConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 

@@ -8,7 +8,7 @@ from corral.divergence import binary_tv, categorical_kl
 from corral.numerics import expm1_minus
 from corral.objective.ratio import clamp_log_ratio, sampled_kl, zero_padding
 from corral.support import hidden_kl, tail_gap
-from corral.types import TokenBatch
+from corral.tensors import TokenBatch
 
 
 def _fraction(part: Bool[Tensor, "B T"], whole: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:

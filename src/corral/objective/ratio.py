@@ -6,7 +6,7 @@ from torch import Tensor
 
 from corral.divergence import binary_kl
 from corral.numerics import CERTAIN, LOG_RATIO_MAX, at_least_float32
-from corral.types import TokenBatch
+from corral.tensors import TokenBatch
 
 
 def credit(batch: TokenBatch) -> Float[Tensor, "B T"]:

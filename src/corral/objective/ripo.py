@@ -7,7 +7,7 @@ import torch
 from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio, zero_padding
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 

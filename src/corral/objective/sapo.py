@@ -8,7 +8,7 @@ from corral.objective.config import ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio
 from corral.objective.reduction import Reduction
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 

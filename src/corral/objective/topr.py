@@ -9,7 +9,7 @@ from corral.objective.config import Anchor, ObjectiveConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, credit, log_ratio, zero_padding
 from corral.objective.reduction import Reduction
-from corral.types import ObjectiveOutput, TokenBatch
+from corral.tensors import ObjectiveOutput, TokenBatch
 from corral.validate import require
 
 

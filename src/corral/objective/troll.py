@@ -14,7 +14,7 @@ from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, sequence_log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
-from corral.types import ObjectiveOutput, SparseDist, TokenBatch
+from corral.tensors import ObjectiveOutput, SparseDist, TokenBatch
 from corral.validate import require
 
 _Tail = Literal["bucket", "fill"]

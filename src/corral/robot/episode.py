@@ -12,9 +12,8 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corral.robot.env.batch import Plan, Simulator, nan_in_step, play_plans, simulated_copies
-from corral.robot.env.vector import reset_each
 from corral.robot.tracking import Array, Tracking
+from corral.robot.vector import Plan, Simulator, nan_in_step, play_plans, reset_each, simulated_copies
 
 _Flags = NDArray[np.bool_]
 

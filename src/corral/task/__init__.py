@@ -1,165 +1,18 @@
-"""Tasks: prompts and verifiers. This file is the one registry."""
+"""Tasks and the sandbox for code written by a model, under their public names."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from corral.naming import build_config, nearest
-from corral.task.arithmetic import Arithmetic
-from corral.task.code import APPS, MBPP, Code, HumanEval
-from corral.task.competition import AIME24, AIME25, AMC, MATH500, DAPOMath
-from corral.task.countdown import Countdown
-from corral.task.expression import Expression
-from corral.task.grader import grader_counts
-from corral.task.gsm8k import GSM8K
-from corral.task.imports import by_path
-from corral.task.jsonl import Jsonl
-from corral.task.messages import Message, text_of
-from corral.task.reasoning_gym import ReasoningGym
-from corral.task.sandbox import SandboxResult, run_python
-from corral.task.two_numbers import TwoNumbers
-from corral.task.words import WordProblems
+if TYPE_CHECKING:
+    from corral.lab.sandbox import SandboxResult, run_python
+    from corral.lab.tasks import Task, find_task, make_task, verify_all
 
-__all__ = [
-    "TASKS",
-    "SandboxResult",
-    "Task",
-    "columns_of",
-    "find_task",
-    "grader_counts",
-    "make_task",
-    "messages_of",
-    "names",
-    "run_python",
-    "text_of",
-    "verify_all",
-]
+__all__ = ["SandboxResult", "Task", "find_task", "make_task", "run_python", "verify_all"]
 
 
-@runtime_checkable
-class Task(Protocol):
-    """A task: training prompts, held-out prompts, and a verifier for both.
-
-    Implementations are frozen dataclasses whose fields are the settings. Prompts are drawn by seed, the same ones on every
-    machine; the first prompts of a longer draw are those of a shorter one. A procedural task draws with replacement. A finite
-    one goes through its training problems once per epoch, reshuffled each time, and gives each held-out problem at most once.
-
-    A prompt is the problem's text and the key to its answer, so it is unique inside a task. Three methods are optional:
-
-        verify_all(prompts, completions)   where grading many together is faster than one by one
-        columns(prompt)                    what reward functions get besides, by name: the row's other columns
-        messages(prompt)                   the prompt as a chat, where it is more than one message of the user's
-    """
-
-    name: ClassVar[str]
-
-    @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt."""
-
-    @property
-    def max_completion_length(self) -> int:
-        """Tokens that a right completion may need; characters for tasks of the embedded model. One more is for the end."""
-
-    def train_prompts(self, count: int, seed: int) -> list[str]:
-        """Prompts to learn from."""
-
-    def held_out_prompts(self, count: int, seed: int) -> list[str]:
-        """Prompts to evaluate on; their problems never occur in `train_prompts`, whatever the seeds."""
-
-    def verify(self, prompt: str, completion: str) -> float:
-        """The reward, 0 to 1, of a completion, which may be any text; ValueError where the prompt is not this task's."""
-
-
-TASKS: dict[str, type[Task]] = {
-    "aime24": AIME24,
-    "aime25": AIME25,
-    "amc": AMC,
-    "apps": APPS,
-    "arithmetic": Arithmetic,
-    "code": Code,
-    "countdown": Countdown,
-    "dapo_math": DAPOMath,
-    "expression": Expression,
-    "gsm8k": GSM8K,
-    "humaneval": HumanEval,
-    "jsonl": Jsonl,
-    "math500": MATH500,
-    "mbpp": MBPP,
-    "reasoning_gym": ReasoningGym,
-    "two_numbers": TwoNumbers,
-    "words": WordProblems,
-}
-
-
-_PARTS = ("name", "max_prompt_length", "max_completion_length", "train_prompts", "held_out_prompts", "verify")
-"""What makes a class a task."""
-
-
-def names() -> list[str]:
-    """Every registered task, in alphabetical order."""
-    return sorted(TASKS)
-
-
-def find_task(name: str) -> type[Any]:
-    """The class of a registered task, or of a user's own, by its dotted path `module:Class`."""
-    if not isinstance(name, str) or ":" not in name:
-        if name not in TASKS:
-            raise ValueError(f"make_task: there is no task {name!r}.{nearest(name, TASKS)} Or your own: module:Class.")
-        return TASKS[name]
-    found = by_path(name, "a task of your own is module:Class")
-    if not isinstance(found, type):
-        raise ValueError(f"a task of your own is module:Class, and {name!r} is {type(found).__name__}, not a class.")
-    fields = [field.name for field in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
-    missing = [part for part in _PARTS if part not in (*dir(found), *fields)]
-    if missing:
-        raise ValueError(f"{name} is not a task: it has no {', '.join(missing)}. corral.task.Task says what they are.")
-    return found
-
-
-def make_task(name: str, **settings: Any) -> Task:
-    """The task `name` with these settings; `names()` lists what there is, and a user's own class is `module:Class`."""
-    task_cls = find_task(name)
-    if dataclasses.is_dataclass(task_cls):
-        task: Task = build_config(name, task_cls, settings)
-        return task
-    try:
-        own: Task = task_cls(**settings)
-        return own
-    except TypeError as error:  # settings that its __init__ does not have
-        raise ValueError(f"{name} cannot be made with {settings}: {error}.") from error
-
-
-def verify_all(task: Task, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Rewards of many completions: by the task's own `verify_all` if it has one, else one `verify` after another."""
-    if len(prompts) != len(completions):
-        raise ValueError(f"verify_all: there are {len(prompts)} prompts for {len(completions)} completions.")
-    together = _optional_method(task, "verify_all")
-    try:
-        if together is None:
-            return [task.verify(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        rewards = list(together(prompts, completions))
-    except SystemExit as error:  # sys.exit(0) in a verifier of the user's would end a run as if it had finished
-        raise ValueError(
-            f"{task.name}: its verifier raised SystemExit ({error}). A verifier gives a number for every text."
-        ) from error
-    if len(rewards) != len(completions):
-        raise ValueError(f"{task.name}.verify_all gave {len(rewards)} rewards for {len(completions)} completions.")
-    return rewards
-
-
-def columns_of(task: Task, prompts: Sequence[str]) -> dict[str, list[Any]]:
-    """The other columns of these prompts' rows, as lists by name, for reward functions; None where a row lacks one."""
-    columns = _optional_method(task, "columns")
-    rows = [columns(prompt) for prompt in prompts] if columns is not None else []
-    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-
-
-def messages_of(task: Task, prompt: str) -> list[Message]:
-    """A prompt as a chat: as the task has it, else one message of the user's."""
-    messages = _optional_method(task, "messages")
-    return [{"role": "user", "content": prompt}] if messages is None else messages(prompt)
-
-
-def _optional_method(task: Task, name: str) -> Callable[..., Any] | None:
-    return getattr(task, name, None)  # a class of the user's own need not have it
+def __getattr__(name: str) -> Any:
+    """Import the lab's tasks when one of their names is first used."""
+    tasks = vars(import_module("corral.lab.tasks"))
+    if name not in tasks["__all__"]:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return tasks[name]

@@ -1,0 +1,195 @@
+"""What every engine's adapter shares: settings → an objective with its anchor; log-probs → a loss per token."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from corral.head.batch_loss import batch_loss
+from corral.objective import OBJECTIVES, Objective, make_objective
+from corral.objective.check import FirstCall
+from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Anchor
+from corral.tensors import SparseDist, TokenBatch
+
+logger = logging.getLogger(__name__)
+_warned: set[tuple[str, str]] = set()
+_first_calls: dict[str, FirstCall] = {}
+"""First-batch checks by engine. They are kept here because some engines make a new objective for every batch."""
+_policies_differ: ContextVar[bool] = ContextVar("corral_policies_differ", default=False)
+
+POLICY = {"old": "old policy, recomputed by the trainer", "rollout": "sampler's log-probs"}
+"""The anchors in words."""
+LEAST_TAIL = 1e-8
+"""What 1 − Σ p is at least, where a tail is computed so."""
+
+
+@contextmanager
+def policies_differ() -> Iterator[None]:
+    """Context without the first-batch check, for checkups, where old and new policies differ on purpose."""
+    token = _policies_differ.set(True)
+    try:
+        yield
+    finally:
+        _policies_differ.reset(token)
+
+
+@dataclass(frozen=True)
+class EngineObjective:
+    """An objective as an engine runs it: its anchor is known, and what the engine cannot supply was refused."""
+
+    engine: str
+    objective: Objective
+    anchor: Anchor
+    """Whose log-probs the engine passes as `logp_old`."""
+
+    @classmethod
+    def of(
+        cls, engine: str, name: str, settings: Mapping[str, Any], *, anchor: str = "auto", support: bool = False
+    ) -> "EngineObjective":
+        """The objective `name` with these settings.
+
+        Args:
+            engine: who asks, for messages.
+            anchor: "old", "rollout", or "auto" for what suits the objective; a support is always the old policy's.
+            support: whether the engine supplies both policies on a support.
+        """
+        objective = make_objective(name, **settings)
+        if "dist_teacher" in objective.needs:
+            raise ValueError(
+                f"{engine}: {name} with these settings reads a third policy, a teacher or a reference, and engines hand a loss "
+                f"none. Use the TRL door."
+            )
+        needs = bool(objective.needs & NEEDS_SUPPORT)
+        if needs and not support:
+            raise ValueError(
+                f"{engine}: {name} with these settings reads whole distributions on a support, and this engine hands a loss "
+                f"the sampled tokens alone. Use dppo with estimator='binary', or an engine that docs/engines.md lists for it."
+            )
+        if anchor not in ("auto", *get_args(Anchor)):
+            raise ValueError(f"{engine}: `anchor` is one of auto, {', '.join(get_args(Anchor))}; got {anchor!r}.")
+        if needs and anchor == "rollout":
+            raise ValueError(
+                f"{engine}: {name} with these settings compares with a support of the old policy, which the trainer "
+                f"recomputes; samplers report none. Use anchor='old'."
+            )
+        own: Anchor = "old" if needs else objective.config.anchor
+        return cls(engine, objective, own if anchor == "auto" else cast(Anchor, anchor))
+
+    @property
+    def name(self) -> str:
+        """The objective's."""
+        return self.objective.name
+
+    @property
+    def needs_support(self) -> bool:
+        """Whether it reads more than the sampled token."""
+        return bool(self.objective.needs & NEEDS_SUPPORT)
+
+    def token_loss(
+        self, batch: TokenBatch, policy_weights: Float[Tensor, "B T"] | None = None
+    ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
+        """Loss of each token, unreduced and 0 where masked out, and metrics.
+
+        Engines split batches as they like: where every token is masked out the loss is 0, still connected to the network, as
+        distributed training wants it, and so are metrics, as engines want the same ones of every micro-batch.
+
+        Args:
+            batch: as the engine has it, [B T].
+            policy_weights: of the policy term alone, such as a sampler correction of the engine's.
+        """
+        if not bool(batch.mask.any()):
+            zero = batch.logp_new.new_zeros(())
+            return torch.where(batch.mask, batch.logp_new, 0.0), dict.fromkeys(self.objective(_one_token(batch)).metrics, zero)
+        if not _policies_differ.get():
+            _first_calls.setdefault(self.engine, FirstCall()).look(f"{self.engine}: {self.name}", batch)
+        # A kernel knows the sum of policy term and regression alone.
+        apart = policy_weights is not None and self.objective.config.regresses
+        out = self.objective(batch) if apart else batch_loss(self.objective, batch)
+        loss = out.loss if policy_weights is None else out.weigh(torch.where(batch.mask, policy_weights, 0.0))
+        return loss, out.metrics
+
+    def other_reduction(self, how: str) -> str | None:
+        """A sentence where the engine's reduction is none of the objective's own; None where it is."""
+        own = self.objective.config.reductions
+        if how in own:
+            return None
+        return f"{how} gives {self.name} another gradient than its own. Use {' or '.join(own)}."
+
+
+def check_anchor(engine: str, wanted: EngineObjective, supplies: tuple[Anchor, ...]) -> None:
+    """Refuse an objective whose anchor the engine does not hand over."""
+    if wanted.anchor not in supplies:
+        others = [f", or pass anchor='{anchor}' if the {POLICY[anchor]} will do" for anchor in supplies]
+        raise ValueError(
+            f"{engine}: {wanted.name} is anchored on the {POLICY[wanted.anchor]}, which is not there. Choose another "
+            f"objective{''.join(others)}."
+        )
+
+
+def scales_with_advantages(wanted: EngineObjective) -> bool:
+    """Whether a sequence's advantages times a factor are its losses times that factor, whatever the others' factors are.
+
+    Then an engine may write its reduction into the advantages, each sequence's share of a mean included.
+    """
+    draw = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(8, 16, generator=draw, dtype=torch.float64)
+    new = (old + 0.5 * torch.randn(8, 16, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
+    credit, mask = torch.rand(8, 16, generator=draw, dtype=torch.float64), torch.ones(8, 16, dtype=torch.bool)
+    credit[4:] *= -1  # so that either sign outweighs the other under one of the two
+
+    def loss(factors: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):  # some objectives draw
+            torch.manual_seed(0)
+            return wanted.objective(TokenBatch(new, old, factors * credit, mask, logp_rollout=old)).loss / factors
+
+    rising = torch.logspace(-2, 2, 8, dtype=torch.float64)[:, None]
+    own = loss(torch.ones_like(rising))
+    return all(torch.allclose(own, loss(factors), rtol=1e-9, atol=1e-12) for factors in (rising, rising.flip(0)))
+
+
+def read_metrics(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Metrics on the host, in one transfer."""
+    if not metrics:
+        return {}
+    values = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))
+
+
+def warn_once(engine: str, sentence: str | None) -> None:
+    """Log a sentence, if there is one, and each but once."""
+    if sentence is not None and (engine, sentence) not in _warned:
+        _warned.add((engine, sentence))
+        logger.warning("%s: %s", engine, sentence)
+
+
+def dist_from_top(ids: Int[Tensor, "*b K"], logp: Float[Tensor, "*b K"]) -> SparseDist:
+    """A policy on K tokens whose tail is only known as 1 − Σ p, and at least 1e-8: pass old and new policy through this.
+
+    −1 among the ids is padding, whatever stands there in `logp`.
+    """
+    logp = torch.where(ids < 0, -torch.inf, logp)
+    left = 1 - logp.double().exp().sum(-1)
+    return SparseDist(ids, logp, left.clamp(min=LEAST_TAIL).log().to(logp.dtype))
+
+
+def _one_token(batch: TokenBatch) -> TokenBatch:
+    """A batch of one token with the same fields: two tokens of equal probability."""
+    half = torch.full((1, 1), -math.log(2))
+    dist = None
+    if batch.dist_old is not None:
+        rest_max = None if batch.dist_old.rest_max is None else half
+        dist = SparseDist(torch.zeros(1, 1, 1, dtype=torch.int64), half[..., None], half, rest_max)
+    rollout = None if batch.logp_rollout is None else half
+    return TokenBatch(half, half, torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), dist, dist, rollout)
+
+
+def sampled_token_names() -> list[str]:
+    """Objectives that, by default, need the sampled tokens' two log-probs alone: what any engine can run."""
+    return [name for name, (_, config) in sorted(OBJECTIVES.items()) if not config().needs - NEEDS_TOKENS]

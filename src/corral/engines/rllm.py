@@ -1,0 +1,77 @@
+"""rLLM: corral's objectives in its registry of losses, on each of its backends.
+
++rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]
+rllm.algorithm.loss_fn=corral_dppo
++rllm.algorithm.loss_params.bound=0.2                       # settings of the objective, and `anchor`
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corral.engines.adapter import EngineObjective, check_anchor, read_metrics, warn_once
+from corral.objective import make_objective, objective_names
+from corral.objective.config import Anchor
+from corral.tensors import TokenBatch
+
+PACKAGE, LOOKED_UP = "rllm", ("rllm:register_loss", "rllm:LossContext")
+OWN = {"eps_clip": 0.2, "eps_clip_high": None, "kl_beta": 0.0, "clip_ratio_c": None}
+"""What rLLM puts among the settings itself; the last comes from verl's configuration, whatever it says."""
+_ENGINE = "corral for rLLM"
+_ENOUGH = 8
+"""Tokens after which two log-probs that agree in every digit are one policy's."""
+
+
+def register() -> list[str]:
+    """Register every objective as loss_fn "corral_" + its name; returns the names."""
+    rllm: Any = importlib.import_module("rllm")
+    for objective in objective_names():
+        rllm.register_loss(f"corral_{objective}", agg_mode=_only_reduction(objective))(make_loss(objective))
+    return [f"corral_{objective}" for objective in objective_names()]
+
+
+def make_loss(objective: str) -> Callable[[Any], tuple[Tensor, dict[str, float]]]:
+    """The loss that rLLM calls: with all sequences [B T] on verl, with one [T] on Tinker and Fireworks."""
+    mode = _only_reduction(objective)
+
+    def corral_loss(ctx: Any) -> tuple[Tensor, dict[str, float]]:
+        wanted = _objective(objective, ctx.params)
+        fields = (ctx.logp_curr, ctx.logp_old, ctx.advantages, ctx.action_mask.bool())
+        new, old, advantages, mask = (torch.atleast_2d(field) for field in fields)
+        rollout = None if ctx.logp_rollout is None else torch.atleast_2d(ctx.logp_rollout)
+        check_anchor(_ENGINE, wanted, _anchors(old, rollout, mask))
+        anchor = rollout if wanted.anchor == "rollout" else old
+        assert anchor is not None
+        loss, metrics = wanted.token_loss(TokenBatch(new, anchor, advantages, mask, logp_rollout=rollout))
+        return ctx.aggregate(loss.reshape(ctx.logp_curr.shape), ctx.action_mask, mode=mode), read_metrics(metrics)
+
+    return corral_loss
+
+
+def _anchors(old: Tensor, rollout: Tensor | None, mask: Tensor) -> tuple[Anchor, ...]:
+    """Policies that the batch has: rLLM's bypass_mode puts the sampler's log-probs where the old policy's would be."""
+    if rollout is None:
+        return ("old",)
+    told_apart = mask & (rollout < -0.01)  # certain tokens are 0 under every policy
+    bypassed = int(told_apart.sum()) >= _ENOUGH and torch.equal(old[mask], rollout[mask].to(old.dtype))
+    return ("rollout",) if bypassed else ("old", "rollout")
+
+
+def _objective(name: str, params: dict[str, Any]) -> EngineObjective:
+    """The objective with its settings; refused where a term of rLLM's own losses was asked for."""
+    if params.get("kl_beta"):
+        raise ValueError(f"{_ENGINE}: kl_beta is a term of rLLM's own losses, which this one replaces. Set it to 0.")
+    unread = [key for key in ("eps_clip", "eps_clip_high") if params.get(key, OWN[key]) != OWN[key]]
+    if unread:
+        warn_once(_ENGINE, f"{unread[0]} is not read. Settings of {name} go into rllm.algorithm.loss_params.")
+    settings = {key: value for key, value in params.items() if key not in OWN and key != "anchor"}
+    return EngineObjective.of(_ENGINE, name, settings, anchor=params.get("anchor", "auto"))
+
+
+def _only_reduction(objective: str) -> str | None:
+    """The reduction without which an objective has another gradient than its own; None where rLLM's setting decides."""
+    own = make_objective(objective).config.reductions
+    return own[0] if len(own) == 1 else None

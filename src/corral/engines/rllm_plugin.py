@@ -1,0 +1,5 @@
+"""What rLLM imports for `+rllm.algorithm.loss_plugins=[corral.engines.rllm_plugin]`: importing it registers every objective."""
+
+from corral.engines.rllm import register
+
+LOSSES = register()

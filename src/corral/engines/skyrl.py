@@ -1,0 +1,72 @@
+"""SkyRL: a policy loss of corral's in its registry, from the script that starts the run.
+
+from corral.engines.skyrl import register
+register("dppo", bound=0.2)                  # before initialize_ray; then trainer.algorithm.policy_loss_type=corral_dppo
+"""
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from corral.engines.adapter import EngineObjective, check_anchor, read_metrics, scales_with_advantages
+from corral.objective.config import Anchor
+from corral.tensors import TokenBatch
+
+REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils"
+PACKAGE, LOOKED_UP = "skyrl", (f"{REGISTRY}:PolicyLossRegistry",)
+
+
+def make_policy_loss(objective: str, *, anchor: str = "auto", **settings: Any) -> Any:
+    """The policy loss that SkyRL calls: the sum over tokens of losses with advantages that SkyRL has scaled.
+
+    SkyRL writes its reduction into the advantages. An objective whose loss is no multiple of its advantages would be reduced
+    in another way, and is refused.
+    """
+    wanted = EngineObjective.of("corral for SkyRL", objective, settings, anchor=anchor)
+    if not scales_with_advantages(wanted):
+        raise ValueError(
+            f"corral for SkyRL: SkyRL scales advantages instead of the loss, and {objective}'s loss is no multiple of them. "
+            f"Use another objective, or another engine."
+        )
+
+    def corral_policy_loss(
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        _check_corrections(config)
+        policies: dict[Anchor, Tensor | None] = {"old": old_log_probs, "rollout": rollout_logprobs}
+        check_anchor("corral for SkyRL", wanted, tuple(anchor for anchor, logp in policies.items() if logp is not None))
+        old = policies[wanted.anchor]
+        assert old is not None
+        mask = (log_probs == log_probs) if loss_mask is None else loss_mask.bool()
+        batch = TokenBatch(log_probs, old, advantages, mask, logp_rollout=rollout_logprobs)
+        loss, metrics = wanted.token_loss(batch)
+        found = read_metrics(metrics)
+        return loss.sum(), {"clip_ratio": found["tr/active_frac"], **found}
+
+    return corral_policy_loss
+
+
+def register(objective: str, *, anchor: str = "auto", **settings: Any) -> str:
+    """Register an objective with these settings as policy_loss_type "corral_" + its name, which is returned."""
+    name = f"corral_{objective}"
+    registry: Any = importlib.import_module(REGISTRY)
+    registry.PolicyLossRegistry.register(name, make_policy_loss(objective, anchor=anchor, **settings))
+    return name
+
+
+def _check_corrections(config: Any) -> None:
+    """SkyRL's losses apply its sampler corrections themselves; this one does not, so none may be asked for."""
+    asked = config.off_policy_correction
+    used = [key for key in ("tis_ratio_type", "sequence_mask_metric") if vars(asked).get(key) is not None]
+    used += [key for key, value in vars(asked).items() if "_threshold_" in key and value is not None]
+    if used:
+        raise ValueError(
+            f"corral for SkyRL: off_policy_correction.{used[0]} is set, and corral's losses apply none of SkyRL's corrections. "
+            f"Anchor on the sampler (anchor='rollout'), or leave it out."
+        )

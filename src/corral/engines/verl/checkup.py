@@ -1,0 +1,116 @@
+"""Is corral active in verl on this node? Asked of verl itself: what it loaded, what it registered, what that computes."""
+
+import importlib
+import os
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from corral.engines.adapter import policies_differ, sampled_token_names
+from corral.engines.checkup import Checkup
+from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, TRAINERS, VERL_RANGE, VerlSettings, loss_modes
+from corral.objective import make_objective
+from corral.objective.reduction import Reduction, reduce_loss
+from corral.tensors import TokenBatch
+
+_LOSS = "actor_rollout_ref.actor.policy_loss"
+_COMMON = f"""{_LOSS}._target_={CONFIG}
+'+{_LOSS}.bypass_mode=${{algorithm.rollout_correction.bypass_mode}}'
+trainer.v1.trainer_mode={PREFIX}sync"""
+LINES = {
+    "TROLL": f"""{_COMMON}
+{_LOSS}.loss_mode=corral_troll
++{_LOSS}.objective.bound=0.05
++{_LOSS}.support_size=64
+actor_rollout_ref.actor.strategy=fsdp2
++actor_rollout_ref.model.model_type={MODEL_TYPE}""",
+    "DPPO, on the sampler's log-probs": f"""{_COMMON}
+{_LOSS}.loss_mode=corral_dppo
++{_LOSS}.objective.bound=0.2
+algorithm.rollout_correction.bypass_mode=true
+actor_rollout_ref.rollout.calculate_log_probs=true""",
+    "DPPO, on a support": f"""{_COMMON}
+{_LOSS}.loss_mode=corral_dppo
++{_LOSS}.objective.estimator=topk
++{_LOSS}.objective.bound=0.2
++{_LOSS}.support_size=20
+actor_rollout_ref.actor.strategy=fsdp2
++actor_rollout_ref.model.model_type={MODEL_TYPE}""",
+    "anything else, such as SPO": f"""{_COMMON}
+{_LOSS}.loss_mode=corral_spo""",
+}
+"""Overrides for `python -m verl.trainer.main_ppo`; a test composes verl's configuration with each."""
+SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+"""The override for an installation without flash-attn."""
+
+
+def checkup() -> Checkup:
+    """Import verl as a worker does, and look."""
+    found = Checkup(lines=LINES)
+    if not found.check_release("verl", *VERL_RANGE):
+        return found
+    _check_entry_point(found)
+    try:
+        importlib.import_module("verl")
+        plugin: Any = importlib.import_module("corral.engines.verl.plugin")
+    except Exception as error:  # verl imports half of the world, and any of it may be missing
+        found.trouble.append(f"verl cannot be imported: {type(error).__name__}: {error}")
+        return found
+    found.rows.append(("flash-attn", attention()))
+    found.rows.append(("policy losses", ", ".join(loss_modes())))
+    found.rows.append(("engine", f"{MODEL_TYPE} (fsdp, fsdp2)"))
+    found.rows.append(("trainers", ", ".join(PREFIX + name for name in TRAINERS)))
+    found.trouble += [f"{part} not registered: {why}" for part, why in plugin.FAILED.items()]
+    found.trouble += [why for mode in loss_modes() if (why := plugin.missing(mode)) is not None]
+    if not found.trouble:
+        gap = self_test(plugin.core_algos.get_policy_loss_fn)
+        found.rows.append(
+            ("self-test", f"two sequences, {len(sampled_token_names())} objectives: gradients differ by {gap:.1e}")
+        )
+        if not gap <= 1e-6:
+            found.trouble.append(f"policy losses compute another gradient than corral alone, by {gap:.3g}")
+    return found
+
+
+def attention() -> str:
+    """ "installed", or a sentence that says how to install flash-attn and how to train without it."""
+    if find_spec("flash_attn") is not None:
+        return "installed"
+    return f"– verl's default attention needs it: pip install 'verl[vllm,fsdp]', or {SDPA}"
+
+
+def _check_entry_point(found: Checkup) -> None:
+    """Whether `import verl` loads the plug-in."""
+    policy = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if not any(point.value == "corral.engines.verl.plugin" for point in entry_points(group="verl.plugins")):
+        found.trouble.append("corral's entry point is not there: install it with pip, on every node")
+    elif policy != "auto" and "corral" not in policy.split(","):
+        found.trouble.append(f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves corral out: use auto, or add corral")
+    else:
+        found.rows.append(("entry point", "corral, in verl.plugins"))
+
+
+def self_test(get_policy_loss: Any) -> float:
+    """Two sequences through every policy loss of sampled tokens, and through corral alone: the largest difference."""
+    logp = torch.tensor([[-0.1, -2.0, -0.7], [-1.1, -0.4, -3.0]])
+    old = torch.tensor([[-0.9, -1.2, -0.7], [-1.5, -0.2, -1.0]])
+    credit, mask = torch.tensor([[1.0, -1.0, 0.5], [-0.5, 2.0, 1.0]]), torch.tensor([[True, True, False], [True] * 3])
+    worst = 0.0
+    for name in sampled_token_names():
+        mode, objective = PREFIX + name, make_objective(name)
+        settings = VerlSettings(loss_mode=mode, bypass_mode=objective.config.anchor == "rollout")
+        info = {"dp_size": 1, "batch_num_tokens": 5, "global_batch_size": 2, "loss_scale_factor": None}
+        config = SimpleNamespace(policy_loss=SimpleNamespace(corral=settings), global_batch_info=info)
+        how: Reduction = "seq-mean-token-mean"
+        here, alone = (logp.clone().requires_grad_() for _ in range(2))
+        with policies_differ():
+            loss, _ = get_policy_loss(mode)(
+                old_log_prob=old, log_prob=here, advantages=credit, response_mask=mask, loss_agg_mode=how, config=config
+            )
+        reduced = reduce_loss(objective(TokenBatch(alone, old, credit, mask)).loss, mask, how)
+        gradients = [torch.autograd.grad(value, x)[0] for value, x in ((loss, here), (reduced, alone))]
+        worst = max(worst, float((gradients[0] - gradients[1]).abs().max()))
+    return worst

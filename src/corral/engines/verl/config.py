@@ -1,0 +1,37 @@
+"""verl's PolicyLossConfig with corral's settings, for `actor_rollout_ref.actor.policy_loss._target_`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.config import PolicyLossConfig
+
+from corral.engines.verl.plugin import missing
+from corral.engines.verl.settings import VerlSettings
+
+
+@dataclass
+class CorralPolicyLossConfig(PolicyLossConfig):
+    """verl's own keys and these; made in every worker at start-up, where what cannot work is refused."""
+
+    objective: dict[str, Any] = field(default_factory=dict)
+    anchor: str = "auto"
+    bypass_mode: bool | None = None
+    support_size: int = VerlSettings.support_size
+    support_mass: float = VerlSettings.support_mass
+    deployed_bound: float | None = None
+    deployed_statistic: str = VerlSettings.deployed_statistic
+
+    def __post_init__(self) -> None:
+        self.corral = VerlSettings(
+            loss_mode=self.loss_mode,
+            objective=dict(self.objective),
+            anchor=self.anchor,
+            bypass_mode=self.bypass_mode,
+            support_size=self.support_size,
+            support_mass=self.support_mass,
+            deployed_bound=self.deployed_bound,
+            deployed_statistic=self.deployed_statistic,
+        )
+        why = missing(self.loss_mode)
+        if why is not None:
+            raise RuntimeError(why)

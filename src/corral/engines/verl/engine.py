@@ -1,0 +1,124 @@
+"""verl's FSDP engine with corral's head: the old pass keeps a support, updates evaluate the new policy on it.
+
+Registered under a model type of its own, so that nothing changes for whoever does not ask for it.
+"""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from verl.utils import tensordict_utils
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from corral.engines.verl.deployed import DeployedRegion
+from corral.engines.verl.head import HeadCall, HeadWitness, SupportHead
+from corral.engines.verl.settings import MODEL_TYPE
+from corral.engines.verl.transport import (
+    DEPLOYED_BOUND,
+    DEPLOYED_STATISTIC,
+    DEPLOYED_SYNC,
+    MASS,
+    NEW,
+    OLD,
+    TOP_K,
+    local_rows,
+    write_dist,
+)
+
+
+@EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
+class SupportFSDPEngine(FSDPEngineWithLMHead):
+    """FSDPEngineWithLMHead whose `model_output` has a support; log-probs of every pass come from one head."""
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        if model_config.use_fused_kernels:
+            raise ValueError(
+                f"corral for verl: model_type={MODEL_TYPE} has a head of its own, and use_fused_kernels puts verl's there. Set "
+                f"actor_rollout_ref.model.use_fused_kernels=false: neither holds all logits."
+            )
+        self.witness: HeadWitness | None = None
+        self._deployed: DeployedRegion | None = None
+        model_config.model_type = "language_model"  # verl builds the module by this word, and knows two of them
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self) -> nn.Module:
+        module: nn.Module = super()._build_module()
+        self.head = SupportHead(module)
+        return module
+
+    def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
+        """Run verl's update. With `deployed_bound` the last one before a weight synchronisation also bounds the network."""
+        bound = tensordict_utils.get_non_tensor_data(data, DEPLOYED_BOUND, None)
+        if bound is None:
+            return super().train_batch(data, loss_function)
+        if self.use_ulysses_sp:
+            raise ValueError("corral for verl: deployed_bound measures whole sequences. Set ulysses_sequence_parallel_size=1.")
+        if self._deployed is None:
+            self._deployed = DeployedRegion(self)
+        if not self._deployed.tokens:
+            self._deployed.choose(data)
+        outputs = super().train_batch(data, loss_function)
+        last_of_batch = tensordict_utils.get_non_tensor_data(data, "update_lr_scheduler", False)
+        if last_of_batch and tensordict_utils.get_non_tensor_data(data, DEPLOYED_SYNC, False):
+            region, self._deployed = self._deployed, None
+            certificate = region.hold(bound, tensordict_utils.get_non_tensor_data(data, DEPLOYED_STATISTIC, "mean"))
+            metrics = {} if certificate is None else certificate.metrics()
+            outputs["metrics"] |= {name: Metric(AggregationType.MEAN, value) for name, value in metrics.items()}
+        return outputs
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        """verl's; and the head is told what this pass is to find out."""
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
+            if tensordict_utils.get_non_tensor_data(micro_batch, key, False):
+                raise ValueError(f"corral for verl: {key} reads all logits, which model_type={MODEL_TYPE} never holds.")
+        tokens, ids = output_args["input_ids_rmpad_rolled"], None
+        if f"{OLD}_ids" in micro_batch and torch.is_grad_enabled():
+            pad = output_args.get("pad_size", 0)
+            ids = local_rows(micro_batch[f"{OLD}_ids"].values(), pad, *self._sequence_shard(), fill=-1)
+        self.head.expect(
+            HeadCall(
+                tokens,
+                temperature=_one_temperature(micro_batch["temperature"]),
+                top_k=tensordict_utils.get_non_tensor_data(micro_batch, TOP_K, None),
+                mass=tensordict_utils.get_non_tensor_data(micro_batch, MASS, 1.0),
+                ids=ids,
+                entropy=bool(tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False)),
+                compare=not self.use_ulysses_sp,
+                witness=self.witness,
+            )
+        )
+        return inputs, output_args
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """Log-probs and entropy as verl has them, jagged [B j], and a support [B j K]: the old one, or the new policy on it."""
+        pad = output_args.get("pad_size", 0)
+        rows = self.head.read(output).map(lambda x: self._gather_and_unpad_packed(x, pad))
+        offsets = micro_batch["input_ids"].offsets()
+        found = {"log_probs": torch.nested.nested_tensor_from_jagged(rows.logp, offsets)}
+        if tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+            found["entropy"] = torch.nested.nested_tensor_from_jagged(rows.entropy, offsets)
+        if rows.dist is not None:
+            found |= write_dist(NEW if torch.is_grad_enabled() else OLD, rows.dist, offsets)
+        return found
+
+    def _sequence_shard(self) -> tuple[int, int]:
+        """This rank's place among those that share its sequences, and their number."""
+        if not self.use_ulysses_sp:
+            return 0, 1
+        return self.ulysses_device_mesh["sp"].get_local_rank(), self.ulysses_sequence_parallel_size
+
+
+def _one_temperature(temperature: Any) -> float:
+    """verl allows one for each sequence; a support is of one."""
+    if isinstance(temperature, Tensor):
+        low, high = (float(x) for x in temperature.aminmax())
+        if low != high:
+            raise ValueError(f"corral for verl: sequences were sampled at temperatures from {low} to {high}. Use one.")
+        return low
+    return float(temperature)

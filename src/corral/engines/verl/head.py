@@ -1,0 +1,192 @@
+"""A causal model whose forward ends in corral's head: log-probs, entropy and a support, and never all logits.
+
+FSDP unshards a module's parameters for the time of its forward, and hangs its backward hooks on what that returns. So corral's
+head runs inside the forward of the model's own, and everything that a gradient flows through is returned in one tensor.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from corral.head import lm_head
+from corral.head.dispatch import choose
+from corral.head.logits import LogitSpec
+from corral.head.policy_loss import TOLERANCE
+from corral.head.torch.head_kl import head_kl_both_ways
+from corral.tensors import SparseDist
+
+_LOGP, _ENTROPY, _REST, _REST_MAX, _SUPPORT = range(5)
+"""Columns of the tensor that forward returns; the support begins at the last."""
+
+
+class HeadWitness:
+    """Compares a network with itself: the first pass's hidden states and head are kept, later ones measured against them."""
+
+    def __init__(self) -> None:
+        self._old: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self.kl: Tensor | None = None
+        """Of the last pass, [N 2]: KL(new‖old) and KL(old‖new) at every position."""
+
+    def see(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec) -> None:
+        """Hidden states [N H] of a pass, and the whole head."""
+        if self._old is None:
+            self._old = (hidden.detach().clone(), weight.detach().clone(), None if bias is None else bias.detach().clone())
+            return
+        old, weight_old, bias_old = self._old
+        both = head_kl_both_ways(hidden, weight, old, weight_old, bias_new=bias, bias_old=bias_old, **vars(spec))
+        self.kl = torch.stack(both, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCall:
+    """What one forward pass is to find out, of packed positions [N]."""
+
+    tokens: Tensor
+    """The token that follows each position."""
+    temperature: float = 1.0
+    top_k: int | None = None
+    """Keep this policy's own support."""
+    mass: float = 1.0
+    ids: Tensor | None = None
+    """Evaluate on this one [N K]."""
+    entropy: bool = False
+    compare: bool = False
+    """Whether the model's own logits may be computed beside, of a few positions, and once."""
+    witness: HeadWitness | None = None
+    """Sees hidden states and head."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """What a pass found out, [N]: differentiable, but for the ids."""
+
+    logp: Tensor
+    entropy: Tensor
+    dist: SparseDist | None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PackedRows":
+        """The same change made to every field, such as a gather over sequence-parallel ranks."""
+        dist = None if self.dist is None else self.dist.map(change)
+        return PackedRows(change(self.logp), change(self.entropy), dist)
+
+
+class SupportHead:
+    """Stands at the end of a causal model's forward; `expect` says what the next pass wants."""
+
+    def __init__(self, model: Any) -> None:
+        """Replaces forward of `model` and of its head, of these instances alone."""
+        _check_family(model)
+        self.model: Any = model  # of transformers, whose methods nn.Module does not have
+        self.linear: Any = self.model.get_output_embeddings()
+        self._call: HeadCall | None = None
+        self._ids: Tensor | None = None
+        self._compared = False
+        self._own_forward, self._own_linear = model.forward, self.linear.forward
+
+        @functools.wraps(model.forward)  # verl reads its parameters
+        def forward(*args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+            return self._forward(*args, **kwargs)
+
+        self.model.forward, self.linear.forward = forward, self._score
+
+    def expect(self, call: HeadCall) -> None:
+        """The next forward pass answers this."""
+        self._call, self._ids = call, None
+
+    def read(self, output: CausalLMOutputWithPast) -> PackedRows:
+        """The answer, from what forward returned."""
+        assert output.logits is not None
+        found = output.logits.squeeze(0)
+        ids, self._ids = self._ids, None
+        dist = None if ids is None else SparseDist(ids, found[:, _SUPPORT:], found[:, _REST], found[:, _REST_MAX].detach())
+        return PackedRows(found[:, _LOGP], found[:, _ENTROPY], dist)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        """The base model, and the head on packed positions; whatever a family does behind its head is in `logit_spec`."""
+        call = self._call
+        if call is None:
+            raise RuntimeError("corral for verl: the model was called outside a scoring pass. Please report it.")
+        attention = kwargs.get("attention_mask")
+        hidden = self.model.base_model(*args, **kwargs).last_hidden_state
+        head = self.model.get_output_embeddings()
+        if head is not self.linear:
+            raise ValueError(f"corral for verl: the head has become a {type(head).__name__}. Leave it out of LoRA.")
+        found = head(hidden[attention.bool()] if attention is not None else hidden.flatten(0, 1))
+        self._call = None
+        if call.compare and not self._compared and not torch.is_grad_enabled():
+            self._compared = True
+            self._compare(call, found[:, _LOGP], kwargs)
+        return CausalLMOutputWithPast(logits=found[None])
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """In the place of the head's own forward, where its weight is whole: hidden states [N H] → columns [N 4 + K]."""
+        call = self._call
+        if call is None:
+            return self._own_linear(hidden)
+        weight, bias = self.linear.weight, self.linear.bias
+        if isinstance(weight, DTensor):
+            raise ValueError("corral for verl: the head's weight is split over tensor-parallel ranks. Use FSDP alone.")
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        spec = logit_spec(self.model.config, call.temperature)
+        if call.witness is not None:
+            call.witness.see(hidden, weight, bias, spec)
+        with torch.autocast(device, enabled=False):  # half precision goes in, and is for GEMMs alone
+            head = lm_head(
+                hidden, weight, call.tokens, bias=bias, top_k=None if call.top_k is None else min(call.top_k, len(weight)),
+                mass=call.mass if call.top_k is not None else 1.0, ids=call.ids, entropy=call.entropy,
+                impl=_one_implementation(hidden, weight, call), tolerance=TOLERANCE if torch.is_grad_enabled() else 0.0,
+                **vars(spec),
+            )  # fmt: skip
+        none = torch.zeros_like(head.logp)
+        columns = [head.logp, none if head.entropy is None else head.entropy]
+        if head.dist is not None:
+            self._ids = head.dist.ids
+            columns += [head.dist.rest, none if head.dist.rest_max is None else head.dist.rest_max]
+            columns += head.dist.logp.unbind(-1)
+        return torch.stack(columns, -1)
+
+    def _compare(self, call: HeadCall, logp: Tensor, kwargs: dict[str, Any]) -> None:
+        """Refuse a model that does to its logits what is not known here, by the first positions of its first sequence."""
+        attention = kwargs.get("attention_mask")
+        few = min(8, len(logp) if attention is None else int(attention[0].sum()))
+        short = {name: x[:1, :few] if isinstance(x, Tensor) and x.ndim == 2 else x for name, x in kwargs.items()}
+        own = (self._own_forward(**short).logits[0, :few].float() / call.temperature).log_softmax(-1)
+        gap = (own.gather(-1, call.tokens[:few, None]).squeeze(-1) - logp[:few]).abs().median()
+        if not gap <= 0.1:  # logits of large models are rounded to bfloat16
+            raise ValueError(
+                f"corral for verl: log-probs from the head differ by {float(gap):.3g} nats from those of "
+                f"{type(self.model).__name__}'s own logits. It does something to them that is not known here; please report it."
+            )
+
+
+def _one_implementation(hidden: Tensor, weight: Tensor, call: HeadCall) -> str:
+    """On a GPU the torch path for the update too, where the old pass has no kernel: two heads would round differently."""
+    slots = call.top_k if call.ids is None else call.ids.shape[-1] - 1
+    if slots is None or not hidden.is_cuda:
+        return "auto"
+    return choose("corral for verl", "auto", hidden, weight, min(slots, len(weight)))
+
+
+def logit_spec(config: Any, temperature: float) -> LogitSpec:
+    """What a family of models does to h Wᵀ: Gemma's soft cap, Cohere's and Granite's scales."""
+    found = config.get_text_config().to_dict()
+    scale = float(found.get("logit_scale") or 1.0) / float(found.get("logits_scaling") or 1.0)
+    return LogitSpec(scale, found.get("final_logit_softcapping"), temperature)
+
+
+def _check_family(model: Any) -> None:
+    """Refuse models that are no base model with a linear head behind it."""
+    if "vision_config" in model.config.to_dict():
+        raise ValueError("corral for verl: a support is kept of text models alone, and this one sees images.")
+    head = model.get_output_embeddings()
+    if model.base_model is model or not isinstance(head, nn.Linear):
+        raise ValueError(f"corral for verl: {type(model).__name__} has no linear head; got {type(head).__name__}.")

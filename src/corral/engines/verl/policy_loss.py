@@ -1,0 +1,97 @@
+"""corral's objectives as verl's policy losses: verl's tensors → TokenBatch → objective → verl's aggregation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from corral.engines.adapter import read_metrics, warn_once
+from corral.engines.verl.settings import CONFIG, MODEL_TYPE, VerlSettings
+from corral.tensors import SparseDist, TokenBatch
+
+_NO_LENGTH = (
+    "seq-mean-token-sum-norm without actor.loss_scale_factor divides by the longest response of each micro-batch, so that an "
+    "update depends on how its batch is split. Set it to data.max_response_length."
+)
+
+Aggregate = Callable[..., Tensor]
+"""verl's agg_loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchExtras:
+    """What verl's loss has no argument for, of the micro-batch at hand; [B T] and [B T K]."""
+
+    dist_new: SparseDist | None = None
+    dist_old: SparseDist | None = None
+    logp_rollout: Tensor | None = None
+
+
+_EXTRAS: ContextVar[BatchExtras | None] = ContextVar("corral_verl_extras", default=None)
+
+
+@contextmanager
+def batch_extras(extras: BatchExtras) -> Iterator[None]:
+    """Inside, policy losses read `extras` besides what verl passes them."""
+    token = _EXTRAS.set(extras)
+    try:
+        yield
+    finally:
+        _EXTRAS.reset(token)
+
+
+def make_policy_loss(loss_mode: str, aggregate: Aggregate) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """The policy loss that verl calls for `loss_mode`, reduced by `aggregate`, verl's own agg_loss."""
+
+    def compute_policy_loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        settings = _settings_of(loss_mode, config)
+        wanted, extras = settings.resolve(), _EXTRAS.get()
+        if wanted.needs_support and (extras is None or extras.dist_new is None):
+            raise ValueError(
+                f"corral for verl: {loss_mode} reads a support, and verl's own engine keeps none. Set "
+                f"actor_rollout_ref.model.model_type={MODEL_TYPE} and trainer.v1.trainer_mode=corral_sync."
+            )
+        if settings.deployed_bound is not None and extras is None:
+            raise ValueError(
+                "corral for verl: deployed_bound is held by corral's trainers, and this one is verl's own. Set "
+                "trainer.v1.trainer_mode=corral_sync."
+            )
+        warn_once("corral for verl: loss_agg_mode", wanted.other_reduction(loss_agg_mode))
+        if loss_agg_mode == "seq-mean-token-sum-norm" and config.global_batch_info.get("loss_scale_factor") is None:
+            warn_once("corral for verl: loss_agg_mode", _NO_LENGTH)
+        extras = extras or BatchExtras()
+        mask = response_mask.bool()
+        batch = TokenBatch(
+            log_prob, old_log_prob, advantages, mask, extras.dist_new, extras.dist_old, extras.logp_rollout
+        )  # fmt: skip
+        loss, metrics = wanted.token_loss(batch, rollout_is_weights)
+        reduced = aggregate(
+            loss_mat=loss, loss_mask=mask.to(loss.dtype), loss_agg_mode=loss_agg_mode, **config.global_batch_info
+        )
+        return reduced, read_metrics(metrics)
+
+    return compute_policy_loss
+
+
+def _settings_of(loss_mode: str, config: Any) -> VerlSettings:
+    """corral's settings in verl's ActorConfig; refused where they are not there, or of another loss."""
+    found = getattr(getattr(config, "policy_loss", None), "corral", None)  # verl's own PolicyLossConfig has none
+    if not isinstance(found, VerlSettings):
+        raise ValueError(
+            f"corral for verl: {loss_mode} finds no settings. Add actor_rollout_ref.actor.policy_loss._target_={CONFIG}; "
+            f"`corral doctor --engine verl` prints every line."
+        )
+    if found.loss_mode != loss_mode:
+        raise ValueError(f"corral for verl: settings are of {found.loss_mode}, and verl calls {loss_mode}.")
+    return found

@@ -1,0 +1,116 @@
+"""Settings of the verl door, and everything that can be refused before a GPU is taken. Nothing here imports verl."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.deployed.statistics import STATISTICS
+from corral.engines.adapter import POLICY, EngineObjective
+from corral.engines.verl.transport import DEPLOYED_BOUND, DEPLOYED_STATISTIC, DEPLOYED_SYNC, MASS, TOP_K
+from corral.objective import make_objective, objective_names
+from corral.objective.dppo import DPPOConfig
+from corral.validate import require
+
+VERL_RANGE = ("0.9", "0.10")
+"""First release of verl that works, and the first that is unknown."""
+PREFIX = "corral_"
+"""Of every name that is registered with verl."""
+MODEL_TYPE = "corral_language_model"
+"""actor_rollout_ref.model.model_type, for objectives on a support."""
+CONFIG = "corral.engines.verl.config.CorralPolicyLossConfig"
+"""actor_rollout_ref.actor.policy_loss._target_."""
+TRAINERS = ("sync", "colocate_async", "separate_async")
+"""verl's trainers, each of which has a namesake with PREFIX."""
+
+WHOLE_SEQUENCES = "deployed_bound measures whole sequences. Set actor.fsdp_config.ulysses_sequence_parallel_size=1."
+"""Why sequence parallelism is refused beside it."""
+
+
+def loss_modes() -> list[str]:
+    """Names of the policy losses: one for every objective without a teacher, whom verl would not hand over."""
+    return [PREFIX + name for name in objective_names() if "dist_teacher" not in make_objective(name).needs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlSettings:
+    """What `actor.policy_loss` says, beyond verl's own keys."""
+
+    loss_mode: str
+    objective: Mapping[str, Any] = field(default_factory=dict)
+    """The objective's settings, such as {bound: 0.15}."""
+    anchor: str = "auto"
+    """Centre of the region: `old`, recomputed by the trainer; `rollout`, the sampler's log-probs; `auto`, what suits it."""
+    bypass_mode: bool | None = None
+    """${algorithm.rollout_correction.bypass_mode}: whether the old log-probs that verl hands over are the sampler's."""
+    support_size: int = 64
+    """How many of the old policy's most likely tokens a support keeps at most."""
+    support_mass: float = 1 - 1e-5
+    """Probability after which a support keeps no further token."""
+    deployed_bound: float | None = None
+    """δ: the largest KL between two networks that the sampler gets one after the other. Weights beyond it are retracted;
+    inf measures alone."""
+    deployed_statistic: str = "mean"
+    """Of the per-token KL: "mean", "p999", "cvar" or "max"."""
+
+    def __post_init__(self) -> None:
+        if self.loss_mode not in loss_modes():
+            raise ValueError(
+                f"corral for verl: policy_loss._target_ is corral's, and policy_loss.loss_mode is {self.loss_mode!r}. It is "
+                f"one of {', '.join(loss_modes())}."
+            )
+        require(self, "support_size", at_least=1, integer=True, name="corral for verl")
+        require(self, "support_mass", above=0, at_most=1, name="corral for verl")
+        require(self, "deployed_bound", above=0, optional=True, name="corral for verl")
+        if self.deployed_statistic not in STATISTICS:
+            raise ValueError(
+                f"corral for verl: `deployed_statistic` is one of {', '.join(STATISTICS)}; got {self.deployed_statistic!r}."
+            )
+        self._check_anchor()
+
+    def resolve(self) -> EngineObjective:
+        """The objective, with its anchor."""
+        name = self.loss_mode.removeprefix(PREFIX)
+        return EngineObjective.of("corral for verl", name, self.objective, anchor=self.anchor, support=True)
+
+    def support_request(self) -> dict[str, Any]:
+        """For the extra_info of the pass that is to keep a support; empty where none is read."""
+        wanted = self.resolve()
+        if not wanted.needs_support:
+            return {}
+        if isinstance(wanted.objective.config, DPPOConfig) and wanted.objective.config.estimator == "full":
+            return {TOP_K: sys.maxsize, MASS: 1.0}
+        return {TOP_K: self.support_size, MASS: self.support_mass}
+
+    def deployed_request(self, *, sync: bool) -> dict[str, Any]:
+        """Entries of a batch's extra_info that ask for a measurement of the network. Empty without `deployed_bound`.
+
+        Args:
+            sync: whether the sampler gets the network after these updates.
+        """
+        if self.deployed_bound is None:
+            return {}
+        return {DEPLOYED_BOUND: self.deployed_bound, DEPLOYED_STATISTIC: self.deployed_statistic, DEPLOYED_SYNC: sync}
+
+    def _check_anchor(self) -> None:
+        """Refuse an anchor that is not what verl will hand over."""
+        wanted = self.resolve()
+        if self.bypass_mode is None:
+            raise ValueError(
+                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, and nothing says whose "
+                f"log-probs verl will pass as old_log_prob. Add actor_rollout_ref.actor.policy_loss.bypass_mode="
+                f"'${{algorithm.rollout_correction.bypass_mode}}'."
+            )
+        if self.bypass_mode and wanted.needs_support:
+            raise ValueError(
+                f"corral for verl: {self.loss_mode} needs the support of the old policy, and bypass_mode makes no pass that "
+                f"could keep it. Set algorithm.rollout_correction.bypass_mode=false."
+            )
+        if self.bypass_mode != (wanted.anchor == "rollout"):
+            raise ValueError(
+                f"corral for verl: {self.loss_mode} is anchored on the {POLICY[wanted.anchor]}, but with "
+                f"algorithm.rollout_correction.bypass_mode={str(self.bypass_mode).lower()} verl passes the "
+                f"{POLICY['rollout' if self.bypass_mode else 'old']} as old_log_prob. Set bypass_mode="
+                f"{str(not self.bypass_mode).lower()}, or, if that is what you mean, policy_loss.anchor="
+                f"{'rollout' if self.bypass_mode else 'old'}."
+            )

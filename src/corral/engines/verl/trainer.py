@@ -1,0 +1,114 @@
+"""verl's three trainers with a trust region: settings are checked before anything starts, the support is asked for."""
+
+import functools
+from typing import Any
+
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.utils.config import omega_conf_to_dataclass
+
+from corral.engines.verl.config import CorralPolicyLossConfig
+from corral.engines.verl.loss import corral_ppo_loss
+from corral.engines.verl.settings import CONFIG, MODEL_TYPE, PREFIX, WHOLE_SEQUENCES
+
+
+class _WithRegion:
+    """What corral adds to a trainer; verl's own methods do the work."""
+
+    config: Any
+    actor_rollout_wg: Any
+    local_trigger_step: int
+    """Number of batches already trained on since the last weight synchronisation."""
+    parameter_sync_step: int
+    """Number of batches between two weight synchronisations: several with separate_async, one otherwise."""
+
+    def __init__(self, config: Any) -> None:
+        # verl's trainers tell themselves apart by this name, and each looks its settings up under it.
+        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+        super().__init__(config)  # type: ignore[call-arg]  # a mixin: verl's trainer is its other base
+
+    def _setup(self) -> None:
+        """verl's, after everything that can be refused was; then the workers get corral's loss."""
+        actor = check_config(self.config)
+        super()._setup()  # type: ignore[misc]  # of verl's trainer
+        self.actor_rollout_wg.set_loss_fn(functools.partial(corral_ppo_loss, config=actor))
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """verl's; where the objective needs a support, the pass keeps one, and it goes into the queue beside the log-probs."""
+        request = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral.support_request()
+        batch.extra_info |= request
+        result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]  # of verl's trainer
+        for name in request:  # a reference's pass through the same engine must not take its place
+            batch.extra_info.pop(name, None)
+            result.extra_info.pop(name, None)
+        return result
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """verl's; with a deployed bound the workers hold the network after a step's last batch, before the sampler gets it."""
+        settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss).corral
+        batch.extra_info |= settings.deployed_request(sync=self.local_trigger_step == self.parameter_sync_step - 1)
+        return super()._update_actor(batch, metrics)  # type: ignore[misc]  # of verl's trainer
+
+
+def check_config(config: Any) -> Any:
+    """verl's ActorConfig, if corral's trainers can run this configuration; a ValueError that says what to set if not."""
+    policy_loss = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+    if not isinstance(policy_loss, CorralPolicyLossConfig):
+        raise ValueError(f"corral for verl: set actor_rollout_ref.actor.policy_loss._target_={CONFIG}.")
+    settings = policy_loss.corral
+    bypass = bool(config.algorithm.rollout_correction.bypass_mode)
+    if bypass != settings.bypass_mode:
+        raise ValueError(
+            f"corral for verl: policy_loss.bypass_mode is {settings.bypass_mode} and algorithm.rollout_correction.bypass_mode "
+            f"is {bypass}. Write policy_loss.bypass_mode='${{algorithm.rollout_correction.bypass_mode}}', and they are one."
+        )
+    wanted = settings.resolve()
+    reads_sampler = wanted.anchor == "rollout" or "logp_rollout" in wanted.objective.needs
+    if reads_sampler and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ValueError(
+            f"corral for verl: {settings.loss_mode} reads the sampler's log-probs. Set "
+            f"actor_rollout_ref.rollout.calculate_log_probs=true."
+        )
+    if wanted.needs_support:
+        _check_support(config, f"{settings.loss_mode} needs a support")
+    if settings.deployed_bound is not None:
+        _check_support(config, "deployed_bound needs hidden states")
+        _check_deployed(config)
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def _check_support(config: Any, why: str) -> None:
+    """Refuse what keeps corral's head from being there."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        raise ValueError(
+            f"corral for verl: {why}, which the FSDP engines alone have; got actor.strategy={actor.strategy}. Megatron's "
+            f"engine hands over logits of a part of the vocabulary, and no hidden states. Use fsdp2."
+        )
+    if model.get("model_type", "language_model") != MODEL_TYPE:
+        raise ValueError(f"corral for verl: {why}. Set +actor_rollout_ref.model.model_type={MODEL_TYPE}.")
+    if model.use_fused_kernels:
+        raise ValueError("corral for verl: set actor_rollout_ref.model.use_fused_kernels=false; corral's head is in its place.")
+
+
+def _check_deployed(config: Any) -> None:
+    """Refuse what keeps a network from being measured and put back."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy != "fsdp2":
+        raise ValueError(f"corral for verl: deployed_bound holds the weights of FSDP2; got actor.strategy={actor.strategy}.")
+    if max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size) > 1:
+        raise ValueError(f"corral for verl: {WHOLE_SEQUENCES}")
+
+
+@register_trainer(PREFIX + "sync")
+class RegionTrainerSync(_WithRegion, PPOTrainerSync):
+    """trainer.v1.trainer_mode=corral_sync."""
+
+
+@register_trainer(PREFIX + "colocate_async")
+class RegionTrainerColocateAsync(_WithRegion, PPOTrainerColocateAsync):
+    """trainer.v1.trainer_mode=corral_colocate_async."""
+
+
+@register_trainer(PREFIX + "separate_async")
+class RegionTrainerSeparateAsync(_WithRegion, PPOTrainerSeparateAsync):
+    """trainer.v1.trainer_mode=corral_separate_async."""

@@ -1,0 +1,119 @@
+"""Which implementation runs: the only place that chooses."""
+
+import functools
+import importlib.util
+import logging
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Impl = Literal["auto", "torch", "triton"]
+Chosen = Literal["torch", "triton"]
+
+MAX_TOP_K = 1024
+"""Most slots that one row's registers hold."""
+MAX_GIVEN = MAX_TOP_K + 1
+"""Of a support that is given: another policy's own, and the token that was sampled."""
+OWN_SUPPORT = 64
+"""Tokens of the policy that carry a sparse gradient where no support is given."""
+
+_log = logging.getLogger(__name__)
+
+
+def choose(where: str, impl: str, hidden: Tensor, weight: Tensor, top_k: int | None = None, given: int = 0) -> Chosen:
+    """The implementation that `impl` asks for; "auto" takes Triton on a GPU where it can, and says once what it took.
+
+    Args:
+        where: the public function that asks, for messages.
+        impl: "auto", "torch" or "triton".
+        hidden, weight: hidden states [*, H] and the head's weight [V, H].
+        top_k: size of the policy's own support, where one is wanted.
+        given: size of another's, where one is given.
+    Returns:
+        "torch" or "triton". A ValueError says why "triton" cannot be had.
+    """
+    if impl not in get_args(Impl):
+        raise ValueError(f"{where}: `impl` is 'auto', 'torch' or 'triton'; got {impl!r}.")
+    if impl == "torch":
+        return "torch"
+    reason = obstacle(hidden, weight, top_k, given, interpret=impl == "triton")
+    if impl == "triton":
+        if reason is not None:
+            raise ValueError(f"{where}: impl='triton' cannot run here, because {reason}. Use impl='auto' or 'torch'.")
+        return "triton"
+    _say(where, reason, hidden.device.type)
+    return "torch" if reason is not None else "triton"
+
+
+def obstacle(hidden: Tensor, weight: Tensor, top_k: int | None, given: int = 0, *, interpret: bool = False) -> str | None:
+    """Why the Triton kernels cannot run on these tensors; None if they can. `interpret` accepts Triton's interpreter."""
+    if not has_triton():
+        return "Triton is not installed"
+    if not hidden.is_cuda and not (interpret and _interpreting()):
+        return f"Triton kernels run on a GPU and the hidden states are on {hidden.device.type!r}"
+    if weight.device != hidden.device:
+        return f"the weight is on {str(weight.device)!r} and the hidden states are on {str(hidden.device)!r}"
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        return f"the weight is a {type(weight).__name__}, and kernels read plain tensors"
+    if hidden.is_cuda and _old(hidden.device):
+        return "the kernels need a GPU of compute capability 8.0 or newer"
+    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return (
+            f"hidden states and weight must share a dtype of at most 32 bits; they are {_name(hidden.dtype)} and "
+            f"{_name(weight.dtype)}"
+        )
+    if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[-1] * weight.element_size() % 16:
+        return "rows of the weight must lie one behind the other, on multiples of 16 bytes"
+    if hidden.is_contiguous() and hidden.data_ptr() % 16:  # any other is copied
+        return "hidden states must begin on a multiple of 16 bytes"
+    if given > MAX_GIVEN:
+        return f"a support of {given} tokens was given, and one of more than {MAX_GIVEN} does not fit"
+    if top_k is not None and given + top_k > MAX_GIVEN:
+        return f"the union of {given} tokens given and top_k = {top_k} may be more than {MAX_GIVEN} tokens, and does not fit"
+    if top_k is not None and own_top_k(hidden, len(weight), top_k) < top_k:
+        width = _tile_width(hidden)
+        return f"top_k = {top_k} is more than a vocabulary of {len(weight)} has tiles of {width}, or than {MAX_TOP_K}"
+    return None
+
+
+def own_top_k(hidden: Tensor, vocabulary: int, top_k: int = OWN_SUPPORT) -> int:
+    """As many of `top_k` as kernels find: no more than there are tiles."""
+    return min(top_k, MAX_TOP_K, -(-vocabulary // _tile_width(hidden)))
+
+
+def _tile_width(hidden: Tensor) -> int:
+    from corral.head.triton.gemm_stats import tile_of  # Triton is there by now
+
+    return tile_of(hidden).columns
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether it is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _old(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _interpreting() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _say(where: str, reason: str | None, device: str) -> None:
+    if reason is None:
+        _log.info("%s runs on Triton kernels.", where)
+    elif device == "cuda":
+        _log.warning("%s runs on the slower torch path, because %s.", where, reason)
+    else:
+        _log.info("%s runs on the torch path, because %s.", where, reason)

@@ -1,0 +1,160 @@
+"""The language-model head: hidden states → log-probs, entropy and a sparse support, one block of logits at a time."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from corral.head.dispatch import choose, own_top_k
+from corral.head.logits import LogitSpec
+from corral.head.rows import HeadRequest
+from corral.head.torch.stream import Shard, TorchHead
+from corral.numerics import require_tensors
+from corral.support import check_id_dtype
+from corral.tensors import SparseDist
+from corral.validate import number_in
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOutput:
+    """What the head knows of each position's next-token distribution."""
+
+    logp: Float[Tensor, "*b"]
+    """Log-probability of the sampled token."""
+    entropy: Float[Tensor, "*b"] | None
+    """Where asked for."""
+    dist: SparseDist | None
+    """The policy on a sparse support, where `top_k` or `ids` was given."""
+    report: Float[Tensor, "2"] | None = None
+    """Where the backward pass may be sparse: the share of dense rows, and the largest share left out; NaN until it is over."""
+
+
+def lm_head(
+    hidden: Float[Tensor, "*b H"],
+    weight: Float[Tensor, "V H"],
+    tokens: Int[Tensor, "*b"],
+    *,
+    bias: Float[Tensor, " V"] | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    mass: float = 1.0,
+    ids: Int[Tensor, "*b K"] | None = None,
+    joins: Bool[Tensor, "*b"] | None = None,
+    entropy: bool = False,
+    impl: str = "auto",
+    group: torch.distributed.ProcessGroup | None = None,
+    tolerance: float = 0.0,
+) -> HeadOutput:
+    """Log-probs, entropy and support of the next-token distribution, without ever holding [N V] logits.
+
+        z = softcap(scale · (h Wᵀ + b)) / temperature          log p = z − logsumexp z
+
+    The differentiable building block: the logits of some rows at a time are made, read and dropped, and the backward pass makes
+    them again, four GEMMs where a row's gradient is dense. `policy_loss_from_hidden` takes three. With `top_k` the support
+    is this policy's own, as `top_k_support` has it; with `ids` it is another's, as `gather_support` has it; with both it is
+    their union: what either policy thinks likely. A token's log-prob does not depend on which: on a CPU, and with Triton's
+    kernels, it is the same to the last bit, and the same whatever other rows are in the call.
+
+    Args:
+        hidden: last hidden states [*, H].
+        weight, bias: the head's, [V, H] and [V].
+        tokens: sampled tokens [*].
+        scale, softcap, temperature: how the model and the sampler turn h Wᵀ + b into logits.
+        top_k, mass: keep at most k of the most likely tokens, until they hold `mass`; slot 0 is the sampled token.
+        ids: a support to evaluate on [*, K], −1 at padding, no token twice. With `top_k`, K + k slots: these, then the others.
+        joins: where the others of `top_k` are added to `ids` [*]; everywhere if None.
+        entropy: compute it too.
+        impl: "torch" (any device), "triton" (a GPU), or "auto" for the best there is.
+        group: processes that each hold some rows of `weight` and `bias`, in the order of their ranks, and all the same of
+            everything else. Ids count through all of them; every process gets the same result, and a loss that each of them
+            computes in full gives each the gradient of its own rows, and all of it for `hidden`.
+        tolerance: share of a row's gradient, in Σ |dz|, that the backward pass may leave out on a GPU; 0 leaves out nothing.
+    Returns:
+        HeadOutput, float32 or better, differentiable in `hidden`, `weight` and `bias`.
+    Ref:
+        Milakov & Gimelshein 2018, arXiv:1805.02867 (online normaliser). Invariant: equal to top_k_support and gather_support
+        on the full log-softmax.
+    """
+    check_weight("lm_head", weight)
+    require_tensors("lm_head", hidden=hidden, tokens=tokens)
+    spec, request = LogitSpec(scale, softcap, temperature), HeadRequest(top_k, mass, entropy)
+    shard = Shard.of(weight, group)
+    _check(hidden, weight, tokens, bias, request, ids, joins, shard.vocabulary)
+    shape, count = tokens.shape, tokens.numel()
+    flat_ids = None if ids is None else ids.reshape(count, ids.shape[-1]).long()
+    flat_joins = None if joins is None else joins.reshape(count)
+    inputs = (hidden.reshape(count, hidden.shape[-1]), weight, bias, tokens.reshape(count).long(), flat_ids, spec)
+    report = None
+    if _choose(impl, hidden, weight, request, shard, 0 if ids is None else ids.shape[-1]) == "torch":
+        logp, entropies, kept, rest, support, rest_max = TorchHead.apply(*inputs, request, shard, flat_joins)
+    else:
+        from corral.head.triton.autograd import TritonHead  # Triton is there by now
+
+        if tolerance > 0:
+            report = torch.full((2,), torch.nan, device=hidden.device)
+            if ids is None and top_k is None:  # the policy's own support carries the gradient
+                request = replace(request, top_k=own_top_k(hidden, len(weight)))
+        with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+            found = TritonHead.apply(*inputs, request, tolerance, report, flat_joins)
+            logp, entropies, kept, rest, support, rest_max = found
+    dist = None
+    if ids is not None or top_k is not None:
+        support = ids if ids is not None and top_k is None else support.reshape(*shape, support.shape[-1])
+        dist = SparseDist(support, kept.reshape(support.shape), rest.reshape(shape), rest_max.reshape(shape))
+    return HeadOutput(logp.reshape(shape), entropies.reshape(shape) if entropy else None, dist, report)
+
+
+def check_weight(owner: str, weight: object) -> None:
+    """Refuse a layer in the place of its weight."""
+    if not isinstance(weight, Tensor):
+        raise ValueError(
+            f"{owner}: `weight` is the head's matrix [V H]; got {type(weight).__name__}. Of a layer pass layer.weight, and its "
+            f"bias as bias=layer.bias."
+        )
+
+
+def _choose(impl: str, hidden: Tensor, weight: Tensor, request: HeadRequest, shard: Shard, given: int) -> str:
+    """The implementation that runs; a vocabulary split over processes has one."""
+    if shard.group is not None:
+        if impl == "triton":
+            raise ValueError("lm_head: a vocabulary split over a `group` runs on the torch path. Use impl='auto' or 'torch'.")
+        impl = "torch" if impl == "auto" else impl
+    return choose("lm_head", impl, hidden, weight, request.top_k, given)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    bias: Tensor | None,
+    request: HeadRequest,
+    ids: Tensor | None,
+    joins: Tensor | None,
+    vocabulary: int,
+) -> None:
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or tokens.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"lm_head: hidden is [*, H], weight [V, H], tokens [*]; got {list(hidden.shape)}, {list(weight.shape)}, "
+            f"{list(tokens.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"lm_head: bias is [V] with V = {len(weight)}; got {list(bias.shape)}.")
+    if request.top_k is not None and (type(request.top_k) is not int or not 1 <= request.top_k <= vocabulary):
+        raise ValueError(f"lm_head: `top_k` must lie in 1 … V = {vocabulary}; got {request.top_k!r}.")
+    if not (number_in(request.mass, 0, 1) and request.mass > 0):
+        raise ValueError(f"lm_head: `mass` is a probability in (0, 1], 1.0 for no threshold; got {request.mass!r}.")
+    if request.top_k is None and request.mass != 1.0:
+        raise ValueError(f"lm_head: `mass` is where `top_k` stops; got {request.mass} without a `top_k`. Pass both.")
+    if ids is not None and ids.shape[:-1] != tokens.shape:
+        raise ValueError(f"lm_head: ids is {list(tokens.shape)} + [K]; got {list(ids.shape)}.")
+    if joins is not None and (joins.shape != tokens.shape or joins.dtype != torch.bool or ids is None or request.top_k is None):
+        raise ValueError(
+            f"lm_head: `joins` says where `top_k` adds to `ids`, bool {list(tokens.shape)}, and goes with both; got "
+            f"{joins.dtype} {list(joins.shape)}, top_k = {request.top_k}, ids {None if ids is None else list(ids.shape)}."
+        )
+    check_id_dtype("lm_head", "tokens", tokens)
+    if ids is not None:
+        check_id_dtype("lm_head", "ids", ids)

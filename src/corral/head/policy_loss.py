@@ -1,0 +1,290 @@
+"""Hidden states → loss and gradient together, once: head, objective and reduction, never holding the logits."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from corral.head.dispatch import Chosen, choose
+from corral.head.forward import check_weight, lm_head
+from corral.head.logits import LogitSpec
+from corral.head.packed import FusedLoss, LossTerms, Packing, TokenObjective, has_token_shapes, with_gradients
+from corral.head.rows import Gradients, HeadInput, HeadRequest
+from corral.head.torch.fused import can_fuse
+from corral.head.torch.fused import fused_loss as fused_torch
+from corral.head.union import UnionSupport
+from corral.numerics import at_least_float32, require_tensors
+from corral.support import check_ids, check_unique
+from corral.tensors import SparseDist, TokenBatch
+
+TOLERANCE = 1e-3
+"""Share of a token's gradient, in Σ |dz|, that the sparse backward may leave out: half of what rounding to bfloat16 costs."""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """A reduced loss, and constants that say how it came about; [B T], 0 at masked tokens."""
+
+    loss: Float[Tensor, ""]
+    """Σ w (c · policy + regression): the only field with a gradient."""
+    per_token: Float[Tensor, "B T"]
+    """policy + regression of every token, unweighted."""
+    logp: Float[Tensor, "B T"]
+    """New log-probs of the sampled tokens."""
+    metrics: dict[str, Tensor]
+    """The objective's, with `head/dense_share` and `head/dropped_max`, unless `report` has these."""
+    entropy: Float[Tensor, "B T"] | None = None
+    dist: SparseDist | None = None
+    """The new policy on the support of `dist_old`, or on its union with the new one's."""
+    acted: Bool[Tensor, "B T"] | None = None
+    """Where the region acted."""
+    kl_after: Float[Tensor, "B T"] | None = None
+    """KL(projected‖old), for objectives that project."""
+    regression: Float[Tensor, "B T"] | None = None
+    """The part of `per_token` that pulls the network back to the region, for objectives that have one."""
+    report: Float[Tensor, "2"] | None = None
+    """Where the loss is built from `lm_head`, with a sparse backward pass: that will write the share of dense rows and the
+    largest share dropped here; NaN until then."""
+
+
+def policy_loss_from_hidden(
+    hidden: Float[Tensor, "B T H"],
+    weight: Float[Tensor, "V H"],
+    tokens: Int[Tensor, "B T"],
+    batch: TokenBatch,
+    objective: TokenObjective,
+    *,
+    weights: Float[Tensor, "B T"],
+    policy_weights: Float[Tensor, "B T"] | None = None,
+    exact: bool = False,
+    on_policy: bool = False,
+    entropy: bool = False,
+    union: UnionSupport | None = None,
+    bias: Float[Tensor, " V"] | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    impl: str = "auto",
+) -> PolicyLoss:
+    """An objective's loss of a batch, reduced, with its gradient, from the last hidden states.
+
+        hidden → log π, and π on the support of dist_old → objective → L = Σ w_t (c_t · policy_t + regression_t) → dH, dW, db
+
+    Loss and gradient are computed together, and every token passes the objective once. With a GPU's kernels a token's gradient
+    is sparse, one GEMM in all, where what that leaves out is less than 10⁻³ of its own Σ |dz| or of the mean token's; tokens
+    that `dist_old` shows to be dense, and with `exact` all, take three GEMMs. Dense tokens that it does not show take four, and
+    so do objectives without a kernel, objectives of sequences, functions of your own, and a soft cap on the torch path: there
+    this is `lm_head`, the objective and autograd. Masked tokens never enter the head. On a GPU a loss that is not finite is
+    refused in the backward pass, which waits for the device anyway.
+
+    Args:
+        hidden: last hidden states of the positions that predict `tokens` [B T H].
+        weight, bias: the head's, [V H] and [V].
+        tokens: sampled tokens [B T]; padding may hold anything.
+        batch: all that the objective needs but the new policy: `logp_new` and `dist_new` are not read and may hold anything.
+        objective: from `make_objective`, or any function TokenBatch → ObjectiveOutput.
+        weights: w, what the reduction multiplies each token's loss with [B T].
+        policy_weights: c, what the policy term alone is multiplied with [B T]: a sampler correction, importance weights.
+        exact: leave nothing out of the gradient. Right for flat policies.
+        on_policy: the new policy is its own anchor; `logp_old` is not read, and there is no `dist_old`.
+        entropy: compute it too; a constant here.
+        union: with the old head: the new policy's likeliest tokens join the support of `dist_old`. Both heads have the same
+            `scale`, `softcap` and `temperature`.
+        scale, softcap, temperature: how the model and the sampler turn h Wᵀ into logits, as in `lm_head`.
+        impl: "torch", "triton", or "auto" for the best there is.
+    Returns:
+        PolicyLoss. Its gradient can be taken once; accumulation and a gradient scaler multiply it by one number.
+    Ref:
+        docs/performance.md. Invariant: with exact=True the loss and gradients of `lm_head` and the objective one by one.
+    """
+    check_weight("policy_loss_from_hidden", weight)
+    require_tensors("policy_loss_from_hidden", hidden=hidden, tokens=tokens)
+    if isinstance(objective, str):
+        raise ValueError(
+            f"policy_loss_from_hidden: `objective` is a function; got the name {objective!r}. Pass corral.make_objective("
+            f"{objective!r})."
+        )
+    _check(hidden, weight, tokens, batch, weights, policy_weights, on_policy=on_policy)
+    _check_union(union, weight, batch)
+    weights, unit = _unit_scale(weights, batch.mask, hidden.dtype)
+    spec, ids = LogitSpec(scale, softcap, temperature), None if batch.dist_old is None else batch.dist_old.ids
+    terms = LossTerms(objective, batch, weights, policy_weights, on_policy, union, spec)
+    request, joins = HeadRequest(entropy=entropy), None
+    if union is not None:
+        request, joins = HeadRequest(min(union.top_k, len(weight)), union.mass, entropy), union.place >= 0
+    source = HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins)
+    slots = 0 if ids is None else ids.shape[-1]
+    chosen = choose("policy_loss_from_hidden", impl, hidden, weight, request.top_k, slots)
+    tolerance = 0.0 if exact else TOLERANCE
+    fused = _fused(source, terms, tolerance, chosen) if has_token_shapes(batch) and tokens.numel() else None
+    if fused is None:
+        scaled = terms if unit is None else dataclasses.replace(terms, weights=weights * unit)
+        return _from_blocks(source, scaled, tolerance, chosen)
+    return _attach(fused, (hidden, weight, bias), unit, entropy=entropy, supported=ids is not None)
+
+
+def _unit_scale(weights: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weights and one factor for all of them: in float16 small weights would take the gradients below its range."""
+    weights = at_least_float32(weights.detach())
+    if dtype != torch.float16 or not weights.numel():
+        return weights, None
+    largest = torch.where(mask, weights.abs(), 0.0).amax()
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return weights / unit, unit
+
+
+def _fused(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> FusedLoss | None:
+    """Loss and gradient together; None where no fused path has them, or where the objective refuses the batch."""
+    inputs = (source.hidden, source.weight, source.bias)
+    needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+    hidden, weight, bias = (None if x is None else x.detach() for x in inputs)
+    assert hidden is not None
+    assert weight is not None
+    source = dataclasses.replace(source, hidden=hidden, weight=weight, bias=bias)
+    if impl == "torch":
+        return _fused_torch(source, terms, needed) if can_fuse(source.spec, terms.objective) else None
+    from corral.head.triton.fused import fused_loss  # Triton is there by now
+
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+        return fused_loss(source, terms, tolerance, needed)
+
+
+def _fused_torch(source: HeadInput, terms: LossTerms, needed: Sequence[bool]) -> FusedLoss | None:
+    """Some rows at a time; None where the objective refuses some: of the whole batch it says more."""
+    packing = Packing(terms.batch.mask)
+    if not packing.count:
+        return None
+    tokens, ids = packing.pack(source.tokens).long(), None if source.ids is None else packing.pack(source.ids).long()
+    check_ids("policy_loss_from_hidden", "tokens", tokens, lowest=0, vocabulary=len(source.weight))
+    if ids is not None:
+        _check_support(ids, tokens)
+        check_ids("policy_loss_from_hidden", "ids", ids, lowest=-1, vocabulary=len(source.weight))
+        check_unique("policy_loss_from_hidden", "ids", ids)
+    joins = None if source.joins is None else packing.pack(source.joins)
+    packed = dataclasses.replace(source, hidden=packing.pack(source.hidden), tokens=tokens, ids=ids, joins=joins)
+    try:
+        total, rows, output, gradients = fused_torch(packed, terms.pack(packing), needed)
+    except ValueError:
+        return None
+    one, none = rows.lse.new_ones(()), rows.lse.new_zeros(())  # every row is dense, and nothing is left out
+    metrics = output.metrics | {"head/dense_share": one, "head/dropped_max": none}
+    finish = (lambda: gradients) if any(needed) else None
+    return FusedLoss(packing, total, rows, dataclasses.replace(output, metrics=metrics), finish)
+
+
+def _attach(
+    fused: FusedLoss, inputs: tuple[Tensor | None, ...], unit: Tensor | None, *, entropy: bool, supported: bool
+) -> PolicyLoss:
+    """A fused path's findings with autograd attached, unpacked."""
+    packing, rows, out = fused.packing, fused.rows, fused.output
+    loss = fused.total if unit is None else fused.total * unit
+    if (finish := fused.finish) is not None:
+
+        def unpack() -> Gradients:
+            d_hidden, d_weight, d_bias = finish()
+            return None if d_hidden is None else packing.unpack(d_hidden), d_weight, d_bias
+
+        loss = with_gradients(loss, inputs, unpack, unit, fused.scale)
+
+    def places(x: Tensor | None) -> Tensor | None:
+        return None if x is None else packing.unpack(x[0])
+
+    return PolicyLoss(
+        loss, packing.unpack(out.loss[0]), packing.unpack(rows.logp), out.metrics,
+        packing.unpack(rows.entropy) if entropy else None,
+        packing.unpack_dist(SparseDist(rows.ids, rows.kept, rows.rest, rows.rest_max)) if supported else None,
+        places(out.acted), places(out.kl_after), places(out.regression),
+    )  # fmt: skip
+
+
+def _from_blocks(source: HeadInput, terms: LossTerms, tolerance: float, impl: Chosen) -> PolicyLoss:
+    """`lm_head`, then the objective of the whole batch, then autograd."""
+    batch, spec = terms.batch, source.spec
+    packing = Packing(batch.mask)
+    ids, tokens = None if source.ids is None else packing.pack(source.ids), packing.pack(source.tokens)
+    _check_support(ids, tokens)
+    request, joins = source.request, None if source.joins is None else packing.pack(source.joins)
+    head = lm_head(
+        packing.pack(source.hidden), source.weight, tokens, bias=source.bias, scale=spec.scale, softcap=spec.softcap,
+        temperature=spec.temperature, top_k=request.top_k, mass=request.mass, ids=ids, joins=joins, entropy=request.entropy,
+        impl=impl, tolerance=tolerance,
+    )  # fmt: skip
+    logp, dist = packing.unpack(head.logp), None if head.dist is None else packing.unpack_dist(head.dist)
+    loss, out = terms(logp, dist)
+    constant, metrics = out.detach(), out.metrics
+    if head.report is None:  # every row is dense, and nothing is left out
+        metrics = metrics | {"head/dense_share": logp.new_ones(()), "head/dropped_max": logp.new_zeros(())}
+    return PolicyLoss(
+        loss, torch.where(batch.mask, constant.loss, 0.0), logp.detach(), metrics,
+        None if head.entropy is None else packing.unpack(head.entropy.detach()), None if dist is None else dist.detach(),
+        out.acted, out.kl_after, constant.regression, head.report,
+    )  # fmt: skip
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    batch: TokenBatch,
+    weights: Tensor,
+    policy_weights: Tensor | None,
+    *,
+    on_policy: bool,
+) -> None:
+    shape = batch.mask.shape
+    for name, x in (("weights", weights), ("policy_weights", policy_weights)):
+        if x is not None and (x.shape != shape or not x.is_floating_point() or x.requires_grad):
+            raise ValueError(
+                f"policy_loss_from_hidden: {name} are constants [B T] like the mask, {list(shape)}; got {list(x.shape)}, "
+                f"{x.dtype}{', with a gradient' if x.requires_grad else ''}."
+            )
+    fit = tokens.shape == shape == hidden.shape[:-1] and hidden.ndim == 3 and weight.ndim == 2
+    if not fit or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"policy_loss_from_hidden: hidden is [B T H], tokens and mask are [B T], weight is [V H]; got hidden "
+            f"{list(hidden.shape)}, tokens {list(tokens.shape)}, mask {list(shape)}, weight {list(weight.shape)}. Hidden "
+            f"states are those that predict the tokens: one position before them."
+        )
+    if batch.mask.dtype != torch.bool:
+        raise ValueError(
+            f"policy_loss_from_hidden: mask must be bool, True where a token is trained on; got {batch.mask.dtype}."
+        )
+    if batch.dist_old is not None and batch.dist_old.rest.shape != shape:
+        raise ValueError(
+            f"policy_loss_from_hidden: dist_old describes {list(batch.dist_old.rest.shape)} positions, the mask {list(shape)}."
+        )
+    if on_policy and batch.dist_old is not None:
+        raise ValueError(
+            "policy_loss_from_hidden: on_policy=True takes the new policy for the anchor, and a dist_old was given. Pass one."
+        )
+
+
+def _check_union(union: UnionSupport | None, weight: Tensor, batch: TokenBatch) -> None:
+    """Refuse a union without an old support, or with another vocabulary or batch."""
+    if union is None:
+        return
+    if batch.dist_old is None:
+        raise ValueError("policy_loss_from_hidden: a `union` joins the support of `dist_old`, and there is none. Pass both.")
+    if union.weight.shape != weight.shape or union.place.shape != batch.mask.shape:
+        raise ValueError(
+            f"policy_loss_from_hidden: union.weight is [V H] like the weight, {list(weight.shape)}, and union.place [B T] like "
+            f"the mask, {list(batch.mask.shape)}; got {list(union.weight.shape)} and {list(union.place.shape)}."
+        )
+    where = {str(x.device) for x in (union.hidden, union.weight, union.place)} - {str(weight.device)}
+    if where:
+        raise ValueError(
+            f"policy_loss_from_hidden: the tensors of a union lie where the weight does, on {str(weight.device)!r}; got one on "
+            f"{where.pop()!r}. Move it with .to()."
+        )
+
+
+def _check_support(ids: Tensor | None, tokens: Tensor) -> None:
+    """Refuse a support [N K] of other tokens than those sampled [N]: nothing behind this sees both."""
+    if ids is not None and (wrong := int((ids[:, :1] != tokens[:, None]).all(-1).sum())):
+        raise ValueError(
+            f"policy_loss_from_hidden: slot 0 of dist_old.ids is not the sampled token at {wrong} of {len(tokens)} unmasked "
+            f"tokens. Both follow the completion tokens; was one of them shifted twice? See docs/data-flow.md#shift."
+        )

@@ -1,0 +1,437 @@
+"""The head in plain torch, chunk by chunk over the vocabulary: the reference that kernels are tested against."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from corral.head.logits import LogitSpec, Scratch, accumulate, block_size, operand, slices, working_dtype
+from corral.head.rows import HeadInput, HeadRequest, HeadRows, join
+from corral.support import check_ids, check_unique, choose_support, rank_top_k
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process's part of the vocabulary: ids `start` … `start` + its own rows − 1, of `vocabulary` in all.
+
+    The parts follow one another in the order of the ranks, and need not be of one size. A logit is known to one process alone
+    and −inf to the others, so a maximum collects them.
+    """
+
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    """None where the vocabulary is whole."""
+    start: int = 0
+    vocabulary: int = 0
+
+    @classmethod
+    def of(cls, weight: Tensor, group: dist.ProcessGroup | None) -> "Shard":
+        """Learn from the other processes where this one's rows lie."""
+        if group is None:
+            return cls(vocabulary=len(weight))
+        own = torch.tensor([len(weight)], device=weight.device)
+        sizes = torch.cat(_gather(own, group)).tolist()
+        return cls(group, sum(sizes[: dist.get_rank(group)]), sum(sizes))
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Add up over the processes, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def largest(self, z: Tensor) -> Tensor:
+        """Of logits [n, v] the largest of each row; −inf where nothing is possible."""
+        return self._maximum(z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf))
+
+    def pick(self, z: Tensor, ids: Tensor) -> Tensor:
+        """Logits [n, K] of some tokens, −inf where the id is −1."""
+        place, here = self._places(z, ids)
+        if not z.shape[-1]:
+            return self._maximum(z.new_full(ids.shape, -torch.inf))
+        return self._maximum(torch.where(here, z.gather(-1, torch.where(here, place, 0)), -torch.inf))
+
+    def drop_(self, z: Tensor, ids: Tensor) -> None:
+        """Make some tokens impossible, in place."""
+        place, here = self._places(z, ids)
+        row, slot = here.nonzero(as_tuple=True)
+        z[row, place[row, slot]] = -torch.inf
+
+    def rank(self, z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Ids and logits of the k largest of each row, largest first, ties by lower id."""
+        ids = rank_top_k(z, min(k, z.shape[-1])) if z.shape[-1] else z.new_empty((len(z), 0), dtype=torch.int64)
+        values, ids = z.gather(-1, ids), ids + self.start
+        if self.group is None:
+            return ids, values
+        missing = k - ids.shape[-1]
+        ids = pad(ids, (0, missing), value=torch.iinfo(ids.dtype).max)
+        values = pad(values, (0, missing), value=-torch.inf)
+        ids, values = torch.cat(_gather(ids, self.group), -1), torch.cat(_gather(values, self.group), -1)
+        by_id = ids.argsort(dim=-1, stable=True)
+        order = by_id.gather(-1, values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices)[:, :k]
+        return ids.gather(-1, order), values.gather(-1, order)
+
+    def _places(self, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of some tokens in this part, and whether they are in it."""
+        place = ids - self.start
+        return place, (ids >= 0) & (place >= 0) & (place < z.shape[-1])
+
+    def _maximum(self, x: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, x.contiguous(), group=group)
+    return everyone
+
+
+ROWS = 32
+"""Rows of a GEMM are padded to a multiple of this: below about 16 BLAS takes other kernels, which round differently."""
+MOST_ROWS = 2048
+"""Rows at once where the vocabulary is small."""
+HELD = {"cpu": 2**24, "cuda": 2**27}
+"""Logits that are held at once: 64 MiB on a CPU, 512 MiB on a GPU."""
+COLUMNS = 4096
+"""Logits of a row that are exponentiated at once, in memory that stays in the cache."""
+IMPOSSIBLE = -1e4
+"""A gap to the largest logit at which eˣ and x eˣ are 0 in every dtype, and 0 · x is still 0: it stands for −inf."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """The logits outside the support, exponentiated; memory that the next rows overwrite."""
+
+    mass: Tensor
+    """e^(z − m) [n, V]; 0 on the support, if there is one."""
+    peak: Tensor
+    """m [n]."""
+
+
+def scan_rows(source: HeadInput, shard: Shard, *, outside: bool = False) -> Iterator[tuple[slice, HeadRows, Outside | None]]:
+    """Some rows at a time, with the logits outside their support if those are wanted.
+
+    The support is the policy's own with `request.top_k`, the one given with `ids`, and with both their union, where that
+    `joins`.
+    """
+    hidden, weight, spec, request = source.hidden, source.weight, source.spec, source.request
+    dtype, scratch, count = working_dtype(hidden, weight), Scratch(hidden.device), len(hidden)
+    at_once = HELD.get(hidden.device.type, HELD["cpu"]) // max(len(weight), 1) // ROWS * ROWS
+    at_once = max(ROWS, min(at_once, MOST_ROWS))
+    for part in slices(count, at_once) if count else [slice(0, 0)]:
+        real = part.stop - part.start
+        missing = max(real, 1) + -max(real, 1) % ROWS - real
+        h, t = pad(operand(hidden[part], dtype), (0, 0, 0, missing)), pad(source.tokens[part], (0, missing))
+        given = None if source.ids is None else pad(source.ids[part], (0, 0, 0, missing), value=-1)
+        joins = None if source.joins is None else pad(source.joins[part], (0, missing))
+        z = make_logits(h, weight, source.bias, spec, dtype, scratch)
+        rows, rest = _read(z, t, given, joins, request, shard, scratch, outside)
+        if missing:
+            rows = HeadRows(*(x[:real] for x in vars(rows).values()))
+            rest = None if rest is None else Outside(rest.mass[:real], rest.peak[:real])
+        yield part, rows, rest
+
+
+def head_forward(source: HeadInput, shard: Shard) -> HeadRows:
+    """What the head knows of all rows."""
+    return join([rows for _, rows, _ in scan_rows(source, shard)])
+
+
+def make_logits(
+    h: Tensor, weight: Tensor, bias: Tensor | None, spec: LogitSpec, dtype: torch.dtype, scratch: Scratch
+) -> Tensor:
+    """[n, V], in memory that the next rows overwrite; a weight in another precision is converted a piece at a time."""
+    z = scratch("z", (len(h), len(weight)), dtype)
+    whole = operand(weight[:0], dtype).dtype == weight.dtype
+    for block in slices(len(weight), len(weight) if whole else COLUMNS):
+        w = weight if whole else operand(weight[block], dtype, scratch)
+        spec.block(h, w, None if bias is None else bias[block], out=z[:, block])
+    return z
+
+
+def _read(
+    z: Tensor,
+    tokens: Tensor,
+    given: Tensor | None,
+    joins: Tensor | None,
+    request: HeadRequest,
+    shard: Shard,
+    scratch: Scratch,
+    outside: bool,
+) -> tuple[HeadRows, Outside | None]:
+    """What logits [n, V] say of n tokens; they are used up."""
+    whole = _Normaliser(z, request.entropy, shard, scratch)
+    sampled = whole.logp(shard.pick(z, tokens[:, None]))
+    if given is None and request.top_k is None:
+        nothing, everything = tokens.new_empty((len(tokens), 0)), torch.zeros_like(whole.lse)
+        rows = HeadRows(whole.lse, sampled[:, 0], nothing, sampled[:, :0], everything, whole.entropy, -whole.log_total)
+        if not outside:
+            return rows, None
+        _mass(z, whole.peak, None)
+        return rows, Outside(z, whole.peak)
+    support = given
+    if request.top_k is not None:
+        ranked, values = shard.rank(z, request.top_k)
+        ranked = ranked if joins is None else torch.where(joins[:, None], ranked, -1)
+        support = choose_support(tokens, ranked, whole.logp(values), request.mass, given)
+    assert support is not None
+    kept = whole.logp(shard.pick(z, support))
+    shard.drop_(z, support)
+    peak = shard.largest(z)
+    rest_max = whole.logp(peak[:, None])[:, 0]
+    rest = rest_max + shard.sum_(_mass(z, peak, None if outside else scratch)).log()
+    rows = HeadRows(whole.lse, sampled[:, 0], support, kept, rest, whole.entropy, rest_max)
+    return rows, Outside(z, peak) if outside else None
+
+
+class _Normaliser:
+    """log Σ eᶻ of all logits [n, V] and, if asked for, their entropy, in one fixed order of summation.
+
+        T = Σ e^(z − m)          W = Σ e^(z − m) (z − m)          lse = m + log T          H = log T − W / T
+
+    m is the largest logit. Both terms of the entropy have one sign, so that nothing cancels.
+    """
+
+    def __init__(self, z: Tensor, entropy: bool, shard: Shard, scratch: Scratch) -> None:
+        self.peak = shard.largest(z)
+        total = shard.sum_(_mass(z, self.peak, scratch))
+        self.log_total, self.lse = total.log(), self.peak + total.log()
+        self.entropy = torch.zeros_like(total)
+        if entropy:
+            self.entropy = self.log_total - shard.sum_(self._weighted(z, scratch)) / total
+
+    def _weighted(self, z: Tensor, scratch: Scratch) -> Tensor:
+        """W."""
+        base, weighted = torch.where(self.peak > -torch.inf, self.peak, 0.0)[:, None], torch.zeros_like(self.peak)
+        for block in slices(z.shape[-1], COLUMNS):
+            gap = torch.sub(z[:, block], base, out=scratch("gap", z[:, block].shape, z.dtype)).clamp_(min=IMPOSSIBLE)
+            weighted += torch.exp(gap, out=scratch("e", gap.shape, z.dtype)).mul_(gap).sum(-1)
+        return weighted
+
+    def logp(self, z: Tensor) -> Tensor:
+        """Log-probabilities of logits [n, m]: relative to the largest first, since a normaliser is as large as they are."""
+        return (z - self.peak[:, None]) - self.log_total[:, None]
+
+
+def _mass(z: Tensor, peak: Tensor, scratch: Scratch | None) -> Tensor:
+    """Σ e^(z − peak) [n], a block at a time; the logits become their exponentials where there is no scratch memory for them."""
+    base, total = torch.where(peak > -torch.inf, peak, 0.0)[:, None], torch.zeros_like(peak)
+    for block in slices(z.shape[-1], COLUMNS):
+        some = z[:, block]
+        out = some if scratch is None else scratch("gap", some.shape, z.dtype)
+        total += torch.sub(some, base, out=out).exp_().sum(-1)
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGradients:
+    """Gradients of the loss with respect to what the head returned for n tokens."""
+
+    logp: Tensor
+    kept: Tensor
+    rest: Tensor
+    entropy: Tensor
+
+    def nonzero(self) -> Tensor:
+        """Rows [m] that have any: masked and blocked tokens cost nothing."""
+        some = (self.logp != 0) | (self.entropy != 0) | (self.rest != 0) | (self.kept != 0).any(-1)
+        return some.nonzero().squeeze(-1)
+
+    def scaled(self, factor: float) -> "HeadGradients":
+        """All of them times a constant."""
+        if factor == 1.0:
+            return self
+        return HeadGradients(self.logp * factor, self.kept * factor, self.rest * factor, self.entropy * factor)
+
+
+class Marks:
+    """Token ids [n, M] wanted row by row, sorted by block once, so that each block looks at its own alone."""
+
+    def __init__(self, ids: Tensor, blocks: Sequence[slice], first: int = 0) -> None:
+        """The blocks cut up the vocabulary from token `first` on; ids elsewhere, and −1, are in none."""
+        self.wanted, self.slot = ids.flatten().sort()
+        self.row = self.slot // max(ids.shape[-1], 1)
+        self.starts = [first + block.start for block in blocks]
+        end = first + blocks[-1].stop if blocks else first  # a process may hold no part of the vocabulary
+        edges = torch.tensor([*self.starts, end], device=ids.device)
+        self.edges = torch.searchsorted(self.wanted, edges).tolist()
+
+    def __getitem__(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slot in the flattened ids, row, and column of the block, of each one that lies in it."""
+        here = slice(self.edges[block], self.edges[block + 1])
+        return self.slot[here], self.row[here], self.wanted[here] - self.starts[block]
+
+
+class LogitGradient:
+    """Gradient of log-probs, support, rest and entropy H with respect to the logits, block by block.
+
+        dz_v = g_v + g_a [v = a] − p_v (G + g_H (log p_v + H))                        v ∈ S
+        dz_v = g_a [v = a] + c_v (g_rest − p_rest (G + g_H (log p_v + H)))            v ∉ S, c_v = p_v / p_rest
+        G    = g_a + Σ_S g_v + g_rest
+
+    S is the support, a the sampled token. Off the support all of a row shares one factor; c_v stays exact where p_rest is tiny.
+    """
+
+    def __init__(self, state: "HeadState", grads: HeadGradients, row: Tensor, blocks: Sequence[slice]) -> None:
+        tokens, ids, g_logp = state.tokens[row, None], state.ids[row], grads.logp[row, None]
+        empty = state.rest[row, None] == -torch.inf
+        rest, g_rest = (torch.where(empty, 0.0, x[row, None]) for x in (state.rest, grads.rest))
+        in_support = ids == tokens
+        g_kept = torch.where(ids < 0, 0.0, grads.kept[row])
+        total = g_logp + g_kept.sum(-1, keepdim=True) + g_rest
+        elsewhere = torch.where(in_support.any(-1, keepdim=True), -1, tokens)
+        self.marks = Marks(torch.cat([ids, elsewhere], -1), blocks, state.shard.start)
+        self.value = torch.cat([g_kept + g_logp * in_support, g_logp], -1).flatten()
+        self.slots = ids.shape[-1] + 1
+        self.shift, self.rest = state.lse[row, None] + rest, rest
+        self.outside, self.inside = g_rest - rest.exp() * total, -total
+        self.g_entropy = grads.entropy[row, None]
+        self.entropy = None if state.entropy is None else state.entropy[row, None]
+
+    def block(self, z: Tensor, block: int, spare: Tensor | None = None) -> Tensor:
+        """dz of one block of logits [n, v], in their place; with entropy in `spare`, and both are used up."""
+        slot, row, column = self.marks[block]
+        z.sub_(self.shift)
+        single = self.value[slot] + self._marked(z[row, column] + self.rest[row, 0], slot % self.slots, row)
+        if self.entropy is None:
+            dz = z.exp_().mul_(self.outside)
+        else:
+            dz = torch.exp(z, out=spare)
+            z.clamp_(min=IMPOSSIBLE).add_(self.rest + self.entropy).mul_(-self.g_entropy * self.rest.exp()).add_(self.outside)
+            dz.mul_(z)
+        # Members of the support are far above what is left of it: whatever c_v made of them is replaced.
+        dz[row, column] = single
+        return dz
+
+    def singles(self, logp: Tensor) -> Tensor:
+        """dz of all marked tokens [n · slots], given their log-probs [n, slots]: the support's, then the sampled one's."""
+        place = torch.arange(logp.numel(), device=logp.device)
+        return self.value + self._marked(logp.flatten(), place % self.slots, place // self.slots)
+
+    def of_mass(self, mass: Tensor, peak: Tensor, block: int, singles: Tensor) -> Tensor:
+        """dz of one block from e^(z − m) [n, v] and m [n, 1], in its place; without entropy."""
+        slot, row, column = self.marks[block]
+        mass.mul_(self.outside * (peak - self.shift).exp())
+        mass[row, column] = singles[slot]
+        return mass
+
+    def _marked(self, logp: Tensor, slot: Tensor, row: Tensor) -> Tensor:
+        """What the softmax adds at marked tokens: members of the support, and in the last slot a sampled token that is none."""
+        inside, rest = slot < self.slots - 1, self.rest[row, 0]
+        factor = torch.where(inside, self.inside[row, 0], self.outside[row, 0])
+        if self.entropy is not None:
+            surprise = self.g_entropy[row, 0] * (logp.clamp(min=IMPOSSIBLE) + self.entropy[row, 0])
+            factor = factor - torch.where(inside, 1.0, rest.exp()) * surprise
+        return torch.where(inside, logp, logp - rest).exp() * factor
+
+
+@dataclass(frozen=True, eq=False)
+class HeadState:
+    """What the backward pass needs of the forward: its inputs and a few numbers per row."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    tokens: Tensor
+    ids: Tensor
+    lse: Tensor
+    rest: Tensor
+    entropy: Tensor | None
+    """Entropy, where its gradient is wanted."""
+    shard: Shard
+    """Which part of the vocabulary the weight is."""
+
+
+def head_backward(
+    spec: LogitSpec, state: HeadState, grads: HeadGradients, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, weight and bias, those that are needed.
+
+    One part of the vocabulary at a time, over all tokens: its rows of dW are then finished once, and never held twice.
+    """
+    weight, bias, dtype = state.weight, state.bias, state.lse.dtype
+    grads = grads.scaled(spec.slope)  # the constant part of dz / d(h Wᵀ + b)
+    picked = grads.nonzero()
+    rows, columns = block_size(weight.device, len(picked))
+    hidden = operand(state.hidden[picked], dtype)
+    parts, blocks = list(slices(len(picked), rows)), list(slices(len(weight), columns))
+    makers = [BlockGradient(spec, state, grads, picked[part], blocks) for part in parts]
+    d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
+    make_weight = torch.empty_like if parts else torch.zeros_like  # every row of it is written, once there is any gradient
+    d_weight = make_weight(weight) if needed[1] else None
+    d_bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+    scratch = Scratch(hidden.device)
+    for i, block in enumerate(blocks):
+        w, b = operand(weight[block], dtype, scratch), None if bias is None else bias[block]
+        d_w = d_b = None
+        if d_weight is not None:
+            d_w = d_weight[block] if weight.dtype == dtype else scratch("d_weight", w.shape, dtype)
+        for part, make in zip(parts, makers, strict=True):
+            dz = make(hidden[part], w, b, i, scratch)
+            if d_hidden is not None:
+                accumulate(d_hidden[part], dz, w)
+            if d_w is not None:
+                accumulate(d_w, dz.T, hidden[part], fresh=part.start == 0)
+            if d_bias is not None:
+                d_b = dz.sum(0) if d_b is None else d_b.add_(dz.sum(0))
+        if d_weight is not None and d_w is not None and weight.dtype != dtype and parts:
+            d_weight[block] = d_w
+        if d_bias is not None and d_b is not None:
+            d_bias[block] = d_b
+    if d_hidden is not None:
+        if len(picked) < len(state.hidden):
+            d_hidden = torch.zeros(state.hidden.shape, dtype=dtype, device=hidden.device).index_copy_(0, picked, d_hidden)
+        d_hidden = state.shard.sum_(d_hidden).to(state.hidden.dtype)
+    return d_hidden, d_weight, d_bias
+
+
+class BlockGradient:
+    """Gradient of h Wᵀ + b of some rows, block by block."""
+
+    def __init__(self, spec: LogitSpec, state: HeadState, grads: HeadGradients, row: Tensor, blocks: Sequence[slice]) -> None:
+        self.spec, self.entropy = spec, state.entropy is not None
+        self.logits = LogitGradient(state, grads, row, blocks)
+
+    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, block: int, scratch: Scratch) -> Tensor:
+        """d(h Wᵀ + b) [n, v] of one block, in scratch memory."""
+        shape, dtype = (len(hidden), len(weight)), self.logits.shift.dtype
+        z = self.spec.block(hidden, weight, bias, out=scratch("z", shape, dtype))
+        capped = None if self.spec.softcap is None else scratch("capped", shape, dtype).copy_(z)
+        dz = self.logits.block(z, block, scratch("p", shape, dtype) if self.entropy else None)
+        if capped is not None:
+            self.spec.flatten(dz, capped)
+        return dz
+
+
+class TorchHead(torch.autograd.Function):
+    """Rows [N, H] → log-probs, entropy, the support's log-probs, tail mass, support, largest log-prob outside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, spec: LogitSpec,
+        request: HeadRequest, shard: Shard, joins: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.spec, ctx.request, ctx.shard = spec, request, shard
+        check_ids("lm_head", "tokens", tokens, lowest=0, vocabulary=ctx.shard.vocabulary)
+        if ids is not None:
+            check_ids("lm_head", "ids", ids, lowest=-1, vocabulary=ctx.shard.vocabulary)
+            check_unique("lm_head", "ids", ids)
+        rows = head_forward(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), shard)
+        ctx.mark_non_differentiable(rows.ids, rows.rest_max)
+        ctx.save_for_backward(hidden, weight, bias, tokens, rows.ids, rows.lse, rows.rest, rows.entropy)
+        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_kept: Tensor, g_rest: Tensor, *_: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, tokens, ids, lse, rest, entropy = ctx.saved_tensors
+        entropy = entropy if ctx.request.entropy else None
+        state = HeadState(hidden, weight, bias, tokens, ids, lse, rest, entropy=entropy, shard=ctx.shard)
+        grads = HeadGradients(g_logp, g_kept, g_rest, g_entropy)
+        found = head_backward(ctx.spec, state, grads, ctx.needs_input_grad[:3])
+        return (*found, None, None, None, None, None, None)

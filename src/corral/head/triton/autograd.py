@@ -1,0 +1,96 @@
+"""The head in kernels as an autograd function, and what its inputs must be."""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from corral.head.logits import LogitSpec
+from corral.head.rows import AsyncCopy, HeadInput, HeadRequest, HeadRows
+from corral.head.triton.backward import Upstream, head_gradients, row_gradient
+from corral.head.triton.support import stream_head
+from corral.support import refuse_ids, refuse_repeats
+
+
+class IdCheck:
+    """Whether sampled tokens and a support are valid: checked on the device now, raised once the work behind it is queued.
+
+    Until then kernels have to look after themselves: an id may be anything.
+    """
+
+    def __init__(self, where: str, tokens: Tensor, ids: Tensor | None, vocabulary: int) -> None:
+        self._where, self._vocabulary = where, vocabulary
+        given = {"tokens": (tokens, 0), "ids": (ids, -1)}
+        self._asked = {name: (x, low) for name, (x, low) in given.items() if x is not None and x.numel()}
+        found = [bound for x, _ in self._asked.values() for bound in x.aminmax()]
+        if "ids" in self._asked:
+            found.append(_repeats(self._asked["ids"][0]))
+        self._found = AsyncCopy(torch.stack(found)) if found else None
+
+    def wait(self) -> None:
+        """Refuse ids outside the vocabulary, and a support with a token twice."""
+        found = [] if self._found is None else self._found.wait()
+        for i, (name, (_, lowest)) in enumerate(self._asked.items()):
+            refuse_ids(self._where, name, *found[2 * i : 2 * i + 2], lowest=lowest, vocabulary=self._vocabulary)
+        if "ids" in self._asked:
+            refuse_repeats(self._where, "ids", bool(found[-1]))
+
+
+def _repeats(ids: Tensor) -> Tensor:
+    """1 where any row [N, K] has a token twice, else 0."""
+    (count, slots), found = ids.shape, torch.zeros((), dtype=ids.dtype, device=ids.device)
+    _repeat_kernel[(count,)](ids, found, slots, SLOTS=max(2, triton.next_power_of_2(slots)), SOME=16, num_warps=4)
+    return found
+
+
+@triton.jit
+@no_type_check
+def _repeat_kernel(ids, found, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    id = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    for begin in range(0, slots, SOME):
+        before = begin + tl.arange(0, SOME)
+        other = tl.load(ids + row * slots + before, mask=before < slots, other=-1)
+        same = (id[:, None] == other[None, :]) & (slot[:, None] > before[None, :]) & (id >= 0)[:, None]
+        tl.store(found, 1, mask=tl.max(tl.max(same.to(tl.int32), 1), 0) > 0)
+
+
+class TritonHead(torch.autograd.Function):
+    """Rows [N, H] → log-probs, entropy, the support's log-probs, tail mass, support, largest log-prob outside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, ids: Tensor | None, spec: LogitSpec,
+        request: HeadRequest, tolerance: float, report: Tensor | None, joins: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.spec, ctx.request, ctx.tolerance, ctx.report = spec, request, tolerance, report
+        # Kernels read what lies one behind the other.
+        hidden, tokens = hidden.contiguous(), tokens.contiguous()
+        bias, ids = (None if x is None else x.contiguous() for x in (bias, ids))
+        check = IdCheck("lm_head", tokens, ids, len(weight))
+        rows = stream_head(HeadInput(hidden, weight, bias, tokens, ids, spec, request, joins), queued=check.wait)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rows.ids, rows.rest_max)
+        ctx.save_for_backward(hidden, weight, bias, tokens, *vars(rows).values())
+        return rows.logp, rows.entropy, rows.kept, rows.rest, rows.ids, rows.rest_max
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logp: Any, g_entropy: Any, g_kept: Any, g_rest: Any, *_: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, tokens, *fields = ctx.saved_tensors
+        nothing, needed = (None,) * 6, ctx.needs_input_grad[:3]
+        if not len(hidden):
+            none = (torch.zeros_like(x) if need else None for x, need in zip((hidden, weight, bias), needed, strict=True))
+            return (*none, *nothing, None)
+        rows, source = HeadRows(*fields), HeadInput(hidden, weight, bias, tokens, None, ctx.spec, ctx.request)
+        upstream = Upstream(logp=g_logp, kept=g_kept, rest=g_rest, entropy=g_entropy)
+        gradient = row_gradient(rows, tokens, upstream, ctx.spec)
+        g_entropy = None if g_entropy is None else g_entropy.contiguous()
+        pending = head_gradients(source, rows, gradient, ctx.tolerance, needed, g_entropy=g_entropy)
+        if ctx.report is not None:
+            ctx.report.copy_(pending.routes.shares)
+        return (*pending.finish(), *nothing, None)

@@ -1,0 +1,369 @@
+"""The fused path in kernels: loss and gradient of hidden states and weights, planned once for a batch."""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corral.head.dispatch import own_top_k
+from corral.head.packed import FusedLoss, LossTerms, Packing, token_advantages
+from corral.head.rows import AsyncCopy, Gradients, HeadInput, HeadRequest, HeadRows, join
+from corral.head.triton.backward import (
+    PADDED,
+    DenseRows,
+    Upstream,
+    dense_forward,
+    dense_rows,
+    head_gradients,
+    row_gradient,
+    scale,
+)
+from corral.head.triton.gathered import extend_rows
+from corral.head.triton.gemm_stats import gemm_stats
+from corral.head.triton.loss import ACTED, KL_AFTER, LOSS, REGRESSION, TOLERATED, LossRows, OldRows, rule_of, summarize
+from corral.head.triton.support import fits_at_once, stream_head
+from corral.support import LogpTolerance
+from corral.tensors import ObjectiveOutput
+
+FEWEST, SMALLEST_SHARE = 128, 0.03
+"""Rows planned to be dense, and their share of all, below which they are not worth GEMMs of their own; nor are others."""
+SMALL = 10**12
+"""Operations of a GEMM so small that two parts take the host longer than they save the device: then it is all or none."""
+ROWS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """The order in which the unmasked tokens of a batch are worked on, and how many they are, on its way to the host."""
+
+    order: Tensor
+    """Their places in the flattened batch, those of streamed rows first; 0 behind the last [B · T]."""
+    counts: Tensor
+    """Streamed rows, whose gradient is sparse unless `route` finds it dense; all rows, the others being dense; and those that
+    the objective would refuse [3] int32."""
+    copy: AsyncCopy
+
+    def wait(self) -> tuple[int, int] | None:
+        """Streamed rows, and all; None where there are none, or one to refuse."""
+        streamed, count, refused = self.copy.wait()
+        return None if refused or not count else (streamed, count)
+
+
+def plan_batch(
+    terms: LossTerms, tokens: Tensor, weight: Tensor, *, own: int | None, dense: bool, tolerance: float, limits: LogpTolerance
+) -> BatchPlan:
+    """Validate a batch and put its rows in order.
+
+    Shapes are right by now. Refused are token ids outside the vocabulary, a support whose slot 0 is not the sampled token, and
+    whatever `objective.check` refuses that does not come from the new policy, its `limits` of log-probs included. Without
+    `dense` no row is planned to be dense; where nothing may be dropped, all with a gradient are; where `own` tokens are to be
+    found that carry the gradient, all rows of a flat policy are.
+    """
+    batch = terms.batch
+    length, old, total = batch.mask.shape[1], batch.dist_old, batch.mask.numel()
+    small, device, every = 2 * total * weight.numel() < SMALL, batch.mask.device, dense and tolerance == 0
+    counts = torch.empty(3, dtype=torch.int32, device=device)
+    order = torch.zeros(total, dtype=torch.int64, device=device)
+    off, size = (torch.empty(total, device=device) for _ in range(2))
+    advantages = token_advantages(batch)
+    slots = old.ids.shape[-1] if old is not None else 0
+    # The kernel reads [B T …] one behind the other.
+    support = (None, None, None) if old is None else (old.ids, old.logp, old.rest)
+    given = (batch.mask, tokens, *support, batch.logp_old, batch.logp_rollout, terms.weights, terms.policy_weights)
+    mask, picked, ids, kept, rest, logp_old, rollout, weights, policy_weights = (
+        None if x is None else x.contiguous() for x in given
+    )
+    assert mask is not None
+    _inspect_kernel[(triton.cdiv(total, ROWS),)](
+        mask.view(torch.uint8), picked, ids, kept, rest, logp_old, rollout, advantages, weights, policy_weights, off, size,
+        total, length, *advantages.stride(), slots, len(weight), *limits, SUPPORT=old is not None,
+        ROLLOUT=rollout is not None, POLICY=policy_weights is not None, ANCHOR=not terms.on_policy, DENSE=dense, EVERY=every,
+        SLOTS=max(2, triton.next_power_of_2(slots)), ROWS=ROWS, num_warps=4,
+    )  # fmt: skip
+    least = (1, 0.0, 0.0) if every else (FEWEST, SMALLEST_SHARE, 1.0 if small else SMALLEST_SHARE)
+    flat = math.inf if own is None else math.log(own)
+    _order_kernel[(1,)](
+        off, size, order, counts, total, tolerance, flat, *least, BLOCK=min(4096, triton.next_power_of_2(total)), num_warps=8
+    )
+    return BatchPlan(order, counts, AsyncCopy(counts))
+
+
+@triton.jit
+@no_type_check
+def _finite(x):
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+@no_type_check
+def _inspect_kernel(
+    mask, tokens, ids, kept, rest, logp_old, rollout, advantages, weights, policy_weights, off, size, total, length, stride_b,
+    stride_t, slots, vocabulary, highest, slack, SUPPORT: tl.constexpr, ROLLOUT: tl.constexpr, POLICY: tl.constexpr,
+    ANCHOR: tl.constexpr, DENSE: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of each row Σ |dz| and what a sparse backward drops of it; a size of −1 is no row, and −1 dropped a row to refuse.
+
+    Without a support the size is −log p_a.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = row < total
+    unmasked = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
+    token = tl.load(tokens + row, mask=unmasked, other=0)
+    anchor = tl.load(logp_old + row, mask=unmasked & ANCHOR, other=0.0)
+    advantage = tl.load(advantages + row // length * stride_b + row % length * stride_t, mask=unmasked, other=0.0)
+    fit = (token >= 0) & (token < vocabulary) & _finite(anchor) & _finite(advantage)
+    fit = fit & ~(anchor.to(tl.float32) > highest)
+    gain = tl.abs(advantage.to(tl.float32))
+    if ROLLOUT:
+        sampled = tl.load(rollout + row, mask=unmasked, other=0.0)
+        fit = fit & _finite(sampled) & ~(sampled.to(tl.float32) > highest)
+    factor = tl.load(weights + row, mask=unmasked, other=0.0).to(tl.float32)
+    if POLICY:
+        c = tl.load(policy_weights + row, mask=unmasked, other=0.0).to(tl.float32)
+        fit = fit & _finite(c)
+        factor = tl.where(c != 0.0, factor * c, 0.0)
+    fit = fit & _finite(factor)
+    gain = tl.where(factor != 0.0, gain * tl.abs(factor), 0.0)
+    whole, dropped = tl.maximum(-anchor.to(tl.float32), 0.0), tl.zeros((ROWS,), tl.float32)
+    if SUPPORT:
+        whole = tl.zeros((ROWS,), tl.float32)
+        slot = tl.arange(0, SLOTS)
+        real = (slot < slots)[None, :]
+        at = row[:, None] * slots + slot[None, :]
+        id = tl.load(ids + at, mask=unmasked[:, None] & real, other=-1)
+        value = tl.load(kept + at, mask=unmasked[:, None] & real, other=0.0).to(tl.float32)
+        outer = tl.load(rest + row, mask=unmasked, other=0.0).to(tl.float32)
+        misplaced = (slot == 0)[None, :] & unmasked[:, None] & (id != token[:, None])
+        bad = (id < -1) | (id >= vocabulary) | ~(value < float("inf")) | misplaced
+        fit = fit & (tl.max(bad.to(tl.int32), 1) == 0) & (outer < float("inf"))
+        own = tl.sum(tl.where((slot == 0)[None, :], value, 0.0), 1)
+        fit = fit & (tl.abs(own - anchor.to(tl.float32)) <= TOLERATED)
+        mass = tl.sum(tl.where(real, tl.exp(value), 0.0), 1) + tl.exp(outer)
+        fit = fit & ~(unmasked & (tl.abs(mass - 1.0) > slack))
+        if DENSE:
+            whole = tl.where(gain > 0.0, gain * 2.0 * (1.0 - tl.exp(own)), 0.0)
+            dropped = tl.where(gain > 0.0, gain * tl.exp(outer), 0.0)
+    if EVERY:
+        dropped = tl.where(gain > 0.0, float("inf"), 0.0)
+    tl.store(size + row, tl.where(unmasked, whole, -1.0), mask=inside)
+    tl.store(off + row, tl.where(fit, dropped, -1.0), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _ways(off, size, row, total, mean, tolerance):
+    """Which rows there are, and which of them are planned to be dense."""
+    whole = tl.load(size + row, mask=row < total, other=-1.0)
+    dropped = tl.load(off + row, mask=row < total, other=0.0)
+    unmasked = ~(whole < 0.0)
+    return unmasked, unmasked & (dropped > 0.0) & (dropped >= tolerance * tl.maximum(whole, mean))
+
+
+@triton.jit
+@no_type_check
+def _order_kernel(
+    off, size, order, counts, total, tolerance, flat, fewest, share, rest, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program, so that the mean and with it every row's way are the same each time."""
+    sizes = tl.zeros((BLOCK,), tl.float32)
+    rows, refused, dense = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, total, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        whole = tl.load(size + row, mask=row < total, other=-1.0)
+        unmasked = ~(whole < 0.0)
+        sizes += tl.where(unmasked, whole, 0.0)
+        rows += unmasked.to(tl.int32)
+        refused += (unmasked & (tl.load(off + row, mask=row < total, other=0.0) < 0.0)).to(tl.int32)
+    every = tl.sum(rows, 0)
+    mean = tl.sum(sizes, 0) / tl.maximum(every, 1).to(tl.float32)
+    for begin in range(0, total, BLOCK):
+        _live, is_dense = _ways(off, size, begin + tl.arange(0, BLOCK), total, mean, tolerance)
+        dense += is_dense.to(tl.int32)
+    planned = tl.sum(dense, 0)
+    planned = tl.where((planned < fewest) | (planned.to(tl.float32) < share * every.to(tl.float32)), 0, planned)
+    planned = tl.where((planned > 0) & ((every - planned).to(tl.float32) <= rest * every.to(tl.float32)), every, planned)
+    planned = tl.where(mean > flat, every, planned)
+    first = every - planned
+    tl.store(counts, first)
+    tl.store(counts + 1, every)
+    tl.store(counts + 2, tl.sum(refused, 0))
+    in_front, behind = first * 0, first
+    for begin in range(0, total, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        unmasked, is_dense = _ways(off, size, row, total, mean, tolerance)
+        sooner = unmasked & ~((is_dense | (planned == every)) & (planned > 0))
+        later = unmasked & ~sooner
+        to = tl.where(
+            sooner, in_front + tl.cumsum(sooner.to(tl.int32), 0) - 1, behind + tl.cumsum(later.to(tl.int32), 0) - 1
+        )  # fmt: skip
+        tl.store(order + to, row.to(tl.int64), mask=unmasked & (row < total))
+        in_front += tl.sum(sooner.to(tl.int32), 0)
+        behind += tl.sum(later.to(tl.int32), 0)
+
+
+def fused_loss(
+    source: HeadInput, terms: LossTerms, tolerance: float, needed: Sequence[bool], *, wait: bool = False
+) -> FusedLoss | None:
+    """Loss and gradients of a batch [B T …]; None for objectives without a kernel, and for a batch that they refuse.
+
+    `wait` until the ranking of a union is known to be right. Otherwise all is queued, and done again in the rare case that it
+    was not.
+    """
+    rule, old = rule_of(terms.objective), terms.batch.dist_old
+    if rule is None or (rule.needs_support and old is None) or (rule.needs_rollout and terms.batch.logp_rollout is None):
+        return None
+    # Without a given support, the policy's own carries a sparse gradient.
+    own = own_top_k(source.hidden, len(source.weight)) if old is None and tolerance > 0 and any(needed) else None
+    checked = getattr(terms.objective, "check", True)  # an objective with a rule is ours, and has it
+    limits = LogpTolerance.of(terms.batch.logp_old, old) if checked and not terms.on_policy else LogpTolerance()
+    plan = plan_batch(
+        terms, source.tokens, source.weight, own=own, dense=any(needed) and own is None, tolerance=tolerance, limits=limits
+    )
+    entropy, stats = source.request.entropy, None
+    hidden, bias = source.hidden.flatten(0, 1)[plan.order], None if source.bias is None else source.bias.contiguous()
+    if fits_at_once(len(hidden)):  # the GEMM, before the host knows how many rows it has: the device does not wait for that
+        stats = gemm_stats(hidden, source.weight, bias, source.spec, entropy=entropy, counter=plan.counts)
+    found = plan.wait()
+    if found is None:
+        return None
+    sparse, count = found
+    # A dense gradient needs no support of its own.
+    request = source.request if terms.union is not None else HeadRequest(own if sparse else None, entropy=entropy)
+    packing = Packing(terms.batch.mask, plan.order[:count], in_order=sparse in (0, count))
+    ids = None if source.ids is None else packing.pack(source.ids).contiguous()
+    tokens = packing.pack(source.tokens).long().contiguous()
+    joins = None if source.joins is None else packing.pack(source.joins)
+    # Where it is all of them, no copy is kept.
+    hidden = source.hidden.flatten(0, 1).contiguous() if packing.rows is None else hidden[:count]
+    packed = HeadInput(hidden, source.weight, bias, tokens, ids, source.spec, request, joins)
+    first, second = slice(0, sparse), slice(sparse, count)
+    overflows: list[AsyncCopy] | None = None if wait else []
+    stats = None if stats is None else stats.first(sparse)
+    ahead = packed if sparse == count else packed.rows(first)
+    streamed = stream_head(ahead, stats, overflows=overflows) if sparse else None
+    del stats  # 40 MB at 8192 tokens and a vocabulary of 152,000
+    anchor, weights = _pack_anchor(terms, packing), packing.pack(terms.weights).float().contiguous()
+
+    def loss_of(rows: HeadRows, old: OldRows) -> LossRows:
+        if terms.union is not None:
+            old = extend_rows(old, rows.ids, terms.union, source.spec)
+            return replace(rule(rows, old), rest_old=old.rest)
+        return rule(rows, replace(old, logp=rows.logp.contiguous()) if terms.on_policy else old)
+
+    parts: list[tuple[HeadRows, LossRows]] = []
+    if streamed is not None:
+        parts.append((streamed, loss_of(streamed, anchor if sparse == count else anchor.each(operator.itemgetter(first)))))
+    stored = None
+    if second.start < second.stop:
+        behind = anchor.each(operator.itemgetter(second))
+        stored = dense_forward(packed.rows(second), behind, weights[second], loss_of, needed, overflows)
+        parts.append((stored.rows, stored.loss))
+    rows, loss = join([rows for rows, _ in parts]), LossRows.join([loss for _, loss in parts])
+    anchor = anchor if loss.rest_old is None else replace(anchor, rest=loss.rest_old)
+    metrics, total, flawed = summarize(loss, rows, anchor, weights, projects=rule.projects)
+    flaws = AsyncCopy(flawed)
+    finish, shares = _gradients(packed, parts[0] if streamed is not None else None, stored, weights, tolerance, needed)
+
+    if overflows and any(overflow.wait()[0] for overflow in overflows):
+        return fused_loss(source, terms, tolerance, needed, wait=True)
+
+    def finish_finite() -> Gradients:
+        _refuse_flaws(int(flaws.wait()))
+        return finish()
+
+    if not any(needed):
+        finish_finite()
+    metrics |= {"head/dense_share": shares[0], "head/dropped_max": shares[1]}
+    fields = loss.fields[:, None].unbind()
+    output = ObjectiveOutput(
+        fields[LOSS], metrics, fields[ACTED] > 0, fields[KL_AFTER] if rule.projects else None,
+        fields[REGRESSION] if rule.projects else None,
+    )  # fmt: skip
+    return FusedLoss(packing, total, rows, output, finish_finite if any(needed) else None, scale)
+
+
+def _refuse_flaws(number: int) -> None:
+    """Raise if the loss of so many tokens is not finite."""
+    if number:
+        raise ValueError(
+            f"policy_loss_from_hidden: the loss is not finite at {number} unmasked tokens. NaN comes from the model, from a "
+            f"union whose `place` is beyond its hidden states, or from a support with a token twice; an impossible token "
+            f"means that both policies were not given the same logit masks. The objective on the output of corral.lm_head "
+            f"says where."
+        )
+
+
+def _pack_anchor(terms: LossTerms, packing: Packing) -> OldRows:
+    """The old policy's rows in the same order."""
+    b, old = terms.batch, terms.batch.dist_old
+    kept, rest, rest_max = (None, None, None) if old is None else (old.logp, old.rest, old.rest_max)
+    ids, place = (None, None) if old is None or terms.union is None else (old.ids, terms.union.place)
+    rows = OldRows(b.logp_old, kept, rest, token_advantages(b), b.logp_rollout, rest_max, terms.policy_weights, ids, place)
+    return rows.each(lambda x: packing.pack(x.detach()).contiguous())
+
+
+def _gradients(
+    source: HeadInput,
+    streamed: tuple[HeadRows, LossRows] | None,
+    stored: DenseRows | None,
+    weights: Tensor,
+    tolerance: float,
+    needed: Sequence[bool],
+) -> tuple[Callable[[], Gradients], Tensor]:
+    """Gradients of streamed rows, which come first, and of stored ones; the share of dense rows, and the most dropped [2].
+
+    All is queued that needs no host; the rest follows where they are handed over.
+    """
+    if not any(needed):
+        return (lambda: (None, None, None)), weights.new_zeros(2)
+    count = 0 if streamed is None else len(streamed[0].lse)
+    first, second = slice(0, count), slice(count, len(weights))
+    if stored is None:
+        assert streamed is not None
+        gradient = row_gradient(streamed[0], source.tokens, _upstream(streamed[1], weights), source.spec)
+        pending = head_gradients(source, streamed[0], gradient, tolerance, needed)
+        return pending.finish, pending.routes.shares
+    left_out, finished = AsyncCopy(stored.left_out.sum()), stored.finish()
+
+    def finish_stored() -> Gradients:
+        if left_out.wait():
+            _add_left_out(source.rows(second), stored, weights[second], finished)
+        return finished
+
+    if streamed is None:
+        shares = weights.new_zeros(2)
+        shares[0].fill_(1.0)
+        return finish_stored, shares
+    rows, loss = streamed
+    gradient = row_gradient(rows, source.tokens[first], _upstream(loss, weights[first]), source.spec)
+    mean = (gradient.size.sum() + stored.sizes.sum()) / len(weights)
+    pending = head_gradients(
+        source.rows(first), rows, gradient, tolerance, needed, mean=mean, add_to=(finished[1], finished[2])
+    )
+
+    def finish_both() -> Gradients:
+        d_stored, (d_hidden, d_weight, d_bias) = finish_stored()[0], pending.finish()
+        return None if d_hidden is None or d_stored is None else torch.cat([d_hidden, d_stored]), d_weight, d_bias
+
+    with_gradient = (stored.sizes > 0).sum()
+    alive, dense = pending.routes.counts
+    share = (dense + with_gradient) / (alive + with_gradient).clamp(min=1)
+    return finish_both, torch.stack([share, pending.routes.shares[1]])
+
+
+def _upstream(loss: LossRows, weights: Tensor) -> Upstream:
+    return Upstream(logp=loss.own, kept=loss.kept, rest=loss.rest, weights=weights)
+
+
+def _add_left_out(source: HeadInput, stored: DenseRows, weights: Tensor, gradients: Gradients) -> None:
+    """Recompute the gradients of stored rows that could not be held, and add them to the others', in place."""
+    picked = stored.left_out.nonzero().squeeze(-1)
+    padded = torch.nn.functional.pad(picked, (0, -len(picked) % PADDED), value=-1)
+    gradient = row_gradient(stored.rows, source.tokens, _upstream(stored.loss, weights), source.spec)
+    dense_rows(source, stored.rows, None, gradient, padded, len(picked), *gradients, add=True)

@@ -1,0 +1,689 @@
+"""Top-K supports out of tile statistics: choose tiles, recompute their logits, finalize the K likeliest tokens."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from corral.head.logits import LogitSpec
+from corral.head.rows import AsyncCopy, HeadInput, HeadRequest, HeadRows, join
+from corral.head.torch.stream import Shard, head_forward
+from corral.head.triton.gemm_stats import (
+    TileStatistics,
+    finish_logits,
+    gemm_stats,
+    rank_bits,
+    rank_key,
+    spec_arguments,
+    tile_of,
+)
+
+WARPS = 4
+"""That work on one row."""
+LOWEST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+NOTHING: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputePlan:
+    """The tiles of N rows to recompute. Memory is there for any number of them, so that the host need not know it."""
+
+    state: Tensor
+    """[N, tiles] uint8: 0 nothing was taken out of this tile, 1 its largest logit was, 2 it is recomputed."""
+    queue: Tensor
+    length: Tensor
+    """Rows that wait for each tile of the vocabulary [tiles, N], and how many they are [tiles]."""
+    listed: Tensor
+    """Of a given support [N, M]: id · M + slot, ascending. Of an own one [N, room]: rank keys of what was taken out so far."""
+    filled: Tensor
+    """For an own support: how many keys were taken out, more than `room` where they did not fit [N]."""
+    floor: Tensor
+    """For an own support: what every member reaches, as an integer that sorts as logits do [N]."""
+    overflow: Tensor
+    """For an own support: whether `filled` is more than `room` anywhere [1]."""
+
+
+def plan_given(stats: TileStatistics, marks: Tensor, width: int, *, given: bool, out: HeadRows) -> RecomputePlan:
+    """Of the support `marks` [N, 1 + K]. Slot 0, the sampled token, is a member only without a `given` support.
+
+    Fills in the normaliser, the entropy, and `out.kept` of all marks in tiles that need no recomputing.
+    """
+    (count, tiles), slots = stats.peak.shape, marks.shape[1]
+    padded = max(2, triton.next_power_of_2(slots))
+    plan = _blank(stats, padded, own=False)
+    _given_kernel[(count,)](
+        stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
+        plan.listed, out.kept, out.lse, out.entropy, count, tiles, slots, GIVEN=given,
+        ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), SLOTS=padded, COLUMNS=width, num_warps=WARPS,
+    )  # fmt: skip
+    return plan
+
+
+def plan_own(stats: TileStatistics, marks: Tensor, width: int, *, top_k: int, room: int, out: HeadRows) -> RecomputePlan:
+    """Of the policy's own top k and the sampled token, `marks` [N, 1], −1 for none; `room` for what may be a member, a power
+    of 2."""
+    count, tiles = stats.peak.shape
+    plan = _blank(stats, room, own=True)
+    _own_kernel[(count,)](
+        stats.peak, stats.place, stats.second, stats.others, stats.weighted, marks, plan.state, plan.queue, plan.length,
+        plan.listed, plan.filled, plan.floor, plan.overflow, out.lse, out.entropy, count, tiles, top_k,
+        ENTROPY=stats.weighted.numel() > 0, TILES=triton.next_power_of_2(tiles), ROOM=room, COLUMNS=width, num_warps=WARPS,
+    )  # fmt: skip
+    return plan
+
+
+def _blank(stats: TileStatistics, listed: int, *, own: bool) -> RecomputePlan:
+    (count, tiles), device = stats.peak.shape, stats.peak.device
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    zeros = torch.zeros(tiles + 1, dtype=torch.int32, device=device)
+    length, overflow = zeros[:tiles], zeros[tiles:]
+    filled, floor = (empty(count), empty(count)) if own else (overflow, overflow)  # which nobody reads
+    return RecomputePlan(
+        empty(count, tiles, dtype=torch.uint8), empty(tiles, count), length, empty(count, listed, dtype=torch.int64), filled,
+        floor, overflow,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def log_sum(peak, total):
+    """log Σ total e^peak, −inf of nothing."""
+    top = tl.max(peak, 0)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    return top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
+
+
+@triton.jit
+@no_type_check
+def whole_tiles(top, runner_up, without):
+    """Σ e^(z − top) of each tile, and second − top."""
+    some = top > -float("inf")
+    down = tl.where(runner_up > -float("inf"), runner_up - tl.where(some, top, 0.0), -float("inf"))
+    return tl.where(some, 1.0, 0.0) + without * tl.exp(down), down
+
+
+@triton.jit
+@no_type_check
+def _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY: tl.constexpr, TILES: tl.constexpr):
+    """log Σ e^z of a row, and its entropy."""
+    whole, down = whole_tiles(top, runner_up, without)
+    total = log_sum(top, whole)
+    tl.store(lse + row, total)
+    if ENTROPY:
+        # −H = Σ p log p; around its own largest logit a tile adds e^(top − lse) Σ e^(z − top) ((z − top) + (top − lse)).
+        tile = tl.arange(0, TILES)
+        some = top > -float("inf")
+        u = tl.load(weighted + row * tiles + tile, mask=tile < tiles, other=0.0)
+        around = tl.exp(down) * (u + tl.where(down > -float("inf"), down, 0.0) * without)
+        high = tl.where(some, top - total, 0.0)
+        tl.store(entropy + row, -tl.sum(tl.where(some, tl.exp(high) * (around + whole * high), 0.0), 0))
+    return total
+
+
+@triton.jit
+@no_type_check
+def _given_kernel(
+    peak, place, second, others, weighted, marks, state, queue, length, listed, values, lse, entropy, rows, tiles, slots,
+    GIVEN: tl.constexpr, ENTROPY: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    valid = tile < tiles
+    here = row * tiles + tile
+    top = tl.load(peak + here, mask=valid, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
+    without = tl.load(others + here, mask=valid, other=0.0)
+    total = _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
+    tl.store(state + here, tl.zeros((TILES,), tl.uint8), mask=valid)
+
+    slot = tl.arange(0, SLOTS)
+    mark = tl.load(marks + row * slots + slot, mask=slot < slots, other=-1)
+    tl.store(values + row * slots + slot, tl.full((SLOTS,), -float("inf"), tl.float32), mask=slot < slots)
+    if GIVEN:  # where the support has the sampled token too, that is the one to look for
+        twice = tl.max(((mark == tl.load(marks + row * slots)) & (slot > 0)).to(tl.int32), 0) > 0
+        mark = tl.where((slot == 0) & twice, -1, mark)
+    key = tl.sort(tl.where(mark >= 0, mark.to(tl.int64) * SLOTS + slot, NOTHING))
+    tl.store(listed + row * SLOTS + slot, key)
+    tl.debug_barrier()
+    before = tl.load(listed + row * SLOTS + slot - 1, mask=slot > 0, other=-1)
+    real = key != NOTHING
+    if GIVEN:  # a token twice in a support: all that comes of the row is NaN
+        repeated = real & (before >= 0) & (before // SLOTS == key // SLOTS)
+        total = tl.where(tl.max(repeated.to(tl.int32), 0) > 0, float("nan"), total)
+        tl.store(lse + row, total)
+    id = tl.where(real, key // SLOTS, 0).to(tl.int32)
+    at = id // COLUMNS
+    own_slot = (key % SLOTS).to(tl.int32)
+    # Of equals at the top of a tile it is not known which is where.
+    alone = tl.load(peak + row * tiles + at) > tl.load(second + row * tiles + at)
+    known = real & alone & (tl.load(place + row * tiles + at).to(tl.int32) == id % COLUMNS)
+    member = real
+    if GIVEN:
+        member = member & (own_slot > 0)
+    tl.store(state + row * tiles + at, tl.full((SLOTS,), 1, tl.uint8), mask=member & known)
+    tl.debug_barrier()
+    tl.store(state + row * tiles + at, tl.full((SLOTS,), 2, tl.uint8), mask=real & ~known)
+    tl.debug_barrier()
+    again = real & (tl.load(state + row * tiles + at, mask=real, other=0) == 2)
+    value = tl.load(peak + row * tiles + at, mask=real, other=0.0) - total
+    tl.store(values + row * slots + own_slot, value, mask=real & ~again)
+    first = again & ((before < 0) | (before // (SLOTS * COLUMNS) != at))
+    position = tl.atomic_add(length + at, tl.full((SLOTS,), 1, tl.int32), mask=first, sem="relaxed")
+    tl.store(queue + at.to(tl.int64) * rows + position, (row * SLOTS + slot).to(tl.int32), mask=first)
+
+
+@triton.jit
+@no_type_check
+def _own_kernel(
+    peak, place, second, others, weighted, marks, state, queue, length, listed, filled, floors, overflow, lse, entropy, rows,
+    tiles, top_k, ENTROPY: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of the largest and second largest of all tiles at least k reach the k-th largest of these, so all members do.
+
+    A tile whose second largest does not holds one member at most. Nearly as good as the k-th largest is what a few more of them
+    reach, which is found by halving.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    valid = tile < tiles
+    here = row * tiles + tile
+    top = tl.load(peak + here, mask=valid, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
+    without = tl.load(others + here, mask=valid, other=0.0)
+    _normaliser(top, runner_up, without, weighted, lse, entropy, row, tiles, ENTROPY, TILES)
+
+    bits = tl.where(valid, rank_bits(top), -0x80000000)
+    next_bits = tl.where(valid, rank_bits(runner_up), -0x80000000)
+    # There are as many tiles as members at least, and so as many of these reach the least of the tiles' largest.
+    floor = tl.where(tiles >= top_k, tl.min(tl.where(valid, bits, 0x7FFFFFFF), 0), -0x80000000)
+    ceiling = tl.max(bits, 0)
+    while floor < ceiling:
+        trial = (floor >> 1) + (ceiling >> 1) + ((floor | ceiling) & 1)  # the middle, rounded up; a sum might overflow
+        reach = tl.sum((bits >= trial).to(tl.int32) + (next_bits >= trial).to(tl.int32), 0)
+        floor = tl.where(reach >= top_k, trial, floor)
+        near = (reach >= top_k) & (reach <= top_k + top_k // 8)
+        ceiling = tl.where(near, trial, tl.where(reach >= top_k, ceiling, trial - 1))
+    tl.store(floors + row, floor)
+
+    token = tl.load(marks + row)
+    largest = tile * COLUMNS + tl.load(place + here, mask=valid, other=0).to(tl.int32)
+    sampled_here = valid & (tile == token // COLUMNS) & (token >= 0)
+    again = valid & ((next_bits >= floor) | (sampled_here & ((largest != token) | (bits == next_bits))))
+    # Where fewer than k logits are finite, impossible tokens are members, and that takes more than tiles' statistics.
+    hopeless = floor <= -0x7F800001  # as −inf ranks
+    again = again & ~hopeless
+
+    # In front the sampled token, then those of the other tiles that reach the floor. Behind these there is room for what is
+    # found in recomputed tiles.
+    taken = valid & ~again & ~sampled_here & (bits >= floor)
+    slot = tl.cumsum(taken.to(tl.int32), 0)
+    tl.store(listed + row * ROOM + tl.arange(0, ROOM), tl.full((ROOM,), LOWEST, tl.int64))
+    tl.debug_barrier()
+    tl.store(listed + row * ROOM + slot, rank_key(top, largest), mask=taken & (slot < ROOM))
+    done = sampled_here & ~again
+    tl.store(listed + row * ROOM + tl.zeros((TILES,), tl.int32), rank_key(top, largest), mask=done)
+    full = tl.where(hopeless, ROOM + 1, 1 + tl.sum(taken.to(tl.int32), 0))
+    tl.store(filled + row, full)
+    tl.store(overflow, 1, mask=full > ROOM)
+    tl.store(state + here, tl.where(again, 2, tl.where(taken | done, 1, 0)).to(tl.uint8), mask=valid)
+    position = tl.atomic_add(length + tile, tl.full((TILES,), 1, tl.int32), mask=again, sem="relaxed")
+    tl.store(queue + tile.to(tl.int64) * rows + position, (row + tl.zeros((TILES,), tl.int64)).to(tl.int32), mask=again)
+
+
+def recompute_tiles(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LogitSpec,
+    stats: TileStatistics,
+    plan: RecomputePlan,
+    marks: Tensor,
+    out: HeadRows,
+    *,
+    given: bool,
+    own: bool,
+) -> None:
+    """Of a given support fill in `out.kept`; of an `own` one list every logit that may be a member."""
+    tile, width = tile_of(hidden), hidden.shape[1]
+    tiles, count = plan.queue.shape
+    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 2
+    _tile_kernel[(programs,)](
+        hidden, TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), bias, plan.queue, plan.length, plan.listed,
+        plan.filled, plan.floor, plan.overflow, marks, out.lse, out.kept, stats.second, stats.others, count, len(weight),
+        width, tiles, marks.shape[1], *spec_arguments(spec), BIAS=bias is not None, CAP=spec.softcap is not None, OWN=own,
+        GIVEN=given, PROGRAMS=programs, TILES=triton.next_power_of_2(tiles), LISTED=plan.listed.shape[1], ROWS=tile.rows // 2,
+        COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _tile_kernel(
+    hidden, weight, bias, queue, length, listed, filled, floors, overflow, marks, lse, values, second, others, rows, vocabulary,
+    width, tiles, slots, before, cap, after, BIAS: tl.constexpr, CAP: tl.constexpr, OWN: tl.constexpr, GIVEN: tl.constexpr,
+    PROGRAMS: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Every PROGRAMS-th block of ROWS rows that wait for one and the same tile of the vocabulary."""
+    each = tl.arange(0, TILES)
+    blocks = tl.cdiv(tl.load(length + each, mask=each < tiles, other=0), ROWS)
+    up_to = tl.cumsum(blocks, 0)
+    local = tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    for index in range(tl.program_id(0), tl.sum(blocks, 0), PROGRAMS):
+        tile = tl.sum((up_to <= index).to(tl.int32), 0)
+        begin = (index - tl.max(tl.where(up_to <= index, up_to, 0), 0)) * ROWS
+        waiting = tl.load(length + tile)
+        columns = tile * COLUMNS + local
+        item = begin + tl.arange(0, ROWS)
+        valid = item < waiting
+        entry = tl.load(queue + tile.to(tl.int64) * rows + item, mask=valid, other=0)
+        row = entry.to(tl.int64) if OWN else (entry // LISTED).to(tl.int64)
+        dots = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(0, width, DEPTH):
+            within = (k + depth) < width
+            h = tl.load(hidden + row[:, None] * width + (k + depth)[None, :], mask=valid[:, None] & within[None, :], other=0.0)
+            dots = tl.dot(h, weight.load([tile * COLUMNS, k]).T, dots, input_precision="ieee")
+        z = finish_logits(dots, columns, bias, vocabulary, before, cap, after, BIAS, CAP)
+        if OWN:
+            z = _take_largest(z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED, COLUMNS)
+        else:
+            z = _take_listed(z, row, valid, entry % LISTED, tile, listed, lse, values, slots, GIVEN, LISTED, COLUMNS)
+        top = tl.max(z, 1)
+        base = tl.where(top == -float("inf"), 0.0, top)
+        tl.store(second + row * tiles + tile, top, mask=valid)
+        tl.store(others + row * tiles + tile, tl.sum(tl.exp(z - base[:, None]), 1), mask=valid)
+
+
+@triton.jit
+@no_type_check
+def _take_listed(
+    z, row, valid, position, tile, listed, lse, values, slots, GIVEN: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The logits listed for this tile go to their slots; members leave the tile."""
+    local = tl.arange(0, COLUMNS)
+    total = tl.load(lse + row, mask=valid, other=0.0)
+    key = tl.load(listed + row * LISTED + position, mask=valid, other=NOTHING)
+    here = valid & (key // (LISTED * COLUMNS) == tile)
+    while tl.max(here.to(tl.int32), 0) > 0:
+        column, slot = (key // LISTED % COLUMNS).to(tl.int32), (key % LISTED).to(tl.int32)
+        hit = (local[None, :] == column[:, None]) & here[:, None]
+        value = tl.sum(tl.where(hit, z, 0.0), 1) - total
+        tl.store(values + row * slots + slot, value, mask=here)
+        if GIVEN:  # the sampled token, where it is no member, stays
+            hit = hit & (slot > 0)[:, None]
+        z = tl.where(hit, -float("inf"), z)
+        position += 1
+        # Beyond a full list there is nothing, and nothing is in no tile; −1 would be in the first, division being what it is.
+        key = tl.load(listed + row * LISTED + position, mask=here & (position < LISTED), other=NOTHING)
+        here = here & (key // (LISTED * COLUMNS) == tile)
+    return z
+
+
+@triton.jit
+@no_type_check
+def _take_largest(
+    z, row, valid, tile, listed, filled, floors, overflow, marks, LISTED: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The sampled token goes to the front of the list; whatever else reaches the row's floor behind what is there."""
+    local = tl.arange(0, COLUMNS)
+    token = tl.load(marks + row, mask=valid, other=-1)
+    mine = valid & (token // COLUMNS == tile) & (token >= 0)
+    hit = (local[None, :] == (token % COLUMNS)[:, None]) & mine[:, None]
+    own = tl.sum(tl.where(hit, z, 0.0), 1)
+    tl.store(listed + row * LISTED, rank_key(own, token), mask=mine)
+    z = tl.where(hit, -float("inf"), z)
+
+    floor = tl.load(floors + row, mask=valid, other=0)
+    top = tl.max(z, 1)
+    wanted = valid & (rank_bits(top) >= floor) & (top > -float("inf"))
+    while tl.max(wanted.to(tl.int32), 0) > 0:
+        at = tl.min(tl.where(z == top[:, None], local[None, :], COLUMNS - 1), 1)
+        position = tl.atomic_add(filled + row, tl.full(at.shape, 1, tl.int32), mask=wanted, sem="relaxed")
+        fits = position < LISTED
+        tl.store(listed + row * LISTED + position, rank_key(top, tile * COLUMNS + at), mask=wanted & fits)
+        tl.store(overflow + tl.zeros_like(at), tl.full(at.shape, 1, tl.int32), mask=wanted & ~fits)
+        z = tl.where((local[None, :] == at[:, None]) & wanted[:, None], -float("inf"), z)
+        top = tl.max(z, 1)
+        wanted = wanted & fits & (rank_bits(top) >= floor) & (top > -float("inf"))
+    return z
+
+
+def finalize_given(stats: TileStatistics, plan: RecomputePlan, marks: Tensor, given: bool, out: HeadRows) -> None:
+    """The rest of rows whose support, `out.kept`, is complete; and slot 0 of it where the support has the sampled token too."""
+    rows, tiles = stats.peak.shape
+    _finalize_given_kernel[(rows,)](
+        stats.peak, stats.second, stats.others, plan.state, marks, out.lse, out.rest, out.rest_max, out.kept, tiles,
+        marks.shape[1], GIVEN=given, TILES=triton.next_power_of_2(tiles),
+        SLOTS=max(2, triton.next_power_of_2(marks.shape[1])), num_warps=WARPS,
+    )  # fmt: skip
+
+
+def finalize_own(stats: TileStatistics, plan: RecomputePlan, marks: Tensor, request: HeadRequest, out: HeadRows) -> None:
+    """Fill in rows for the policy's own support, as `top_k_support` has it, unless what may be a member did not fit."""
+    assert request.top_k is not None
+    rows, tiles = stats.peak.shape
+    _finalize_own_kernel[(rows,)](
+        stats.peak, stats.second, stats.others, plan.state, plan.listed, plan.filled, marks, out.lse, out.logp, out.rest,
+        out.rest_max, out.ids, out.kept, tiles, request.mass, request.top_k, THRESHOLD=request.mass < 1.0,
+        TILES=triton.next_power_of_2(tiles), BEST=best_of(request.top_k), ROOM=plan.listed.shape[1],
+        num_warps=1 if plan.listed.shape[1] <= 512 else WARPS,  # a sort within a warp waits for no other
+    )  # fmt: skip
+
+
+def best_of(top_k: int) -> int:
+    """The next power of 2."""
+    return max(2, triton.next_power_of_2(top_k))
+
+
+@triton.jit
+@no_type_check
+def _left_in_tiles(peak, second, others, state, row, tiles, TILES: tl.constexpr):
+    """log Σ e^z over what was taken out of no tile, and the largest of these logits."""
+    tile = tl.arange(0, TILES)
+    valid = tile < tiles
+    here = row * tiles + tile
+    top = tl.load(peak + here, mask=valid, other=-float("inf"))
+    runner_up = tl.load(second + here, mask=valid, other=-float("inf"))
+    without = tl.load(others + here, mask=valid, other=0.0)
+    whole, _down = whole_tiles(top, runner_up, without)
+    untouched = tl.load(state + here, mask=valid, other=2) == 0
+    largest = tl.where(untouched, top, runner_up)
+    return log_sum(largest, tl.where(untouched, whole, without)), tl.max(largest, 0)
+
+
+@triton.jit
+@no_type_check
+def _finalize_given_kernel(
+    peak, second, others, state, marks, lse, rest, rest_max, values, tiles, slots,
+    GIVEN: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.load(lse + row)
+    outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
+    tl.store(rest + row, outside - total)
+    tl.store(rest_max + row, largest - total)
+    if GIVEN:
+        slot = tl.arange(0, SLOTS)
+        mark = tl.load(marks + row * slots + slot, mask=slot < slots, other=-1)
+        same = (mark == tl.load(marks + row * slots)) & (slot > 0)
+        value = tl.load(values + row * slots + slot, mask=same, other=-float("inf"))
+        found = tl.max(same.to(tl.int32), 0) > 0
+        tl.store(values + row * slots, tl.max(value, 0), mask=found)
+
+
+@triton.jit
+@no_type_check
+def _finalize_own_kernel(
+    peak, second, others, state, listed, filled, marks, lse, logp, rest, rest_max, ids, kept, tiles, mass, top_k,
+    THRESHOLD: tl.constexpr, TILES: tl.constexpr, BEST: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(filled + row) > ROOM:  # no token, until the row is done again
+        every = tl.arange(0, 2 * BEST)
+        tl.store(ids + row * (top_k + 1) + every, tl.full((2 * BEST,), -1, tl.int64), mask=every <= top_k)
+        return
+    total = tl.load(lse + row)
+    keys = tl.load(listed + row * ROOM + tl.arange(0, ROOM))
+    if (tl.load(filled + row) <= 2 * BEST) & (2 * BEST < ROOM):  # as a rule; and the sort is what costs
+        best = tl.topk(tl.load(listed + row * ROOM + tl.arange(0, 2 * BEST)), BEST)
+    else:
+        best = tl.topk(keys, BEST)
+    rank = tl.arange(0, BEST)
+    value = _value_of(best) - total
+    token_id = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+    chosen = (rank < top_k) & (best > LOWEST)  # of a row of NaN nothing was listed
+    if THRESHOLD:
+        p64 = tl.where(chosen, tl.exp(value.to(tl.float64)), 0.0)
+        before = tl.cumsum(p64, 0) - p64
+        chosen = chosen & ((before == 0.0) | (before < mass - 2.384185791015625e-07))  # 2 eps of float32
+    bar = tl.min(tl.where(chosen, best, 0x7FFFFFFFFFFFFFFF), 0)
+
+    # Slot 0 the sampled token, then the others chosen, then padding.
+    sampled = tl.load(marks + row)
+    own = _value_of(tl.load(listed + row * ROOM)) - total
+    base = row * (top_k + 1)
+    tl.store(logp + row, own)
+    tl.store(ids + base, sampled.to(tl.int64))
+    tl.store(kept + base, own)
+    stays = chosen & (token_id != sampled)
+    goes = (rank < top_k) & ~stays
+    slot = tl.where(
+        stays, tl.cumsum(stays.to(tl.int32), 0), tl.sum(stays.to(tl.int32), 0) + tl.cumsum(goes.to(tl.int32), 0)
+    )  # fmt: skip
+    tl.store(ids + base + slot, tl.where(stays, token_id, -1).to(tl.int64), mask=rank < top_k)
+    tl.store(kept + base + slot, tl.where(stays, value, -float("inf")), mask=rank < top_k)
+
+    # The rest: what no tile has lost, and those of the list that were not chosen.
+    outside, largest = _left_in_tiles(peak, second, others, state, row, tiles, TILES)
+    free = (keys < bar) & (0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32) != sampled) & (keys > LOWEST)
+    others_listed = tl.where(free, _value_of(keys), -float("inf"))
+    more = log_sum(others_listed, tl.full((ROOM,), 1.0, tl.float32))
+    tl.store(rest_max + row, tl.maximum(largest, tl.max(others_listed, 0)) - total)
+    high = tl.maximum(outside, more)
+    high = tl.where(high == -float("inf"), 0.0, high)
+    tl.store(rest + row, high + tl.log(tl.exp(outside - high) + tl.exp(more - high)) - total)
+
+
+@triton.jit
+@no_type_check
+def _value_of(key):
+    """The logit of a rank key."""
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+def join_supports(given: Tensor, ranked: Tensor, most: int, joins: Tensor | None = None) -> Tensor:
+    """Ids [N, K + most]: the members of `given` [N, K], then the others of `ranked` [N, M], at most so many, then −1.
+
+    Both hold −1 for no token, anywhere. Where a row does not join [N], it gets no others. `support.choose_support` is the
+    reference.
+    """
+    (count, slots), joined = given.shape, given.shape[1] + most
+    out = torch.empty(count, joined, dtype=torch.int64, device=given.device)
+    _join_kernel[(count,)](
+        given, ranked, None if joins is None else joins.contiguous().view(torch.uint8), out, slots, ranked.shape[1], joined,
+        JOINS=joins is not None, GIVEN=_power(slots), RANKED=_power(ranked.shape[1]), SLOTS=_power(joined), SOME=16,
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _power(slots: int) -> int:
+    return max(2, triton.next_power_of_2(slots))
+
+
+@triton.jit
+@no_type_check
+def _join_kernel(
+    ids, ranked, joins, out_joined, slots, slots_in, joined, JOINS: tl.constexpr, GIVEN: tl.constexpr, RANKED: tl.constexpr,
+    SLOTS: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, GIVEN)
+    first = tl.load(ids + row * slots + place, mask=place < slots, other=-1)
+    rank = tl.arange(0, RANKED)
+    id = tl.load(ranked + row * slots_in + rank, mask=rank < slots_in, other=-1)
+    if JOINS:
+        id = tl.where(tl.load(joins + row) != 0, id, -1)
+    known = tl.zeros((RANKED,), tl.int32)
+    for begin in range(0, slots, SOME):
+        some = begin + tl.arange(0, SOME)
+        other = tl.load(ids + row * slots + some, mask=some < slots, other=-1)
+        known = tl.maximum(known, tl.max((id[:, None] == other[None, :]).to(tl.int32), 1))
+    member, new = first >= 0, (id >= 0) & (known == 0)
+    members = tl.sum(member.to(tl.int32), 0)
+    here = out_joined + row * joined
+    tl.store(here + tl.cumsum(member.to(tl.int32), 0) - 1, first, mask=member)
+    tl.store(here + members + tl.cumsum(new.to(tl.int32), 0) - 1, id, mask=new)
+    slot = tl.arange(0, SLOTS)
+    padding = (slot >= members + tl.sum(new.to(tl.int32), 0)) & (slot < joined)
+    tl.store(here + slot, tl.full((SLOTS,), -1, tl.int64), mask=padding)
+
+
+ROWS_AT_ONCE = 8192
+"""Tokens whose tile statistics are held at once."""
+ROOM = 4
+"""Times k: tokens that may be members of a row's own support, held at once. Common tokens are neighbours, so it takes some."""
+MORE_ROOM = 32
+"""For rows where that was too little; and where this is, as in a row of equal logits, the torch path looks at every logit."""
+UNION_ROOM = 8
+"""The room where the host does not wait for the overflow flag; all is done again where it was set."""
+MOST_LISTED = 8192
+"""Tokens that are sorted at once in 64 KiB of shared memory, which every GPU has."""
+
+
+def fits_at_once(count: int) -> bool:
+    """Whether so many rows are one part, so that their statistics can be made beforehand."""
+    return count <= ROWS_AT_ONCE
+
+
+def stream_head(
+    whole: HeadInput,
+    stats: TileStatistics | None = None,
+    queued: Callable[[], None] = lambda: None,
+    overflows: list[AsyncCopy] | None = None,
+) -> HeadRows:
+    """What the torch head knows of n tokens, from one GEMM and the recomputation of a few of its tiles.
+
+    Without `ids` and `top_k` the support is the sampled token, with both their union. `stats` are those of all n, where they
+    are there already. `queued` is called when all is queued that there is to do, before the host waits for any of it but the
+    ranking of a union; and for that neither, where there is a list of `overflows`: one that is not 0 says that rows are wrong.
+    """
+    assert stats is None or fits_at_once(len(whole.hidden))
+    top_k, given = whole.request.top_k, whole.ids
+    if top_k is not None and given is None:
+        return _own_rows(whole, ROOM, stats, queued)
+    parts = [support_rows(part, stats or _statistics(part), overflows) for part in _parts(whole)]
+    queued()
+    return join(parts) if parts else _blank_buffers(whole, 1 if given is None else given.shape[1] + (top_k or 0))
+
+
+def _statistics(part: HeadInput) -> TileStatistics:
+    return gemm_stats(part.hidden, part.weight, part.bias, part.spec, entropy=part.request.entropy)
+
+
+def support_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None = None) -> HeadRows:
+    """Rows on the support `ids`, its union with the policy's own, or the sampled token alone. The statistics are used up."""
+    return _given_rows(part, stats) if part.request.top_k is None else _union_rows(part, stats, overflows)
+
+
+def _given_rows(part: HeadInput, stats: TileStatistics) -> HeadRows:
+    """Rows on the support `ids`, or on the sampled token alone."""
+    given = part.ids is not None
+    marks = _marks(part)
+    out = _blank_buffers(part, marks.shape[1])
+    plan = plan_given(stats, marks, tile_of(part.hidden).columns, given=given, out=out)
+    recompute_tiles(part.hidden, part.weight, part.bias, part.spec, stats, plan, marks, out, given=given, own=False)
+    finalize_given(stats, plan, marks, given, out)
+    if part.ids is None:
+        return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.tokens[:, None])
+    return dataclasses.replace(out, logp=out.kept[:, 0], ids=part.ids, kept=out.kept[:, 1:])
+
+
+def _union_rows(part: HeadInput, stats: TileStatistics, overflows: list[AsyncCopy] | None) -> HeadRows:
+    """Rows on the union of `ids` and the policy's own support: that is found first, then both are given."""
+    top_k, given = part.request.top_k, part.ids
+    assert top_k is not None
+    assert given is not None
+    # Beside a given support, even an empty one, the sampled token is a token like any other.
+    own = dataclasses.replace(part, ids=given.new_full((len(given), 1), -1))
+    ranked = _own_rows(own, ROOM if overflows is None else UNION_ROOM, stats.copy(), overflows=overflows).ids
+    ids = join_supports(given.contiguous(), ranked, top_k, part.joins)
+    request = dataclasses.replace(part.request, top_k=None)
+    return _given_rows(dataclasses.replace(part, ids=ids, request=request), stats)
+
+
+def _own_rows(
+    whole: HeadInput,
+    room: int,
+    early: TileStatistics | None = None,
+    queued: Callable[[], None] = lambda: None,
+    overflows: list[AsyncCopy] | None = None,
+) -> HeadRows:
+    """Rows on the policy's own support: with the sampled token in slot 0 or, where a support is given, with no token there."""
+    top_k = whole.request.top_k
+    assert top_k is not None
+    parts, filled, copies = [], [], []
+    for part in _parts(whole):
+        stats = early or _statistics(part)
+        marks = (part.tokens[:, None] if part.ids is None else part.ids[:, :1]).int()
+        out = _blank_buffers(part, top_k + 1)
+        width = tile_of(part.hidden).columns
+        plan = plan_own(stats, marks, width, top_k=top_k, room=room * best_of(top_k), out=out)
+        recompute_tiles(part.hidden, part.weight, part.bias, part.spec, stats, plan, marks, out, given=False, own=True)
+        copies.append(AsyncCopy(plan.overflow))
+        finalize_own(stats, plan, marks, whole.request, out)
+        parts.append(out)
+        filled.append(plan.filled)
+    queued()
+    if not parts:
+        return _blank_buffers(whole, top_k + 1)
+    rows = join(parts)
+    if overflows is not None:
+        overflows += copies
+    elif any(overflow.wait()[0] for overflow in copies):
+        _redo(whole, rows, (torch.cat(filled) > room * best_of(top_k)).nonzero().squeeze(-1), room)
+    return rows
+
+
+def _marks(part: HeadInput) -> Tensor:
+    """The sampled token and the given support, if there is one [N, 1 + K] int32; −1 for what is no token of the vocabulary."""
+    slots = 1 if part.ids is None else 1 + part.ids.shape[1]
+    ids = part.tokens if part.ids is None else part.ids.contiguous()
+    marks = torch.empty(len(part.tokens), slots, dtype=torch.int32, device=part.tokens.device)
+    block = 1024
+    _marks_kernel[(triton.cdiv(marks.numel(), block),)](
+        part.tokens, ids, marks, marks.numel(), slots, len(part.weight), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return marks
+
+
+def _redo(whole: HeadInput, rows: HeadRows, which: Tensor, room: int) -> None:
+    """Some rows once more, with more room, or by the torch path."""
+    part, more = whole.rows(which), min(MORE_ROOM, MOST_LISTED // best_of(whole.request.top_k or 0))
+    again = _own_rows(part, more) if room < more else head_forward(part, Shard.of(part.weight, None))
+    for field in dataclasses.fields(HeadRows):
+        getattr(rows, field.name)[which] = getattr(again, field.name)
+
+
+def _blank_buffers(part: HeadInput, slots: int) -> HeadRows:
+    """Rows to be filled in; without entropy zeros stand for it."""
+    count, device = len(part.tokens), part.tokens.device
+    lse, logp, rest, rest_max = (torch.empty(count, device=device) for _ in range(4))
+    entropy = (torch.empty if part.request.entropy else torch.zeros)(count, device=device)
+    ids = torch.empty(count, slots if part.request.top_k is not None else 0, dtype=torch.int64, device=device)
+    return HeadRows(lse, logp, ids, torch.empty(count, slots, device=device), rest, entropy, rest_max)
+
+
+def _parts(whole: HeadInput) -> Iterator[HeadInput]:
+    """Even pieces of at most ROWS_AT_ONCE rows."""
+    total = len(whole.hidden)
+    if fits_at_once(total):
+        yield from [whole] if total else []
+        return
+    size = triton.cdiv(total, triton.cdiv(total, ROWS_AT_ONCE))
+    yield from (whole.rows(slice(a, a + size)) for a in range(0, total, size))
+
+
+@triton.jit
+@no_type_check
+def _marks_kernel(
+    tokens, ids, marks, total, slots, vocabulary, BLOCK: tl.constexpr
+):  # fmt: skip
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of at most ROWS_AT_ONCE rows: 32 bits will do
+    row, slot = item // slots, item % slots
+    mark = tl.load(tokens + row, mask=(item < total) & (slot == 0), other=0)
+    id = tl.load(ids + row * (slots - 1) + slot - 1, mask=(item < total) & (slot > 0), other=0)
+    mark = tl.where(slot == 0, mark, id)
+    tl.store(marks + item, tl.where((mark >= 0) & (mark < vocabulary), mark, -1).to(tl.int32), mask=item < total)

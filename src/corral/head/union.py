@@ -1,0 +1,111 @@
+"""The union of the old support and the new policy's likeliest tokens, for supports of any length."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from corral.head.dispatch import choose
+from corral.head.logits import LogitSpec
+from corral.head.torch.gathered import gather_logp as gather_torch
+from corral.numerics import at_least_float32
+from corral.support import extend_support
+from corral.tensors import SparseDist
+from corral.validate import number_in
+
+
+@torch.no_grad()
+def gather_logp(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    spec: LogitSpec,
+    tokens: Int[Tensor, " N"],
+    logp: Float[Tensor, " N"],
+    ids: Int[Tensor, "N M"],
+    *,
+    impl: str = "auto",
+) -> Float[Tensor, "N M"]:
+    """Log-probabilities of `ids`, given those of one token of each row; −inf at padding (−1).
+
+        log p(v) = log p(a) + z_v − z_a
+
+    The normaliser is in log p(a) already, so nothing is summed over the vocabulary.
+    """
+    if choose("gather_logp", impl, hidden, weight) == "torch":
+        return gather_torch(hidden, weight, bias, spec, tokens, logp, ids)
+    from corral.head.triton.gathered import gather_logp as gather_triton  # Triton is there by now
+
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device, wherever the tensors are
+        return gather_triton(hidden, weight, bias, spec, tokens, logp, ids)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnionSupport:
+    """A region on what either policy thinks likely: so many of the new policy's tokens join the old policy's support.
+
+    Old log-probs of those are exact: dot products of old hidden states with rows of the old head. Where the head is trained,
+    that is a copy, made before the first update.
+    """
+
+    top_k: int
+    mass: float = 1.0
+    """As in `lm_head`: at most k of the new policy's most likely tokens, until they hold `mass`."""
+    hidden: Float[Tensor, "M H"]
+    """Old hidden states."""
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None = None
+    """The old head's."""
+    place: Int[Tensor, "B T"]
+    """Which of `hidden` is each token's; −1 where none was kept: there the support stays the old policy's."""
+
+    def __post_init__(self) -> None:
+        if type(self.top_k) is not int or self.top_k < 1:
+            raise ValueError(f"UnionSupport: `top_k` is a number of tokens, 1 or more; got {self.top_k!r}.")
+        if not (number_in(self.mass, 0, 1) and self.mass > 0):
+            raise ValueError(f"UnionSupport: `mass` is a probability in (0, 1], 1.0 for no threshold; got {self.mass!r}.")
+        if self.hidden.ndim != 2 or self.weight.ndim != 2 or self.hidden.shape[1] != self.weight.shape[1]:
+            raise ValueError(
+                f"UnionSupport: hidden is [M H] and weight [V H]; got {list(self.hidden.shape)} and {list(self.weight.shape)}. "
+                f"Of hidden states [B T H] of a whole batch, UnionSupport.of_batch makes one."
+            )
+        if self.place.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"UnionSupport: `place` counts through `hidden`, int64 or int32; got {self.place.dtype}.")
+
+    @classmethod
+    def of_batch(
+        cls,
+        hidden: Float[Tensor, "B T H"],
+        weight: Float[Tensor, "V H"],
+        *,
+        top_k: int,
+        mass: float = 1.0,
+        bias: Float[Tensor, " V"] | None = None,
+    ) -> "UnionSupport":
+        """With the old hidden states of every token."""
+        rows = hidden.detach().flatten(0, 1)
+        place = torch.arange(len(rows), device=rows.device).view(hidden.shape[:2])
+        bias = None if bias is None else bias.detach()
+        return cls(top_k=top_k, mass=mass, hidden=rows, weight=weight.detach(), bias=bias, place=place)
+
+    def extend(self, old: SparseDist, ids: Int[Tensor, "B T K"], place: Int[Tensor, "B T"], spec: LogitSpec) -> SparseDist:
+        """The old policy on the union `ids`, which begins with its own support.
+
+        The reference of `triton.gathered.extend_rows`.
+        """
+        members = (old.ids >= 0).sum(-1, keepdim=True)
+        added = ((ids >= 0).sum(-1, keepdim=True) - members).clamp(min=0)
+        step = torch.arange(max(1, int(added.max())) if added.numel() else 1, device=ids.device)
+        others = torch.where(step < added, ids.gather(-1, (members + step).clamp(max=ids.shape[-1] - 1)), -1)
+        wanted = (others[..., 0] >= 0) & (place >= 0)
+        if bool((place[wanted] >= len(self.hidden)).any()):
+            raise ValueError(
+                f"UnionSupport: `place` counts through {len(self.hidden)} hidden states; got {int(place[wanted].max())}."
+            )
+        logp = at_least_float32(old.logp).new_full(others.shape, -torch.inf)
+        logp[wanted] = gather_logp(
+            self.hidden[place[wanted]], self.weight, self.bias, spec, old.ids[..., 0][wanted], old.logp[..., 0][wanted],
+            others[wanted],
+        ).to(logp.dtype)  # fmt: skip
+        return extend_support(old, ids, logp)

@@ -1,1 +1,0 @@
-"""From gradients of log-probs to gradients of hidden states and weights."""

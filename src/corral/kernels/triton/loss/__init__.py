@@ -1,1 +1,0 @@
-"""An objective's loss of every row in one kernel."""

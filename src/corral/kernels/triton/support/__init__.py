@@ -1,1 +1,0 @@
-"""Exact supports from the tile statistics of a streamed GEMM."""

@@ -1,0 +1,429 @@
+"""Audit of a running GRPOTrainer: the KL of its updates, token by token. Training is unchanged, bit for bit."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOConfig, GRPOTrainer
+
+from corral.deployed.state import preserve_state
+from corral.lab.audit.folder import AuditFolder, MicroBatch
+from corral.lab.audit.measure import measure
+from corral.lab.audit.rules import CLIPPING, Rules
+from corral.lab.audit.scoring import AuditedCompletion, choose_completions, logp_at
+from corral.lab.audit.summary import outside_ball, token_kinds
+from corral.objective import Objective, make_objective
+from corral.tensors import TokenBatch
+from corral.trl.api import steps_per_batch
+from corral.trl.processes import base_model
+from corral.trl.trainer import CorralTrainer
+from corral.validate import RunError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses of TRL's that clip; the others (cispo, sapo, vespo) weigh tokens instead."""
+
+_CLIP_RATIO = "clip_ratio/region_mean"
+"""TRL's own metric: the share of tokens, or of completions, that its clip acts on in an update."""
+
+
+def audit(
+    trainer: GRPOTrainer,
+    out: Path | str = "audit",
+    *,
+    every: int | None = None,
+    sequences: int = 8,
+    tokens: int = 512,
+    kl_bound: float = 0.05,
+    tv_bound: float = 0.2,
+    seed: int = 0,
+    resume: bool | None = None,
+    alert_above: float | None = None,
+) -> "AuditCallback":
+    """Have `trainer.train()` write down in the folder `out` how far its updates move the policy. `corral audit OUT` shows it.
+
+    Args:
+        trainer: a GRPOTrainer, stock or corral's, before `train()`.
+        out: a folder; it must not hold another audit, unless training is resumed.
+        every: updates between audited batches of rollouts; None: `logging_steps`.
+        sequences, tokens: completions of an audited batch, and tokens of them all together, that are looked at. A token
+            costs 4 bytes per word of the vocabulary on the CPU until its batch is done, the batch two passes per completion.
+        kl_bound, tv_bound: radii of the balls that tokens are held against.
+        seed: random seed of the choice of completions and tokens.
+        resume: whether `out` may hold the audit of the run that training resumes; None: if there is a checkpoint to resume
+            from, in `output_dir` or as `resume_from_checkpoint`.
+        alert_above: per cent of a batch's audited tokens that clipping would be wrong about on one more update (blocked inside
+            the KL ball, or missed outside it) above which trackio is alerted; it wants `report_to="trackio"`.
+    """
+    if not isinstance(trainer, GRPOTrainer):
+        raise ValueError(f"audit: takes a GRPOTrainer; got {type(trainer).__name__}.")
+    for name, value in (("every", 1 if every is None else every), ("sequences", sequences), ("tokens", tokens)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"audit: `{name}` is a number, 1 or more; got {value!r}.")
+    if alert_above is not None and (not 0 <= alert_above <= 100 or "trackio" not in (trainer.args.report_to or ())):
+        raise ValueError(
+            f"audit: `alert_above` is a percentage from 0 to 100, of a run with report_to='trackio'; got {alert_above!r} and "
+            f"report_to={trainer.args.report_to!r}."
+        )
+    sharded = _is_sharded(trainer)
+    callback = AuditCallback(
+        trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
+    )
+    callback.alert_above, callback.sharded = alert_above, sharded
+    if trainer.accelerator.is_main_process:
+        may_resume = _has_checkpoint(cast(GRPOConfig, trainer.args)) if resume is None else resume
+        callback.folder.check(callback.rules.as_dict(), done=int(may_resume))
+    if trainer.accelerator.is_main_process or sharded:
+        wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
+        trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
+        if callback.rules.own and callback.is_main:
+            callback.watch_updates()
+        trainer.add_callback(callback)
+    return callback
+
+
+def _is_sharded(trainer: GRPOTrainer) -> bool:
+    """Whether every process has to take part in a forward pass, as with FSDP2; a ValueError for what was never tested."""
+    state = trainer.accelerator.state
+    zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
+    if zero3 or (trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2):
+        raise ValueError(
+            f"audit: a model sharded by {'ZeRO-3' if zero3 else 'FSDP 1'} is not audited, as that was never tested. Use FSDP2 "
+            f"(fsdp_version: 2), DDP or ZeRO-2."
+        )
+    return trainer.is_fsdp_enabled
+
+
+def _has_checkpoint(args: GRPOConfig) -> bool:
+    """Whether there is something that `train()` could resume."""
+    folder = args.output_dir
+    found = folder is not None and Path(folder).is_dir() and get_last_checkpoint(folder) is not None
+    return bool(args.resume_from_checkpoint) or found
+
+
+def _send_alert(title: str, text: str) -> None:
+    """An alert in trackio's run of this process; a failure is a warning, for neither audit nor training depends on it."""
+    try:
+        trackio = importlib.import_module("trackio")  # optional, and untyped
+        trackio.alert(title=title, text=text, level=trackio.AlertLevel.WARN)
+    except Exception as error:  # a server, a webhook, a file: whatever it is, the audit goes on
+        logger.warning("trackio could not be alerted that %s: %s", title, error)
+
+
+def rules_of(trainer: GRPOTrainer, kl_bound: float, tv_bound: float) -> Rules:
+    """The trainer's own clipping, or PPO's defaults if it does not clip."""
+    bounds: dict[str, Any] = {"kl_bound": kl_bound, "tv_bound": tv_bound}
+    if isinstance(trainer, CorralTrainer):
+        own = trainer.objective.name in CLIPPING
+        return Rules(clip=trainer.objective, own=True, **bounds) if own else Rules(**bounds)
+    if trainer.loss_type not in _CLIPPED:
+        return Rules(**bounds)
+    # TRL takes any epsilon; a ratio is never below 0, so from 1 on they all clip nothing from below.
+    clip: dict[str, Any] = {"clip_low": min(trainer.epsilon_low, 1.0), "clip_high": trainer.epsilon_high}
+    delta = cast(GRPOConfig, trainer.args).delta
+    if trainer.importance_sampling_level == "sequence":
+        if delta is not None:
+            raise ValueError(
+                f"audit: delta={delta} together with importance_sampling_level='sequence' is no clipping that corral knows. "
+                f"Audit a run with one of them."
+            )
+        return Rules(clip=make_objective("gspo", **clip), own=True, **bounds)
+    return Rules(clip=make_objective("ppo_clip", **clip, dual_clip=delta), own=True, **bounds)
+
+
+def _has_one_update_per_batch(trainer: GRPOTrainer) -> bool:
+    """Whether the policy of every loss is the one that sampled, so that all ratios are 1 and no clip can act."""
+    if isinstance(trainer, CorralTrainer):
+        return trainer.on_policy
+    args = cast(GRPOConfig, trainer.args)
+    return args.gradient_accumulation_steps % steps_per_batch(args) == 0
+
+
+def _token_batch(inputs: dict[str, Any], logp: Tensor) -> TokenBatch:
+    """What TRL's loss compares: its own log-probs of a micro-batch, with the old policy's, or its own before any update."""
+    mask = inputs["completion_mask"].bool()
+    mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+    old = inputs.get("old_per_token_logps", logp)
+    return TokenBatch(logp.float(), old.float(), inputs["advantages"].float(), mask)
+
+
+def _model_name(model: Any) -> str:
+    """A name on the hub, the last part of a folder's, or the class of a model that came from nowhere."""
+    base = base_model(model)
+    name = base.config.name_or_path or type(base).__name__  # from_pretrained sets it
+    return Path(name).name if Path(name).is_dir() else name
+
+
+class AuditCallback(TrainerCallback):
+    """Keeps the old policy at a few completions of a batch, and compares the new one after the batch's last update.
+
+    In between it counts, at every update and on all of its tokens, what the run's own clipping does.
+
+    What is touched: `_generate_and_score_completions` of this one trainer is wrapped, and where the run clips so are its loss
+    and its scoring pass, or a CorralTrainer's `token_observer`; what they return is read, never changed. The model is called in
+    evaluation mode without gradients; every module's mode and the random state are put back. An audit
+    that fails stops itself with a warning, and training goes on.
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        folder: AuditFolder,
+        rules: Rules,
+        every: int | None,
+        sequences: int,
+        tokens: int,
+        seed: int,
+    ) -> None:
+        self.trainer, self.folder, self.rules = trainer, folder, rules
+        self.args = cast(GRPOConfig, trainer.args)  # transformers types them as its own
+        self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
+        self.pending: list[tuple[AuditedCompletion, Tensor]] = []
+        """Of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
+        self.made: list[MicroBatch] = []
+        """Micro-batches since the last file was written."""
+        self.due = 0
+        self.alert_above: float | None = None
+        self.sharded = False
+        """Whether all processes take part in each forward pass; the main one measures, on completions of its own."""
+        self.failed: str | None = None
+        """Why the audit stopped before training did."""
+        self.ended = False
+        """Whether every process knows that."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that measures and writes."""
+        return self.trainer.accelerator.is_main_process
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained; transformers types it as perhaps None."""
+        return cast(nn.Module, self.trainer.model)
+
+    def wrap_generate(self, generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """TRL's method, whose output is read on the way: every `every` updates the old policy is stored."""
+
+        def generate_and_score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            output = generate(inputs)
+            update = self.trainer.state.global_step
+            if self.model.training and update >= self.due and not self.ended:
+                self.due = update + (self.every or max(1, int(self.trainer.state.logging_steps)))
+                self._begin_batch(output)
+            return output
+
+        return generate_and_score
+
+    def watch_updates(self) -> None:
+        """Have every micro-batch of training counted: by TRL's own log-probs, or what a CorralTrainer's objective is given."""
+        trainer = self.trainer
+        if isinstance(trainer, CorralTrainer):
+            before = trainer.token_observer
+
+            def observe(inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> None:
+                if before is not None:
+                    before(inputs, batch, objective)
+                if self.model.training:
+                    self._run_safely(lambda: self._count(batch, None))
+
+            trainer.token_observer = observe
+            return
+        compute, score = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+        scored: list[Tensor] | None = None
+
+        def score_and_keep(*args: Any, **kwargs: Any) -> Any:
+            result = score(*args, **kwargs)
+            if scored is not None:
+                scored.append(result[0].detach())
+            return result
+
+        def compute_and_count(model: Any, inputs: dict[str, Any]) -> Tensor:
+            nonlocal scored
+            logged, scored = trainer._metrics["train"], []
+            before = len(logged.get(_CLIP_RATIO, []))
+            try:
+                loss = compute(model, inputs)
+                if self.model.training and scored:
+                    logp, theirs = scored[0], logged.get(_CLIP_RATIO, [])
+                    own = theirs[-1] if len(theirs) > before else None
+                    self._run_safely(lambda: self._count(_token_batch(inputs, logp), own))
+            finally:
+                scored = None
+            return loss
+
+        trainer._get_per_token_logps_and_entropies = score_and_keep  # type: ignore[method-assign]  # of this trainer alone
+        trainer._compute_loss = compute_and_count  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def _count(self, batch: TokenBatch, trl: float | None) -> None:
+        """Count on how many tokens of a micro-batch the run's clipping acts, before the update that is made of it."""
+        if self.failed is not None:
+            return
+        tokens, clipped = int(batch.mask.sum()), 0
+        if tokens:
+            acted = self.rules.clip(batch).acted
+            assert acted is not None, "every clipping objective says where it acted"
+            clipped = int(acted.sum())
+        self.made.append(MicroBatch(self.trainer.state.global_step + 1, tokens, clipped, trl))
+
+    def _write_made(self, update: int) -> None:
+        """Write the micro-batches that were counted up to this update."""
+        if self.made and self.failed is None:
+            self.folder.add_updates(update, self.made)
+            self.made = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Refuse a folder that holds something else, before anything is sampled."""
+        self.pending, self.due, self.failed, self.ended = [], state.global_step, None, False
+        self.made = []
+        if self.is_main:
+            self.folder.begin(self._describe(), done=state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After an update: compare the policies on every batch that is done."""
+        done = [(kept, old) for kept, old in self.pending if self.trainer._step >= kept.end]
+        self.pending = [(kept, old) for kept, old in self.pending if self.trainer._step < kept.end]
+        if not done:
+            return
+        rows = self._run_safely(lambda: self._compare(done))
+        if rows and self.failed is None:
+            self._run_safely(lambda: self._record(state.global_step, rows))
+
+    def _record(self, update: int, completions: list[dict[str, Any]]) -> None:
+        """Write down what was measured, and alert trackio if clipping would be wrong about more of it than was allowed."""
+        self._write_made(update)
+        self.folder.add(update, completions)
+        if self.alert_above is None:
+            return
+        columns = {
+            name: np.concatenate([one[name].numpy() for one in completions])
+            for name in ("clipped", "kl", "logp_new", "logp_old", "advantage")
+        }
+        kinds = token_kinds(columns, columns["clipped"], outside_ball(columns, self.rules.as_dict(), "kl"))
+        share = 100 * float(np.isin(kinds, ("false", "missed")).mean())
+        if share > self.alert_above:
+            _send_alert(
+                f"clipping would be wrong about {share:.2g} % of the audited tokens",
+                f"On one more update after update {update}, {(kinds == 'false').sum()} of {len(kinds)} would be blocked inside "
+                f"the KL ball of {self.rules.kl_bound:g}, and {(kinds == 'missed').sum()} missed outside it. corral audit "
+                f"{self.folder.path}",
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write what was counted until this checkpoint: a run that is resumed from it repeats nothing before it."""
+        self._run_safely(lambda: self._write_made(state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What is still pending never had its last update."""
+        self.pending = []
+        self._run_safely(lambda: self._write_made(state.global_step))
+        if self.is_main:
+            self.folder.close()
+
+    def _run_safely(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None if it failed, which ends the audit."""
+        try:
+            return work()
+        except Exception as error:  # whatever goes wrong in here must not take the training run with it
+            self.failed, self.ended = f"{type(error).__name__}: {error}", not self.sharded
+            if not self.sharded:
+                self.pending = []  # else other processes still wait for this one's share of their passes
+            logger.warning("The audit in %s stops here, training goes on. %s", self.folder.path, self.failed)
+            return None
+
+    def _describe(self) -> dict[str, Any]:
+        trainer, args = self.trainer, self.args
+        return {
+            "kind": "trainer",
+            "what": "compared with the old policy after the updates on their batch",
+            "model": _model_name(self.model),
+            "trainer": type(trainer).__name__,
+            "loss": trainer.objective.name if isinstance(trainer, CorralTrainer) else trainer.loss_type,
+            "rules": self.rules.as_dict(),
+            "one_update_per_batch": _has_one_update_per_batch(trainer),
+            "settings": {
+                "every": self.every, "sequences": self.sequences, "tokens": self.tokens, "seed": self.seed,
+                "temperature": trainer.temperature, "num_iterations": trainer.num_iterations,
+                "steps_per_generation": args.steps_per_generation,
+                "gradient_accumulation_steps": args.gradient_accumulation_steps,
+                "learning_rate": args.learning_rate,
+            },
+            "command": sys.argv,
+        }  # fmt: skip
+
+    def _begin_batch(self, output: dict[str, Any]) -> None:
+        """Store the old policy at a few tokens of a few completions of this batch; sharded, with every process's help."""
+        chosen = self._run_safely(lambda: self._choose(output)) if self.is_main and self.failed is None else None
+        if self.sharded:
+            (chosen,) = broadcast_object_list([chosen])
+            if chosen is None:
+                self.failed, self.ended = self.failed or "the main process has stopped it", True
+        if chosen is not None:
+            completions = chosen
+            self.pending += self._run_safely(lambda: self._keep(completions)) or []
+
+    def _choose(self, output: dict[str, Any]) -> list[AuditedCompletion]:
+        """A few tokens of a few completions of this process's share of the batch."""
+        if "pixel_values" in output:
+            raise RunError("completions about images are not audited: the pictures are no tokens.")
+        generator = torch.Generator().manual_seed(self.seed + self.trainer.state.global_step)
+        batch = steps_per_batch(self.args)
+        end = (self.trainer._step // batch + 1) * batch
+        return choose_completions(output, self.sequences, self.tokens, generator, end, whole=self.rules.whole_sequences)
+
+    def _keep(self, chosen: list[AuditedCompletion]) -> list[tuple[AuditedCompletion, Tensor]]:
+        """The policy as it is now at these tokens; only the main process keeps it."""
+        with self._scoring():
+            return [(kept, self._logp(kept).cpu() if self.is_main else self._logp(kept)[:0]) for kept in chosen]
+
+    def _compare(self, done: list[tuple[AuditedCompletion, Tensor]]) -> list[dict[str, Any]]:
+        """The policy as it is now against the one that was kept, by the main process; the others take part in the passes."""
+        rows: list[dict[str, Any]] = []
+        with self._scoring():
+            for kept, old in done:
+                new = self._logp(kept)
+                if self.is_main and self.failed is None:
+                    row = self._run_safely(partial(self._measure, kept, old, new))
+                    rows += [] if row is None else [row]
+        return rows
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """The model as it scores; weights that FSDP2 has gathered for it are let go."""
+        with preserve_state(self.model), self.trainer.accelerator.autocast():
+            yield
+        if self.sharded:
+            for part in self.model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _logp(self, kept: AuditedCompletion) -> Tensor:
+        """log π [N V] at the audited tokens of a completion, on the model's device."""
+        device = self.trainer.accelerator.device
+        return logp_at(self.model, kept.ids.to(device), kept.positions.to(device), self.trainer.temperature)
+
+    def _measure(self, kept: AuditedCompletion, old: Tensor, new: Tensor) -> dict[str, Any]:
+        processor: Any = self.trainer.processing_class
+        tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+        tokens = kept.ids[kept.positions]
+        return {
+            **measure(tokens.to(new.device), old, new, kept.advantages, self.rules, kept.logp_rollout),
+            "token": tokens,
+            "text": [tokenizer.decode([token]) for token in tokens.tolist()],
+            "position": kept.positions - kept.start,
+            "advantage": kept.advantages.float(),
+        }

@@ -1,0 +1,109 @@
+"""Scoring for audits: a random choice of tokens, and full next-token distributions there."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from corral.trl.processes import base_model
+from corral.validate import RunError
+
+
+def logp_at(
+    model: nn.Module, ids: Int[Tensor, " L"], positions: Int[Tensor, " N"], temperature: float = 1.0
+) -> Float[Tensor, "N V"]:
+    """log π(· | ids before position) at each position ≥ 1 of one unpadded sequence, of the tempered policy, in float32.
+
+    The head is computed at these positions alone, so memory is that of N × V numbers however long the sequence is.
+    """
+    base = base_model(model)
+    before = positions - 1  # a position's logits predict the token after it
+    few = "logits_to_keep" in inspect.signature(base.forward).parameters
+    output = model(
+        input_ids=ids[None],
+        attention_mask=torch.ones_like(ids)[None],
+        use_cache=False,
+        **({"logits_to_keep": before} if few else {}),
+    )
+    logits = output.logits[0] if few else output.logits[0, before]
+    if len(logits) != len(positions):
+        raise ValueError(f"{type(base).__name__} gave logits at {len(logits)} positions where {len(positions)} were asked for.")
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+def choose(
+    lengths: Tensor, sequences: int, tokens: int, generator: torch.Generator, *, whole: bool
+) -> list[tuple[int, Tensor]]:
+    """Completions at random, and of their tokens a random share that fits: (row, ranks of the tokens in order).
+
+    Every token of the chosen completions is equally likely, so shares of tokens are unbiased. With `whole`, completions that
+    do not fit as a whole are passed over.
+    """
+    order = [row for row in torch.randperm(len(lengths), generator=generator).tolist() if lengths[row] > 0]
+    if whole:
+        fitting: list[int] = []
+        left = tokens
+        for row in order:
+            if lengths[row] <= left and len(fitting) < sequences:
+                fitting.append(row)
+                left -= int(lengths[row])
+        if order and not fitting:
+            raise RunError(
+                f"this run clips whole completions, the shortest here has {int(lengths[order].min())} tokens, and "
+                f"tokens={tokens} are audited. Raise it."
+            )
+        return [(row, torch.arange(int(lengths[row]))) for row in fitting]
+    order = order[:sequences]
+    total = int(lengths[order].sum()) if order else 0
+    drawn = torch.randperm(total, generator=generator)[:tokens].sort().values
+    chosen, first = [], 0
+    for row in order:
+        last = first + int(lengths[row])
+        ranks = drawn[(drawn >= first) & (drawn < last)] - first
+        if len(ranks):
+            chosen.append((row, ranks))
+        first = last
+    return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class AuditedCompletion:
+    """Some tokens of one completion; tensors on the CPU."""
+
+    ids: Tensor
+    """Prompt and completion without padding."""
+    start: int
+    """Where the completion begins."""
+    positions: Tensor
+    """Of the audited tokens in `ids`."""
+    advantages: Tensor
+    logp_rollout: Tensor | None
+    end: int
+    """The trainer's micro-step after which its batch is done."""
+
+
+def choose_completions(
+    output: dict[str, Any], sequences: int, tokens: int, generator: torch.Generator, end: int, *, whole: bool
+) -> list[AuditedCompletion]:
+    """Some tokens of some completions of what TRL sampled, by `choose`; those that are trained on alone."""
+    output = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in output.items()}
+    prompt, completion = output["prompt_mask"].bool(), output["completion_mask"].bool()
+    live = completion & output["tool_mask"].bool() if "tool_mask" in output else completion
+    rollout = output.get("sampling_per_token_logps")
+    chosen = []
+    for row, ranks in choose(live.sum(-1), sequences, tokens, generator, whole=whole):
+        places, start, advantages = live[row].nonzero()[:, 0][ranks], int(prompt[row].sum()), output["advantages"][row]
+        chosen.append(
+            AuditedCompletion(
+                ids=torch.cat([output["prompt_ids"][row][prompt[row]], output["completion_ids"][row][completion[row]]]),
+                start=start,
+                positions=places + start,  # completions are padded on the right, so places are those in the sequence
+                advantages=(advantages.expand(len(live[row])) if advantages.ndim == 0 else advantages)[places],
+                logp_rollout=None if rollout is None else rollout[row][places],
+                end=end,
+            )
+        )
+    return chosen

@@ -1,0 +1,1 @@
+"""Baselines for robots: stable-baselines3, TRPL, and SAC on a GPU."""

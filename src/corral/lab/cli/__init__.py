@@ -1,0 +1,117 @@
+"""The command line: `corral COMMAND`; `corral --help` lists the commands."""
+
+import argparse
+import errno
+import importlib
+import importlib.util
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+import corral
+from corral.lab.run.files import DENIED
+from corral.lab.run.text import visible, visible_output
+from corral.trl import IncompatibleTRL
+from corral.validate import RunError, nearest, pip_install
+
+FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
+"""Exit statuses."""
+
+COMMANDS = {
+    "train": "train a language model or a robot under a trust region; without arguments, the embedded demo",
+    "compare": "objectives or algorithms side by side: equal budgets, seeds, a sweep, and what may be claimed",
+    "eval": "how well a run or a model does on what is held out: pass@k, or return, success and smoothness, with intervals",
+    "audit": "what clipping did to the run you have: true divergences, tokens blocked or passed wrongly, what others would do",
+    "export": "a run's weights as a plain model folder, or a robot's policy as a file that NumPy alone can read",
+    "explore": "a page that shows three trust regions around a policy that you drag",
+    "report": "runs as one page: curves, intervals, who beats whom, completions, failures",
+    "bench": "run a benchmark again on this machine, from a source checkout",
+    "explain": "what an objective, a recipe, a task, an algorithm or a setting is",
+    "doctor": "what is installed, what is supported, what is missing and how to get it",
+}
+"""Each is a module here with `add_arguments(parser)` and `run(arguments, rest)`, imported when it is called for."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence; argparse prints the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what cannot be parsed, and end with status 2."""
+        raise SystemExit(refuse(f"{message}. `{self.prog} --help` lists what there is."))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 fine, 1 failed, 2 not understood, 130 interrupted."""
+    with visible_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    """Parse the name of the command, and run it."""
+    parser = _Parser(
+        prog="corral",
+        description="Trust regions for reinforcement learning.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n" + "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items()),
+    )
+    parser.add_argument("--version", action="version", version=f"corral {corral.__version__}")
+    parser.add_argument("command", nargs="?", help="one of those below; `corral COMMAND --help` says more")
+    arguments = parser.parse_args(argv[:1])
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    if arguments.command not in COMMANDS:
+        return refuse(f"there is no command {arguments.command!r}.{nearest(arguments.command, COMMANDS)}")
+    module = importlib.import_module(f"corral.lab.cli.{arguments.command}")
+    return _run_command(module, arguments.command, argv[1:])
+
+
+def _run_command(module: ModuleType, name: str, argv: list[str]) -> int:
+    """Parse what follows the command, and do it.
+
+    A RunError, a TRL that does not fit and a place that may not be used become a sentence and status 1.
+    """
+    parser = _Parser(
+        prog=f"corral {name}",
+        description=COMMANDS[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    arguments, rest = parser.parse_known_args(argv)
+    try:
+        return int(module.run(arguments, rest))
+    except (RunError, IncompatibleTRL) as error:
+        return refuse(str(error), FAILED)
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return refuse(f"{error.strerror}: {str(error.filename)[:80]}…", FAILED)
+        if error.errno not in DENIED or error.filename is None:
+            raise
+        return refuse(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", FAILED)
+
+
+def refuse(sentence: str, status: int = 2) -> int:
+    """Say on stderr why something cannot be done."""
+    sys.stderr.write(f"corral: {visible(sentence)}\n")
+    return status
+
+
+def say(*lines: str) -> None:
+    """Lines on stdout, as text alone: names and paths are whatever somebody called them."""
+    sys.stdout.write("".join(f"{visible(line)}\n" for line in lines))
+
+
+def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Values of those flags that were given, by the names of their settings: --top-p is top_p."""
+    values = {name.replace("-", "_"): vars(arguments)[name.replace("-", "_")] for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
+    """A RunError if a package is missing: `reports need rliable. Install them: …`."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        raise RunError(f"{what} {', '.join(absent)}. Install them: {pip_install(extra)}.")

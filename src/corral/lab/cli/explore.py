@@ -1,0 +1,22 @@
+"""`corral explore`: a page on which one drags a policy and sees the trust regions around it."""
+
+import argparse
+from pathlib import Path
+
+from corral.lab.cli import refuse, say
+from corral.lab.report.explore import explore_page
+from corral.lab.report.html import write_document
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the page goes."""
+    parser.add_argument("--out", metavar="PAGE", type=Path, default=Path("explore.html"), help="default: explore.html, here")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Write the page, whole."""
+    if rest:
+        return refuse(f"explore takes --out and nothing else; got {' '.join(rest)}.")
+    write_document(explore_page(), arguments.out)
+    say(f"{arguments.out}: open it in a browser; it needs nothing else.")
+    return 0

@@ -1,0 +1,50 @@
+"""`corral export`: what a run learned, without its training."""
+
+import argparse
+from pathlib import Path
+
+from corral.lab.cli import refuse, say
+from corral.lab.cli.kind import check_kind, kind_of_run
+from corral.lab.cli.train import quiet_libraries
+from corral.validate import RunError
+
+_EPILOG = """
+corral export runs/mine --out mine/               a folder that transformers, TRL and vLLM load
+corral export runs/mine --out mine/ --merge       of a LoRA run: one model, the adapter merged into its base
+corral export runs/arm --out arm_policy.npz       of a robot: plans as arrays, and arm_policy.py, which loads them
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.epilog = _EPILOG
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument("--out", metavar="PATH", type=Path, help="a new folder (RUN-model), or a robot's file (policy.npz)")
+    parser.add_argument("--checkpoint", metavar="VALUE", default="latest", help="latest, best, or a step's number (latest)")
+    parser.add_argument("--merge", action="store_true", help="merge an adapter into the model that it was trained on")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Write the files, and say where."""
+    if rest:
+        return refuse(f"export has no {rest[0]!r}. `corral export --help` lists what it has.")
+    if not (arguments.run / "config.json").is_file():
+        raise RunError(f"{arguments.run} is no run: it has no config.json. Give the folder that `corral train` printed.")
+    kind = kind_of_run(arguments.run)
+    check_kind(kind, "exporting")
+    if kind == "robot":
+        from corral.lab.jobs.robot.export import export_run
+
+        if arguments.merge:
+            raise RunError(f"--merge is for adapters of language models, and {arguments.run} is a robot's run.")
+        out = arguments.out or Path("policy.npz")
+        step = export_run(arguments.run, out, checkpoint=arguments.checkpoint)
+        say(f"{out} has the policy after step {step}; {out.with_suffix('.py')} loads it with NumPy alone.")
+        return 0
+    quiet_libraries()
+    from corral.lab.jobs.llm.export import export_run as export_model
+
+    out = arguments.out or arguments.run.with_name(f"{arguments.run.resolve().name}-model")
+    step = export_model(arguments.run, out, checkpoint=arguments.checkpoint, merge=arguments.merge)
+    say(f'{out} has the model after step {step}: AutoModelForCausalLM.from_pretrained("{out}")')
+    return 0

@@ -1,0 +1,212 @@
+"""`corral train`: settings from a recipe, a file and flags; then training."""
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from corral.lab.cli import FAILED, INTERRUPTED, given_flags, refuse, say
+from corral.lab.cli.kind import Kind, all_recipes, check_kind, kind_of
+from corral.lab.run.settings import nested, read_file, read_named
+from corral.lab.run.text import columns
+from corral.validate import RunError
+
+FLAGS = {
+    "model": "tiny, smollm2, gemma, a folder, a hub id, or a run: its newest checkpoint",
+    "task": "what to learn (`corral explain TASK`), or module:Class",
+    "instruction": "what the model reads, with {problem} where the task's prompt goes",
+    "objective": "how: troll, dppo, ppo_clip, … (`corral explain NAME`)",
+    "seed": "random seed",
+    "steps": "batches of rollouts",
+    "algorithm": "of a robot: tce, bbrl, sb3-ppo, sb3-sac, …",
+    "iterations": "of a robot: batches of episodes",
+    "learning-rate": "of AdamW; auto finds one",
+    "tool": "who answers within completions: calculator, or module:Class (docs/tasks.md)",
+    "environment-factory": "TRL's: an environment whose methods a chat model calls, module:Class or file.py:Class",
+    "lora.r": "rank of an adapter to train instead of all weights; all of peft's LoraConfig: --lora.lora_alpha, …",
+    "guard": "on a collapse: warn, stop or off",
+    "report-to": "none, tensorboard, wandb, trackio",
+}
+"""Settings with a flag in the help. Every other one has a flag too, or goes through --set."""
+
+_EPILOG = """
+Any setting can be given as a flag or with --set: --num-generations 16, --set objective_config.bound=0.1.
+Later ones win: recipe, then file, then --smoke, then flags. Without --recipe and --config, the recipe is `demo`.
+`corral explain settings` lists all settings of a run, `corral explain NAME` says what a recipe, task, objective,
+algorithm or setting is. TRL's GRPOConfig has more settings: each of them is a flag too.
+With --resume, --steps (of a robot --iterations) extends a run; --guard, --report-to, --quiet and a robot's --simulator
+can be changed. Data that have changed since are refused, unless with --changed-data.
+"""
+
+_REWARD = "pay for module:function or file.py:function, with a weight file.py:function=0.5; repeatable (docs/rewards.md)"
+
+TOOLS = "TRL's: a function that a chat model may call, module:function or file.py:function; repeatable (docs/tasks.md)"
+
+UNSAFE = "where the system has no sandbox, run the model's programs as yourself (docs/safety.md)"
+
+_RESUME_SETTINGS: dict[Kind, tuple[str, ...]] = {
+    "llm": ("guard", "report_to", "steps"),
+    "robot": ("guard", "iterations", "simulator"),
+}
+"""Settings that can be changed when a run is resumed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.epilog = _EPILOG + _names()
+    add_setting_flags(parser, FLAGS)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run; by default a new one under runs/")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="resume the run in this folder")
+    parser.add_argument("--changed-data", action="store_true", help="with --resume: go on although the data have changed")
+    parser.add_argument("--unsafe-code-execution", action="store_true", help=UNSAFE)
+    parser.add_argument("--smoke", action="store_true", help="two steps with next to nothing, to see it run; under smoke-runs/")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="settings as a file for --config, what would be fetched, memory; trains nothing"
+    )
+    parser.add_argument("--quiet", action="store_true", help="say only what is wrong, and how it ended")
+
+
+def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    """Where settings come from: a recipe, a file, `flags` with their help, rewards, and --set for all others."""
+    parser.add_argument("--recipe", metavar="NAME", help="settings that ship with corral")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in a TOML or YAML file")
+    for name, what in flags.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", help=what)
+    parser.add_argument("--reward", metavar="FUNCTION", action="append", help=_REWARD)
+    parser.add_argument("--tools", metavar="FUNCTION", action="append", help=TOOLS)
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="any other setting; repeatable")
+
+
+def _names() -> str:
+    """Recipes and tasks, for the help."""
+    from corral.lab.tasks import names
+
+    return f"\nrecipes:\n{columns(all_recipes())}\ntasks:\n{columns(names())}\n"
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Train or resume; the status says how the run ended."""
+    try:
+        kind = kind_of(arguments)
+        check_kind(kind, "training")
+        if arguments.resume:
+            return _exit_status(_resume(kind, arguments, rest))
+        if arguments.changed_data:
+            raise RunError("--changed-data goes with --resume DIR: a new run begins with the data that it finds.")
+        layers = _layers(kind, arguments, rest)
+        if arguments.dry_run:
+            return _rehearse(kind, layers)
+        return _exit_status(_start(kind, layers, arguments))
+    except RunError as error:
+        if error.__cause__ is not None and type(error).__name__ == "RewardError":
+            traceback.print_exception(error.__cause__)  # the user's own function: they need to see where
+        raise
+    except KeyboardInterrupt:
+        return refuse("interrupted before the first step.", INTERRUPTED)
+
+
+def _exit_status(summary: Mapping[str, Any]) -> int:
+    return {"finished": 0, "interrupted": INTERRUPTED}.get(summary["stopped"], FAILED)
+
+
+def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[Mapping[str, Any]]:
+    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, train, dry_run.
+
+    What is wrong with names and values is said before torch and TRL are imported, where they are not needed to see it.
+    """
+    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
+    recipe = arguments.recipe or (None if arguments.config else "demo")
+    layers = [read_named(recipe, all_recipes())] if recipe else []
+    layers += [read_file(arguments.config)] if arguments.config else []
+    unsafe = [("task_config.unsafe_code_execution", "true")] if arguments.unsafe_code_execution else []
+    given = nested([*given_settings(arguments, rest), *unsafe], settings.TABLES)
+    settings.check_early([*layers, given])
+    if kind == "robot":
+        settings.check_flags([*layers, given])
+    if arguments.smoke:
+        if kind == "llm":
+            quiet_libraries()  # before transformers is imported
+        layers += importlib.import_module(f"corral.lab.jobs.{kind}.smoke").smoke_layers([*layers, given])
+    return [*layers, given]
+
+
+def _start(kind: Kind, layers: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """A new run from layers of settings."""
+    if kind == "llm":
+        from corral.lab.jobs.llm.settings import check_packages
+
+        check_packages({key: value for layer in layers for key, value in layer.items()})
+        quiet_libraries()
+    settings, job = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "train"))
+    resolved = settings.resolve(layers)
+    return job.train(resolved, out=arguments.out, quiet=arguments.quiet, smoke=arguments.smoke).summary
+
+
+def _rehearse(kind: Kind, layers: Sequence[Mapping[str, Any]]) -> int:
+    """Everything that a run checks before it begins; prints its settings, downloads and memory."""
+    if kind == "llm":
+        quiet_libraries()
+    settings, rehearsal = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "dry_run"))
+    say(*rehearsal.rehearse(settings.resolve(layers)))
+    return 0
+
+
+def _resume(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """Resume with the run's own settings; only what does not change its course can be changed, and how long it is."""
+    given = dict(given_settings(arguments, rest))
+    changes = {key: given.pop(key, None) for key in _RESUME_SETTINGS[kind]}
+    others = ("recipe", "config", "out", "smoke", "dry_run", "unsafe_code_execution")
+    named = [name.replace("_", "-") for name in others if vars(arguments)[name]]
+    if given or named:
+        allowed = ", ".join(f"--{key.replace('_', '-')}" for key in _RESUME_SETTINGS[kind])
+        raise RunError(
+            f"--resume uses the run's own settings, so {', '.join([*given, *named])} cannot be given with it; only "
+            f"{allowed} and --quiet can."
+        )
+    if kind == "llm":
+        quiet_libraries()
+    elif arguments.changed_data:
+        raise RunError(f"--changed-data is for language models, and {arguments.resume} is a robot's run, which has no data.")
+    more = {"changed_data": arguments.changed_data} if kind == "llm" else {}
+    job = importlib.import_module(f"corral.lab.jobs.{kind}.train")
+    return job.resume(arguments.resume, quiet=arguments.quiet, **changes, **more).summary
+
+
+def given_settings(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, Any]]:
+    """Every setting that was given on the command line, in order: named flags, --set, other flags, all rewards, all tools."""
+    pairs = [*given_flags(arguments, FLAGS).items()]
+    for text in arguments.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise RunError(f"--set takes key=value; got {text!r}.")
+        pairs.append((key, value))
+    rest = list(rest)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise RunError(f"{flag!r} belongs to no flag. Settings are given as --key value, a recipe as --recipe NAME.")
+        key, equals, value = flag[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        pairs.append((key.replace("-", "_"), value))
+    # All rewards and tools count, however they were given: of any other setting the last one does.
+    for name in ("reward", "tools"):
+        every = [*(vars(arguments)[name] or []), *(value for key, value in pairs if key == name)]
+        pairs += [(name, every)] if every else []
+    return pairs
+
+
+def quiet_libraries() -> None:
+    """No telemetry, no progress bars, no remarks of the libraries below a warning: the view says what matters."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every attempt to reach a hub that is not there
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")

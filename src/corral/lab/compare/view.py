@@ -1,0 +1,173 @@
+"""Terminal output of a comparison: a live table in a terminal, plain lines elsewhere, failures and the end with --quiet."""
+
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from corral.lab.compare.folder import Progress, duration
+from corral.lab.compare.record import Comparison, Record
+from corral.lab.report.ranges import setting_text
+from corral.lab.run.view import PatientConsole, RunView, number
+
+_COLOURS = {
+    "running": "cyan",
+    "finished": "green",
+    "collapsed": "yellow",
+    "interrupted": "yellow",
+    "failed": "red",
+    "waiting": "dim",
+}
+
+_PRIORITY = ("running", "failed", "interrupted", "collapsed", "finished", "waiting")
+"""What stays in the table if not all runs fit on the screen."""
+
+_EVERY = 60.0
+"""Seconds between two lines that only say how far it is."""
+
+
+class CompareView(RunView):
+    """Quiet: failures and the end. The base of the others; a `ScheduleView`."""
+
+    def __init__(self, console: Console, problems: Console) -> None:
+        super().__init__(console, problems)
+        self.progress: dict[str, Progress] = {}
+        self.left: float | None = None
+
+    def banner(self, lines: Sequence[tuple[str, str]]) -> None:
+        """What is about to be run."""
+
+    def open(self, comparison: Comparison) -> None:
+        """It starts, or is resumed."""
+        self.comparison = comparison
+
+    def update_run(self, record: Record, progress: Progress) -> None:
+        """A run has another state."""
+        self.progress[record.run.folder] = progress
+        if record.state == "failed":
+            self.warn(f"{record.run.label} failed: {record.error}")
+
+    def update_time(self, left: float | None) -> None:
+        """Time has passed."""
+        self.left = left
+
+    def progress_line(self) -> str:
+        """`3 of 12 runs done, 2 running, about 12 min left`."""
+        records = self.comparison.records
+        states = [record.state for record in records]
+        done = sum(states.count(state) for state in ("finished", "collapsed"))
+        parts = [f"{done} of {self.comparison.plan.count} runs done"]
+        parts += [f"{states.count(state)} {state}" for state in ("running", "interrupted", "failed") if state in states]
+        return ", ".join([*parts, *([f"about {duration(self.left)} left"] if self.left is not None else [])])
+
+
+class PlainCompareView(CompareView):
+    """A line whenever a run starts or ends, and one a minute: for pipes, files and batch systems."""
+
+    def banner(self, lines: Sequence[tuple[str, str]]) -> None:
+        for name, text in lines:
+            self.say(f"{name:<10} {text}")
+
+    def open(self, comparison: Comparison) -> None:
+        super().open(comparison)
+        self.spoke = time.monotonic()
+
+    def update_run(self, record: Record, progress: Progress) -> None:
+        super().update_run(record, progress)
+        if record.state != "failed":
+            success = "" if progress.success is None else f", success {number(progress.success)}"
+            at = f" at step {progress.step} of {progress.steps}{success}" if progress.step or progress.success else ""
+            self.say(f"{record.run.label}: {record.state}{at}")
+
+    def update_time(self, left: float | None) -> None:
+        super().update_time(left)
+        if time.monotonic() - self.spoke > _EVERY:
+            self.spoke = time.monotonic()
+            self.say(self.progress_line())
+
+    def say(self, sentence: str) -> None:
+        self.console.print(Text(sentence), soft_wrap=True, highlight=False)
+
+
+class LiveCompareView(PlainCompareView):
+    """A table that stays in place: contestant, setting, seed, state, step, success, time left."""
+
+    live: Live | None = None
+
+    def open(self, comparison: Comparison) -> None:
+        super().open(comparison)
+        self.last = ""
+        self.live = Live(self.table(), console=self.console, refresh_per_second=2, get_renderable=self.table, transient=True)
+        self.live.start()
+
+    def stopping(self, sentence: str) -> None:
+        self.last = sentence  # what is written past the table, the table paints over
+
+    update_run, update_time = CompareView.update_run, CompareView.update_time
+
+    def close(self) -> None:
+        if self.live is not None:  # a comparison may fail before it begins
+            self.live.stop()
+
+    def table(self) -> Group:
+        """As many runs as fit, and a line of totals."""
+        rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
+        caption = self.progress_line()
+        if len(rows) < len(self.comparison.records):
+            caption += f"; {len(self.comparison.records) - len(rows)} not shown"
+        last = [Text(self.last, style="yellow")] if self.last else []
+        return Group(_run_table(rows, self.progress), Text(caption, style="bold"), *last)
+
+
+def make_compare_view(*, quiet: bool) -> CompareView:
+    """The view for where the output goes."""
+    console, problems = PatientConsole(), PatientConsole(stderr=True)
+    if quiet:
+        return CompareView(console, problems)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveCompareView(console, console)  # warnings must pass through the live table's own console
+    return PlainCompareView(console, problems)
+
+
+def run_cells(records: Sequence[Record], progress: dict[str, Progress]) -> list[list[str]]:
+    """One row per run, under a row of names. What no run has is left out."""
+    swept, failed = any(record.run.setting for record in records), any(record.error for record in records)
+    names = ["contestant", *(["setting"] if swept else []), "seed", "state", "step", "success", "left"]
+    rows = [names + (["what went wrong"] if failed else [])]
+    for record in records:
+        seen = progress.get(record.run.folder)
+        row = [record.run.contestant, *([setting_text(record.run.setting)] if swept else []), str(record.run.seed)]
+        row += [record.state, f"{seen.step}/{seen.steps}" if seen and seen.inode is not None else ""]
+        row += ["" if seen is None or seen.success is None else number(seen.success)]
+        row += [seen.left if seen and record.state == "running" else "", *([record.error or ""] if failed else [])]
+        rows.append(row)
+    return rows
+
+
+def _run_table(records: Sequence[Record], progress: dict[str, Progress]) -> Table:
+    """The same for a terminal."""
+    names, *rows = run_cells(records, progress)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name in ("seed", "step", "success", "left") else "left", no_wrap=True)
+    for record, row in zip(records, rows, strict=True):
+        table.add_row(*(Text(cell, style=_COLOURS[record.state] if cell == record.state else "") for cell in row))
+    return table
+
+
+def visible_records(records: Sequence[Record], most: int) -> list[Record]:
+    """At most `most` runs, those that matter most now, in the order of the plan. Of those that ended, the latest."""
+    by_state = {state: [record for record in records if record.state == state] for state in _PRIORITY}
+    by_state["finished"].reverse()
+    chosen = [record for state in _PRIORITY for record in by_state[state]][:most]
+    return [record for record in records if any(record is other for other in chosen)]
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text as lines, each column as wide as its widest entry."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

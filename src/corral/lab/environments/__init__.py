@@ -1,0 +1,82 @@
+"""Simulated tasks under Gymnasium ids `corral/…`; importing this registers them.
+
+Every environment here has episodes of fixed length, joints in its observation, the elapsed share of the episode as the
+observation's last entry (rewards depend on time), a `success` in the info of the last step, and an image for a render.
+"""
+
+from dataclasses import dataclass
+
+from corral.validate import pip_install
+
+try:
+    from gymnasium.envs.registration import register, registry
+except ImportError as error:
+    raise ImportError(
+        f"corral.lab.environments: gymnasium and mujoco simulate the tasks. Install them: {pip_install('robot')}."
+    ) from error
+
+from corral.robot.tracking import Tracking
+from corral.robot.vector import make_envs
+
+__all__ = ["ENVIRONMENTS", "Environment", "make_envs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """An environment's entry point, episode length, time step and controller."""
+
+    entry_point: str
+    steps: int
+    """T: steps of an episode."""
+    dt: float
+    """Seconds from one action to the next."""
+    tracking: Tracking
+    """How its joints follow a plan."""
+    vector_entry_point: str | None = None
+    """Steps all copies at once, where there is such a form."""
+    tells_event: bool = False
+    """The last info has the step of an `event`, to which TCE can move what is paid later."""
+
+
+ENVIRONMENTS = {
+    "corral/ViaPointReacher-v0": Environment(
+        entry_point="corral.lab.environments.via_point:ViaPointReacher",
+        vector_entry_point="corral.lab.environments.via_point:ViaPointReachers",
+        steps=100,
+        dt=0.02,
+        tracking=Tracking(joints=(0, 5), velocities=(5, 10), p=10.0, d=1.0),  # 40 p = 20² and 40 d = 2 · 20: critically damped
+    ),
+    "corral/HopperJump-v0": Environment(
+        entry_point="corral.lab.environments.hopper_jump:HopperJump",
+        steps=250,
+        dt=0.008,
+        tracking=Tracking(joints=(3, 6), velocities=(9, 12), p=1.0, d=0.1),
+        tells_event=True,
+    ),
+    "corral/BoxPushing-v0": Environment(
+        entry_point="corral.lab.environments.box_pushing:BoxPushing",
+        steps=100,
+        dt=0.02,
+        tracking=Tracking(
+            joints=(0, 7),
+            velocities=(7, 14),
+            p=(1.2, 1.2, 1.2, 1.2, 0.5, 0.3, 0.1),
+            d=(0.1, 0.1, 0.1, 0.1, 0.06, 0.05, 0.03),
+        ),
+    ),
+    "corral/MetaWorld-v0": Environment(
+        entry_point="corral.lab.environments.metaworld:MetaWorld",
+        steps=500,
+        dt=0.0125,
+        tracking=Tracking(joints=(0, 4), velocities=(4, 8), command="position"),  # the environment itself holds the gain
+    ),
+}
+
+for name, environment in ENVIRONMENTS.items():
+    if name not in registry:
+        register(
+            name,
+            environment.entry_point,
+            max_episode_steps=environment.steps,
+            vector_entry_point=environment.vector_entry_point,
+        )

@@ -1,0 +1,1 @@
+"""The two kinds of run: language models and robots."""

@@ -1,0 +1,254 @@
+"""Evaluation on held-out problems: settings → completions, batch by batch → rewards → estimates with intervals."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from corral.lab.jobs.llm.eval_settings import MULTI_TURN, EvalSettings
+from corral.lab.jobs.llm.problems import Problems, Sampling
+from corral.lab.jobs.llm.results import RIGHT, EvalFolder, EvalView, Row, summarise
+from corral.lab.jobs.llm.rewards import Reward, path_of, verifier
+from corral.lab.jobs.llm.sampler import Backend, Sampler, TransformersSampler, choose_backend, make_sampler
+from corral.lab.jobs.llm.turns import MultiTurn, make_multi_turn
+from corral.lab.models.load import choose_device
+from corral.lab.models.subject import Subject
+from corral.lab.tasks import Task, make_task
+from corral.provenance import commit, plain, versions
+from corral.validate import RewardError, RunError
+
+_PROCEDURAL = 512
+"""Problems of a procedural task, which can draw any number of them."""
+
+_BATCH_SIZES = {"transformers": 256, "vllm": 2048}
+
+_Batch = list[tuple[int, int, bool]]
+"""(problem, sample, greedy) of each completion."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Where an evaluation is, and the content of its eval.json."""
+
+    path: Path
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalJob:
+    """An evaluation with every setting resolved, before a model is loaded."""
+
+    subject: Subject
+    task: Task
+    instruction: str
+    held_out: list[str]
+    samples: int
+    sampling: Sampling
+    batch_size: int
+    seed: int
+    device: str
+    backend: Backend
+    turns: MultiTurn | None = None
+    """Who answers within completions."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """What the plan says of that, and of the chat template; empty where there is nothing to say."""
+
+    def plan(self) -> dict[str, Any]:
+        """Everything that the result depends on. Two evaluations with the same plan are one."""
+        return plain(
+            {
+                "model": self.subject.name,
+                "step": self.subject.step,
+                "identity": self.subject.identity,
+                "task": {"name": self.task.name, **vars(self.task)},
+                "instruction": self.instruction,
+                "problems": len(self.held_out),
+                "problems_sha256": hashlib.sha256("\0".join(self.held_out).encode(errors="surrogatepass")).hexdigest(),
+                "samples": self.samples,
+                **dataclasses.asdict(self.sampling),
+                "batch_size": self.batch_size,
+                "seed": self.seed,
+                "device": self.device,
+                "backend": self.backend,
+                **self.how,
+            }
+        )
+
+    def problems(self, tokenizer: PreTrainedTokenizerBase) -> Problems:
+        """The problems, worded for a model."""
+        try:
+            tools = self.turns.template(tokenizer) if self.turns is not None else {}
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        template = tools | self.how.get("chat_template_kwargs", {})
+        return Problems(task=self.task, tokenizer=tokenizer, instruction=self.instruction, template=template)
+
+    def batches(self) -> Iterator[_Batch]:
+        """Every completion once: greedy ones first, then all samples of a problem together."""
+        greedy = [(problem, 0, True) for problem in range(len(self.held_out))]
+        sampled = [(problem, sample, False) for problem in range(len(self.held_out)) for sample in range(self.samples)]
+        for wanted in (greedy, sampled):
+            for start in range(0, len(wanted), self.batch_size):
+                yield wanted[start : start + self.batch_size]
+
+
+def evaluate(settings: EvalSettings, view: EvalView, *, out: Path | str | None = None) -> Evaluation:
+    """Evaluate; resume an incomplete evaluation with the same plan, or return the result of a finished one."""
+    job = prepare_evaluation(settings)
+    plan = job.plan()
+    folder = EvalFolder(Path(out) if out is not None else _default_folder(job, plan))
+    done = folder.read_result(plan)
+    for sentence in job.subject.complaints:
+        view.warn(sentence)
+    if done is None:
+        sampler = make_sampler(job.backend, job.subject, job.device)
+        problems = job.problems(sampler.tokenizer)
+        problems.check_length(job.held_out, sampler.config, job.sampling.max_tokens)
+        folder.open({"settings": plan, "versions": versions()})
+        try:
+            done = _run(job, problems, sampler, folder, view)
+        finally:
+            view.close()
+            folder.close()
+    else:
+        view.say(f"{folder.path} has this evaluation already.")
+    view.end(done, folder.path)
+    return Evaluation(folder.path, done)
+
+
+def prepare_evaluation(settings: EvalSettings) -> EvalJob:
+    """Resolve and validate everything that the settings name."""
+    subject, name = settings.find()
+    own = name == subject.defaults.get("task")
+    device = choose_device(settings.device)
+    how = settings.multi_turn(subject)
+    backend = choose_backend(settings.backend, subject, device, played=not how.keys().isdisjoint(MULTI_TURN))
+    try:
+        turns = make_multi_turn(
+            how.get("tool", ""), how.get("tools", ()), how.get("environment_factory", ""), how.get("max_turns")
+        )
+        task = make_task(name, **{**settings.inherited(subject, name), **settings.task_config})
+        held_out = task.held_out_prompts(settings.problems or default_problems(task), settings.seed)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if not held_out:
+        raise RunError(f"the task {task.name} has no held-out problems to evaluate on.")
+    needed, trained = task.max_completion_length + 1, subject.defaults.get("max_tokens", 0)
+    longest = settings.max_tokens or (trained if own else max(needed, trained))  # another task's answers may be longer
+    return EvalJob(
+        subject=subject,
+        task=task,
+        instruction=settings.instruction or subject.defaults.get("instruction", "{problem}"),
+        held_out=held_out,
+        samples=settings.samples,
+        sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p, max_tokens=longest),
+        batch_size=settings.batch_size or _BATCH_SIZES[backend],
+        seed=settings.seed,
+        device=device,
+        backend=backend,
+        turns=turns,
+        how=how | {"tools": [path_of(one) for one in how["tools"]]} if "tools" in how else how,
+    )
+
+
+def default_problems(task: Task) -> int:
+    """All held-out problems of a data set, which has `sizes`; 512 of a procedural task."""
+    sizes = getattr(task, "sizes", None)  # (to train on, held out); no part of the protocol
+    return _PROCEDURAL if sizes is None else max(1, sizes[1])
+
+
+def _default_folder(job: EvalJob, plan: dict[str, Any]) -> Path:
+    """Beside a run's checkpoints, or under evals/; named by the plan, so that the same command finds it again."""
+    key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:8]
+    if job.subject.run is not None:
+        return job.subject.run / "evals" / f"{job.task.name}-step{job.subject.step}-{key}"
+    label = re.sub(r"[^\w.-]+", "-", job.subject.name).strip("-.")[-60:]
+    return Path("evals") / f"{job.task.name}-{label}-{key}"
+
+
+def _run(job: EvalJob, problems: Problems, sampler: Sampler, folder: EvalFolder, view: EvalView) -> dict[str, Any]:
+    """Complete and grade the batches that are missing, then summarise."""
+    score = verifier(job.task)
+    ids = problems.tokens(job.held_out)
+    batches = list(job.batches())
+    kept = {index: part for index in range(len(batches)) if (part := folder.part(index)) is not None}
+    view.begin(_heading(job, folder.path), sum(map(len, batches)), sum(map(len, kept.values())))
+    if kept:
+        view.say(f"resuming after {len(kept)} of {len(batches)} batches, kept in {folder.parts}")
+    started = time.monotonic()
+    rows: list[Row] = []
+    right: dict[bool, list[bool]] = {True: [], False: []}  # by whether the answer is greedy
+    if len(kept) < len(batches):
+        sampler.start(max(map(len, ids)) + job.sampling.max_tokens)
+    for index, batch in enumerate(batches):
+        found = kept.get(index)
+        if found is None:
+            found = answer_batch(job, problems, ids, batch, sampler, score)
+            folder.add(index, found)
+        rows += found
+        marks = right[found[0]["greedy"]]
+        marks += [row["reward"] >= RIGHT for row in found]
+        view.advance(len(rows), "greedy" if found[0]["greedy"] else "pass@1", sum(marks) / len(marks))
+    result = {
+        **summarise(rows),
+        "settings": job.plan(),
+        "seconds": time.monotonic() - started,
+        "command": sys.argv,
+        "versions": versions(),
+        "commit": commit(),
+    }
+    folder.finish(rows, result)
+    return result
+
+
+def answer_batch(
+    job: EvalJob, problems: Problems, ids: list[list[int]], batch: _Batch, sampler: Sampler, score: Reward
+) -> list[Row]:
+    """Complete and grade one batch."""
+    greedy = batch[0][2]
+    seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
+    prompts = [job.held_out[problem] for problem, _, _ in batch]
+    if job.turns is None:
+        written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, job.sampling, greedy=greedy)
+    else:
+        assert isinstance(sampler, TransformersSampler)  # `choose_backend` has seen to it
+        written = sampler.play(job.turns, problems, prompts, seeds, job.sampling, greedy=greedy)
+    rewards = [one.reward for one in written]
+    if any(reward is None for reward in rewards):
+        rewards = score(prompts=prompts, completions=[one.text for one in written], problem=prompts)
+    rows = []
+    for (problem, sample, _), prompt, one, reward in zip(batch, prompts, written, rewards, strict=True):
+        if reward is None or not 0 <= reward <= 1:
+            who = f"{job.task.name}.verify" if one.reward is None else "get_reward of the environment"
+            raise RewardError(f"{who} gave {reward} for {one.text!r}. An evaluation needs rewards in 0..1.")
+        shown = one.transcript or one.text
+        row = {"problem": problem, "sample": sample, "greedy": greedy, "prompt": prompt, "completion": shown}
+        rows.append({**row, "reward": reward, "tokens": one.tokens, "ended": one.ended})
+    return rows
+
+
+def draw_seed(seed: int, problem: int, sample: int) -> int:
+    """A 63-bit random seed for one completion, hashed: sums would give neighbours the same streams."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {problem} {sample}".encode()).digest()[:8], "big") >> 1
+
+
+def _heading(job: EvalJob, where: Path) -> list[tuple[str, str]]:
+    """The heading that is printed before an evaluation starts."""
+    step = "" if job.subject.step is None else f", after step {job.subject.step}"
+    how = f"temperature {job.sampling.temperature:g}, top_p {job.sampling.top_p:g}, at most {job.sampling.max_tokens} tokens"
+    return [
+        ("model", f"{job.subject.name}{step}"),
+        ("task", f"{job.task.name}, {len(job.held_out):,} held-out problems"),
+        *([("tools", ", ".join(f"{name} {job.how[name]}" for name in MULTI_TURN if name in job.how))] if job.turns else []),
+        ("answers", f"1 greedy and {job.samples} sampled each: {how}, seed {job.seed}"),
+        ("device", f"{job.device}, {job.backend}, {job.batch_size} at a time"),
+        ("results", str(where)),
+    ]

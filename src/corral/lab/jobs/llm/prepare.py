@@ -1,0 +1,265 @@
+"""Preparation of a run: model, task, data with their digests, rewards and configuration of the trainer."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from corral.lab.jobs.llm.problems import Problems
+from corral.lab.jobs.llm.rewards import Reward, check_columns, make_rewards
+from corral.lab.jobs.llm.settings import Settings, check_packages
+from corral.lab.jobs.llm.turns import FunctionCalls, MultiTurn, TextTool, make_multi_turn
+from corral.lab.models.load import choose_device, load_model, load_trainable
+from corral.lab.models.subject import newest_checkpoint
+from corral.lab.run.settings import coerce
+from corral.lab.tasks import Task, columns_of, make_task
+from corral.lab.tasks.dataset import FiniteTask
+from corral.provenance import plain
+from corral.trl.api import REDUCTIONS, steps_per_batch
+from corral.trl.config import CorralConfig, Sampler
+from corral.validate import RunError, nearest
+
+
+def describe_data(task: Task, train: Sequence[str], held_out: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How many rows a run uses to train on and to measure success on, and the digest of each."""
+    return {
+        name: {"rows": len(prompts), "sha256": digests(task, prompts)[len(prompts)]}
+        for name, prompts in (("train", train), ("held_out", held_out))
+    }
+
+
+def digests(task: Task, prompts: Sequence[str], *counts: int) -> dict[int, str]:
+    """SHA-256 of all these rows in their order, and of the first `counts` of them, by how many rows they are of.
+
+    A row is its prompt, and where the task has data its answer and its other columns.
+    """
+    found, running = dict[int, str](), hashlib.sha256()
+    for number, prompt in enumerate(prompts):
+        if number in counts:
+            found[number] = running.hexdigest()
+        row = [task.answer(prompt), task.row(prompt)] if isinstance(task, FiniteTask) else columns_of(task, [prompt])
+        running.update(_ENCODE([prompt, row]).encode())
+    return found | {len(prompts): running.hexdigest()}
+
+
+def _as_plain(value: Any) -> Any:
+    """What JSON does not have, as text or a table that is the same in every process."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+_ENCODE = json.JSONEncoder(default=_as_plain).encode
+"""Made once: a million rows take as long again where each makes its own."""
+
+
+def changed_data(
+    before: Any, settings: Settings, task: Task, train: Sequence[str], held_out: Sequence[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """What has changed since a run began, in words, and the description of its data now.
+
+    Args:
+        before: what its config.json says of them; a RunError where that cannot be read.
+        train: the rows that the resumed run will see, which may be more or fewer.
+    """
+    words, now = [], {}
+    for name, prompts, what in (("train", train, "to train on"), ("held_out", held_out, "that are held out")):
+        entry = before.get(name) if isinstance(before, Mapping) else None
+        if not isinstance(entry, Mapping) or type(entry.get("rows")) is not int or not 0 <= entry["rows"] < 2**40:
+            raise RunError(f"config.json is not what a run writes: `data` has no number of rows {what}.")
+        rows = entry["rows"]
+        if rows > len(prompts) and name == "train":  # a shorter run; the first rows of a longer draw are those of a shorter one
+            prompts = task.train_prompts(rows, settings.seed)
+        found = digests(task, prompts, rows)
+        if found.get(rows) != entry.get("sha256"):
+            words.append(f"the {rows:,} rows {what}")
+        now[name] = {"rows": len(prompts), "sha256": found[len(prompts)]}
+    return words, now
+
+
+_WITHOUT_FOLDER = ("smoke", "smollm2")
+"""Models that are built in memory, so that TRL cannot load them again for a reference."""
+
+_NUMBERS: dict[Any, Any] = {kind: hint for hint in (int, float, bool) for kind in (hint, hint.__name__)}
+"""Types of peft's settings that can be checked, as types or as their names."""
+
+_REPORTS = ("none", "tensorboard", "wandb", "trackio")
+"""Usual places to report to."""
+
+_LEAST_ROOM = 16
+"""Tokens that a completion gets at least where a model has too few positions for what the task may need."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, validated."""
+
+    model: PreTrainedModel | PeftModel
+    problems: Problems
+    dataset: Dataset
+    held_out: list[str]
+    config: CorralConfig
+    adapter: LoraConfig | None
+    rewards: list[Reward]
+    teacher: PreTrainedModel | None = None
+    """Whom the model learns from, if not from itself."""
+    notes: tuple[str, ...] = ()
+    """What was chosen for the user, in sentences."""
+    turns: MultiTurn | None = None
+    """Who answers the model within a completion."""
+
+
+def pin_model(settings: Settings) -> Settings:
+    """Settings whose model, where it is a run, is that run's newest whole checkpoint by name."""
+    return dataclasses.replace(settings, model=newest_checkpoint(settings.model) or settings.model)
+
+
+def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedTokenizerBase]] = load_trainable) -> Parts:
+    """Build what the settings name, or raise RunError. `load` makes the model and its tokenizer."""
+    check_packages({"report_to": settings.report_to, **settings.trainer})
+    for name in settings.report_to.split(","):
+        if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
+            raise RunError(f"`report_to` has {name!r}, which transformers cannot report to.{nearest(name, _REPORTS)}")
+    try:
+        task = make_task(settings.task, **settings.task_config)
+        config = trainer_config(settings, task.max_completion_length + 1)
+        turns = make_multi_turn(settings.tool, settings.tools, settings.environment_factory, config.max_tool_calling_iterations)
+        if isinstance(turns, TextTool) and config.use_vllm:
+            raise ValueError("`tool` plays its turns with the trainer's own model. Leave `use_vllm` out.")
+        sampler: Sampler = "vllm" if config.use_vllm else "rollout_func" if isinstance(turns, TextTool) else "transformers"
+        config.check_sampler(sampler)
+        rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
+        if isinstance(turns, FunctionCalls) and turns.pays and not settings.reward:
+            rewards, config.reward_weights = [], None  # TRL adds the environment's own
+        taught = _check_teacher(settings, config)
+        model, tokenizer = load(settings.model)
+        dtype = torch.bfloat16 if config.bf16 else torch.float32
+        teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
+        template = turns.template(tokenizer) if turns is not None else {}
+        template |= cast(dict[str, Any], config.chat_template_kwargs or {})  # TRL has read a text as JSON
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if config.beta and not settings.lora and settings.model in _WITHOUT_FOLDER:
+        raise RunError(
+            f"`beta` needs a reference, which TRL loads by name, and {settings.model} is no folder. Leave beta out, or train "
+            f"an adapter (--lora.r 8), whose reference is the model without it."
+        )
+    if config.max_completion_length is None:
+        raise RunError("`max_completion_length` is None, but a run must know how long a completion may be. Give a number.")
+    adapter = lora_config(settings.lora)
+    if adapter is not None and is_peft_model(model):
+        raise RunError(
+            f"{settings.model} is an adapter, and lora.{next(iter(settings.lora))} asks for another one. Leave lora out to go "
+            f"on with it as it is. For a new one on top, merge it first (peft's merge_and_unload, then save_pretrained), and "
+            f"give that folder as the model."
+        )
+    problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction, template=template)
+    shown = settings.teacher_instruction or ("" if settings.teacher else f"{{solution}}\n{settings.instruction}")
+    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught == "distill" else "")
+    held_out = task.held_out_prompts(settings.eval_size, settings.seed)
+    if not held_out:
+        raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
+    if settings.reward or settings.environment_factory:
+        check_columns(task, held_out[0])
+    given = "max_completion_length" in settings.trainer or "max_completion_length" in settings.task_config
+    asked = [*dataset["problem"], *held_out]
+    notes = () if given else _fit_length(problems, asked, model.config, config)
+    problems.check_length(asked, model.config, config.max_completion_length)
+    problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
+    return Parts(model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, turns)
+
+
+def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, config: CorralConfig) -> tuple[str, ...]:
+    """Shorten a task's own max_completion_length to what the model's positions leave; writes into `config`, and says so."""
+    room = problems.room(asked, model)
+    assert config.max_completion_length is not None  # None is refused before
+    if room is None or config.max_completion_length <= room or room < _LEAST_ROOM:
+        return ()
+    config.max_completion_length = room
+    return (f"max_completion_length is {room}: all that the model's positions leave beside the longest prompt.",)
+
+
+def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
+    """The objective's name if it reads a third policy; ValueError where it does not read what was named for it."""
+    objective = config.make_objective()
+    taught = objective.name if "dist_teacher" in objective.needs else None
+    if settings.teacher and taught is None:
+        raise ValueError(
+            f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
+            f"reference to stay near, troll with centre='reference'."
+        )
+    if settings.teacher_instruction and taught != "distill":
+        raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
+    return taught
+
+
+def lora_config(given: dict[str, Any]) -> LoraConfig | None:
+    """peft's settings of an adapter on every linear layer but the head, unless `target_modules` says otherwise."""
+    known = {item.name: item.type for item in dataclasses.fields(LoraConfig) if item.init}
+    for key, value in given.items():
+        if key not in known:
+            raise RunError(f"lora: there is no setting `{key}`.{nearest(key, known)}")
+        if known[key] in _NUMBERS:  # peft compares what it was given with numbers
+            coerce(f"lora.{key}", value, _NUMBERS[known[key]])
+    if given.get("r", 1) < 1:
+        raise RunError(f"`lora.r` is the rank of an adapter and must be at least 1; got {given['r']}.")
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear"} | given) if given else None
+
+
+def trainer_config(settings: Settings, max_completion_length: int) -> CorralConfig:
+    """TRL's settings: the run's own, then what the user gave."""
+    on_gpu = choose_device(settings.device) == "cuda"
+    chosen: dict[str, Any] = {
+        "max_completion_length": max_completion_length,
+        "bf16": on_gpu and settings.model != "tiny",
+        "objective": settings.objective,
+        "objective_config": settings.objective_config,
+        "seed": settings.seed,
+        "report_to": settings.report_to.split(","),
+        "use_cpu": not on_gpu,
+        "save_strategy": "no",  # the run says when
+        "disable_tqdm": True,
+        "log_level_replica": "error",  # one process speaks
+        "shuffle_dataset": False,  # problems are drawn at random already
+    }
+    config = CorralConfig(output_dir="runs", **chosen | settings.trainer)
+    cycle = math.lcm(config.gradient_accumulation_steps, steps_per_batch(config))
+    config.logging_steps = cycle // config.gradient_accumulation_steps
+    config.max_steps = settings.steps * config.logging_steps
+    return config
+
+
+def _problems_needed(settings: Settings, config: CorralConfig) -> int:
+    """Problems that the run will see, each once: without epochs, a resumed run finds its place by counting."""
+    every = steps_per_batch(config)
+    rollouts = settings.steps * math.lcm(config.gradient_accumulation_steps, every) // every
+    return rollouts * config.prompts_per_batch
+
+
+def config_content(settings: Settings, parts: Parts) -> dict[str, Any]:
+    """The content of config.json."""
+    task = parts.problems.task
+    return {
+        "settings": settings.flat(),
+        "objective": {"name": settings.objective, **vars(parts.config.make_objective().config)},
+        "reduction": {"name": REDUCTIONS[parts.config.loss_type], "own": parts.config.other_reduction is None},
+        "task": {"name": task.name, **vars(task)},
+        "data": describe_data(task, parts.dataset["problem"][:], parts.held_out),
+        "model": {"name": settings.model, "parameters": sum(p.numel() for p in parts.model.parameters())},
+        "trainer": plain(parts.config.to_dict()),
+        "command": sys.argv,
+    }

@@ -1,0 +1,213 @@
+"""A task's problems in a model's chat template: the training set, prompts as tokens, and completions of them."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from corral.lab.tasks import Task, columns_of, messages_of
+from corral.lab.tasks.procedural import ProceduralTask
+from corral.trl import MODEL_IDS, TEACHER_PROMPT
+from corral.validate import RunError
+
+Prompt = str | list[dict[str, str]]
+
+_LONGEST = 1000
+"""How many prompts, the longest in characters, are tokenised to see whether they fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    """Problems of a task, worded for a model: in its chat template if it has one."""
+
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    instruction: str
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template: TRL's `chat_template_kwargs`, and tools."""
+
+    def prompt(self, problem: str) -> Prompt:
+        """What the trainer passes to the model; in a chat, the instruction is around the last message."""
+        return self._worded(problem, self.instruction, {})
+
+    def _worded(self, problem: str, instruction: str, values: Mapping[str, Any]) -> Prompt:
+        """The problem in this instruction; {problem} and the names of `values` stand for what they are."""
+
+        def fill(text: str) -> str:
+            known = {**values, "problem": text}
+            return re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), instruction)
+
+        if not self.tokenizer.chat_template:
+            return fill(problem)
+        *before, last = messages_of(self.task, problem)
+        return [*before, {**last, "content": fill(last["content"])}]
+
+    def tokens(self, problems: Sequence[str]) -> list[list[int]]:
+        """The same as token ids, as the trainer makes them."""
+        return self.tokenise(map(self.prompt, problems))
+
+    def tokenise(self, prompts: Iterable[Prompt]) -> list[list[int]]:
+        """Prompts, worded already, as token ids."""
+        render, how = self.tokenizer.apply_chat_template, {"tokenize": False, "add_generation_prompt": True, **self.template}
+        texts = [p if isinstance(p, str) else render(p, **how) for p in prompts]
+        # A chat template writes special tokens itself.
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
+        return ids
+
+    def dataset(self, count: int, seed: int, teacher_instruction: str = "") -> Dataset:
+        """`count` problems to train on, in the order in which they will be seen; with what a teacher reads of each, if any."""
+        try:
+            problems = self.task.train_prompts(count, seed)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        if len(problems) < count:
+            raise RunError(
+                f"the task {self.task.name} has {len(problems)} problems to train on, and this run needs {count}. Use fewer "
+                f"steps or a smaller batch, or mend `train_prompts`."
+            )
+        columns: dict[str, Any] = {"prompt": [self.prompt(problem) for problem in problems], "problem": problems}
+        if teacher_instruction:
+            columns[TEACHER_PROMPT] = self._teacher_prompts(problems, seed, teacher_instruction)
+        return Dataset.from_dict(columns)
+
+    def _teacher_prompts(self, problems: list[str], seed: int, instruction: str) -> list[Prompt]:
+        """What a teacher reads: {solution} is a procedural task's own answer, any other name a column of the task's rows."""
+        values = columns_of(self.task, problems)
+        if isinstance(self.task, ProceduralTask):
+            values["solution"] = [answer for _, answer in self.task.demonstrations(len(problems), seed)]
+        if "{solution}" in instruction and "solution" not in values:
+            known = ", ".join(f"{{{name}}}" for name in values) or "none"
+            raise RunError(
+                f"the teacher should read {{solution}}, and the task {self.task.name} has no such column. Set "
+                f"`teacher_instruction` with one that it has ({known}), or name another model as the `teacher`."
+            )
+        return [
+            self._worded(problem, instruction, {name: column[i] for name, column in values.items()})
+            for i, problem in enumerate(problems)
+        ]
+
+    def room(self, problems: Sequence[str], config: PreTrainedConfig) -> int | None:
+        """Positions that the longest of these prompts leaves for a completion; None where the model has no limit."""
+        room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
+        longest = sorted(set(problems), key=len)[-_LONGEST:]
+        return None if room is None else room - max(map(len, self.tokens(longest)))
+
+    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, max_completion_length: int) -> None:
+        """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
+        longest = sorted(set(problems), key=len)[-_LONGEST:]
+        self._check_room("a prompt", longest, map(self.prompt, longest), config, max_completion_length)
+
+    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, max_completion_length: int) -> None:
+        """The same for what a teacher reads."""
+        rows = dataset[TEACHER_PROMPT][:] if TEACHER_PROMPT in dataset.column_names else []
+        longest = sorted(range(len(rows)), key=lambda i: len(str(rows[i])))[-_LONGEST:]
+        shown, problems = [rows[i] for i in longest], [dataset["problem"][i] for i in longest]
+        self._check_room("a teacher's prompt", problems, shown, config, max_completion_length)
+
+    def _check_room(
+        self, what: str, problems: list[str], prompts: Iterable[Prompt], config: PreTrainedConfig, max_completion_length: int
+    ) -> None:
+        room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
+        if room is None or not problems:
+            return
+        tokens, problem = max(zip(map(len, self.tokenise(prompts)), problems, strict=True))
+        if tokens + max_completion_length > room:
+            raise RunError(
+                f"{what} has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "
+                f"{room} positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or "
+                f"another model."
+            )
+
+
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], max_new_tokens: int, *, greedy: bool
+) -> list[str]:
+    """One completion per prompt, greedy or sampled at temperature 1 from the whole policy."""
+    tokens = generate(model, tokenizer, ids, max_new_tokens, greedy=greedy)
+    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts
+
+
+def plain_sampling(
+    tokenizer: PreTrainedTokenizerBase,
+    ends: set[int],
+    max_new_tokens: int,
+    *,
+    greedy: bool,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> GenerationConfig:
+    """Settings for transformers' generation that sample from the policy itself, or take its likeliest token.
+
+    They are all of them where `own_settings_aside` keeps the model's own away.
+    """
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=sorted(ends) or None,
+        **({"do_sample": False} if greedy else sampling),
+    )
+
+
+@contextmanager
+def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model generate without its generation_config, from which transformers takes whatever it is not given.
+
+    Its token ids alone stay. A list of what to switch off would miss what the next release adds.
+    """
+    own = model.generation_config
+    ids = {name: value for name in MODEL_IDS if (value := vars(own).get(name)) is not None}
+    model.generation_config = GenerationConfig(**ids)
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[list[int]],
+    max_new_tokens: int,
+    *,
+    greedy: bool,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> list[list[int]]:
+    """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
+    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
+    ends = end_tokens(model, tokenizer)
+    config = plain_sampling(tokenizer, ends, max_new_tokens, greedy=greedy, temperature=temperature, top_p=top_p)
+    writer: Any = model  # causal models can generate; transformers' base class does not say so
+    with own_settings_aside(model):
+        tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()
+    return [cut_at_end(row, ends) for row in tokens]
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end a completion; instruction-tuned models often have several."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends  # 0 is a token like any other
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def cut_at_end(tokens: list[int], ends: set[int]) -> list[int]:
+    """The tokens up to the first that ends the sequence, and with it: what follows is padding."""
+    last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]

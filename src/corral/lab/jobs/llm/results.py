@@ -1,0 +1,414 @@
+"""Results of `corral eval`: rows, pass@k with intervals, files and the table on the terminal."""
+
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+from scipy.special import stdtrit
+
+from corral.lab.run.files import disk_sentence, lock, read_json, require_regular, write_json, write_whole
+from corral.lab.run.interval import LEVEL, Estimate, wilson
+from corral.lab.run.view import Clock, PatientConsole, TimeLeft
+from corral.validate import RunError
+
+RIGHT = 1.0 - 1e-6
+"""A completion with at least this reward is right. Rewards go from 0 to 1; what is between is partial credit."""
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that at least one of k samples is right, estimated without bias from `samples` of which `right` are.
+
+        pass@k = 1 − C(n−c, k) / C(n, k)          n samples, c right
+
+    This is the share of the k-subsets of the samples that hold a right one. The plug-in 1 − (1 − c/n)^k is biased downwards.
+
+    Args:
+        samples: n ≥ 1.
+        right: c in 0..n.
+        k: how many may be tried, 1..n.
+    Returns:
+        A probability, exact up to its rounding: binomials are whole numbers here.
+    Ref:
+        Chen et al. 2021, arXiv:2107.03374, equation 1. Invariant: its mean over Binomial(n, p) is 1 − (1−p)^k.
+    """
+    if not 1 <= k <= samples or not 0 <= right <= samples:
+        raise ValueError(f"pass_at_k: needs 1 ≤ k ≤ samples and 0 ≤ right ≤ samples; got {samples=}, {right=}, {k=}.")
+    subsets = math.comb(samples, k)
+    return (subsets - math.comb(samples - right, k)) / subsets
+
+
+def ladder(samples: int) -> list[int]:
+    """The k's worth a row: 1, 2, 4, … and all samples."""
+    powers = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent <= samples]
+    return powers if powers[-1] == samples else [*powers, samples]
+
+
+def estimate(values: Sequence[float], *, draws: float = 1.0, level: float = LEVEL) -> Estimate:
+    """The mean of one value per problem, and its interval: Wilson's, with the effective number of trials.
+
+        n_eff = max(N, (z/t)² · min(m (1−m) / (v / N), N · draws))      N problems; m, v: mean and variance of their values
+
+    Samples of one problem share its difficulty and are no independent trials; problems are. A problem counts as no more than
+    its `draws` independent looks, and as at least one trial: values in 0..1 vary no more than 0 and 1 do. v is itself guessed
+    from N problems, so trials shrink by (z/t)², normal over Student's quantile with N−1 degrees of freedom. With one 0-or-1
+    value per problem this is Wilson's own interval.
+
+    Args:
+        values: one per problem, in 0..1: a success, a mean reward, a pass@k.
+        draws: independent looks behind each value: 1 for greedy, n for the mean of n samples, n/k for pass@k from n samples.
+        level: probability that the interval holds the mean over all problems like these.
+    Ref:
+        Korn and Graubard 1998 and Dean and Pagano 2015, for clustered surveys. Invariant: greedy intervals are plain Wilson.
+    """
+    if not values:
+        raise ValueError("estimate: there are no problems to take a mean over.")
+    if not all(0 <= value <= 1 for value in values):
+        raise ValueError(f"estimate: values are in 0..1; got {next(v for v in values if not 0 <= v <= 1)}.")
+    count = len(values)
+    mean = min(1.0, math.fsum(values) / count)
+    trials = float(count)
+    if count > 1 and mean * (1 - mean) >= 1e-12:  # else always or never right: nothing says how alike a problem's samples are
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+        looks = min(count * draws, count * mean * (1 - mean) / variance if variance else math.inf)
+        upper = 0.5 + level / 2
+        trials = max(trials, looks * (NormalDist().inv_cdf(upper) / float(stdtrit(count - 1, upper))) ** 2)
+    return Estimate(mean, *wilson(mean, trials, level))
+
+
+def difference(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> Estimate:
+    """How much better `second` is than `first` on the same problems: the mean of the paired differences, and its interval.
+
+        d' = Σd / (N+2),   v' = (Σd² + 1) / (N+2) − d'²,   interval d' ± z √(v' / (N+2))
+
+    Pairing takes the problems' difficulty out, so that it sees differences that two separate intervals would hide. One pair
+    more for each side (half a one in each of the four cells of a 2×2 table) keeps the width above 0 where no problem differs.
+
+    Args:
+        first, second: one value per problem in 0..1, in the same order.
+    Ref:
+        Agresti and Min 2005, for matched proportions; Miller 2024, arXiv:2411.00640, on pairing.
+    """
+    if len(first) != len(second) or not first:
+        raise ValueError(f"difference: needs the same problems twice; got {len(first)} and {len(second)} values.")
+    gaps = [b - a for a, b in zip(first, second, strict=True)]
+    total, count = math.fsum(gaps), len(gaps) + 2
+    middle = total / count
+    variance = (math.fsum(gap**2 for gap in gaps) + 1) / count - middle**2
+    half = NormalDist().inv_cdf(0.5 + level / 2) * math.sqrt(variance / count)
+    return Estimate(total / len(gaps), max(-1.0, middle - half), min(1.0, middle + half))
+
+
+def sampled_estimates(rewards: Sequence[Sequence[float]]) -> dict[str, Estimate]:
+    """avg@n and pass@k for every k of the ladder, from n rewards per problem."""
+    samples = len(rewards[0])
+    rights = [sum(reward >= RIGHT for reward in row) for row in rewards]
+    found = {}
+    for k in ladder(samples):
+        found[f"pass@{k}"] = estimate([pass_at_k(samples, right, k) for right in rights], draws=samples / k)
+    means = [min(1.0, math.fsum(row) / samples) for row in rewards]
+    return {"pass@1": found.pop("pass@1"), f"avg@{samples}": estimate(means, draws=samples), **found}
+
+
+Row = dict[str, Any]
+
+_ROWS = pa.schema(
+    [
+        ("problem", pa.int64()),
+        ("sample", pa.int64()),
+        ("greedy", pa.bool_()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("reward", pa.float64()),
+        ("tokens", pa.int64()),
+        ("ended", pa.bool_()),
+    ]
+)
+
+
+class EvalFolder:
+    """The files of one evaluation, resumable: every batch is kept as it comes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.result, self.completions = path / "eval.json", path / "completions.parquet"
+        self.plan, self.parts = path / "plan.json", path / "parts"
+        self._lock: int | None = None
+
+    def read_result(self, plan: dict[str, Any]) -> dict[str, Any] | None:
+        """The result of a finished evaluation, else None; RunError where the folder holds another plan, or something else."""
+        for path in (self.result, self.plan):
+            if path.is_file():
+                content = _read_json(path)
+                self._refuse_another(content["settings"], plan)
+                return content if path == self.result else None
+        if not self.path.exists():
+            return None
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {".lock", "parts"}:
+            return None  # empty, or it ended before the plan was written
+        raise RunError(f"{self.path} is there already and is no evaluation: choose another --out.")
+
+    def _refuse_another(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        other = [key for key in new if old.get(key) != new[key]]
+        if other:
+            was, now = ({key: content.get(key) for key in other} for content in (old, new))
+            raise RunError(
+                f"{self.path} holds another evaluation: {', '.join(other)} differ ({_render_settings(was)} there, "
+                f"{_render_settings(now)} now). Choose another --out, or remove that folder."
+            )
+
+    def open(self, content: dict[str, Any]) -> None:
+        """Lock the folder, and write the plan."""
+        try:
+            self.parts.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path)
+        except OSError as error:
+            raise RunError(disk_sentence(error, self.path)) from error
+        if not self.plan.exists():
+            write_json(self.plan, content)
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def part(self, index: int) -> list[Row] | None:
+        """The completions of a batch; None where it is missing or damaged."""
+        path = self.parts / f"{index:06}.parquet"
+        try:
+            return pq.read_table(path, schema=_ROWS).to_pylist() if path.is_file() else None
+        except pa.ArrowInvalid:
+            return None
+
+    def add(self, index: int, rows: list[Row]) -> None:
+        """Write the completions of a batch."""
+        _write_rows(self.parts / f"{index:06}.parquet", rows)
+
+    def finish(self, rows: list[Row], result: dict[str, Any]) -> None:
+        """Write all completions into one file, then the result, and delete the parts."""
+        _write_rows(self.completions, rows)
+        write_json(self.result, result)
+        shutil.rmtree(self.parts, ignore_errors=True)
+        self.plan.unlink(missing_ok=True)
+
+
+def _write_rows(path: Path, rows: list[Row]) -> None:
+    """Write a parquet file atomically."""
+    table = pa.Table.from_pylist(rows, schema=_ROWS)
+    write_whole(path, lambda beside: pq.write_table(table, beside))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read eval.json or plan.json."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        raise RunError(f"{path} is not what an evaluation writes: it has no settings.")
+    return content
+
+
+def _read_rows(path: Path) -> list[Row]:
+    """Read every completion of a finished evaluation."""
+    try:
+        require_regular(path)
+        rows: list[Row] = pq.read_table(path, schema=_ROWS).to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    return rows
+
+
+def _render_settings(values: dict[str, Any]) -> str:
+    """Settings in a sentence."""
+    text = ", ".join(f"{key} {value}" for key, value in values.items())
+    return text if len(text) <= 160 else text[:159] + "…"
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """The estimates and token counts of an evaluation, from its completions."""
+    greedy, sampled = _rewards_by_problem(rows)
+    estimates = {"greedy": estimate([float(reward >= RIGHT) for reward in greedy]), **sampled_estimates(sampled)}
+    if any(0 < reward < RIGHT for reward in greedy):
+        estimates["greedy reward"] = estimate(greedy)
+    lengths = [row["tokens"] for row in rows]
+    return {
+        "problems": len(greedy),
+        "samples": len(sampled[0]),
+        "level": LEVEL,
+        "estimates": {name: asdict(found) for name, found in estimates.items()},
+        "tokens": {
+            "mean": sum(lengths) / len(lengths),
+            "longest": max(lengths),
+            "cut": sum(not row["ended"] for row in rows) / len(rows),
+        },
+    }
+
+
+def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
+    """Rewards by problem: of the greedy completion, and of the samples in their order."""
+    count = 1 + max(row["problem"] for row in rows)
+    greedy, sampled = [0.0] * count, [dict[int, float]() for _ in range(count)]
+    for row in rows:
+        if row["greedy"]:
+            greedy[row["problem"]] = row["reward"]
+        else:
+            sampled[row["problem"]][row["sample"]] = row["reward"]
+    return greedy, [[rewards[index] for index in sorted(rewards)] for rewards in sampled]
+
+
+def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
+    """The hash of the problems of an evaluation, and their rewards."""
+    problems = _read_json(path / "eval.json")["settings"].get("problems_sha256")
+    return problems, _rewards_by_problem(_read_rows(path / "completions.parquet"))
+
+
+def compare(first: Path, second: Path) -> dict[str, Estimate]:
+    """How much better the second evaluation is than the first, problem by problem; both must have asked the same ones."""
+    problems, found = zip(*map(read_evaluation, (first, second)), strict=True)
+    if len(set(problems)) != 1:
+        raise RunError(f"{first} and {second} asked different problems: give both the same --task, --problems and --seed.")
+    greedy = [[float(reward >= RIGHT) for reward in rewards] for rewards, _ in found]
+    rights = [[sum(reward >= RIGHT for reward in row) / len(row) for row in sampled] for _, sampled in found]
+    means = [[min(1.0, math.fsum(row) / len(row)) for row in sampled] for _, sampled in found]
+    pairs = (("greedy", greedy), ("pass@1", rights), ("avg", means))
+    return {name: difference(before, after) for name, (before, after) in pairs}
+
+
+_LINES = 20
+"""About so many lines of progress where there is no terminal."""
+
+
+class EvalView:
+    """Quiet: warnings, and one sentence at the end. The base of the others."""
+
+    def __init__(self, console: Console, problems: Console) -> None:
+        self.console, self.problems = console, problems
+
+    def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
+        """It starts, or goes on with `done` completions of `total`."""
+
+    def advance(self, done: int, name: str, right: float) -> None:
+        """So many completions are there; of the greedy or the sampled ones, this share is right so far."""
+
+    def say(self, sentence: str) -> None:
+        """Something good to know."""
+
+    def warn(self, sentence: str) -> None:
+        """Something a person should know."""
+        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
+
+    def end(self, result: Mapping[str, Any], where: Path) -> None:
+        """What came out, and where it is."""
+        self._print(_last_words(result, where))
+
+    def close(self) -> None:
+        """Give the terminal back."""
+
+    def _print(self, text: str) -> None:
+        self.console.print(escape(text), soft_wrap=True, highlight=False)
+
+
+class PlainEvalView(EvalView):
+    """A line now and then: for pipes, files and batch systems."""
+
+    def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
+        self.total, self.clock, self.shown = total, Clock(total, done), done
+        for name, text in heading:
+            self._print(f"{name:<10} {text}")
+
+    def advance(self, done: int, name: str, right: float) -> None:
+        left = self.clock.left(done)
+        if done < self.total and done - self.shown < self.total / _LINES:
+            return
+        self.shown = done
+        self._print(f"{done:,}/{self.total:,} completions  {name} {right:.3f}" + (f"  {left} left" if left else ""))
+
+    def say(self, sentence: str) -> None:
+        self._print(sentence)
+
+    def end(self, result: Mapping[str, Any], where: Path) -> None:
+        self.console.print(_table(result))
+        self._print(_remarks(result, where))
+
+
+class LiveEvalView(PlainEvalView):
+    """A bar that stays in place."""
+
+    progress: Progress | None = None
+
+    def begin(self, heading: Sequence[tuple[str, str]], total: int, done: int) -> None:
+        super().begin(heading, total, done)
+        columns = (TextColumn("completions"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"))
+        self.progress = Progress(*columns, TimeLeft(self.clock), console=self.console, expand=True)
+        self.task = self.progress.add_task("", total=total, completed=done)
+        self.progress.start()
+
+    def advance(self, done: int, name: str, right: float) -> None:
+        self.clock.left(done)
+        assert self.progress is not None  # `begin` comes first
+        self.progress.update(self.task, completed=done, description=f"{name} {right:.3f}")
+
+    def close(self) -> None:
+        if self.progress is not None:  # it may fail before it begins
+            self.progress.stop()
+
+
+def make_eval_view(*, quiet: bool) -> EvalView:
+    """The view for where the output goes."""
+    console, problems = PatientConsole(), PatientConsole(stderr=True)
+    if quiet:
+        return EvalView(console, problems)
+    in_terminal = console.is_terminal and not console.is_dumb_terminal
+    return LiveEvalView(console, console) if in_terminal else PlainEvalView(console, problems)
+
+
+def _table(result: Mapping[str, Any]) -> Table:
+    """Every estimate with its interval."""
+    columns = "", Column("value", justify="right"), f"{result['level']:.0%} interval"
+    rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, found in result["estimates"].items():
+        rows.add_row(name, f"{found['value']:.3f}", f"{found['low']:.3f} – {found['high']:.3f}")
+    return rows
+
+
+def _remarks(result: Mapping[str, Any], where: Path) -> str:
+    """What the table leaves out."""
+    tokens, plan = result["tokens"], result["settings"]
+    text = f"{result['problems']:,} problems of {plan['task']['name']}; {tokens['mean']:.0f} tokens a completion"
+    if tokens["cut"]:
+        text += f", {tokens['cut']:.1%} cut off at {plan['max_tokens']}"
+    return f"{text}. Results and completions are in {where}"
+
+
+def _last_words(result: Mapping[str, Any], where: Path) -> str:
+    """The two numbers that matter most, in a sentence."""
+    parts = []
+    for name in ("greedy", "pass@1"):
+        found = result["estimates"][name]
+        parts.append(f"{name} {found['value']:.3f} ({found['low']:.3f}–{found['high']:.3f})")
+    return f"{', '.join(parts)}; {_remarks(result, where)}"
+
+
+def comparison(found: Mapping[str, Estimate], level: float) -> Table:
+    """Differences with their intervals; those that leave 0 out are marked."""
+    columns = "", Column("difference", justify="right"), f"{level:.0%} interval", ""
+    rows = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, one in found.items():
+        assert one.low is not None  # differences have both
+        assert one.high is not None
+        clear = "" if one.low <= 0 <= one.high else "leaves 0 out"
+        rows.add_row(name, f"{one.value:+.3f}", f"{one.low:+.3f} … {one.high:+.3f}", clear)
+    return rows

@@ -1,0 +1,201 @@
+"""Reward functions with TRL's signature: one or several with weights, by name or as Python functions, checked at every call."""
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from corral.lab.run.settings import guess
+from corral.lab.tasks import Task, columns_of, text_of, verify_all
+from corral.lab.tasks.imports import by_path
+from corral.lab.tasks.messages import answer_of
+from corral.validate import RewardError, RunError
+
+Reward = Callable[..., list[float | None]]
+
+_VERIFIER = "verifier"
+"""How the task's own verifier is named among several rewards."""
+
+_HOW = "`reward` is module:function or file.py:function, with a weight module:function=0.5"
+
+_TAKEN = {"prompts", "completions", "completion_ids", "problem", "trainer_state", "log_extra", "log_metric", "environments"}
+"""Arguments that the trainer passes itself, so that no column can have their names."""
+
+
+def as_rewards(given: Any) -> tuple[str | Reward, ...]:
+    """Rewards as settings hold them, from one or from a list; none of them means the task's verifier."""
+    return as_functions(given, _HOW)
+
+
+def as_functions(given: Any, how: str) -> tuple[str | Reward, ...]:
+    """Functions of the user's as settings hold them, from one or from a list; `how` says how they are written."""
+    found: list[Any] = []
+    for one in map(guess, given if isinstance(given, list | tuple) else [given]):  # a text may be a list in TOML
+        found += [] if one is None else one if isinstance(one, list) else [one]
+    for one in found:
+        if not isinstance(one, str) and not callable(one):
+            raise RunError(f"{how}, a Python function, or a list of these; got {one!r}.")
+    return tuple(found)
+
+
+def path_of(reward: str | Reward) -> str:
+    """A reward as text: a function by where it can be imported from, if it can."""
+    if isinstance(reward, str):
+        return reward
+    of = reward if hasattr(reward, "__qualname__") else type(reward)  # an instance has none, its class has
+    return f"{of.__module__}:{of.__qualname__}"
+
+
+def make_rewards(
+    given: Sequence[str | Reward], task: Task, weights: list[float] | None = None
+) -> tuple[list[Reward], list[float] | None]:
+    """The functions that settings name, checked, with the task's columns, and their weights; None where all are 1.
+
+    Weights stand behind the names, or beside all of them as TRL's `reward_weights`.
+    """
+    names, own = zip(*(_split(one) if isinstance(one, str) else (one, None) for one in given or (_VERIFIER,)), strict=True)
+    if weights is not None and (len(weights) != len(names) or any(weight is not None for weight in own)):
+        raise RunError(
+            f"`reward_weights` are {list(weights)}, and the rewards {', '.join(map(path_of, given)) or _VERIFIER}. Give one "
+            f"for each and none behind the names, or leave `reward_weights` out."
+        )
+    if any(weight is not None for weight in own):
+        weights = [1.0 if weight is None else weight for weight in own]
+    return [_function(one, label, task) for one, label in zip(names, _labels(names), strict=True)], weights
+
+
+def check_columns(task: Task, problem: str) -> None:
+    """Refuse columns that cannot be passed beside the trainer's own arguments."""
+    if taken := sorted(_TAKEN & columns_of(task, [problem]).keys()):
+        raise RunError(
+            f"{task.name} has a column `{taken[0]}`, and reward functions get something else under that name from the trainer. "
+            f"Rename the column."
+        )
+
+
+def verifier(task: Task) -> Reward:
+    """The task's own verifier as a reward function."""
+
+    def score(prompts: list[Any], completions: list[Any], problem: list[str], **_: Any) -> list[Any]:
+        return verify_all(task, problem, [answer_of(completion) for completion in completions])
+
+    return _with_checks(f"{task.name}.verify", score)
+
+
+def _with_checks(name: str, score: Reward, label: str | None = None) -> Reward:
+    """`score`, with a clear error that names it and the completion whenever it fails; TRL logs it as `label`."""
+
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        try:
+            rewards = _call(score, prompts=prompts, completions=completions, **columns)
+        except (Exception, SystemExit) as error:  # whatever a user's function raises; sys.exit(0) would end the run as finished
+            culprit = _culprit(score, prompts, completions, columns)
+            raise RewardError(
+                f"the reward function {name} raised {type(error).__name__}: {error}. The completion was {culprit!r}."
+            ) from error
+        if not isinstance(rewards, list):
+            raise RewardError(
+                f"the reward function {name} gave {_kind(rewards)}. It must give a list with one reward for each completion."
+            )
+        if len(rewards) != len(completions):
+            raise RewardError(
+                f"the reward function {name} gave {len(rewards)} rewards for {len(completions)} completions, the first of "
+                f"which was {text_of(completions[0])!r}. It must give one for each."
+            )
+        return [None if value is None else _finite(name, value, one) for value, one in zip(rewards, completions, strict=True)]
+
+    reward.__name__ = label or name
+    return reward
+
+
+def _split(text: str) -> tuple[str, float | None]:
+    """`module:function=weight` as path and weight."""
+    path, equals, weight = text.rpartition("=")
+    if not equals:
+        return text, None
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise RunError(f"{_HOW}; got {text!r}.")
+    return path, number
+
+
+def _labels(rewards: Sequence[str | Reward]) -> list[str]:
+    """What TRL logs each reward as: the function's name, or the whole path where two have the same."""
+    paths = [path_of(one) for one in rewards]
+    short = [path.rpartition(":")[2].rpartition(".")[2] for path in paths]
+    labels = [path if Counter(short)[name] > 1 else name for path, name in zip(paths, short, strict=True)]
+    twice = next((label for label, count in Counter(labels).items() if count > 1), None)
+    if twice is not None:
+        raise RunError(f"two rewards are {twice}. Give it once, with the weight of both, or name functions apart.")
+    return labels
+
+
+def _function(reward: str | Reward, label: str, task: Task) -> Reward:
+    if reward == _VERIFIER:
+        return verifier(task)
+    function = reward
+    if isinstance(reward, str):
+        try:
+            function = by_path(reward, _HOW)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+    if not callable(function):
+        raise RunError(f"{_HOW}, and {reward!r} is {type(function).__name__}, which cannot be called.")
+    return _with_checks(path_of(reward), _with_columns(function, task), label)
+
+
+def _with_columns(function: Reward, task: Task) -> Reward:
+    """`function` with the task's columns as keyword lists, as TRL passes a dataset's. They need not fit into Arrow's types."""
+
+    def score(problem: list[str], **others: Any) -> Any:
+        return function(problem=problem, **others | columns_of(task, problem))  # an environment's rows have them already
+
+    return score
+
+
+def _call(score: Reward, **arguments: Any) -> Any:
+    """The rewards as a list, of an `async` function too; what is no ordered collection of values is returned as it is."""
+    found = score(**arguments)
+    found = asyncio.run(found) if inspect.iscoroutine(found) else found
+    unordered = isinstance(found, Mapping | Set | str | bytes | bytearray) or not isinstance(found, Iterable)
+    return found if unordered else list(found)
+
+
+def _kind(value: Any) -> str:
+    """The name of a value's type, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+_LARGEST = 2.0**128 - 2.0**104
+"""The largest number of float32, in which the trainer adds rewards up; importing torch for it would take seconds."""
+
+
+def _finite(name: str, value: Any, completion: Any) -> float:
+    """A reward as a float, be it NumPy's or torch's; a sentence if it is no finite number, also as the trainer's float32."""
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        raise RewardError(
+            f"the reward function {name} gave {value!r:.200} for the completion {text_of(completion)!r}. A reward is a finite "
+            f"number that fits into float32 (up to 3.4e38), or None where there is nothing to judge."
+        )
+    return number
+
+
+def _culprit(score: Reward, prompts: list[Any], completions: list[Any], columns: Mapping[str, Any]) -> str:
+    """The first completion that fails by itself; the first of all if none does."""
+    for index, completion in enumerate(completions):
+        one = {key: [value[index]] if isinstance(value, list) else value for key, value in columns.items()}
+        try:
+            _call(score, prompts=[prompts[index]], completions=[completion], **one)
+        except (Exception, SystemExit):  # the same function, so the same freedom
+            return text_of(completion)
+    return text_of(completions[0])

@@ -1,0 +1,161 @@
+"""Samplers of an evaluation: transformers, or vLLM where it is installed."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from corral.lab.jobs.llm.problems import Problems, Sampling, end_tokens, generate
+from corral.lab.jobs.llm.turns import MultiTurn
+from corral.lab.models.load import NO_CODE, load_model
+from corral.lab.models.subject import BUILT_IN, Subject
+from corral.validate import RunError
+
+Backend = Literal["transformers", "vllm"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote."""
+
+    text: str
+    tokens: int
+    ended: bool
+    """False where it was cut off at the longest length."""
+    transcript: str = ""
+    """With what others wrote in between, where it has several turns."""
+    reward: float | None = None
+    """What an environment paid for it, where that pays."""
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A model that completes prompts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+
+    def start(self, room: int) -> None:
+        """Called once before the first prompt: the longest one and its completion take `room` tokens."""
+
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+        """One completion per prompt, with one random seed per prompt."""
+
+
+def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
+    """`auto` is vLLM where it is installed and a GPU is used; `vllm` says what is missing, and runs on a processor too."""
+    reasons = [
+        (played, "tools and environments are played with transformers here."),
+        (find_spec("vllm") is None, "vLLM is not installed. Install it: pip install vllm."),
+        (
+            Path(subject.model, "adapter_config.json").is_file(),
+            "this checkpoint is an adapter, and vLLM takes whole models here.",
+        ),
+        (subject.model in BUILT_IN, f"{subject.model} is built into corral, and vLLM takes a folder or a name on the hub."),
+    ]
+    why = next((sentence for holds, sentence in reasons if holds), None)
+    if requested == "vllm" and why is not None:
+        raise RunError(f"--backend vllm: {why} Or use --backend transformers.")
+    suits = why is None and (requested == "vllm" or device == "cuda")
+    return "vllm" if suits and requested != "transformers" else "transformers"
+
+
+def make_sampler(backend: Backend, subject: Subject, device: str) -> Sampler:
+    """Load the model, to compute in `choose_dtype`; those built into corral are float32."""
+    return _VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
+
+
+def choose_dtype(subject: Subject, device: str) -> torch.dtype:
+    """bfloat16 on a GPU, unless this is a run that was trained in float32; else float32."""
+    return torch.bfloat16 if device == "cuda" and subject.half else torch.float32
+
+
+class TransformersSampler:
+    """`generate` of transformers. One stream of random numbers per batch, begun with the seed of its first prompt."""
+
+    def __init__(self, subject: Subject, device: str) -> None:
+        model, self.tokenizer = load_model(subject.model, choose_dtype(subject, device))
+        self.model = model.to(device).eval()  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+        self.config = self.model.config
+        set_pad_token(self.tokenizer)
+
+    def start(self, room: int) -> None:
+        """Nothing: the cache grows with what is written."""
+
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+        with self._drawing(seeds):
+            tokens = generate(
+                self.model,
+                self.tokenizer,
+                ids,
+                sampling.max_tokens,
+                greedy=greedy,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+            )
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [Completion(text, len(row), self._ended(row)) for text, row in zip(texts, tokens, strict=True)]
+
+    def play(
+        self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling, *, greedy: bool
+    ) -> list[Completion]:
+        """The same in several turns."""
+        with self._drawing(seeds):
+            found = turns.play(self.model, problems, asked, sampling, greedy=greedy)
+        return [Completion(one.answer, sum(one.own), self._ended(one.tokens), one.transcript, one.reward) for one in found]
+
+    @contextmanager
+    def _drawing(self, seeds: list[int]) -> Iterator[None]:
+        """The random stream of a batch; a sentence where memory runs out."""
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(seeds[0])
+                yield
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"the GPU's memory is too small for {len(seeds)} prompts at a time: lower --batch-size.") from error
+
+    def _ended(self, tokens: list[int]) -> bool:
+        return tokens[-1:] != [] and tokens[-1] in end_tokens(self.model, self.tokenizer)
+
+
+class _VllmSampler:
+    """vLLM. Every prompt has a seed of its own, so that the size of a batch changes no draw."""
+
+    def __init__(self, subject: Subject, device: str) -> None:
+        self.name = subject.model
+        self.dtype = str(choose_dtype(subject, device)).removeprefix("torch.")
+        try:
+            self.tokenizer = set_pad_token(AutoTokenizer.from_pretrained(self.name, **NO_CODE))
+            self.config = AutoConfig.from_pretrained(self.name, **NO_CODE)
+        except (OSError, ValueError) as error:
+            raise RunError(f"the model {self.name!r} could not be loaded: {str(error).splitlines()[0]}") from error
+
+    def start(self, room: int) -> None:
+        """Start the engine, for sequences of `room` tokens: for a model's longest, the memory may not suffice."""
+        vllm: Any = importlib.import_module("vllm")
+        try:
+            self.engine = vllm.LLM(model=self.name, dtype=self.dtype, seed=0, max_model_len=room)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RunError(f"vLLM could not start with {self.name!r}: {str(error).splitlines()[0]}") from error
+        self.parameters = vllm.SamplingParams
+
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+        how = {"temperature": 0.0} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        parameters = [self.parameters(max_tokens=sampling.max_tokens, seed=seed, **how) for seed in seeds]
+        prompts = [{"prompt_token_ids": row} for row in ids]
+        found = [request.outputs[0] for request in self.engine.generate(prompts, parameters, use_tqdm=False)]
+        return [Completion(one.text, len(one.token_ids), one.finish_reason == "stop") for one in found]
+
+
+def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer with a token to pad with: its end of sequence, as TRL does it."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

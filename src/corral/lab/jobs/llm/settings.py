@@ -1,0 +1,456 @@
+"""Settings of a run of a language model: recipe, file and flags, checked before torch is imported."""
+
+import ast
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from corral.lab.jobs.llm.rewards import Reward, as_functions, as_rewards, path_of
+from corral.lab.run.settings import MAX_SEED, GuardMode, add_layer, coerce, guess, read_named, recipes
+from corral.lab.tasks import TASKS, make_task
+from corral.lab.tasks.dataset import FiniteTask
+from corral.lab.tasks.imports import make_tool
+from corral.lab.tasks.procedural import ProceduralTask
+from corral.trl import TRL_RANGE
+from corral.validate import RunError, check_keys, nearest, require, suggest
+
+_PACKAGE = Path(__file__).parents[3]
+
+_CONFIGS = (
+    ("trl", "trainer/grpo_config.py", "GRPOConfig"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("transformers", "training_args.py", "TrainingArguments"),
+)
+"""What CorralConfig inherits its settings from."""
+
+_ALSO_CALLED = {
+    "epochs": "--num-iterations, passes over each batch of rollouts, or --steps",
+    "num_epochs": "--num-iterations, passes over each batch of rollouts, or --steps",
+    "group_size": "--num-generations",
+    "algorithm": "--objective, or for a robot a recipe of its own beside it, such as --recipe via_point",
+    "iterations": "--steps, or for a robot a recipe of its own beside it, such as --recipe via_point",
+    "loss": "--objective",
+    "environment": "--environment-factory module:Class, or for a robot a recipe of its own, such as --recipe via_point",
+    "rollout_func": "--tool module:Class, or --tools and --environment-factory of a chat model",
+    "dataset": "--task jsonl --set task_config.path=FILE",
+    "data": "--task jsonl --set task_config.path=FILE",
+    "train_file": "--task jsonl --set task_config.path=FILE",
+    "clip": "--objective ppo_clip --set objective_config.clip_low=0.2 --set objective_config.clip_high=0.2",
+    "kl_coef": "--beta",
+    "use_peft": "--lora.r 16",
+    "lora_r": "--lora.r",
+    "lora_alpha": "--lora.lora_alpha",
+}
+"""What other libraries call a setting, and the flag that it has here."""
+
+
+def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str:
+    """The sentence about a setting that does not exist: where it belongs, or the nearest that there is."""
+    where = "`corral explain settings` lists them all."
+    if key in _ALSO_CALLED:
+        return f"there is no setting `{key}`. Use {_ALSO_CALLED[key]}. {where}"
+    owners = [name for name in (objective, *objective_fields()) if key in objective_fields().get(name, ())]
+    if owners:
+        return f"there is no setting `{key}`; {owners[0]} has one: --set objective_config.{key}=…. {where}"
+    task_cls = TASKS.get(task)
+    if is_dataclass(task_cls) and key in (item.name for item in fields(task_cls)):
+        return f"there is no setting `{key}`; {task} has one: --set task_config.{key}=…. {where}"
+    return f"there is no setting `{key}`.{suggest(key, known)} {where}"
+
+
+def trainer_names() -> list[str] | None:
+    """Settings of CorralConfig; None where TRL is not there, older than the tested ones, or keeps its source elsewhere."""
+    types = _trainer_types()
+    return None if types is None else list(types)
+
+
+def check_numbers(given: Mapping[str, Any]) -> None:
+    """Refuse settings of CorralConfig that should be numbers or switches and are none, as far as their source tells."""
+    types = _trainer_types() or {}
+    for key, value in given.items():
+        hint = _PLAIN.get(types.get(key, ""))
+        if key == "learning_rate":
+            read_rate(value)
+        elif hint is not None:
+            coerce(key, value, hint)
+
+
+def read_rate(value: Any) -> float | str:
+    """A learning rate: a number, or `auto`; a text such as 1e-4 is read as its number."""
+    if value == "auto":
+        return "auto"
+    try:
+        rate: float = coerce("learning_rate", value, float)
+    except RunError:
+        raise RunError(f"`learning_rate` is a number, or auto, which finds one; got {value!r}.") from None
+    return rate
+
+
+_PLAIN: dict[str, Any] = {
+    f"{hint.__name__}{none}": hint | None if none else hint for hint in (int, float, bool) for none in ("", " | None")
+}
+"""Types that can be told from their text."""
+
+
+@cache
+def _trainer_types() -> dict[str, str] | None:
+    """The settings, each with its type as the source has it; CorralConfig's own come first, and win."""
+    try:
+        if _numbers(version("trl")) < _numbers(TRL_RANGE[0]):
+            return None
+    except PackageNotFoundError:
+        return None
+    types = class_fields(_PACKAGE / "trl" / "config.py").get("CorralConfig", {})
+    for package, path, name in _CONFIGS:
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            return None
+        try:
+            inherited = class_fields(Path(spec.origin).parent / path)[name]
+        except (OSError, SyntaxError, KeyError):
+            return None
+        types |= {key: hint for key, hint in inherited.items() if key not in types}
+    return types
+
+
+@cache
+def objective_fields() -> dict[str, tuple[str, ...]]:
+    """Each objective's own settings; of a preset, those of the file that it is in."""
+    folder = _PACKAGE / "objective"
+    registry = next(
+        node.value
+        for node in ast.parse((folder / "__init__.py").read_text()).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "OBJECTIVES"
+    )
+    assert isinstance(registry, ast.Dict)
+    found: dict[str, tuple[str, ...]] = {}
+    for key, value in zip(registry.keys, registry.values, strict=True):
+        assert isinstance(key, ast.Constant)
+        assert isinstance(value, ast.Tuple)
+        function = value.elts[0]
+        assert isinstance(function, ast.Name)
+        classes = class_fields(folder / f"{function.id}.py")
+        found[str(key.value)] = tuple(dict.fromkeys(name for names in classes.values() for name in names))
+    return found
+
+
+def class_fields(path: Path) -> dict[str, dict[str, str]]:
+    """The fields, of each dataclass in a file, that its constructor takes, with their types as written."""
+    return {
+        node.name: {
+            item.target.id: ast.unparse(item.annotation)
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and _is_given(item)
+        }
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _is_given(field: ast.AnnAssign) -> bool:
+    """Whether a caller may give this field: no ClassVar, no field(init=False)."""
+    if "ClassVar" in ast.dump(field.annotation):
+        return False
+    keywords = field.value.keywords if isinstance(field.value, ast.Call) else []
+    return not any(item.arg == "init" and isinstance(item.value, ast.Constant) and not item.value.value for item in keywords)
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
+
+
+_PACKAGES = {"use_vllm": "vllm", "deepspeed": "deepspeed"}
+"""Settings of TRL's, and what they need."""
+
+
+def missing_packages(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What settings, the run's own and TRL's side by side, need and is not installed, as sentences."""
+    names = str(settings.get("report_to") or "").split(",")
+    reports = [(f"report_to={name}", name) for name in names if name in ("wandb", "trackio", "tensorboard")]
+    asked = [(key, package) for key, package in _PACKAGES.items() if guess(settings.get(key)) not in (None, False, "")]
+    for setting, package in reports + asked:
+        if find_spec(package) is None:
+            yield f"`{setting}` needs the package {package}, which is not installed: pip install {package}, or leave it out."
+
+
+def check_packages(settings: Mapping[str, Any]) -> None:
+    """Refuse what needs a package that is not there; the libraries would say so in a traceback, or after minutes."""
+    for sentence in missing_packages(settings):
+        raise RunError(sentence)
+
+
+def check_objective_config(objective: str, config: Mapping[str, Any]) -> None:
+    """Refuse settings that the objective does not have."""
+    known = objective_fields()[objective]
+    for key in config:
+        if key not in known:
+            raise RunError(f"{objective}: there is no setting `{key}`.{nearest(key, known)}")
+
+
+def check_task_config(task: str, config: Mapping[str, Any]) -> None:
+    """Refuse settings that the task does not have, what a task that needs no data refuses, and nothing to train on."""
+    task_cls = TASKS.get(task)
+    if not dataclasses.is_dataclass(task_cls):
+        return
+    try:
+        check_keys(task, task_cls, config)
+        if issubclass(task_cls, ProceduralTask):
+            make_task(task, **config)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if issubclass(task_cls, FiniteTask) and config.get("held_out", task_cls.held_out) == 1:
+        raise RunError(
+            f"{task} is for evaluation: all of its problems are held out, and none is left to train on. Train on "
+            f"a file (--set task_config.path=FILE) with these held out (--set task_config.held_out=FILE), or hold out a share."
+        )
+
+
+def check_tool(name: str) -> None:
+    """Refuse a packaged tool that does not exist; one's own is imported later."""
+    if name and ":" not in name:
+        try:
+            make_tool(name)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "llm"
+
+_Device = Literal["auto", "cpu", "cuda"]
+
+TABLES = ("objective_config", "task_config", "lora")
+"""Settings that are tables: layers add to them, key by key."""
+
+DECIDED = {
+    "output_dir": "--out",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "save_steps": "checkpoint_every",
+    "save_strategy": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints",
+    "eval_steps": "eval_every",
+    "eval_strategy": "eval_every",
+    "use_cpu": "device",
+    "resume_from_checkpoint": "--resume",
+    "disable_tqdm": "--quiet",
+    "log_completions": "keep_completions",
+    "logging_steps": "nothing: every step is logged",
+    "logging_strategy": "nothing: every step is logged",
+    "shuffle_dataset": "seed",
+    "data_seed": "seed",
+    "push_to_hub": "`corral export RUN --out DIR`, then `hf upload NAME DIR`",
+    "ignore_data_skip": "nothing: a resumed run continues where it stopped",
+}
+"""Settings of TRL's that a run decides itself, and what to use instead."""
+
+_CLIP = "--objective ppo_clip --set objective_config.clip_low=0.2 --set objective_config.clip_high=0.2"
+_OF_OBJECTIVES = {
+    "epsilon": f"{_CLIP}, or another objective's bound: --set objective_config.bound=0.05",
+    "epsilon_high": _CLIP,
+    "delta": "--objective dual_clip --set objective_config.dual_clip=3",
+    "importance_sampling_level": "--objective gspo, or --objective troll --set objective_config.level=sequence",
+}
+"""Settings of TRL's own loss, and the flags of those that take its place."""
+
+
+ONE_OF_TOOLS = "`tool` writes into a text, `tools` and `environment_factory` are called by a chat model: use one or the other."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run. Whatever is not named here is in `trainer`: any setting of CorralConfig, and so of TRL's GRPOConfig."""
+
+    model: str = "tiny"
+    """`tiny` (embedded), `smollm2` or `gemma` (after `make smollm2`, `make gemma`), or a folder or hub id that transformers can
+    load. An adapter goes on training."""
+    task: str = "countdown"
+    """What to learn: a name from corral.task, or a class of your own as `module:Class`."""
+    task_config: dict[str, Any] = field(default_factory=dict)
+    """The task's own settings."""
+    objective: str = "troll"
+    """How: a name from corral.objective_names()."""
+    objective_config: dict[str, Any] = field(default_factory=dict)
+    """The objective's own settings."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Settings of peft's LoraConfig, such as r and lora_alpha: a new adapter is trained. Empty: every weight is, or
+    the adapter that `model` is."""
+    seed: int = 0
+    """Random seed of prompts, samples and everything else."""
+    steps: int = 100
+    """Batches of rollouts to learn from; each gives one or more updates."""
+    eval_every: int = 10
+    """Steps between measurements of held-out success; the first and the last step are always measured."""
+    eval_size: int = 512
+    """Held-out problems to measure success on."""
+    eval_batch_size: int = 256
+    """How many of them are answered at a time."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    keep_completions: int = 16
+    """Completions of every step that go into completions.parquet."""
+    guard: GuardMode = "warn"
+    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
+    report_to: str = "none"
+    """Where TRL reports besides: none, tensorboard, wandb, trackio, or several of them with commas between."""
+    device: _Device = "auto"
+    """`auto` is the GPU if there is one."""
+    instruction: str = "{problem}"
+    """What the model reads; {problem} is the task's prompt."""
+    teacher: str = ""
+    """Whom `distill` learns from, or the reference of `troll` with centre="reference": a name as for `model`, with the same
+    vocabulary. Empty: the model as it was before training, shown solutions if it is to teach."""
+    teacher_instruction: str = ""
+    """What the teacher reads: {problem}, {solution} and other columns of the task's rows. Empty: what the model reads, after a
+    line with the {solution} where the model is its own teacher."""
+    reward: tuple[str | Reward, ...] = ()
+    """What is paid for instead of the task's own verdict: functions with TRL's signature, as `module:function`,
+    `file.py:function=0.5` with a weight, or themselves. `verifier` is the task's own among them."""
+    tool: str = ""
+    """Who answers the model within a completion, in as many turns as fit: `calculator`, or a class of your own as
+    `module:Class` (corral.lab.tasks.imports.Tool). What it writes is not trained on."""
+    tools: tuple[str | Callable[..., Any], ...] = ()
+    """Functions that a chat model may call, as `module:function`, `file.py:function` or themselves: TRL's `tools`. What they
+    return is not trained on."""
+    environment_factory: str | Callable[..., Any] = ""
+    """An environment whose methods a chat model may call, as `module:Class`, `file.py:Class` or itself: TRL's own."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Settings of CorralConfig, checked but not yet applied."""
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "eval_every", "eval_size", "eval_batch_size", "checkpoint_every", "keep_checkpoints")
+        require(self, *counts, at_least=1, integer=True, name="", error=RunError)
+        require(self, "keep_completions", at_least=0, integer=True, name="", error=RunError)
+        require(self, "seed", at_least=0, at_most=MAX_SEED, integer=True, name="", error=RunError)
+        if "{problem}" not in self.instruction:
+            raise RunError(f"`instruction` must contain {{problem}}, where the task's prompt goes; got {self.instruction!r}.")
+        if self.task not in TASKS and ":" not in self.task:  # a user's own task, module:Class
+            raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
+        if self.tool and (self.tools or self.environment_factory):
+            raise RunError(ONE_OF_TOOLS)
+        if self.objective not in objective_fields():
+            from corral.objective import OBJECTIVES  # with torch, and with what other packages have registered
+
+            if self.objective not in OBJECTIVES:
+                raise RunError(f"there is no objective {self.objective!r}.{nearest(self.objective, OBJECTIVES)}")
+
+    def flat(self) -> dict[str, Any]:
+        """As in a file: the run's keys and the trainer's side by side."""
+        paths: dict[str, Any] = {name: tuple(map(path_of, vars(self)[name])) for name in ("reward", "tools")}
+        own = dataclasses.asdict(dataclasses.replace(self, environment_factory=path_of(self.environment_factory), **paths))
+        return own | own.pop("trainer")
+
+
+def resolve(layers: Iterable[Mapping[str, Any]]) -> Settings:
+    """Later layers win, key by key. A layer that changes the objective or the task drops its earlier settings.
+
+    A reduction that came before the objective holds only if it is one of that objective's own.
+    """
+    merged, inherited = _merge(layers)
+    hints = _trainer_hints()
+    own = _own_settings(merged, list(hints))
+    trainer = {}
+    for key, value in merged.items():
+        if key == "learning_rate":  # else a number would stay the text that it is on a command line
+            trainer[key] = read_rate(value)
+        elif key not in own:
+            trainer[key] = coerce(key, value, hints[key])
+    settings = Settings(**own, trainer=trainer)
+    if inherited and not _own_reduction(settings):
+        del settings.trainer["loss_type"]
+    return settings
+
+
+def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse, before TRL is imported, what `resolve` would refuse without it: unknown names, and values of the run's own."""
+    merged, _ = _merge(layers)
+    names = trainer_names()
+    if names is None:
+        return
+    for key, flags in _OF_OBJECTIVES.items():
+        if key in merged:
+            raise RunError(f"`{key}` is a setting of TRL's own loss, and here the objective has it. Use {flags}.")
+    own = _own_settings(merged, names)
+    if own.get("objective", "troll") not in objective_fields():  # nothing else can be registered yet
+        raise RunError(f"there is no objective {own['objective']!r}.{nearest(own['objective'], objective_fields())}")
+    check_numbers({key: value for key, value in merged.items() if key not in own})
+    settings = Settings(**own)
+    check_objective_config(settings.objective, settings.objective_config)
+    check_task_config(settings.task, settings.task_config)
+    check_tool(settings.tool)
+
+
+def _merge(layers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """All layers as one, and whether its reduction came before the objective."""
+    merged: dict[str, Any] = {}
+    inherited = False
+    for layer in layers:
+        inherited = "loss_type" not in layer and (inherited or not layer.keys().isdisjoint(("objective", "objective_config")))
+        for name in ("objective", "task"):
+            if name in layer and layer[name] != merged.get(name, layer[name]):
+                merged.pop(f"{name}_config", None)
+        add_layer(merged, layer, TABLES)
+    return merged, inherited
+
+
+def _own_settings(merged: Mapping[str, Any], trainer: list[str]) -> dict[str, Any]:
+    """The run's own settings, each of its type; a RunError for what is neither one of them nor of the trainer's."""
+    hints, found = get_type_hints(Settings), dict[str, Any]()
+    for key, value in merged.items():
+        if key in DECIDED:
+            raise RunError(f"`{key}` is decided by the run. Use {DECIDED[key]}.")
+        if key == "trainer" or (key not in hints and key not in trainer):
+            about = (str(merged.get(name, vars(Settings)[name])) for name in ("objective", "task"))
+            raise RunError(refuse_unknown(key, [*hints, *trainer], *about))
+        if key in hints:
+            found[key] = FUNCTIONS[key](value) if key in FUNCTIONS else coerce(key, value, hints[key])
+    return found
+
+
+def _as_environment(given: Any) -> Any:
+    if not isinstance(given, str) and not callable(given):
+        raise RunError(f"`environment_factory` is module:Class or file.py:Class, or a Python class; got {given!r}.")
+    return given
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "reward": as_rewards,
+    "tools": lambda given: as_functions(
+        [] if given in ("", [""]) else given, "`tools` are module:function or file.py:function"
+    ),
+    "environment_factory": _as_environment,
+}
+"""Settings that name functions and classes of the user's, or are these."""
+
+
+def _own_reduction(settings: Settings) -> bool:
+    """Whether the objective names this `loss_type` as its own; errors in either are raised later."""
+    from corral.objective import make_objective
+    from corral.trl.api import REDUCTIONS
+
+    loss_type = settings.trainer.get("loss_type")
+    with suppress(ValueError):
+        own = make_objective(settings.objective, **settings.objective_config).config.reductions
+        return loss_type not in REDUCTIONS or REDUCTIONS[loss_type] in own
+    return True
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """A layer from a recipe for language models that ships with corral."""
+    return read_named(name, recipes(RECIPES))
+
+
+def _trainer_hints() -> dict[str, Any]:
+    """Types of CorralConfig's settings that a user may give."""
+    from corral.trl.config import CorralConfig
+
+    known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
+    return {key: hint for key, hint in typing.get_type_hints(CorralConfig).items() if key in known}

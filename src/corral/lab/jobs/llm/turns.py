@@ -1,0 +1,514 @@
+"""Completions of several turns: calls of tools, environments, and the transcript that is judged."""
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+import torch
+import trl
+from packaging.version import Version
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.utils.chat_template_utils import get_json_schema
+from trl import chat_template_utils
+from trl.models.utils import unwrap_model_for_generation
+
+from corral.lab.jobs.llm.problems import (
+    Problems,
+    Prompt,
+    Sampling,
+    cut_at_end,
+    end_tokens,
+    generate,
+    own_settings_aside,
+    plain_sampling,
+)
+from corral.lab.jobs.llm.rewards import path_of
+from corral.lab.tasks import columns_of
+from corral.lab.tasks.imports import Tool, by_path, make_tool
+from corral.lab.tasks.messages import answer_of, transcript
+from corral.trl.processes import base_model
+from corral.validate import RewardError
+
+if TYPE_CHECKING:
+    from corral.lab.jobs.llm.trainer import RunTrainer
+
+
+@dataclass
+class Dialogue:
+    """One completion: its tokens, which of them the model wrote, and their log-probs when it did."""
+
+    problem: str
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    """1 where the model wrote the token, 0 where the tool did."""
+    logps: list[float] = field(default_factory=list)
+    replies: int = 0
+    over: bool = False
+    answer: str = ""
+    """The text that is graded."""
+    transcript: str = ""
+    """The text that is shown, with what others wrote."""
+    reward: float | None = None
+    """What the environment paid for it, where that pays."""
+
+    def add(self, tokens: Sequence[int], logps: Sequence[float] | None = None, *, own: bool = True) -> None:
+        """Tokens of the model, with their log-probs where they are known, or of the tool."""
+        self.tokens += tokens
+        self.own += [int(own)] * len(tokens)
+        self.logps += [0.0] * len(tokens) if logps is None else logps
+
+
+@runtime_checkable
+class MultiTurn(Protocol):
+    """Completions in which somebody answers the model: for held-out success, evaluations and audits."""
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Arguments for the chat template, such as `tools`; ValueError where the model has no way to use them."""
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """GRPOTrainer's arguments, with which TRL plays the same in training."""
+
+    def play(
+        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
+    ) -> list[Dialogue]:
+        """One completion per problem, sampled or greedy."""
+
+
+@dataclass(frozen=True)
+class TextTool:
+    """A `Tool`, which writes into the text of any model whenever that has written one of its stops."""
+
+    tool: Tool
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Nothing: no template knows of it."""
+        return {}
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """TRL's `rollout_func`."""
+        return {"rollout_func": rollout}
+
+    def play(
+        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
+    ) -> list[Dialogue]:
+        """One completion per problem; all of its text is graded."""
+        given = (model, problems.tokenizer, asked, problems.tokens(asked), self.tool, sampling.max_tokens)
+        found = converse(*given, greedy=greedy, temperature=sampling.temperature, top_p=sampling.top_p)
+        for one in found:
+            one.answer = one.transcript = str(problems.tokenizer.decode(one.tokens, skip_special_tokens=True))
+        return found
+
+
+@torch.no_grad()
+def converse(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[str],
+    prompts: Sequence[list[int]],
+    tool: Tool,
+    max_tokens: int,
+    *,
+    greedy: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> list[Dialogue]:
+    """One completion per prompt, of at most `max_tokens` tokens of both, sampled or greedy."""
+    found = [Dialogue(problem, prompt) for problem, prompt in zip(problems, prompts, strict=True)]
+    ends = end_tokens(model, tokenizer)
+    while live := [one for one in found if not one.over]:
+        room = max_tokens - min(len(one.tokens) for one in live)
+        config = plain_sampling(tokenizer, ends, room, greedy=greedy, top_p=top_p)  # the temperature is `_Scores`' own
+        written = _turn(model, tokenizer, [one.prompt + one.tokens for one in live], tool, config, temperature)
+        for one, (tokens, logps) in zip(live, written, strict=True):
+            left = max_tokens - len(one.tokens)
+            one.add(tokens[:left], logps[:left])
+            one.over = len(one.tokens) >= max_tokens or one.tokens[-1] in ends
+            if not one.over:
+                _answer(one, tokenizer, tool, max_tokens, ends)
+    return found
+
+
+def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_tokens: int, ends: set[int]) -> None:
+    """Let the tool write; writes into `one`."""
+    text = str(tokenizer.decode(one.tokens, skip_special_tokens=True))
+    try:
+        reply = tool.reply(one.problem, text)
+    except Exception as error:  # whatever a user's tool raises
+        raise RewardError(
+            f"the tool {type(tool).__name__} raised {type(error).__name__}: {error}. The completion was {text!r}."
+        ) from error
+    if reply is None:
+        one.over = True
+        one.add([min(ends)] if ends else [], own=False)  # the tool ends it: nothing was cut off
+        return
+    ids: list[int] = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    one.add(ids[: max_tokens - len(one.tokens)], own=False)
+    one.replies += 1
+    one.over = len(one.tokens) >= max_tokens
+
+
+def _turn(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[list[int]],
+    tool: Tool,
+    config: GenerationConfig,
+    temperature: float,
+) -> list[tuple[list[int], list[float]]]:
+    """What the model writes until a stop, the end or no room: tokens with their log-probs."""
+    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
+    start = batch["input_ids"].shape[1]
+    stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(temperature)
+    writer: Any = model  # causal models can generate; transformers' base class does not say so
+    with own_settings_aside(model):
+        out = writer.generate(
+            **batch,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([scores]),
+            stopping_criteria=StoppingCriteriaList([stops]),
+        )
+    logps = scores.gather(out[:, start:]).tolist()
+    rows = []
+    for index, tokens in enumerate(out[:, start:].tolist()):
+        length = stops.lengths.get(index, len(tokens))
+        kept = cut_at_end(tokens[:length], set(config.eos_token_id or ()))
+        rows.append((kept, logps[index][: len(kept)]))
+    return rows
+
+
+class _Stops(StoppingCriteria):
+    """Ends a row when a stop is in what it wrote."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], start: int) -> None:
+        self.tokenizer, self.stops, self.start = tokenizer, stops, start
+        self.tail = max(map(len, stops)) + 4  # a token has a letter at least, but for parts of one
+        self.lengths: dict[int, int] = {}
+        """By row, how many tokens it had written when it stopped."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        written = input_ids[:, self.start :]
+        texts = self.tokenizer.batch_decode(written[:, -self.tail :], skip_special_tokens=True)
+        done = torch.zeros(len(texts), dtype=torch.bool, device=input_ids.device)
+        for row, text in enumerate(texts):
+            if row not in self.lengths and any(stop in text for stop in self.stops):  # a token may go on behind one
+                self.lengths[row] = written.shape[1]
+            done[row] = row in self.lengths
+        return done
+
+
+class _Scores(LogitsProcessor):
+    """Divides logits by the temperature, and keeps the log-probs of what is drawn: one vocabulary at a time."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self.before: Tensor | None = None
+        self.found: list[Tensor] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if self.before is not None:
+            self.found.append(self.before.gather(1, input_ids[:, -1:]))
+        scores = scores.float() / self.temperature
+        self.before = scores.log_softmax(-1)
+        return scores
+
+    def gather(self, written: Tensor) -> Tensor:
+        """Log-probs of all tokens that were written, in the order of `written`."""
+        assert self.before is not None
+        return torch.cat([*self.found, self.before.gather(1, written[:, -1:])], 1)
+
+
+def rollout(prompts: list[Any], trainer: "RunTrainer") -> dict[str, Any]:
+    """TRL's rollout_func: completions of the run's tool, in the trainer's own policy."""
+    session = trainer.session
+    assert isinstance(session.turns, TextTool)
+    problems = [session.problem_of[str(prompt)] for prompt in prompts]
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as unwrapped:
+        model = base_model(unwrapped)
+        found = converse(
+            model, trainer.processing_class, problems, session.problems.tokens(problems), session.turns.tool,
+            trainer.max_completion_length, temperature=trainer.temperature,
+        )  # fmt: skip
+    trainer._metrics[trainer.mode]["tools/replies"].append(sum(one.replies for one in found) / len(found))
+    return {
+        "prompt_ids": [one.prompt for one in found],
+        "completion_ids": [one.tokens for one in found],
+        "logprobs": [one.logps for one in found],
+        "env_mask": [one.own for one in found],
+    }
+
+
+_Function = Callable[..., Any]
+
+_RESERVED = ("reset", "get_reward")
+"""Methods of an environment that are no tools."""
+
+_HOW_TOOLS = "`tools` are module:function or file.py:function"
+_HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
+
+
+def make_multi_turn(
+    tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
+) -> MultiTurn | None:
+    """Who answers within completions, as settings name it; None where nobody does."""
+    if tool:
+        return TextTool(make_tool(tool))
+    if not tools and not environment_factory:
+        return None
+    given = environment_factory or None
+    factory = by_path(given, _HOW_ENVIRONMENT) if isinstance(given, str) else given
+    return FunctionCalls([_function(one) for one in tools], factory, sys.maxsize if max_turns is None else max_turns)
+
+
+def _function(given: str | _Function) -> _Function:
+    """A tool, which the model is told of by its signature and docstring."""
+    found = by_path(given, _HOW_TOOLS) if isinstance(given, str) else given
+    if not callable(found) or isinstance(found, type):
+        raise ValueError(f"{_HOW_TOOLS}, and {given!r} is {type(found).__name__}, not a function.")
+    _check_schema(found, path_of(given))
+    return cast(_Function, found)
+
+
+def _check_schema(function: _Function, name: str) -> None:
+    try:
+        get_json_schema(function)
+    except Exception as error:  # transformers has one each for a docstring and for hints
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"the tool {name} needs a type for every argument and a docstring that describes each under `Args:`, which is what "
+            f"the model is told of it. transformers says: {reason}"
+        ) from error
+
+
+@dataclass
+class FunctionCalls:
+    """Functions that a chat model may call, and an environment whose methods it may call, each completion its own."""
+
+    functions: list[_Function]
+    factory: Callable[[], Any] | None = None
+    max_turns: int = sys.maxsize
+    """How often a completion may be answered; TRL's `max_tool_calling_iterations`."""
+    _pool: list[Any] = field(default_factory=list)
+    """Environments that were made so far: they are reset, not made again."""
+
+    def __post_init__(self) -> None:
+        if self.factory is None:
+            return
+        if not callable(self.factory):
+            raise ValueError(f"{_HOW_ENVIRONMENT}, and {self.factory!r} cannot be called.")
+        name = path_of(self.factory)
+        try:
+            self._pool = [self.factory()]
+        except Exception as error:  # whatever a user's class raises
+            raise ValueError(
+                f"the environment {name} cannot be made without arguments: {type(error).__name__}: {error}."
+            ) from error
+        if not callable(getattr(self._pool[0], "reset", None)):
+            raise ValueError(
+                f"the environment {name} has no `reset`. It is called as reset(prompt=…, problem=…, **columns) before every "
+                f"completion, and may return text for the prompt."
+            )
+        for method in _methods(self._pool[0]):
+            _check_schema(method, f"{name}.{method.__name__}")
+        if self.pays and Version(trl.__version__) < Version("1.8"):
+            raise ValueError(
+                f"the environment {name} has `get_reward`, which TRL {trl.__version__} would show to the model as a tool. "
+                f"Install TRL 1.8 or newer, or rename it and use a reward function."
+            )
+
+    @property
+    def pays(self) -> bool:
+        """Whether the environment has rewards of its own."""
+        return bool(self._pool) and callable(getattr(self._pool[0], "get_reward", None))
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Tools and the template that TRL renders them with; writes into `tokenizer` how tool calls are read back."""
+        if not chat_template_utils.supports_tool_calling(tokenizer):
+            raise ValueError(
+                "`tools` and `environment_factory` need a chat model whose template has tool calls, such as Qwen/Qwen3-0.6B, "
+                "and this model's has none. With any model, `tool` answers within the text."
+            )
+        _teach_parsing(tokenizer)
+        kept = chat_template_utils.is_chat_template_prefix_preserving(tokenizer)
+        own = {} if kept else {"chat_template": chat_template_utils.get_training_chat_template(tokenizer)}
+        return {"tools": [*self.functions, *(_methods(self._pool[0]) if self._pool else [])] or None, **own}
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """TRL's `tools` and `environment_factory`."""
+        return {"tools": self.functions or None, "environment_factory": self.factory}
+
+    @torch.no_grad()
+    def play(
+        self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling, *, greedy: bool
+    ) -> list[Dialogue]:
+        """One completion per problem: the model's last message is graded, or the environment pays."""
+        chats = [_Chat(self, problems, model, sampling.max_tokens, environment) for environment in self._draw(len(asked))]
+        columns = columns_of(problems.task, asked)
+        for row, (chat, problem) in enumerate(zip(chats, asked, strict=True)):
+            chat.begin(problem, {name: column[row] for name, column in columns.items()})
+        while live := [chat for chat in chats if not chat.dialogue.over]:
+            written = generate(
+                model,
+                problems.tokenizer,
+                [chat.read for chat in live],
+                sampling.max_tokens - min(len(chat.dialogue.tokens) for chat in live),
+                greedy=greedy,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+            )
+            for chat, tokens in zip(live, written, strict=True):
+                chat.take(tokens)
+        return [chat.end() for chat in chats]
+
+    def _draw(self, count: int) -> list[Any]:
+        """Environments, one for each completion; None for each where there are none."""
+        if self.factory is None:
+            return [None] * count
+        while len(self._pool) < count:
+            self._pool.append(self.factory())
+        return self._pool[:count]
+
+
+class _Chat:
+    """One completion while it is played."""
+
+    def __init__(
+        self, calls: FunctionCalls, problems: Problems, model: PreTrainedModel, longest: int, environment: Any
+    ) -> None:
+        self.calls, self.problems, self.longest, self.environment = calls, problems, longest, environment
+        self.table = {one.__name__: one for one in (*calls.functions, *_methods(environment))}
+        self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)  # not all have a limit
+        self.messages: list[dict[str, Any]] = []
+
+    @property
+    def read(self) -> list[int]:
+        """What the model has read and written so far."""
+        return self.dialogue.prompt + self.dialogue.tokens
+
+    def begin(self, problem: str, columns: Mapping[str, Any]) -> None:
+        """The prompt, with what the environment adds to it."""
+        prompt = self.problems.prompt(problem)
+        if self.environment is not None:
+            row = {**columns, "prompt": prompt, "problem": problem}
+            prompt = _with_observation(prompt, self._ask("reset", **row))
+        self.dialogue = Dialogue(problem, self.problems.tokenise([prompt])[0])
+
+    def take(self, tokens: list[int]) -> None:
+        """The model's next message, and the results of what it calls."""
+        one, before = self.dialogue, self.read
+        tokens = tokens[: self.longest - len(one.tokens)]
+        one.add(tokens)
+        message = _parse(self.problems, tokens, before)
+        self.messages.append(message)
+        requests: list[dict[str, Any]] = message.get("tool_calls") or []
+        one.over = not requests or one.replies == self.calls.max_turns
+        if one.over:
+            return
+        results = [{"role": "tool", **self._result(request)} for request in requests]
+        ids = self._rendered(results)
+        if len(one.tokens) + len(ids) > self.longest or len(self.read) + len(ids) >= self.positions:
+            one.over = True  # there is no room for the results, so they are not read
+            return
+        one.add(ids, own=False)
+        one.replies += 1
+        one.over = len(one.tokens) >= self.longest
+        self.messages += results
+
+    def end(self) -> Dialogue:
+        """The completion with its texts, and what the environment pays for it."""
+        self.dialogue.answer, self.dialogue.transcript = answer_of(self.messages), transcript(self.messages)
+        if self.calls.pays:
+            self.dialogue.reward = float(self._ask("get_reward"))
+        return self.dialogue
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        try:
+            return _wait(getattr(self.environment, method)(**arguments))
+        except Exception as error:  # whatever a user's environment raises
+            name = f"{type(self.environment).__name__}.{method}"
+            raise RewardError(f"{name} raised {type(error).__name__}: {error}. {transcript(self.messages)!r}") from error
+
+    def _result(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Of one call; what goes wrong is told to the model, whose arguments may be to blame."""
+        function = request.get("function", request)
+        name = function["name"]
+        try:
+            if name not in self.table:
+                raise ValueError(f"Tool {name} not found.")
+            result = _wait(self.table[name](**function["arguments"]))
+        except Exception as error:  # a function's own, or of arguments that it does not have
+            result = {"error": str(error)}
+        return {"name": name, "content": result if isinstance(result, list) else str(result)}  # parts of a message are a list
+
+    def _rendered(self, results: list[dict[str, Any]]) -> list[int]:
+        """Tokens from the end of the model's message to the beginning of its next: what the template makes of results."""
+        tokenizer: Any = self.problems.tokenizer  # transformers types its templates by a dozen unions
+        how = {key: value for key, value in self.problems.template.items() if key != "tools"} | {"return_dict": False}
+        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        start = tokenizer.apply_chat_template(chat, **how)
+        whole = tokenizer.apply_chat_template([*chat, *results], add_generation_prompt=True, **how)
+        if tokenizer.eos_token_id in start:  # there the model's message ends; the template's line behind it is still to come
+            start = start[: len(start) - start[::-1].index(tokenizer.eos_token_id)]
+        if whole[: len(start)] != start:
+            raise ValueError("the chat template writes a message differently once a tool's result follows it.")
+        return whole[len(start) :]
+
+
+def _methods(environment: Any) -> list[_Function]:
+    """Methods that the model may call: public ones of the class."""
+    named = inspect.getmembers(type(environment), predicate=inspect.isfunction) if environment is not None else []
+    return [getattr(environment, name) for name, _ in named if name not in _RESERVED and not name.startswith("_")]
+
+
+def _wait(result: Any) -> Any:
+    """A result, of an `async` function too."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _with_observation(prompt: Prompt, observation: Any) -> Prompt:
+    """The prompt with what `reset` returned behind its last message."""
+    if observation is None:
+        return prompt
+    assert not isinstance(prompt, str)  # a template with tool calls is there
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+
+
+def _teach_parsing(tokenizer: Any) -> None:
+    """Set how the tokenizer reads tool calls: by TRL for templates that it knows, else as Qwen where that is the format."""
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        return
+    own = tokenizer.chat_template
+    try:
+        chat_template_utils.add_response_schema(tokenizer)
+    except ValueError as error:
+        if "<tool_call>" not in own:
+            raise ValueError(f"how this model writes tool calls is not known to TRL {trl.__version__}: {error}") from error
+        tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+        try:
+            chat_template_utils.add_response_schema(tokenizer)
+        finally:
+            tokenizer.chat_template = own
+
+
+_PARSE_ARGUMENTS = inspect.signature(chat_template_utils.parse_response).parameters
+"""Not every release of TRL reads a response by its prefix and tools."""
+
+
+def _parse(problems: Problems, tokens: list[int], before: list[int]) -> dict[str, Any]:
+    """What the model wrote as a message, with its tool calls."""
+    more = {"prefix": before, "tools": problems.template.get("tools")}
+    known: dict[str, Any] = {name: value for name, value in more.items() if name in _PARSE_ARGUMENTS}
+    return chat_template_utils.parse_response(problems.tokenizer, tokens, **known)

@@ -1,0 +1,1 @@
+"""Runs of robots: settings, training, evaluation, export."""

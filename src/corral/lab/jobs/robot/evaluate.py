@@ -1,0 +1,137 @@
+"""Evaluation of a run's policy on held-out contexts: return, success and smoothness, with intervals, and a film."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from corral.lab.environments import ENVIRONMENTS, Environment
+from corral.lab.jobs.robot.measure import smoothness
+from corral.lab.jobs.robot.prepare import prepare, to_play
+from corral.lab.jobs.robot.settings import Settings, resolve
+from corral.lab.jobs.robot.train import restore
+from corral.lab.run.files import disk_sentence, write_json
+from corral.lab.run.folder import RunFolder, choose_checkpoint
+from corral.lab.run.interval import LEVEL, Estimate, wilson
+from corral.provenance import commit, versions
+from corral.robot.episode import Episodes, held_out_seeds
+from corral.robot.tracking import Array
+from corral.validate import RunError
+
+_RESAMPLES = 2000
+"""Of a bootstrap."""
+_FILM_EPISODES = 3
+"""Episodes in a film."""
+
+_SMOOTHNESS = {"jerk": "jerk (LDJ)", "spectrum": "spectrum (SPARC)", "torque_rate": "torque rate"}
+"""What measures of smoothness are called in a table."""
+
+WAYS = ("mean", "exploring")
+"""Without exploration, and as in training."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation's folder, and the content of its eval.json."""
+
+    path: Path
+    result: dict[str, Any]
+
+
+def evaluate(
+    run: Path, *, episodes: int = 256, checkpoint: str = "latest", out: Path | None = None, video: Path | None = None
+) -> Evaluation:
+    """Play episodes from a checkpoint, without exploration and with it, from the contexts that every run is measured on."""
+    if episodes < 1:
+        raise RunError(f"`episodes` must be at least 1; got {episodes}.")
+    if video is not None:
+        _check_video(video)
+    folder = RunFolder.open(run, write=False)
+    settings = resolve([folder.read_config()["settings"]])
+    chosen, complaints = choose_checkpoint(folder, checkpoint)
+    agent, seeds = prepare(to_play(settings)), held_out_seeds(episodes)
+    try:
+        restore(agent, chosen)
+        played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
+    finally:
+        agent.plant.close()
+    known = ENVIRONMENTS[settings.environment]
+    result = {
+        "run": str(run),
+        "step": chosen.step,
+        "environment": {"name": settings.environment, **settings.environment_config},
+        "algorithm": settings.algorithm,
+        "episodes": episodes,
+        "level": LEVEL,
+        "estimates": {way: _estimates(found, known) for way, found in played.items()},
+        "complaints": complaints,
+        "versions": versions(),
+        "commit": commit(),
+    }
+    where = out or run / "evals" / f"step-{chosen.step}-episodes-{episodes}"
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(disk_sentence(error, where)) from error
+    write_json(where / "eval.json", result)
+    if video is not None:
+        _film(settings, seeds[:_FILM_EPISODES], played["mean"].actions[:_FILM_EPISODES].numpy(), video)
+    return Evaluation(where, result)
+
+
+def _estimates(episodes: Episodes, environment: Environment) -> dict[str, dict[str, float | None]]:
+    """Every number, with an interval over contexts. Smoothness: nearer to 0 is smoother, whatever the sign.
+
+    Returns are means; smoothness is a median, since one episode at rest would spoil a mean. Success is left out where the
+    environment does not say it. Episodes that ended early are smooth up to their end.
+    """
+    success = episodes.success[~episodes.success.isnan()].numpy()
+    found = {"return": bootstrap(episodes.returns.numpy(), np.mean)}
+    if len(success):
+        found["success"] = Estimate(float(success.mean()), *wilson(float(success.mean()), len(success)))
+    for name, values in smoothness(episodes, environment).items():
+        if len(values):
+            found[_SMOOTHNESS[name]] = bootstrap(values, np.median)
+    return {name: asdict(one) for name, one in found.items()}
+
+
+def bootstrap(values: Array, statistic: Callable[..., Any], level: float = LEVEL) -> Estimate:
+    """A statistic of independent values, and its percentile bootstrap interval; always the same draws.
+
+    One value has no interval: it is all that can be drawn, and a width of 0 would say that it is certain.
+    """
+    if len(values) < 2:
+        return Estimate(float(statistic(values)), None, None)
+    draws = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
+    low, high = np.quantile(statistic(values[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(statistic(values)), float(low), float(high))
+
+
+def _check_video(path: Path) -> None:
+    """A RunError for a film that could not be written; hours of episodes would come before it."""
+    if path.suffix not in (".gif", ".mp4") or not path.parent.is_dir():
+        raise RunError(f"--video is a file in a folder that is there, and ends in .gif or .mp4; got {path}.")
+    try:
+        from corral.lab.jobs.robot.picture import check_format  # matplotlib and imageio
+
+        check_format(path)
+    except ImportError as error:
+        raise RunError(f"--video {path}: {error}") from error
+
+
+def _film(settings: Settings, seeds: list[int], actions: Array, path: Path) -> None:
+    """Play the first episodes again, and film them."""
+    from corral.lab.jobs.robot.picture import render_video  # matplotlib and imageio
+
+    env = gymnasium.make(settings.environment, render_mode="rgb_array", **settings.environment_config)
+    try:
+        render_video(env, seeds, actions, path)
+    except (ValueError, ImportError) as error:
+        raise RunError(str(error)) from error
+    except OSError as error:
+        raise RunError(disk_sentence(error, path)) from error
+    finally:
+        env.close()

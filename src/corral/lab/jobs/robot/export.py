@@ -1,0 +1,169 @@
+"""A trained policy → a file that NumPy alone can read, with its plans checked against the joints' limits."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from corral.lab.jobs.robot import exported
+from corral.lab.jobs.robot.exported import FORMAT, ExportedPolicy
+from corral.lab.jobs.robot.prepare import EPISODIC, prepare, to_play
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.train import STATE, restore
+from corral.lab.run.files import write_whole
+from corral.lab.run.folder import RunFolder, choose_checkpoint
+from corral.robot.learner import Learner
+from corral.robot.prodmp import ProDMP
+from corral.robot.tracking import Array
+from corral.validate import RunError
+
+_Bound = float | Sequence[float]
+"""One number for all joints, or one for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointLimits:
+    """Limits of joint positions, velocities and accelerations; infinite by default."""
+
+    position: tuple[_Bound, _Bound] = (-np.inf, np.inf)
+    """Least and largest, rad or m."""
+    velocity: _Bound = np.inf
+    """Largest size, per second."""
+    acceleration: _Bound = np.inf
+    """Largest size, per second squared."""
+
+    def array(self, dof: int) -> Array:
+        """Least and largest of each [3 2 D]."""
+        pairs = [self.position, *((-np.asarray(x), x) for x in (self.velocity, self.acceleration))]
+        try:
+            out = np.array([[np.broadcast_to(np.asarray(x, float), dof) for x in pair] for pair in pairs])
+        except ValueError:
+            raise ValueError(f"JointLimits: each is one number, or one for each of {dof} joints; got {self}.") from None
+        if not (out[:, 0] < out[:, 1]).all():
+            raise ValueError(
+                f"JointLimits: the least must lie below the largest, velocities and accelerations above 0; got {self}."
+            )
+        return out
+
+
+def export_policy(
+    learner: Learner,
+    path: str | Path,
+    *,
+    contexts: Array | None = None,
+    limits: JointLimits | None = None,
+    refuse: bool = True,
+) -> list[str]:
+    """Write the mean plans of a policy, as a function of the context, to `path`.npz, and a loader beside it, `path`.py.
+
+    Nothing is written if a plan for one of `contexts` leaves the limits, unless `refuse` is False. The file carries the
+    limits either way, and its loader refuses every plan beyond them.
+
+    Args:
+        contexts: first observations to check [E O]; needed with `limits`. `plant.start(held_out_seeds(n))` draws some.
+        limits: none are checked without them.
+    Returns:
+        Violations of the limits, in words.
+    """
+    path = Path(path)
+    loader, program = path.with_suffix(".py"), Path(exported.__file__).read_bytes()
+    if path.suffix != ".npz" or not path.with_suffix("").name.isidentifier():
+        raise ValueError(f"export_policy: `path` ends in .npz, with a name that Python can import; got {str(path)!r}.")
+    count = 0 if contexts is None else len(contexts)
+    if limits is not None and not count:
+        raise ValueError("export_policy: limits are checked over contexts; pass some, as plant.start(seeds) returns them.")
+    if loader.exists() and loader.read_bytes().splitlines()[:1] != program.splitlines()[:1]:
+        raise ValueError(f"export_policy: {loader} is there already and is no loader of a policy. Choose another name.")
+    if learner.planner.count > 1:
+        raise ValueError(
+            f"export_policy: a file holds one plan per episode, and this policy plans anew every {learner.planner.every} "
+            f"steps. Train it without `replan_every`."
+        )
+    policy = _freeze(learner, limits or JointLimits())
+    found = policy.violations(contexts) if limits is not None else []
+    if found and refuse:
+        raise ValueError(
+            f"export_policy: plans for {count} contexts leave the limits: {'; '.join(found)}. Train with a penalty, "
+            f"widen the limits, or pass refuse=False to write a file whose loader refuses such plans one by one."
+        )
+    arrays = {"times": policy.times, "basis": policy.basis, "start": policy.start, "limits": policy.limits}
+    for index, (weight, bias) in enumerate(policy.layers):
+        arrays |= {f"weight_{index}": weight, f"bias_{index}": bias}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(loader, lambda beside: beside.write_bytes(program))
+    about = json.dumps(policy.about, default=lambda x: np.asarray(x).tolist())  # gains may be arrays
+    write_whole(path, lambda beside: _save(beside, about=np.array(about), **arrays))
+    return found
+
+
+def export_run(run: Path, path: Path, *, checkpoint: str = "latest") -> int:
+    """`export_policy` of a run's checkpoint, without limits; its step is returned."""
+    folder = RunFolder.open(run, write=False)
+    settings = resolve([folder.read_config()["settings"]])
+    if settings.algorithm not in EPISODIC:
+        raise RunError(
+            f"{run} was trained with {settings.algorithm}, which has no plans to export. Its policy is in "
+            f"checkpoints/checkpoint-…/{STATE}."
+        )
+    chosen, _ = choose_checkpoint(folder, checkpoint)
+    agent = prepare(to_play(settings))
+    try:
+        restore(agent, chosen)
+        export_policy(agent, path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    finally:
+        agent.plant.close()
+    return chosen.step
+
+
+def _freeze(learner: Learner, limits: JointLimits) -> ExportedPolicy:
+    """The policy's network and its trajectory's tables as arrays, in float64."""
+    prodmp, tracking = learner.prodmp, learner.plant.tracking
+    linear = [layer for layer in learner.policy.mean if isinstance(layer, nn.Linear)]
+    basis, start = tables(prodmp, learner.planner.times)
+    about = {
+        "format": FORMAT,
+        "algorithm": learner.name,
+        "iteration": learner.iteration,
+        "activation": learner.config.activation,
+        "layers": len(linear),
+        "joints": tracking.joints,
+        "velocities": tracking.velocities,
+        "prodmp": asdict(prodmp),
+        "tracking": asdict(tracking),
+    }
+    layers = [(_array(layer.weight), _array(layer.bias)) for layer in linear]
+    if learner.policy.normalised:  # (c − m) / s is a matter of the first layer
+        (weight, bias), mean = layers[0], _array(learner.policy.context_mean)
+        weight = weight / _array(learner.policy.context_std)
+        layers[0] = weight, bias - weight @ mean
+    return ExportedPolicy(about, layers, _array(learner.planner.times), _array(basis), _array(start), limits.array(prodmp.dof))
+
+
+def tables(prodmp: ProDMP, times: Tensor) -> tuple[Tensor, Tensor]:
+    """Linear maps from parameters [3 T M] and start state [3 T 2] to position, velocity and acceleration.
+
+    Acceleration is the derivative of the velocity's columns, each of which depends on its own time alone.
+    """
+    times = times.detach().double().requires_grad_()
+    design = prodmp.design(times)
+    velocity = torch.cat([design.velocity, design.start[:, 1]], -1)
+    slopes = [torch.autograd.grad(column.sum(), times, retain_graph=True)[0] for column in velocity.unbind(-1)]
+    acceleration = torch.stack(slopes, -1)
+    basis = torch.stack([design.position, design.velocity, acceleration[:, : prodmp.columns]])
+    return basis.detach(), torch.stack([*design.start.unbind(1), acceleration[:, prodmp.columns :]]).detach()
+
+
+def _save(path: Path, **arrays: Any) -> None:
+    with path.open("wb") as file:  # given a name, NumPy would add its own ending
+        np.savez(file, **arrays)
+
+
+def _array(x: Tensor) -> Array:
+    return x.detach().cpu().double().numpy()

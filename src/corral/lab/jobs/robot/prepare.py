@@ -1,0 +1,164 @@
+"""Settings → environments and a learner, built and checked before a run writes its first file."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from corral.lab.baselines.config import BaselineConfig
+from corral.lab.environments import ENVIRONMENTS, Environment, make_envs
+from corral.lab.jobs.robot.settings import Settings, coerce_fields
+from corral.robot.bbrl import BBRL, BBRLConfig
+from corral.robot.config import DTYPES
+from corral.robot.episode import Plant
+from corral.robot.learner import Learner
+from corral.robot.prodmp import ProDMP
+from corral.robot.tce import TCE, TCEConfig
+from corral.robot.vector import Simulator
+from corral.validate import RunError, nearest
+
+EPISODIC: dict[str, tuple[type[Learner], type]] = {"tce": (TCE, TCEConfig), "bbrl": (BBRL, BBRLConfig)}
+
+Agent = Any
+"""A `Learner` or a `Baseline`: both have step, evaluate, explore, state, restore, iteration, env_steps and config."""
+
+
+def prepare(settings: Settings) -> Agent:
+    """Build what the settings name; whatever is wrong with them comes out here."""
+    environment = find_environment(settings.environment)
+    check_environment_config(environment, settings.environment_config)
+    try:
+        if settings.algorithm in EPISODIC:
+            return _episodic(settings, environment)
+        return _baseline(settings, environment)
+    except (ValueError, ImportError) as error:
+        raise RunError(str(error)) from error
+
+
+def to_play(settings: Settings) -> Settings:
+    """The same settings without a GPU: it trains, and playing needs none."""
+    learner = {key: value for key, value in settings.learner.items() if key != "device"}
+    return replace(settings, learner=learner, simulator="mujoco")
+
+
+def find_environment(name: str) -> Environment:
+    """The registered environment of this name."""
+    if name not in ENVIRONMENTS:
+        raise RunError(f"there is no environment {name!r}.{nearest(name, ENVIRONMENTS)}")
+    return ENVIRONMENTS[name]
+
+
+def check_environment_config(environment: Environment, given: Mapping[str, Any]) -> None:
+    """Refuse settings that the environment does not have; Gymnasium and vectorised forms would say so late, or not at all."""
+    module, _, name = environment.entry_point.partition(":")
+    try:
+        maker = getattr(importlib.import_module(module), name)  # an entry point is text
+    except ImportError as error:
+        raise RunError(str(error)) from error
+    known = [key for key in inspect.signature(maker).parameters if key != "render_mode"]
+    for key in given:
+        if key not in known:
+            raise RunError(f"{name} has no setting `{key}`.{nearest(key, known)}")
+
+
+def learner_config(settings: Settings) -> Any:
+    """The algorithm's settings, each checked: TCEConfig, BBRLConfig or BaselineConfig."""
+    config_cls = EPISODIC[settings.algorithm][1] if settings.algorithm in EPISODIC else BaselineConfig
+    given = coerce_fields(settings.algorithm, config_cls, settings.learner, without=["iterations"])
+    return config_cls(iterations=settings.iterations, **given)
+
+
+def _plant(settings: Settings, environment: Environment, episodes: int) -> Plant:
+    envs = make_envs(settings.environment, episodes, workers=settings.workers, **settings.environment_config)
+    return Plant(envs, environment.tracking, environment.steps, _simulator(settings))
+
+
+def _simulator(settings: Settings) -> Simulator | None:
+    """What plays plans in MuJoCo's place; it is imported only where it is asked for."""
+    if settings.simulator == "mujoco":
+        return None
+    if settings.algorithm not in EPISODIC:
+        raise ValueError(
+            f"simulator='warp' plays whole plans, and {settings.algorithm} chooses an action at every step. Leave it at "
+            f"'mujoco', or choose tce or bbrl."
+        )
+    from corral.lab.environments.warp_batch import WarpSimulator
+
+    return WarpSimulator()
+
+
+def _episodic(settings: Settings, environment: Environment) -> Learner:
+    make, config = EPISODIC[settings.algorithm][0], learner_config(settings)
+    given = {"basis": 5, "tau": environment.steps * environment.dt} | coerce_fields(
+        "prodmp", ProDMP, settings.prodmp, without=["dof"]
+    )
+    prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
+    plant = _plant(settings, environment, config.episodes)
+    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
+
+
+def _baseline(settings: Settings, environment: Environment) -> Agent:
+    from corral.lab.baselines.stable import Baseline
+
+    config = learner_config(settings)
+    return Baseline(_plant(settings, environment, config.episodes), settings.algorithm, config, seed=settings.seed)
+
+
+def _networks(agent: Agent) -> list[torch.nn.Module]:
+    """The networks that are trained."""
+    return [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
+
+
+def parameters(agent: Agent) -> int:
+    """How many numbers are trained."""
+    return sum(p.numel() for network in _networks(agent) for p in network.parameters())
+
+
+def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers, by the name of what they train."""
+    if isinstance(agent, Learner):
+        return {"critic": agent.critic_optimizer, "policy": agent.policy_optimizer}
+    model = agent.model
+    if hasattr(model, "actor"):  # SAC
+        return {"critic": model.critic.optimizer, "policy": model.actor.optimizer, "temperature": model.ent_coef_optimizer}
+    return {"policy": model.policy.optimizer}
+
+
+def updates_of(agent: Agent) -> int:
+    """Updates of the policy so far."""
+    return agent.iteration * agent.config.policy_epochs if isinstance(agent, Learner) else int(agent.model._n_updates)
+
+
+def describe(settings: Settings, agent: Agent) -> dict[str, Any]:
+    """The content of config.json."""
+    environment = ENVIRONMENTS[settings.environment]
+    planned = isinstance(agent, Learner)
+    controlled = planned or agent.config.controller_span is not None
+    return {
+        "settings": settings.flat(),
+        "objective": {"name": settings.algorithm, **asdict(agent.config)},
+        "task": {
+            "name": settings.environment,
+            **settings.environment_config,
+            "steps": environment.steps,
+            "dt": environment.dt,
+            "tracking": asdict(environment.tracking) if controlled else None,
+            **({"simulator": f"mujoco-warp {version('mujoco-warp')}"} if settings.simulator == "warp" else {}),
+        },
+        "model": {
+            "name": model_name(settings),
+            "parameters": parameters(agent),
+            "prodmp": asdict(agent.prodmp) if planned else None,
+        },
+        "command": sys.argv,
+    }
+
+
+def model_name(settings: Settings) -> str:
+    """The policy class, as config.json names it."""
+    return "gaussian-prodmp" if settings.algorithm in EPISODIC else "gaussian-mlp"

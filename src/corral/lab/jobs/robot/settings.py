@@ -1,0 +1,153 @@
+"""Settings of a robot's run: recipe, file and flags in layers, every key and type checked."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from corral.lab.run.settings import GuardMode, add_layer, check_least, coerce, read_named, recipes
+from corral.validate import RunError, nearest
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "robot"
+
+_Algorithm = Literal[
+    "tce", "bbrl", "sb3-ppo", "sb3-ppo-gsde", "sb3-ppo-pink", "sb3-sac", "sb3-sac-gsde", "sb3-sac-pink", "sb3-trpl"
+]  # fmt: skip
+ALGORITHMS: tuple[str, ...] = get_args(_Algorithm)
+
+TABLES = ("environment_config", "prodmp", "learner")
+"""Settings that are tables: layers add to them, key by key. The command line asks for them by this name, of either kind."""
+
+_OF_THE_CRITIC = {f"learner.critic_{name}" for name in ("epochs", "rate", "hidden", "dtype", "inputs")} | {"learner.lam"}
+
+_ELSEWHERE = {
+    "steps": "iterations",
+    "objective": "algorithm",
+    "task": "environment",
+    "task_config": "environment_config",
+    "objective_config": "learner",
+    "model": "prodmp and learner",
+    "learning_rate": "learner.policy_rate, learner.critic_rate or, for baselines, learner.rate",
+    "report_to": "metrics.jsonl in the run's folder",
+}
+"""Settings of language models, and what robots have instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run of a robot."""
+
+    environment: str = "corral/ViaPointReacher-v0"
+    """What to learn: an id from corral.lab.environments."""
+    environment_config: dict[str, Any] = field(default_factory=dict)
+    """The environment's own settings."""
+    algorithm: _Algorithm = "tce"
+    """How: plans credited in segments (tce) or as a whole (bbrl), or a step-based baseline on stable-baselines3 (sb3-…)."""
+    prodmp: dict[str, Any] = field(default_factory=dict)
+    """Settings of the trajectory, corral.robot.ProDMP; joints come from the environment. Baselines have no trajectory."""
+    learner: dict[str, Any] = field(default_factory=dict)
+    """Settings of the algorithm: TCEConfig, BBRLConfig or BaselineConfig."""
+    seed: int = 0
+    """Random seed of contexts, plans and everything else that is drawn."""
+    iterations: int = 125
+    """Steps of the run: batches of episodes to learn from."""
+    eval_every: int = 5
+    """Steps between measurements on held-out contexts; the first and the last step are always measured."""
+    eval_size: int = 256
+    """Held-out contexts, the same for every run."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    guard: GuardMode = "warn"
+    """On a collapse: `warn`, or `stop` with a checkpoint. `off` guards against nothing."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Precision of networks and plans. Baselines are float32."""
+    workers: int | None = None
+    """Threads that step the environments, one per core by default. Numbers do not depend on it."""
+    simulator: Literal["mujoco", "warp"] = "mujoco"
+    """What plays the plans that are learned from: MuJoCo on the CPU, or MuJoCo Warp on a GPU, in float32; the latter needs
+    corral[warp], and is for tce and bbrl on hopper jump and box pushing. Measurements are always MuJoCo's."""
+
+    def __post_init__(self) -> None:
+        least = {"seed": 0, "iterations": 1, "eval_every": 1, "eval_size": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+        check_least(self, least if self.workers is None else least | {"workers": 1})
+        if "iterations" in self.learner:
+            raise RunError("`learner.iterations` is decided by the run. Use iterations.")
+        if "dof" in self.prodmp:
+            raise RunError("`prodmp.dof` is decided by the environment's joints: leave it out.")
+
+    def flat(self) -> dict[str, Any]:
+        """As in a file."""
+        return dataclasses.asdict(self)
+
+
+def resolve(layers: Sequence[Mapping[str, Any]]) -> Settings:
+    """Later layers win, key by key. A layer's table named after the algorithm in force, such as [bbrl], is part of [learner].
+
+    So one recipe serves every algorithm: [learner] holds what they share, and each has a table of its own.
+    """
+    algorithm = next((layer["algorithm"] for layer in reversed(layers) if "algorithm" in layer), Settings.algorithm)
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        own = layer.get(str(algorithm), {})
+        if not isinstance(own, Mapping):
+            raise RunError(f"`{algorithm}` is a table of settings; got {own!r}.")
+        add_layer(merged, {key: value for key, value in layer.items() if key not in ALGORITHMS}, TABLES)
+        add_layer(merged, {"learner": own}, TABLES)
+    hints = get_type_hints(Settings)
+    for key in merged:
+        if key in _ELSEWHERE:
+            raise RunError(f"robots have no setting `{key}`. Use {_ELSEWHERE[key]}.")
+        if key not in hints:
+            raise RunError(f"there is no setting `{key}`.{nearest(key, [*hints, *ALGORITHMS])}")
+    return Settings(**{key: coerce(key, value, hints[key]) for key, value in merged.items()})
+
+
+def check_early(layers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, before torch is imported, what `resolve` refuses."""
+    resolve(layers)
+
+
+def check_flags(layers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what the last layer, the command line, sets and this run would never read.
+
+    A recipe or a file serves several algorithms and ways to run them, so it may hold such things; a flag means this run.
+    """
+    settings, given = resolve(layers), layers[-1]
+    named = [f"{table}.{key}" for table in ("prodmp", "learner") for key in given.get(table, {})]
+    plans, algorithm = settings.learner.get("plans_per_context", 1), settings.algorithm
+    for key in named:
+        why = None
+        if key.startswith("prodmp.") and algorithm.startswith("sb3-"):
+            why = f"{algorithm} chooses an action at every step and has no trajectory. Leave it out, or choose tce or bbrl."
+        elif key in _OF_THE_CRITIC and plans != 1:
+            why = f"with learner.plans_per_context={plans} no critic is fitted. Leave it out, or set plans_per_context to 1."
+        elif key == "learner.replan_from" and settings.learner.get("replan_every") is None:
+            why = "one plan serves the whole episode. Set learner.replan_every too, or leave it out."
+        elif key == "learner.floor_in_region" and settings.learner.get("entropy_floor") is None:
+            why = "there is no floor of the entropy. Set learner.entropy_floor too, or leave it out."
+        if why is not None:
+            raise RunError(f"`{key}` would change nothing: {why}")
+    if "dtype" in given and algorithm.startswith("sb3-") and settings.dtype != "float32":
+        raise RunError(f"`dtype` is float32 for {algorithm}, as stable-baselines3 has it; got {settings.dtype}. Leave it out.")
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """A layer from a recipe for robots that ships with corral."""
+    return read_named(name, recipes(RECIPES))
+
+
+def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Settings of a dataclass, each of its field's type; those it does not have are refused. Lists become tuples."""
+    known = [item.name for item in dataclasses.fields(config_cls) if item.name not in without]
+    hints, out = get_type_hints(config_cls), {}
+    for key, value in given.items():
+        if key not in known:
+            raise RunError(f"{owner}: there is no setting `{key}`.{nearest(key, known)}")
+        value = coerce(f"{owner}.{key}", value, hints[key])
+        if get_origin(hints[key]) is tuple:
+            value = tuple(value) if isinstance(value, list | tuple) else (value,)
+        out[key] = value
+    return out

@@ -1,0 +1,152 @@
+"""Load a model: the embedded one, SmolLM2 or Gemma from their packages, a folder, or the hub."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from corral.lab.models.packaged import PACKAGED, load_packaged, load_packaged_skeleton
+from corral.lab.models.smoke import build_smoke
+from corral.lab.models.subject import BUILT_IN
+from corral.lab.models.tiny import load_tiny
+from corral.lab.run.files import read_json, require_regular
+from corral.trl.processes import base_model
+from corral.validate import RunError
+
+_Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def load_model(name: str, dtype: torch.dtype = torch.float32) -> _Loaded:
+    """A causal LM and its tokenizer: `tiny`, `smollm2`, `gemma`, `smoke` (random), or what transformers finds under this name.
+
+    Weights of a folder or the hub come in `dtype`, and the four others in float32. An adapter comes inside its base model.
+    """
+    model, tokenizer = load_trainable(name, dtype)
+    return base_model(model), tokenizer
+
+
+def load_trainable(
+    name: str, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
+    """The same to train: an adapter, which transformers alone would freeze, is a PeftModel that goes on learning."""
+    if name == "smoke":
+        return build_smoke()
+    if name == "tiny":
+        try:
+            return load_tiny()
+        except FileNotFoundError as error:
+            raise RunError(str(error)) from error
+    if name in PACKAGED:
+        return load_packaged(name)
+    where = _where(name)
+    try:
+        _refuse_devices(Path(name))
+        # The tokenizer first: what is not in the cache is said without waiting.
+        tokenizer = AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
+        if (base := _base_of_adapter(name, where)) is not None:
+            on = load_model(base, dtype)[0]
+            model: PreTrainedModel | PeftModel = PeftModel.from_pretrained(on, name, is_trainable=True, **where)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where, **NO_CODE)
+        _refuse_non_finite(model)
+        return model, tokenizer
+    except RunError as error:
+        raise RunError(f"{name} is an adapter, and of its base {error}") from error
+    except Exception as error:  # transformers, tokenizers, safetensors and the hub have one each
+        raise _not_loaded(name, error) from error
+
+
+def _refuse_devices(folder: Path) -> None:
+    """Refuse a folder with a pipe or a device in it, which a library would be given to read and wait for."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not path.is_dir():
+            require_regular(path)
+
+
+def _refuse_non_finite(model: torch.nn.Module) -> None:
+    """Refuse weights that are no numbers: greedy completions of such a model look like any others."""
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and not bool(weight.detach().float().sum().isfinite()) and not bool(weight.isfinite().all()):
+            raise ValueError(f"its weight {name} has values that are not finite.")
+
+
+def _not_loaded(name: str, error: Exception) -> RunError:
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        return RunError(f"there is no folder {name}. A model is a run, a folder from save_pretrained, or a name on the hub.")
+    return RunError(
+        f"the model {name!r} could not be loaded. It should be tiny, smollm2, gemma, a run, a folder from save_pretrained, "
+        f"or a name on the hub. transformers says: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    )
+
+
+def load_skeleton(name: str) -> _Loaded:
+    """The model without its weights, on torch's `meta` device, and its tokenizer: fetches no weights."""
+    if name in PACKAGED:
+        return load_packaged_skeleton(name)
+    if name in BUILT_IN:
+        return load_model(name)
+    where = _where(name)
+    try:
+        base = _base_of_adapter(name, where) or name
+        if base in BUILT_IN:
+            return load_skeleton(base)[0], AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **where, **NO_CODE), **NO_CODE)
+        return model, AutoTokenizer.from_pretrained(name, **where, **NO_CODE)
+    except Exception as error:  # transformers, tokenizers and the hub have one each
+        raise _not_loaded(name, error) from error
+
+
+def is_local(name: str) -> bool:
+    """Whether this model comes with corral, with a package, or lies in a folder."""
+    return name in BUILT_IN or Path(name).exists()
+
+
+NO_CODE = {"trust_remote_code": False}
+"""Given wherever a model or a tokenizer is loaded: Python files beside weights are not imported, and nobody is asked to."""
+
+
+def _where(name: str) -> dict[str, Any]:
+    """Where to look for a model: the cache alone if the hub cannot be reached, for which libraries would try for a minute."""
+    if is_local(name) or not name or name.startswith((".", "/", "~")):
+        return {}
+    try:
+        HfApi().model_info(name, timeout=10)
+    except (HfHubHTTPError, ValueError):  # it answers, or there is no such name
+        return {}
+    except Exception:  # offline, and each release of huggingface_hub raises another error then
+        return {"local_files_only": True}
+    return {}
+
+
+def _base_of_adapter(name: str, where: dict[str, Any]) -> str | None:
+    """The model that an adapter, in a folder or on the hub, was trained on; None if `name` is a whole model."""
+    file = find_adapter_config_file(name, **where)
+    base = None if file is None else adapter_base(Path(file).parent)  # transformers puts an adapter into a whole model too
+    return None if Path(name, "config.json").is_file() else base
+
+
+def adapter_base(folder: Path) -> str:
+    """The model that the adapter in this folder was trained on; a ValueError where its file has none, or names code."""
+    content = read_json(folder / "adapter_config.json")
+    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ValueError("its adapter_config.json names no base_model_name_or_path.")
+    if content.get("megatron_config"):
+        raise ValueError(f"its adapter_config.json names code, which peft would import: {content.get('megatron_core')!r}.")
+    if content.get("adapters"):  # of X-LoRA: peft reads their files without asking here
+        raise ValueError("its adapter_config.json names further adapters, and one adapter is loaded.")
+    return base
+
+
+def choose_device(requested: str) -> str:
+    """`auto` is the GPU if there is one."""
+    there = torch.cuda.is_available()
+    if requested == "cuda" and not there:
+        raise RunError("device='cuda', but torch finds no GPU. `corral doctor` says what it finds.")
+    return "cuda" if there and requested != "cpu" else "cpu"

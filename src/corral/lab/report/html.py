@@ -1,0 +1,242 @@
+"""HTML and SVG: escaped fragments, static files, and the frame of a self-contained page."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import corral
+from corral.lab.report.looks import SHAPES, palette_css
+from corral.lab.run.files import write_whole
+from corral.lab.run.text import visible
+from corral.validate import RunError
+
+LARGEST = 6_000_000
+"""Bytes of a page."""
+
+MOST_ROWS = 1000
+"""Of a table; `--export` writes all of them."""
+
+_LONGEST_CELL = 1000
+"""Characters of a cell of a table: one huge setting is no reason to show no page."""
+
+_THEMES = {"": "Auto", "light": "Light", "dark": "Dark"}
+
+_NUMBER = re.compile(r"[−+]?[\d.,…\[\]()/ −%–—∞]+( of \d+\)?)?")
+"""A cell that is read by its digits; a column of such cells stands right."""
+
+_VOID = {"meta", "input", "br", "link"}
+
+
+class Safe(str):
+    """HTML made here."""
+
+
+def tag(name: str, /, *children: Any, **attributes: Any) -> Safe:
+    """An element. Children that are not `Safe` are texts; `class_`, `for_` and `data_x` stand for class, for and data-x."""
+    head = name
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            key = key.rstrip("_").replace("_", "-")
+            head += f" {key}" if value is True else f' {key}="{escape(visible(str(value)))}"'
+    if name in _VOID:
+        return Safe(f"<{head}>")
+    return Safe(f"<{head}>{join(*children)}</{name}>")
+
+
+def join(*children: Any) -> Safe:
+    """Texts and elements, one after the other; None is nothing."""
+    return Safe(
+        "".join(child if isinstance(child, Safe) else escape(visible(str(child))) for child in children if child is not None)
+    )
+
+
+def note(*children: Any, good: bool = False) -> Safe:
+    """A paragraph that is not to be missed."""
+    return tag("p", *children, class_="note good" if good else "note")
+
+
+def shorten(text: str, most: int) -> str:
+    """The beginning of a long text, and how much more there is."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def table(rows: list[dict[str, Any]], columns: dict[str, str], show: Callable[[str, Any], Any], **attributes: Any) -> Safe:
+    """Rows under the headings of `columns`; `show` makes a cell of a key and a row. Endless texts are cut."""
+    cells = [[_cell(show(key, row)) for key in columns] for row in rows[:MOST_ROWS]]
+    # The first column names its rows, and stands left whatever it holds.
+    numeric = [index > 0 and all(_NUMBER.fullmatch(str(line[index])) for line in cells) for index in range(len(columns))]
+    wordy = [any(len(str(line[index])) > 12 for line in cells) for index in range(len(columns))]
+    kinds = ["number" if digits else "words" if words else None for digits, words in zip(numeric, wordy, strict=True)]
+    head = tag(
+        "tr",
+        *(
+            tag("th", shorten(heading, 200), scope="col", class_=kind)
+            for heading, kind in zip(columns.values(), kinds, strict=True)
+        ),
+    )
+    body = [
+        tag(
+            "tr",
+            tag("th", line[0], scope="row", class_=kinds[0]),
+            *(tag("td", cell, class_=kind) for cell, kind in zip(line[1:], kinds[1:], strict=True)),
+        )
+        for line in cells
+    ]
+    more = tag("p", f"… and {len(rows) - MOST_ROWS:,} rows more.", class_="count") if len(rows) > MOST_ROWS else None
+    whole = tag("table", tag("thead", head), tag("tbody", *body))
+    return join(tag("div", whole, class_="scroll", tabindex="0", role="region", **attributes), more)
+
+
+def _cell(content: Any) -> Any:
+    return content if isinstance(content, Safe) else shorten(str(content), _LONGEST_CELL)
+
+
+def data_block(name: str, content: Any) -> Safe:
+    """JSON that a page's script reads."""
+    return Safe(f'<script type="application/json" id="{name}">{page_json(content)}</script>')
+
+
+def page_json(content: Any) -> str:
+    """JSON as a page holds it: without < > & it cannot end the element that it is in."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    for mark in "<>&":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
+
+
+def sections(parts: Mapping[str, tuple[str, Safe]], scripted: Sequence[str] = ()) -> dict[str, Safe]:
+    """Parts of a page, each a heading and what is below it, as elements by the name that links go to.
+
+    Args:
+        scripted: those that are empty without a script, and not shown then.
+    """
+    return {
+        name: tag("section", tag("h2", heading), content, id=name, class_="scripted" if name in scripted else None)
+        for name, (heading, content) in parts.items()
+    }
+
+
+def page_body(
+    title: str, lead: str, parts: Mapping[str, tuple[str, Safe]], main: Safe, footer: str, noscript: Safe | None = None
+) -> Safe:
+    """Header with the choice of a theme and a link to every part, what is in `main`, and a footer."""
+    labels = []
+    for index, (key, text) in enumerate(_THEMES.items()):
+        labels.append(tag("label", tag("input", type="radio", name="theme", value=key, checked=index == 0), text))
+    themes = tag("fieldset", tag("legend", "Theme"), *labels, class_="choice scripted", id="choose-theme")
+    links = [tag("li", tag("a", heading, href=f"#{name}")) for name, (heading, _) in parts.items()]
+    return join(
+        tag("a", "Skip to the findings", href="#findings", class_="skip"),
+        tag(
+            "header",
+            tag("div", tag("h1", title), themes, class_="top"),
+            tag("p", lead, class_="lead"),
+            tag("nav", tag("ul", *links), aria_label="Sections"),
+        ),
+        noscript,
+        main,
+        tag("footer", tag("p", f"Made by corral {corral.__version__} from {footer}.")),
+    )
+
+
+def document(
+    title: str, inside: Safe, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str] = ("page.css",)
+) -> str:
+    """A page of its own, around this body.
+
+    Args:
+        inside: what stands in the body.
+        data: what the scripts read as `data`.
+        scripts, styles: their names in static/, in order; each kind is joined into one.
+    """
+    static = files("corral.lab.report") / "static"
+    script, style = ("\n".join((static / name).read_text("utf-8") for name in names) for names in (scripts, styles))
+    style = palette_css() + style
+    policy = (
+        f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content=f"corral {corral.__version__}"),
+        tag("title", title),
+        Safe(f"<style>{style}</style>"),
+    )
+    shell = tag("body", inside, data_block("data", {**data, "shapes": SHAPES}), Safe(f"<script>{script}</script>"))
+    return f'<!doctype html>\n<html lang="en">{head}{shell}</html>\n'
+
+
+def write_document(text: str, out: Path, too_large: str = "") -> int:
+    """A page, whole or not at all. Returns its size in bytes.
+
+    Args:
+        too_large: what to do about it if it has more than six megabytes, as a sentence.
+    """
+    content = text.encode(errors="replace")  # no lone surrogate is left in texts that were made visible
+    if len(content) > LARGEST:
+        raise RunError(f"the page would have {len(content) / 1e6:.1f} MB. {too_large}".strip())
+    if out.is_dir():
+        raise RunError(f"{out} is a folder, and the page is a file: name one in it, such as {out / 'page.html'}.")
+    if not out.parent.is_dir():
+        raise RunError(f"there is no folder {out.parent} to write {out.name} into: make it first, or choose another place.")
+    write_whole(out, lambda beside: beside.write_bytes(content))
+    return len(content)
+
+
+def csp_hash(text: str) -> str:
+    """What a Content-Security-Policy calls an inline script or style by."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+WIDE, NARROW = 820, 360
+"""Widths of the two drawings, of which a page shows the one that fits."""
+
+Draw = Callable[[int], tuple[Sequence[Safe], int]]
+"""A width → what is drawn, and how high it is."""
+
+
+def drawn_figure(title: str, caption: str, draw: Draw, legend: Safe | None = None, **attributes: str) -> Safe:
+    """A figure with both drawings; a page's script adds what reads and saves it."""
+    pictures = []
+    for width, kind in ((WIDE, "wide"), (NARROW, "narrow")):
+        parts, height = draw(width)
+        label = f"{title}. {caption} Arrow keys read it."
+        pictures.append(tag("svg", *parts, viewBox=f"0 0 {width} {height}", role="img", aria_label=label, class_=kind))
+    return tag(
+        "figure", tag("h3", title), tag("figcaption", caption), legend, tag("div", *pictures, class_="body"),
+        class_="drawn", **attributes,
+    )  # fmt: skip
+
+
+def text(content: str, x: float, y: float, anchor: str = "start", **more: str) -> Safe:
+    """Words at a place."""
+    return tag("text", content, x=at(x), y=at(y), text_anchor=anchor, **more)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Safe:
+    """From here to there; `kind` is its class."""
+    return tag("line", x1=at(x1), y1=at(y1), x2=at(x2), y2=at(y2), class_=kind)
+
+
+def at(value: float) -> str:
+    """A coordinate."""
+    return f"{value:.1f}"
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers between two, about so many."""
+    raw = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -1,0 +1,194 @@
+"""Tables of runs, events, settings, versions and commands. Rows of plain values, ready for CSV."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from corral.lab.report.comparison import SavedComparison
+from corral.lab.report.groups import SECRET, Group, flatten
+from corral.lab.report.outcomes import COUNTED
+from corral.lab.report.ranges import setting_text
+from corral.lab.report.read import Run
+
+_Row = dict[str, Any]
+
+
+def run_table(groups: Sequence[Group], metric: str) -> list[_Row]:
+    """One row per run."""
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            values, greedy, returns = run.values(metric), run.values("greedy"), run.values("return")
+            rows.append(
+                {
+                    "run": str(run.path), "objective": group.label, "problem": group.problem, "seed": run.seed,
+                    "stopped": run.stopped, "steps": run.steps, "planned": run.planned_steps,
+                    "start": values[0][1] if values else None, "best": max((value for _, value in values), default=None),
+                    "final": values[-1][1] if values else None, "greedy": greedy[-1][1] if greedy else None,
+                    "return": returns[-1][1] if returns else None,
+                    "seconds": run.last("seconds"), "tokens": run.last("num_tokens"),
+                    "env_steps": run.last("env_steps"), "skipped": run.last("skipped"),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def events(groups: Sequence[Group]) -> list[_Row]:
+    """What went wrong: warnings of the guard by step, how runs ended that did not finish, files that are missing or torn."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            again = [other for other in group.runs if other.seed == run.seed and other is not run]
+            for event in _events(run, again):
+                # What is wrong with the files of several seeds is said once.
+                alone = "" if event["kind"] == "file" else id(run)
+                key = (group.label, event["step"], event["kind"], event["what"], alone)
+                found.setdefault(key, []).append(run.seed)
+    return [
+        {"objective": label, "seed": ", ".join(seeds), "step": step, "kind": kind, "what": what}
+        for (label, step, kind, what, _), seeds in found.items()
+    ]
+
+
+def _events(run: Run, again: Sequence[Run]) -> Iterator[_Row]:
+    """Of one run; `again` are others with the same settings and seed."""
+    for line in run.lines:
+        warnings = line.get("warnings")
+        for text in warnings if isinstance(warnings, list) else ():
+            yield {"step": int(line["step"]), "kind": "guard", "what": str(text)}
+    if run.stopped not in ("finished", "not ended"):
+        yield {"step": run.steps, "kind": run.stopped, "what": str(run.summary.get("why") or f"the run was {run.stopped}.")}
+    if run.stopped not in COUNTED:
+        what = f"{run.stopped} after {run.steps} of {run.planned_steps} steps: not in the statistics."
+        yield {"step": run.steps, "kind": "left out", "what": what}
+    elif again:
+        what = f"{len(again) + 1} runs have the same settings and seed; the last of them that finished counts."
+        yield {"step": None, "kind": "twice", "what": what}
+    for note in run.notes:
+        yield {"step": None, "kind": "file", "what": note}
+
+
+def plan_events(comparisons: Sequence[SavedComparison], runs: Sequence[Run]) -> list[_Row]:
+    """Planned runs without a folder here: not started, failed at once, or not given to the report."""
+    there = {run.path.resolve() for run in runs}
+    missing = [entry for plan in comparisons for entry in plan.runs if entry.path.resolve() not in there]
+    rows = []
+    for entry in missing:
+        label = f"{entry.contestant} {setting_text(entry.setting)}".strip()
+        kind, what = "left out", f"planned, and {entry.state}: not in the statistics."
+        if entry.state == "failed":
+            kind, what = "failed", entry.error or "it failed before it began."
+        elif entry.state == "finished":
+            kind, what = "elsewhere", "finished, and not among the folders of this report."
+        rows.append({"objective": label, "seed": str(entry.seed), "step": None, "kind": kind, "what": what})
+    return rows
+
+
+def file_events(notes: Sequence[str]) -> list[_Row]:
+    """Files of no run that could not be read."""
+    return [{"objective": "", "seed": "", "step": None, "kind": "file", "what": note} for note in notes]
+
+
+def configuration(groups: Sequence[Group]) -> tuple[list[_Row], list[_Row]]:
+    """Settings in which groups differ, one column per group; and those that all share."""
+    several = len({group.problem for group in groups}) > 1
+    columns: dict[str, dict[str, str]] = {}
+    for group in groups:
+        name = f"{group.label} ({group.problem})" if several else group.label
+        columns[name if name not in columns else f"{name} {group.setting}"] = _settings(group)
+    keys = sorted({key for column in columns.values() for key in column})
+    differ, same = [], []
+    for key in keys:
+        values = {name: column.get(key, "—") for name, column in columns.items()}
+        if len(set(values.values())) > 1:
+            differ.append({"setting": key, **values})
+        elif len(values) > 0:
+            same.append({"setting": key, "value": next(iter(values.values()))})
+    return differ, same
+
+
+def _settings(group: Group) -> dict[str, str]:
+    """All that was resolved for a group; what its seeds do not share is shown as …, secrets not at all."""
+    parts = ("objective", "task", "model", "settings", "trainer")
+    columns = [flatten({part: run.config[part] for part in parts if part in run.config}) for run in group.runs]
+    found = {}
+    for key in {key for column in columns for key in column}:
+        part, _, name = key.partition(".")
+        told = (part == "settings" and name in group.runs[0].config) or (part == "trainer" and f"settings.{name}" in columns[0])
+        if told or name == "seed" or SECRET.search(key):
+            continue
+        values = sorted({column.get(key, "—") for column in columns})
+        found[key] = values[0] if len(values) == 1 else "… (differs between seeds)"
+    return found
+
+
+def versions(groups: Sequence[Group]) -> list[_Row]:
+    """Packages, and which versions the runs had; more than one where they differ."""
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            said = run.config.get("versions")
+            column: dict[str, Any] = dict(said) if isinstance(said, Mapping) else {}
+            for key, value in {**column, "commit": run.config.get("commit")}.items():
+                if value is not None:
+                    found.setdefault(key, set()).add(str(value))
+    return [{"package": key, "versions": ", ".join(sorted(values)), "differ": len(values) > 1} for key, values in found.items()]
+
+
+def commands(groups: Sequence[Group]) -> list[_Row]:
+    """How to make each run again: the command where it was one, and its settings as a file."""
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            rows.append(
+                {
+                    "objective": group.label,
+                    "seed": run.seed,
+                    "command": command(run),
+                    "script": run.config.get("script"),
+                    "settings": json.dumps(_drop_secrets(run.settings), indent=2, default=str),
+                }
+            )
+    return rows
+
+
+def _drop_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, and settings within settings, but for secrets."""
+    return {
+        key: _drop_secrets(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if not SECRET.search(key)
+    }
+
+
+def command(run: Run) -> str | None:
+    """`corral train …` as it was given, without where it wrote; None if it was started from Python."""
+    said = run.config.get("command")
+    words = [str(word) for word in said] if isinstance(said, list) else []
+    return _render_command(words[words.index("train", 1) :]) if "train" in words[1:] else None
+
+
+def compare_command(text: str) -> str | None:
+    """`corral compare …` as it was given, without where it wrote; None if it was started from Python."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        return None
+    return _render_command(words[words.index("compare", 1) :]) if "compare" in words[1:] else None
+
+
+def _render_command(words: Sequence[str]) -> str:
+    """`corral` and these words, without where it wrote, and without secrets."""
+    kept: list[str] = []
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        if word in ("--out", "--resume") or before in ("--out", "--resume") or word.startswith(("--out=", "--resume=")):
+            continue
+        flag, equals, value = word.rpartition("=") if word.startswith("--set=") else word.partition("=")
+        if before.startswith("--") and "=" not in before and SECRET.search(before):
+            word = "…"
+        elif equals and value and SECRET.search(flag):
+            word = f"{flag}=…"
+        kept.append(word)
+    return "corral " + shlex.join(kept)

@@ -1,0 +1,289 @@
+"""Run folders: config, metrics, completions and checkpoints, each written whole, and the choice of a checkpoint."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from corral.lab.run.files import (
+    MOST_METRICS,
+    LockedFolder,
+    append_line,
+    digest,
+    disk_sentence,
+    read_json,
+    read_regular,
+    require_regular,
+    sync,
+    write_json,
+    write_whole,
+)
+from corral.provenance import commit, plain, versions
+from corral.validate import RunError
+
+Stopped = Literal["finished", "interrupted", "collapsed", "failed"]
+
+_INFINITE = {"inf": float("inf"), "-inf": float("-inf")}
+"""Text that stands in metrics.jsonl for what JSON does not have."""
+
+
+_COMPLETIONS = pa.schema(
+    [("step", pa.int64()), ("update", pa.int64()), ("prompt", pa.string()), ("completion", pa.string())]
+    + [(name, pa.float64()) for name in ("reward", "advantage")]
+)
+
+TOKENS = pa.schema(
+    [("step", pa.int64()), ("update", pa.int64())]
+    + [(name, pa.float64()) for name in ("reward", "advantage", "bound")]
+    + [(name, pa.list_(pa.string())) for name in ("token", "action")]
+    + [(name, pa.list_(pa.float32())) for name in ("kl_before", "kl_after", "log_ratio")]
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was written to the end."""
+
+    path: Path
+    step: int
+
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Size and digest of its files, by their names."""
+        return _read_manifest(self.path)[1]
+
+
+class RunFolder(LockedFolder):
+    """The files of one run. Nothing but this class writes them, and only the main process holds one open for writing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.metrics, self.summary = path / "config.json", path / "metrics.jsonl", path / "summary.json"
+        self.completions, self.checkpoints = path / "completions.parquet", path / "checkpoints"
+        self.tokens, self.writing = path / "tokens.parquet", self.checkpoints / ".writing"
+        self.tokens_kept: list[dict[str, Any]] = []
+        """Rows of tokens.parquet; they reach the disk together with the completions."""
+        self._rows: list[dict[str, Any]] = []
+
+    @classmethod
+    def create(cls, out: Path | str | None, label: str, *, smoke: bool = False) -> "RunFolder":
+        """A new folder: `out`, which must not exist or be empty, or one under runs/ named by the time and `label`.
+
+        Smoke runs are apart, under smoke-runs/: a report on runs/ is not to count them.
+        """
+        path = Path(default_name(label, smoke=smoke) if out is None else out)
+        try:
+            if out is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+                resumable = path.is_dir() and (path / "config.json").exists()
+                hint = f"continue that run with --resume {path}, or choose" if resumable else "choose"
+                raise RunError(f"{path} is there already and is not an empty folder: {hint} another --out.")
+            folder = cls(_unused(path) if out is None else path)
+            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            folder.hold(folder.path)
+        except OSError as error:
+            raise RunError(disk_sentence(error, path)) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path, *, write: bool = True) -> "RunFolder":
+        """An existing run, to resume or only to read."""
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise RunError(f"{path} is no run: it has no config.json. --resume takes the folder that `corral train` printed.")
+        if not write:
+            return folder
+        try:
+            folder.checkpoints.mkdir(exist_ok=True)
+            folder.hold(path)
+        except OSError as error:
+            raise RunError(disk_sentence(error, path)) from error
+        return folder
+
+    def write_config(self, content: dict[str, Any]) -> None:
+        """config.json: settings resolved, versions and the commit."""
+        write_json(self.config, content | {"versions": versions(), "commit": commit()})
+
+    def write_summary(self, content: dict[str, Any]) -> None:
+        """How the run ended."""
+        write_json(self.summary, content)
+
+    def read_config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        try:
+            content = read_json(self.config)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.config} cannot be read: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+            raise RunError(f"{self.config} is not what a run writes: it has no table `settings`.")
+        return content
+
+    def append(self, line: dict[str, Any]) -> None:
+        """One more line of metrics."""
+        append_line(self.metrics, line)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of metrics that was written to the end."""
+        if not self.metrics.exists():
+            return []
+        try:
+            texts = read_regular(self.metrics, MOST_METRICS).split(b"\n")
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.metrics} cannot be read: {error}") from error
+        lines = []
+        for text in texts:
+            # The last one, if the machine went down in the middle of it, and whatever no run writes.
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                line = {key: _INFINITE.get(str(value), value) for key, value in json.loads(text).items()}
+                if type(line["step"]) is int:
+                    lines.append(line)
+        return lines
+
+    def cut_back(self, step: int) -> list[dict[str, Any]]:
+        """Drop metrics and completions after `step`, which a resumed run repeats. Returns the lines that stay."""
+        lines = [line for line in self.lines() if line["step"] <= step]
+        text = "".join(json.dumps(plain(line)) + "\n" for line in lines)
+        write_whole(self.metrics, lambda beside: beside.write_text(text))
+        self._rows, self.tokens_kept = (_rows_until(path, step) for path in (self.completions, self.tokens))
+        self.summary.unlink(missing_ok=True)
+        return lines
+
+    def add_completions(self, rows: list[dict[str, Any]]) -> None:
+        """Completions to keep; they reach the disk with the next checkpoint, or when the run ends."""
+        self._rows += rows
+
+    def write_completions(self) -> None:
+        """All completions kept so far, and those that are kept token by token."""
+        tables = {self.completions: pa.Table.from_pylist(self._rows, schema=_COMPLETIONS)}
+        if self.tokens_kept or self.tokens.exists():  # after a resume from an earlier step there may be none any more
+            tables[self.tokens] = pa.Table.from_pylist(self.tokens_kept, schema=TOKENS)
+        for path, table in tables.items():
+            write_whole(path, partial(pq.write_table, table))
+
+    def publish(self, name: str, step: int, keep: int) -> None:
+        """Give the checkpoint in `writing` its manifest and its name, and remove all but the `keep` newest."""
+        source, target = self.writing / name, self.checkpoints / name
+        files = sorted(path for path in source.rglob("*") if path.is_file())
+        listed = {str(path.relative_to(source)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files}
+        for path in files:
+            sync(path)
+        write_json(source / "manifest.json", {"step": step, "files": listed})
+        shutil.rmtree(target, ignore_errors=True)  # a damaged one of the same name
+        os.replace(source, target)
+        sync(self.checkpoints)
+        self.drop_unfinished()
+        for old in self.checkpoint_paths()[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def drop_unfinished(self) -> None:
+        """Remove a checkpoint that was not written to the end."""
+        shutil.rmtree(self.writing, ignore_errors=True)
+
+    def last_whole_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that matches its manifest, and why newer ones are not used."""
+        complaints: list[str] = []
+        for path in self.checkpoint_paths():
+            why = damage(path)
+            if why is None:
+                return Checkpoint(path, _read_manifest(path)[0]), complaints
+            complaints.append(f"{path.name} is damaged ({why}) and is not used.")
+        return None, complaints
+
+    def whole_checkpoints(self) -> dict[int, Checkpoint]:
+        """Every checkpoint that matches its manifest, by its step."""
+        whole = [Checkpoint(path, _read_manifest(path)[0]) for path in self.checkpoint_paths() if damage(path) is None]
+        return {found.step: found for found in whole}
+
+    def checkpoint_paths(self) -> list[Path]:
+        """Checkpoints, newest first."""
+        found = [path for path in self.checkpoints.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+        return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
+
+
+def default_name(label: str, *, smoke: bool = False) -> Path:
+    """runs/TIME-label, in letters that every file system and shell takes: a task may be module:Class or file.py:Class."""
+    name = re.sub(r"[^\w.+-]+", "-", f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", flags=re.ASCII)
+    return Path("smoke-runs" if smoke else "runs") / name
+
+
+def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Rows of a parquet file up to a step."""
+    if path.exists():
+        with contextlib.suppress(
+            pa.ArrowException, OSError, ValueError
+        ):  # damaged from outside: completions are worth no failure
+            require_regular(path)
+            return [row for row in pq.read_table(path).to_pylist() if row["step"] <= step]
+    return []
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files; None if nothing is."""
+    try:
+        _, files = _read_manifest(checkpoint)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "its manifest is missing or unreadable"
+    if not files:
+        return "its manifest lists no file"
+    for path in checkpoint.rglob("*"):  # listed or not, libraries may read it
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            return f"{path.relative_to(checkpoint)} is no file of its own"
+    for name, (size, sha256) in files.items():
+        path = checkpoint / name
+        if Path(os.path.normpath(path)) != path or checkpoint not in path.parents:
+            return f"{name} is outside its folder"
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if digest(path) != sha256:
+            return f"{name} is not what was written"
+    return None
+
+
+def _read_manifest(checkpoint: Path) -> tuple[int, dict[str, tuple[int, str]]]:
+    """The step of a checkpoint, and size and digest of its files by name; an error of some kind if that is not what it says."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= 2**53:
+        raise ValueError("the step is no number of a step.")
+    return manifest["step"], {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, … that is free; created, so that no other process takes it."""
+    for count in range(1, 1000):
+        candidate = path if count == 1 else path.with_name(f"{path.name}-{count}")
+        with contextlib.suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            return candidate
+    raise RunError(f"{path} and 999 more like it exist already.")
+
+
+def choose_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoint, list[str]]:
+    """`latest`: the newest whole one. `best`: that with the highest measured success. A number: the one after that step."""
+    if which == "latest":
+        newest, complaints = folder.last_whole_checkpoint()
+        if newest is None:
+            why = f": {' '.join(complaints)}" if complaints else ". It ended before the first one was written."
+            raise RunError(f"the run in {folder.path} has no whole checkpoint{why}")
+        return newest, complaints
+    whole = folder.whole_checkpoints()
+    there = f"It has whole checkpoints of steps {', '.join(map(str, sorted(whole))) or '(none)'}."
+    if which == "best":
+        measured = {line["step"]: line["success"] for line in folder.lines() if isinstance(line.get("success"), float | int)}
+        candidates = [step for step in whole if step in measured]
+        if not candidates:
+            raise RunError(f"no checkpoint of {folder.path} is of a step where success was measured. {there}")
+        return whole[max(candidates, key=lambda step: (measured[step], step))], []
+    if not re.fullmatch(r"[0-9]{1,18}", which):
+        raise RunError(f"--checkpoint is latest, best or the number of a step; got {which!r}.")
+    if int(which) not in whole:
+        raise RunError(f"{folder.path} keeps no whole checkpoint of step {which}. {there}")
+    return whole[int(which)], []

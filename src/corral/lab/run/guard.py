@@ -1,0 +1,209 @@
+"""The guard of a run: non-finite updates are skipped, and a collapse is noticed."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from corral.lab.run.settings import GuardMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollapseLimits:
+    """Thresholds of collapse. One must be exceeded `patience` lines in a row: a single odd batch is no collapse."""
+
+    success_share: float = 0.5
+    """Success below this share of its best is a collapse…"""
+    success_margin: float = 0.1
+    """…if it also lost this much: between .02 and .01 there is only noise."""
+    entropy_share: float = 0.01
+    """Entropy, or a Gaussian's standard deviation, below this share of its best is a collapse. Healthy runs lose nine tenths
+    of it and more."""
+    kl: float = 1.0
+    """Mean KL to the old policy, in nats per token, that no trust region would allow."""
+    reference_kl: float = 10.0
+    """The same for the KL to a reference model, where there is one."""
+    ess: float = 0.7
+    """Effective sample size, as a share of the tokens, below which a few ratios decide an update: one line is enough. In the
+    demo `troll` stays above .97; `reinforce` at five times the learning rate starts with .62 and has collapsed at step 4."""
+    equal_share: float = 0.9
+    """Share of the groups whose rewards are all equal, from which on most samples are wasted."""
+    solved: float = 0.9
+    """From this success on, a policy may be certain of itself, and rewards may all be equal."""
+    patience: int = 3
+    """Lines in a row before success, entropy or KL is taken seriously; measurements of success count, not steps."""
+    truncated_patience: int = 10
+    """Steps in a row in which no completion came to its end."""
+    equal_patience: int = 20
+    """Steps in a row with no difference, or hardly any, in the groups' rewards, so with nothing to learn from."""
+    skipped_patience: int = 10
+    """Skipped updates in a row."""
+    zero_patience: int = 10
+    """Updates in a row whose gradient is exactly 0 although rewards differ."""
+
+
+class _Finding(NamedTuple):
+    """What is going wrong, in a sentence that says what to do, and whether it is a collapse or may become one."""
+
+    sentence: str
+    collapse: bool = True
+
+
+class CollapseWatch:
+    """Reads lines of metrics, and says what is going wrong. The same lines always give the same words."""
+
+    def __init__(self, limits: CollapseLimits) -> None:
+        self.limits = limits
+        self.best: dict[str, float] = {}
+        self.runs: dict[str, int] = {}
+        self.newest: dict[str, float] = {}
+        """Of success and of equal rewards, which not every line has."""
+
+    def observe(self, line: Mapping[str, Any]) -> list[_Finding]:
+        """What this line shows; each kind once until it has recovered."""
+        self.newest |= {key: line[key] for key in ("success", "frac_reward_zero_std") if line.get(key) is not None}
+        solved = self.newest.get("success", 0.0) >= self.limits.solved
+        found = [
+            self._fell("success", line.get("success"), self.limits.success_share, self.limits.success_margin),
+            self._fell("entropy", None if solved else line.get("entropy"), self.limits.entropy_share, 0.0),
+            self._fell("std", None if solved else line.get("std"), self.limits.entropy_share, 0.0),
+            self._exploded("tr/kl_before", line.get("tr/kl_before"), self.limits.kl),
+            self._exploded("kl", line.get("kl"), self.limits.reference_kl),
+            self._few_count(line.get("tr/ess")),
+            self._equal(None if solved else line.get("frac_reward_zero_std"), line.get("reward")),
+            self._truncated(line.get("completions/clipped_ratio")),
+            self._zero_gradient(line.get("zero_gradients", 0)),
+        ]
+        return [finding for finding in found if finding is not None]
+
+    def _fell(self, key: str, value: float | None, share: float, margin: float) -> _Finding | None:
+        if value is None:
+            return None
+        best = self.best[key] = max(self.best.get(key, -math.inf), value)  # in this order NaN is never the best
+        fine = value >= share * best or best - value <= margin  # NaN is not
+        if not self._lasts(key, not fine, self.limits.patience):
+            return None
+        return _Finding(
+            f"{key} fell from {best:.3g} to {value:.3g} and stayed there: the policy is collapsing. Try a smaller learning "
+            f"rate or bound, or fewer updates per batch."
+        )
+
+    def _exploded(self, key: str, value: float | None, limit: float) -> _Finding | None:
+        if value is None or not self._lasts(key, not value <= limit, self.limits.patience):  # NaN is beyond every limit
+            return None
+        return _Finding(f"{key} is {value:.3g} nats, beyond {limit:g}: the policy runs away. Try a smaller learning rate.")
+
+    def _few_count(self, ess: float | None) -> _Finding | None:
+        # At the first line: three of them may be all that a collapse takes. NaN is below every limit.
+        if ess is None or not self._lasts("tr/ess", not ess >= self.limits.ess, 1):
+            return None
+        return _Finding(
+            f"tr/ess is {ess:.3g}, below {self.limits.ess:g}: a few tokens with large ratios decide the updates, which often "
+            f"comes before a collapse; take fewer updates per batch, a smaller learning rate or bound, or fresher rollouts.",
+            collapse=False,
+        )
+
+    def _equal(self, share: float | None, reward: float | None) -> _Finding | None:
+        if share is None:
+            return None
+        patience = self.limits.equal_patience
+        every = self._lasts("equal rewards", share >= 1.0, patience)
+        most = self._lasts("mostly equal rewards", share >= self.limits.equal_share, patience)
+        of = "" if reward is None else f" ({reward:.3g})"
+        hint = "Try easier problems, more completions per prompt, or a reward with more than two values."
+        if every:
+            return _Finding(
+                f"for {patience} steps all completions of a prompt had the same reward{of}: every advantage is 0, and there is "
+                f"nothing to learn from. {hint}"
+            )
+        if most:
+            return _Finding(
+                f"for {patience} steps at least {self.limits.equal_share:.0%} of the groups had one reward for all completions "
+                f"({share:.0%} now): almost every sample is wasted. {hint}",
+                collapse=False,
+            )
+        return None
+
+    def _truncated(self, share: float | None) -> _Finding | None:
+        if share is None or not self._lasts("truncated", share >= 1.0, self.limits.truncated_patience):
+            return None
+        return _Finding(
+            f"for {self.limits.truncated_patience} steps every completion was cut off before its end, so rewards are of "
+            f"unfinished texts: raise max_completion_length, or check that the model can write its end-of-sequence token.",
+            collapse=False,
+        )
+
+    def _zero_gradient(self, updates: int) -> _Finding | None:
+        # Where all rewards of each group are equal a gradient of 0 is right, and `_equal` says so in time.
+        share = self.newest.get("frac_reward_zero_std", 0.0)
+        if not self._lasts("zero gradient", updates >= self.limits.zero_patience and share < 1.0, 1):
+            return None
+        return _Finding(
+            f"the gradient was exactly 0 at each of the last {updates} updates, though rewards differ in {1 - share:.0%} of "
+            f"the groups: no weight moves. Check that what should be trained requires a gradient, that completions are not all "
+            f"masked out, and that the trust region leaves some token (tr/active_frac below 1).",
+            collapse=False,
+        )
+
+    def _lasts(self, key: str, bad: bool, patience: int) -> bool:
+        """Whether it is bad for the `patience`-th time in a row."""
+        self.runs[key] = self.runs.get(key, 0) + 1 if bad else 0
+        return self.runs[key] == patience
+
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Warns of collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics."""
+
+    def __init__(
+        self,
+        mode: GuardMode = "warn",
+        limits: CollapseLimits | None = None,
+        say: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self.mode, self.limits, self.say = mode, limits or CollapseLimits(), say
+        self.watch = CollapseWatch(self.limits)
+        self.skipped = 0
+        """Updates skipped so far."""
+        self.collapsed: str | None = None
+        """Why the run was stopped, if it was."""
+        self.news: list[str] = []
+        """Warnings since they were last fetched."""
+        self._skipped_in_a_row = 0
+
+    def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """The state after these lines, for a run that is resumed."""
+        for line in lines:
+            self.watch.observe(line)
+            self.skipped = line.get("skipped", self.skipped)
+
+    def judge(self, update: str, *, poisoned: str | None) -> None:
+        """Before an update: `poisoned` names what of it is not finite. The caller skips the update."""
+        if poisoned is None:
+            self._skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == 1:
+            self.tell(f"{update} had a non-finite {poisoned} and was skipped ({self.skipped} so far).")
+        if self._skipped_in_a_row == self.limits.skipped_patience:
+            self._collapse(f"{self._skipped_in_a_row} updates in a row had to be skipped: nothing is being learned.")
+
+    def observe(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics."""
+        if self.mode != "off":
+            for finding in self.watch.observe(line):
+                (self._collapse if finding.collapse else self.tell)(finding.sentence)
+
+    def tell(self, sentence: str) -> None:
+        """Say it, and keep it for the next line of metrics."""
+        self.news.append(sentence)
+        self.say(sentence)
+
+    def _collapse(self, sentence: str) -> None:
+        self.tell(sentence)
+        if self.mode == "stop":
+            self.collapsed = self.collapsed or sentence

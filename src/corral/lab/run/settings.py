@@ -1,0 +1,171 @@
+"""Layers of settings from recipes, files and flags, each value converted to its field's type."""
+
+import json
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from corral.validate import RunError, nearest
+
+GuardMode = Literal["warn", "stop", "off"]
+"""What to do about a collapse."""
+
+MAX_SEED = 2**32 - 1
+"""The largest random seed that NumPy takes, and so every library that seeds it."""
+
+COMPARE = "compare"
+"""The table of a recipe that says whom `corral compare` compares; no setting of a run."""
+
+_LEADING_POINT = re.compile(r"^([+-]?)\.(?=\d)")
+"""Of .05, as people write it; TOML wants 0.05."""
+
+
+def check_least(settings: Any, least: Mapping[str, int]) -> None:
+    """Refuse settings below their minimum."""
+    for key, value in least.items():
+        given = getattr(settings, key)  # either kind of run has settings of its own
+        if given < value:
+            raise RunError(f"`{key}` must be at least {value}; got {given}.")
+
+
+def add_layer(merged: dict[str, Any], layer: Mapping[str, Any], tables: Sequence[str]) -> None:
+    """Put a layer on top of those before it: it wins, key by key; to `tables` it adds."""
+    for key, value in layer.items():
+        if key in tables and isinstance(value, Mapping):
+            if not isinstance(before := merged.get(key, {}), Mapping):
+                raise RunError(f"`{key}` is a table of settings; got {before!r}.")
+            # Neither JSON nor YAML has inf as people write it.
+            merged[key] = {**before, **{inner: guess(given) for inner, given in value.items()}}
+        else:
+            merged[key] = value
+
+
+def nested(pairs: Iterable[tuple[str, Any]], tables: Sequence[str]) -> dict[str, Any]:
+    """Flags as a layer: `lora.r` is a key of the table `lora`, which must be one of `tables`."""
+    layer: dict[str, Any] = {}
+    for key, value in pairs:
+        table, _, inner = key.replace("-", "_").partition(".")
+        if not inner:
+            layer[table] = value
+        elif table in tables:
+            layer.setdefault(table, {})[inner] = value
+        else:
+            raise RunError(
+                f"there is no setting `{key}`: only {', '.join(tables[:-1])} and {tables[-1]} have settings of their own."
+            )
+    return layer
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A layer from a TOML or YAML file."""
+    try:
+        content = _parse(path.read_text(), toml=path.suffix == ".toml")
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} is not {'TOML' if path.suffix == '.toml' else 'YAML'}: {error}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path} should hold settings, `key = value` in TOML or `key: value` in YAML.")
+    return content
+
+
+def _parse(text: str, *, toml: bool) -> Any:
+    """Raises ValueError, of which the errors of TOML and of text encodings are kinds."""
+    if toml:
+        return tomllib.loads(text)
+    import yaml  # TOML, and so every recipe, needs nothing beyond Python
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error  # it has the place on lines of their own
+
+
+def toml_lines(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as a file that `read_file` reads: values first, then tables; what is None or empty is left out."""
+    kept = {key: value for key, value in settings.items() if value is not None and value not in ({}, [], (), "")}
+    tables = {key: value for key, value in kept.items() if isinstance(value, Mapping)}
+    lines = [f"{key} = {_toml(value)}" for key, value in kept.items() if key not in tables]
+    for key, table in tables.items():
+        lines += [
+            "",
+            f"[{key}]",
+            *(f"{_toml_key(name)} = {_toml(value)}" for name, value in table.items() if value is not None),
+        ]
+    return lines
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it; JSON's texts are TOML's too, but for DEL."""
+    if isinstance(value, Mapping):
+        inner = (f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{{', '.join(inner)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)  # nan and inf are TOML's too
+    return json.dumps(str(value)).replace("\x7f", "\\u007f")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
+
+
+def recipes(folder: Path) -> dict[str, Path]:
+    """The recipes that ship in a folder, by name."""
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def read_named(name: str, known: Mapping[str, Path]) -> dict[str, Any]:
+    """A layer from a recipe that ships with corral."""
+    if name not in known:
+        raise RunError(f"there is no recipe {name!r}.{nearest(name, known)}")
+    layer = read_file(known[name])
+    layer.pop(COMPARE, None)
+    return layer
+
+
+def guess(text: Any) -> Any:
+    """The value that a text on the command line stands for, where no type says it: as TOML has it, else the text itself."""
+    if not isinstance(text, str):
+        return text
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads("value = " + _LEADING_POINT.sub(r"\g<1>0.", text))["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+
+
+def coerce(key: str, value: Any, hint: Any) -> Any:
+    """`value` converted to the type of `key`; a RunError if it cannot be."""
+    if get_origin(hint) is Literal:
+        words = {False: ("off", "no"), True: ("on", "yes")}[value] if isinstance(value, bool) else ()  # YAML reads them so
+        value = next((word for word in words if word in get_args(hint)), value)
+        if value not in get_args(hint):
+            raise RunError(f"`{key}` is one of {', '.join(map(str, get_args(hint)))}; got {value!r}.")
+        return value
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
+    kinds = {get_origin(kind) or kind for kind in kinds}
+    read = value if str in kinds and not kinds & {dict, list} else guess(value)
+    if type(None) in kinds and (read is None or value == "none"):
+        return None
+    for kind in (bool, int, float, dict, list, str):
+        if kind in kinds and type(read) is kind:
+            return read
+    if float in kinds and isinstance(read, int | str) and not isinstance(read, bool):
+        try:
+            return float(read)  # YAML reads 1e-4 as text
+        except ValueError:
+            pass
+    if str in kinds:
+        return str(value)
+    if kinds & {bool, int, float, dict, list}:
+        wanted = " or ".join(sorted("none" if kind is type(None) else kind.__name__ for kind in kinds))
+        raise RunError(f"`{key}` is {wanted}; got {value!r}.")
+    return read

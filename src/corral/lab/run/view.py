@@ -1,0 +1,241 @@
+"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere, warnings and the end with --quiet."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from corral.lab.run.text import VisibleStream, visible
+
+_METRICS = ("success", "greedy", "return", "reward", "entropy", "tokens_per_second", "steps_per_second")
+"""What every line shows, in this order; then comes whatever starts with tr/."""
+
+_IN_A_LINE = ("tr/active_frac", "tr/kl_before", "tr/kl_after", "tr/deployed_kl_mean")
+"""How much of that fits into one line of text."""
+
+_Line = Mapping[str, Any]
+_Row = Mapping[str, Any]
+
+
+class RunView:
+    """Quiet: warnings and the end. The base of the others."""
+
+    def __init__(self, console: Console, problems: Console) -> None:
+        self.console, self.problems = console, problems
+
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
+        """The run starts, or is resumed after `done` steps."""
+
+    def line(self, line: _Line) -> None:
+        """A step is over."""
+
+    def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
+        """A few of its completions. Unless their rewards are a verifier's, from 0 to 1, none is marked as right or wrong."""
+
+    def warn(self, sentence: str) -> None:
+        """Something a person should know."""
+        self.problems.print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
+
+    def stopping(self, sentence: str) -> None:
+        """A signal has come, and is obeyed soon. A console may be in the middle of a write: go past it."""
+        if not self.problems.quiet:
+            os.write(2, f"\n{sentence}\n".encode())
+
+    def say(self, sentence: str) -> None:
+        """Something good to know."""
+
+    def end(self, sentence: str) -> None:
+        """How it ended, and where it is."""
+        self.console.print(escape(sentence), soft_wrap=True, highlight=False)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+
+
+class PlainView(RunView):
+    """One line per step, without colours or cursor moves: for pipes, files and batch systems."""
+
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
+        self.steps, self.clock = steps, Clock(steps, done)
+        for name, text in banner:
+            self._print(f"{name:<10} {text}")
+
+    def line(self, line: _Line) -> None:
+        left = self.clock.left(line["step"])
+        shown = {key: value for key, value in line.items() if not key.startswith("tr/") or key in _IN_A_LINE}
+        values = [f"{name} {text}" for name, text in readable(shown)]
+        self._print("  ".join([f"step {line['step']}/{self.steps}", *values, *([f"{left} left"] if left else [])]))
+
+    def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
+        for row in rows:
+            self._print(f"  {_mark(row['reward'], verified)[0]} {shorten(row['prompt'])}{shorten(row['completion'])}")
+
+    def say(self, sentence: str) -> None:
+        self._print(sentence)
+
+    def _print(self, text: str) -> None:
+        self.console.print(escape(text), soft_wrap=True, highlight=False)
+
+
+class LiveView(RunView):
+    """A panel that stays in place: progress with the time left, the newest numbers, and a few completions."""
+
+    live: Live | None = None
+
+    def begin(self, banner: Sequence[tuple[str, str]], steps: int, done: int) -> None:
+        self.clock = Clock(steps, done)
+        for name, text in banner:
+            self.console.print(f"[bold]{name:<10}[/] {escape(text)}", highlight=False)
+        self.progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeLeft(self.clock), expand=True
+        )
+        self.task = self.progress.add_task("steps", total=steps, completed=done)
+        self.newest: dict[str, Any] = {}
+        self.rows: Sequence[_Row] = ()
+        self.last = Text(style="yellow")
+        self.live = Live(self._panel(), console=self.console, refresh_per_second=4, get_renderable=self._panel)
+        self.live.start()
+
+    def line(self, line: _Line) -> None:
+        self.newest |= {key: value for key, value in line.items() if value is not None}
+        self.progress.update(self.task, completed=line["step"])
+        self.clock.left(line["step"])
+
+    def completions(self, rows: Sequence[_Row], *, verified: bool = True) -> None:
+        self.rows = [{**row, "mark": _mark(row["reward"], verified)} for row in rows]
+
+    def stopping(self, sentence: str) -> None:
+        self.last = Text(sentence, style="yellow")  # what is written past the panel, the panel paints over
+
+    def say(self, sentence: str) -> None:
+        self.console.print(escape(sentence), highlight=False)
+
+    def end(self, sentence: str) -> None:
+        self.close()
+        super().end(sentence)
+
+    def close(self) -> None:
+        if self.live is not None:  # a run may fail before it begins
+            self.live.stop()
+
+    def _panel(self) -> Panel:
+        table = Table.grid(padding=(0, 3))
+        pairs = readable(self.newest)
+        across = max(1, (self.console.width - 4) // 25)
+        for start in range(0, len(pairs), across):
+            table.add_row(*(Text.assemble((name, "dim"), " ", (text, "bold")) for name, text in pairs[start : start + across]))
+        shown = [
+            Text.assemble(row["mark"], " ", (shorten(row["prompt"]), "dim"), shorten(row["completion"])) for row in self.rows
+        ]
+        return Panel(
+            Group(self.progress, table, *shown, *([self.last] if self.last else [])), title="corral", title_align="left"
+        )
+
+
+class TimeLeft(ProgressColumn):
+    """A progress column with the time left."""
+
+    def __init__(self, clock: "Clock") -> None:
+        super().__init__()
+        self.clock = clock
+
+    def render(self, task: Task) -> Text:
+        left = self.clock.left(int(task.completed))
+        return Text(f"{left} left" if left else "", style="cyan")
+
+
+class Clock:
+    """Time left, from the steps done since this process began."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.first, self.start = steps, done, time.monotonic()
+        self.at = done
+        self.rate: float | None = None
+
+    def left(self, step: int) -> str | None:
+        """Time left after `step`, as h:mm:ss; None before the first step."""
+        now = time.monotonic()
+        if step > self.at:
+            self.at, self.rate = step, (now - self.start) / (step - self.first)
+            self.seen = now
+        if self.rate is None:
+            return None
+        seconds = max(0, round((self.steps - self.at) * self.rate - (now - self.seen)))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+class PatientConsole(Console):
+    """A console that survives a broken pipe (`corral train | head` keeps training, silently), and escape sequences in texts.
+
+    What models, users and files say reaches the terminal as text alone: no cursor move, no title, no clipboard of theirs.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+    @property
+    def file(self) -> Any:
+        """The stream itself, of whatever type it is: texts are visible already, and the console's own sequences must pass."""
+        file = super().file
+        return file.stream if isinstance(file, VisibleStream) else file
+
+    @file.setter
+    def file(self, file: Any) -> None:
+        self._file = file
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
+        os.close(null)
+
+
+def make_view(*, quiet: bool, silent: bool = False) -> RunView:
+    """The view for where the output goes; a silent one, for processes beside the main one, shows nothing at all."""
+    console, problems = PatientConsole(quiet=silent), PatientConsole(quiet=silent, stderr=True)
+    if quiet or silent:
+        return RunView(console, problems)
+    # In a terminal, warnings must pass through the live panel's own console.
+    return LiveView(console, console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console, problems)
+
+
+def readable(line: _Line) -> list[tuple[str, str]]:
+    """Names and numbers of a line that are worth showing."""
+    rate = ("learning_rate",) if "tr/deployed_kl_mean" in line else ()  # it follows what the network moves by
+    keys = [*_METRICS, *rate, *sorted(key for key in line if key.startswith("tr/"))]
+    pairs = [(key, line[key]) for key in keys if line.get(key) is not None]
+    if line.get("skipped"):
+        pairs.append(("skipped", line["skipped"]))
+    return [(key.replace("_per_second", "/s"), number(value)) for key, value in pairs]
+
+
+def number(value: float) -> str:
+    """Three digits, thousands with commas, and no rounding errors."""
+    if abs(value) < 1e-9:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _mark(reward: float, verified: bool) -> tuple[str, str]:
+    """Right or wrong at a glance, with its colour; any other reward is a number."""
+    if verified and reward >= 1:
+        return "✓", "green"
+    return ("✗", "red") if verified and reward <= 0 else (number(reward), "")
+
+
+def shorten(text: str, limit: int = 120) -> str:
+    """One line of a text."""
+    text = visible(text).replace("\n", "⏎").replace("\t", " ")
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,119 @@
+"""Isolation backends: bubblewrap where it is installed, else the kernel's namespaces directly; a refusal without either."""
+
+import marshal
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from corral.lab.sandbox.inside.root import HOST
+from corral.lab.sandbox.view import SandboxUnavailable, file_view, interpreter
+
+BACKENDS = ("bwrap", "unshare")
+"""In order of preference."""
+
+_INSIDE = Path(__file__).with_name("inside")
+_PACKAGE = "corral.lab.sandbox.inside"
+_MODULES = ("syscalls", "kernel", "filter", "root", "program", "memory", "zygote")
+"""Files of that folder, each after what it imports."""
+
+# Bound modules are given as code objects: nothing of this package has to be visible inside, nor is compiled twice.
+_BOOT = """
+import marshal, sys, types
+with open(int(sys.argv[1]), "rb") as file:
+    modules, config = marshal.load(file)
+for name, code in modules:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    parent, _, leaf = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], leaf, module)
+    if code:
+        exec(code, module.__dict__)
+sys.modules[name].main(config)
+"""
+
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # the same program has the same sets in the same order, and so the same verdict
+    "MALLOC_ARENA_MAX": "1",  # each further arena of a thread reserves 64 MiB of address space, which is limited
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+}
+
+_REFUSAL = (
+    "sandbox: programs written by a model are run in Linux namespaces, and this system does not offer them ({reasons}). "
+    "Install bubblewrap or allow unprivileged user namespaces. To run such programs as yourself, with all your files and your "
+    "network in their reach, pass --unsafe-code-execution (in Python: unsafe_code_execution=True)."
+)
+
+
+def refusal(reasons: str) -> SandboxUnavailable:
+    """The error that says why no sandbox can be had, and what to do."""
+    return SandboxUnavailable(_REFUSAL.format(reasons=reasons))
+
+
+@cache
+def _modules() -> tuple[tuple[str, Any], ...]:
+    parts = _PACKAGE.split(".")
+    packages = [(".".join(parts[: depth + 1]), None) for depth in range(len(parts))]
+    files = [(f"{_PACKAGE}.{name}", _INSIDE / f"{name}.py") for name in _MODULES]
+    return (
+        *packages,
+        *((name, compile(path.read_text(), f"<{path.name}>", "exec", dont_inherit=True)) for name, path in files),
+    )
+
+
+def payload(config: dict[str, Any]) -> bytes:
+    """Code objects and configuration of the sandboxed interpreter, marshalled."""
+    return marshal.dumps((_modules(), config))
+
+
+def command(backend: str, payload_file: int) -> list[str]:
+    """The command line that starts a sandboxed interpreter."""
+    python = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(payload_file)]
+    return [*_bubblewrap(), *python] if backend == "bwrap" else python
+
+
+def _bubblewrap() -> list[str]:
+    """bwrap and its arguments. Root stays root until the interpreter has started, and gives it up there: a user namespace would
+    map nobody to root, for whom the number of processes has no limit."""
+    if (program := shutil.which("bwrap")) is None:
+        raise SandboxUnavailable("sandbox: bubblewrap (bwrap) is not installed.")
+    arguments = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments += ["--hostname", HOST]
+    arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
+    visible = file_view()
+    parents = {str(parent) for path in (*visible.paths, *visible.devices) for parent in Path(path).parents} - {"/"}
+    for folder in sorted({*parents, "/tmp"}):  # made in passing, they would be root's alone
+        arguments += ["--perms", "0755", "--dir", folder]
+    for path in visible.paths:
+        arguments += ["--ro-bind", path, path]
+    for target, link in visible.links:
+        arguments += ["--symlink", target, link]
+    for path in visible.devices:
+        arguments += ["--dev-bind", path, path]
+    for path in visible.hidden:
+        arguments += ["--tmpfs", path, "--remount-ro", path]
+    return [*arguments, "--remount-ro", "/", "--chdir", "/", "--"]
+
+
+def choose(works: Callable[[str], str], backend: str | None = None) -> str:
+    """The first backend that works, or the one asked for; SandboxUnavailable with every reason where there is none.
+
+    Args:
+        works: tries a backend and returns why it does not work, or "".
+        backend: one name, or None for the best there is.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"sandbox: `backend` is one of {', '.join(BACKENDS)}, or None for the best there is; got {backend!r}.")
+    if not sys.platform.startswith("linux"):
+        raise refusal(f"it runs {sys.platform}")
+    reasons = []
+    for name in (backend,) if backend else BACKENDS:
+        if not (reason := works(name)):
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise refusal("; ".join(reasons))

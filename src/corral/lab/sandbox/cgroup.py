@@ -1,0 +1,147 @@
+"""A memory cgroup per worker, where one is delegated to this user: the kernel then bounds all that its programs hold.
+
+Its own memory on their behalf is counted too: pages that a fork has copied, page tables, pipes, sockets, locks. Where none
+is delegated (an ordinary login, most containers) the limits of each process, polling all of them, and the filter remain.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from functools import cache
+from pathlib import Path
+
+from corral.lab.sandbox.result import SandboxLimits
+
+PREFIX = "corral-"
+_LIMIT_AND_EVENTS = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
+"""By version of cgroups: the limit, and the file with the line `oom_kill`."""
+_NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
+
+_WORKER_BYTES = 48 << 20
+"""Bytes for the worker itself, and what is kept back for a program's last words."""
+_PROCESS_BYTES = 2 << 20
+"""Bytes that a process takes without asking: pages that a fork copies, and the kernel's tables for them."""
+_TRIES = 5
+_EXIT_SECONDS = 2.0
+"""Seconds within which the last process has left a group."""
+
+
+class MemoryCgroup:
+    """One cgroup below `parent`, for one worker; OSError where it cannot be made.
+
+    Its folder is locked for as long as this process lives: one that is not was left by a process that was killed.
+    """
+
+    def __init__(self, parent: Path, version: int) -> None:
+        sweep(parent)
+        self.path, self._bound = parent / f"{PREFIX}{os.urandom(8).hex()}", 0
+        self._files: list[int] = []
+        limit, events = _LIMIT_AND_EVENTS[version]
+        self.limit = self.path / limit
+        self.path.mkdir()
+        try:
+            fcntl.flock(self._open("", os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.members, self.events = self._open("cgroup.procs", os.O_WRONLY), self._open(events, os.O_RDONLY)
+            self.set_limit(SandboxLimits())
+            swap, value = _NO_SWAP[version]
+            if (self.path / swap).exists():  # not where the kernel counts no swap
+                (self.path / swap).write_text(value)
+        except OSError:
+            self.close()
+            raise
+
+    def set_limit(self, limits: SandboxLimits) -> None:
+        """Set what the next program may hold. Polling ends it before this does, unless it is quick or finds a way to hold what
+        no process is charged for."""
+        memory = limits.memory_mb << 20
+        total = memory + min(limits.folder_size, memory) + limits.processes * _PROCESS_BYTES + _WORKER_BYTES
+        if total != self._bound:
+            self.limit.write_text(str(total))
+            self._bound = total
+
+    def close(self) -> None:
+        """Remove it, once its last process has gone; what cannot be removed in time, the next process to make one removes."""
+        while self._files:
+            os.close(self._files.pop())
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while self.path.exists():
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+                return
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+    def _open(self, name: str, flags: int) -> int:
+        self._files.append(os.open(self.path / name, flags | os.O_CLOEXEC))
+        return self._files[-1]
+
+
+def sweep(parent: Path) -> None:
+    """Remove groups left behind by processes that were killed."""
+    for path in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # locked, so someone's; or gone
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.rmdir()
+            finally:
+                os.close(folder)
+
+
+@cache
+def find_cgroup_parent() -> tuple[Path, int] | None:
+    """A delegated cgroup, found by making one below it, and the version of cgroups; None where there is none."""
+    for place in places(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")):
+        if group := make_cgroup(*place):
+            group.close()
+            return place
+    return None
+
+
+def make_cgroup(parent: Path, version: int) -> MemoryCgroup | None:
+    """A group, or None where none can be made. Another process that sweeps may take a new one, not locked yet, for one that was
+    left: hence several tries."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError):
+            return MemoryCgroup(parent, version)
+    return None
+
+
+def places(membership: Path, mounts: Path) -> list[tuple[Path, int]]:
+    """Candidates for the parent of groups with a memory limit.
+
+    In version 1 that is below this process's own. In version 2 no group but the root has both processes and groups with limits
+    below it, so beside it is the next try; either must pass the memory controller on.
+    """
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        table = [line.partition(" - ") for line in mounts.read_text().splitlines()]
+    except OSError:
+        return []
+    own = {"cgroup" if names else "cgroup2": path for _, names, path in lines if not names or "memory" in names.split(",")}
+    found = []
+    for left, _, right in table:
+        (root, where), (kind, _, options) = left.split()[3:5], right.split()[:3]
+        if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        if (own[kind] + "/").startswith(root.rstrip("/") + "/"):
+            found.append(
+                (Path(where, own[kind][len(root.rstrip("/")) :].lstrip("/")), Path(where), 1 if kind == "cgroup" else 2)
+            )
+    result = []
+    for folder, top, version in found:
+        if version == 1:
+            result.append((folder, 1))
+        else:
+            result += [(one, 2) for one in (folder, folder.parent) if one.is_relative_to(top) and _delegates_memory(one)]
+    return result
+
+
+def _delegates_memory(folder: Path) -> bool:
+    """Whether groups below it can have a memory limit."""
+    try:
+        return "memory" in (folder / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False

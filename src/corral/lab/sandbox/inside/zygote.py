@@ -1,0 +1,210 @@
+"""The zygote: a warm interpreter that forks once per program, each in its own PID and mount namespace and temporary folder.
+
+This process is PID 1 of its namespace, takes orders from a socket, keeps time, and runs one program at a time. For each
+it starts a first process that only waits, and forks the program into the namespace of that: when the program has ended, so is
+the first process, and with it, by the kernel, all that is left inside. What a program is, reads and writes goes through files
+that are handed on unread, so that nothing of one program is in the memory from which the next is copied.
+"""
+
+import _socket  # without the enumerations around it, which every program would be forked with
+import array
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import site
+import time
+from typing import Any, TypedDict
+
+from corral.lab.sandbox.inside import filter, kernel, program, root
+from corral.lab.sandbox.inside.memory import Memory
+
+_COMMON_MODULES = "bisect collections copy functools heapq itertools math operator random re string typing"
+"""Modules that programs ask for most: they find them loaded."""
+
+_TICK = 0.02
+"""Seconds between two looks at the memory of the program."""
+
+
+class _ZygoteConfig(TypedDict):
+    """The host's configuration; numbers are file descriptors."""
+
+    control: int
+    """The socket for orders."""
+    proc: int
+    """The folder /proc."""
+    view: dict[str, list[Any]] | None
+    """What stays visible, see corral.lab.sandbox.view; None where bubblewrap has left the outside already."""
+    group: list[int]
+    """Members and events of the cgroup to enter; empty where there is none."""
+
+
+def main(config: _ZygoteConfig) -> None:
+    """Enter the namespaces, report ready, and serve until the host closes the socket."""
+    control = _socket.socket(fileno=config["control"])
+    events = _join_cgroup(*config["group"]) if config["group"] else None
+    for name in _COMMON_MODULES.split():
+        importlib.import_module(name)
+    site.setquit()  # exit() and quit()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # first processes have copies of our handlers, and must have none
+    try:
+        if config["view"] is not None:
+            root.leave_host(config["view"], config["proc"])
+        root.enter_user_namespace(config["proc"])
+        zygote = _Zygote(control, Memory(config["proc"], events))
+    except (OSError, ValueError) as error:
+        _send(control, {"failed": str(error)})
+        os._exit(1)
+    os.environ.clear()
+    os.environ.update(program.ENVIRONMENT)
+    program.warm_up()
+    gc.collect()
+    gc.freeze()
+    _send(control, {"ready": True, "grouped": events is not None})
+    zygote.serve()
+    os._exit(0)
+
+
+def _join_cgroup(members: int, events: int) -> int | None:
+    """Enter the cgroup whose list of members is open for writing; its events, or None where the kernel does not let us in."""
+    try:
+        os.write(members, b"0")
+    except OSError:
+        return None
+    return events
+
+
+def _send(control: _socket.socket, message: dict[str, object]) -> None:
+    """Send one message to the host, which may have gone."""
+    try:
+        control.send(json.dumps(message).encode())
+    except OSError:
+        os._exit(0)
+
+
+class _Zygote:
+    """Starts, watches and kills programs, one at a time, as the host orders."""
+
+    def __init__(self, control: _socket.socket, memory: Memory) -> None:
+        self.control = control
+        self.memory = memory
+        self.first = 0
+        """The first process of the program under way."""
+        self.rules = filter.Filter(filter.build(kernel.MACHINE))
+        self.home = os.pidfd_open(os.getpid())
+        self.complaints, self.complain = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """What goes wrong between the fork and the program."""
+
+    def serve(self) -> None:
+        """Run programs until the host has closed the socket."""
+        while True:
+            order, files = self.receive()
+            if order is None:
+                return
+            if "run" in order:  # a late order to end a program that has ended needs nothing
+                _send(self.control, {"done": order["run"], **self.run(order, files)})
+
+    def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
+        """An order and the file descriptors that come with it; None when the host has closed the socket."""
+        files = array.array("i")
+        text, extra, _, _ = self.control.recvmsg(4096, _socket.CMSG_SPACE(4 * files.itemsize))
+        for _, _, data in extra:
+            files.frombytes(data)
+        return (json.loads(text) if text else None), list(files)
+
+    def run(self, order: dict[str, Any], files: list[int]) -> dict[str, object]:
+        """One program, from its first process to its last; how it ended."""
+        started, child, handles = time.monotonic(), 0, []
+        self.first = 0
+        try:
+            plan = program.LaunchPlan(order["limits"], self.memory.baseline)
+            kernel.children_go_to(self.home)
+            self.first = kernel.first_process()
+            handles.append(os.pidfd_open(self.first))
+            kernel.children_go_to(handles[0])
+            child = self.fork(plan, files)
+            handles.append(os.pidfd_open(child))
+            _close(files)  # the program has them
+            reason = self.watch(handles[1], order["run"], started, plan)
+        except OSError as error:  # no more processes or namespaces for this user
+            return {"status": "failed", "why": str(error), "seconds": 0.0}
+        finally:
+            statuses = _end(self.first)
+            _close(files + handles)
+        return {**self.verdict(reason, statuses[child]), "seconds": time.monotonic() - started}
+
+    def fork(self, plan: program.LaunchPlan, files: list[int]) -> int:
+        """Fork the program; its PID here."""
+        random.seed()  # else all programs would draw the same numbers
+        if child := kernel.fork():
+            return child
+        leave = os._exit
+        try:
+            source = program.prepare(plan, files[0], files[1:], self.rules, self.memory.proc)
+        except BaseException as error:
+            os.write(self.complain, f"{type(error).__name__}: {error}".encode()[:1000])
+            leave(1)
+        vars(self).clear()  # frames lead here: numbers of processes count those of the programs before
+        try:
+            program.run(source)
+        finally:
+            leave(1)  # whatever happens in there, the way back here is closed
+
+    def watch(self, handle: int, id: str, started: float, plan: program.LaunchPlan) -> str:
+        """Wait for the program's end, "", or for a reason to end it."""
+        waiting = select.poll()
+        waiting.register(handle, select.POLLIN)
+        waiting.register(self.control, select.POLLIN)
+        deadline = started + plan.timeout
+        while True:
+            patience = min(_TICK, deadline - time.monotonic())
+            ready = [file for file, _ in waiting.poll(1000 * max(0.001, patience))]
+            if handle in ready:
+                return ""
+            if ready:
+                order, _ = self.receive()
+                if order is None or order.get("kill") == id:
+                    return "killed"
+            now = time.monotonic()
+            if now > deadline:
+                return "timeout"
+            if now > started + _TICK and (self.memory.usage() > plan.memory or self.memory.group_ran_out()):
+                return "memory"
+
+    def verdict(self, reason: str, status: int) -> dict[str, object]:
+        """How a program ended, from why it was ended or from its exit status."""
+        if self.memory.group_ran_out():
+            reason = "memory"  # whichever of its processes the kernel chose
+        if status == 0:
+            return {"status": reason or "ok"}
+        try:
+            return {"status": "failed", "why": os.read(self.complaints, 4096).decode(errors="replace")}
+        except BlockingIOError:  # there is none: the program ran
+            if reason:
+                return {"status": reason}
+        code = os.waitstatus_to_exitcode(status)
+        if code == -program.OUT_OF_MEMORY or (code == -signal.SIGKILL and self.memory.ran_out()):
+            return {"status": "memory"}
+        return {"status": "timeout" if code == -signal.SIGXCPU else "error"}
+
+
+def _end(first: int) -> dict[int, int]:
+    """Kill a program's PID 1, and so, by the kernel, its whole PID namespace; the wait status of every child of ours."""
+    statuses: dict[int, int] = {}
+    if first:
+        os.kill(first, signal.SIGKILL)
+    while True:
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:
+            return statuses
+        statuses[pid] = status
+
+
+def _close(files: list[int]) -> None:
+    """Close file descriptors, and empty the list."""
+    while files:
+        os.close(files.pop())

@@ -1,0 +1,117 @@
+"""A pool of sandboxed interpreters: many programs, several at a time, results in order, every wait with a deadline."""
+
+import logging
+import os
+from collections.abc import Iterable
+from functools import cache
+
+from corral.cores import cores
+from corral.lab.sandbox.backend import choose
+from corral.lab.sandbox.result import SandboxJob, SandboxResult
+from corral.lab.sandbox.unsafe import run_unsafe, run_unsafe_connected
+from corral.lab.sandbox.view import SandboxUnavailable
+from corral.lab.sandbox.worker import SandboxWorker, run_connected
+from corral.lab.workers import WorkerLost, WorkerPool
+
+_LOG = logging.getLogger("corral.task")
+
+USES = 2000
+"""Programs after which a worker is replaced."""
+
+CGROUP = "memory bounded by a cgroup"
+POLLING = "memory bounded by limits, polling all processes every 20 ms, and the filter: no cgroup is delegated"
+
+
+@cache
+def _probe(backend: str) -> tuple[str, str]:
+    """Try a backend with an empty program: why it does not work here, or ""; and what bounds the memory of all processes."""
+    try:
+        with SandboxWorker(backend) as worker:
+            worker.run(SandboxJob(code=""))
+            return "", CGROUP if worker.group else POLLING
+    except (SandboxUnavailable, WorkerLost, OSError) as error:
+        return str(error).removeprefix("sandbox: ").removeprefix(f"{backend}: "), ""
+
+
+def why_not(backend: str) -> str:
+    """Why a backend does not work here; "" where it does."""
+    return _probe(backend)[0]
+
+
+def memory_bound(backend: str) -> str:
+    """What bounds the memory of all processes of a program together, with a backend that works."""
+    return _probe(backend)[1]
+
+
+def available_backend(backend: str | None = None) -> str:
+    """The isolation backend in use; SandboxUnavailable with the reasons where there is none."""
+    return choose(why_not, backend)
+
+
+class SandboxPool(WorkerPool[SandboxWorker]):
+    """Workers that run untrusted programs; a context manager.
+
+    A program whose worker died is run once more, since it may not have been its fault; one whose worker hung counts as timed
+    out.
+
+    Args:
+        workers: programs at a time, or pairs of programs that talk; None for one per core that this process may use.
+        backend: "bwrap" or "unshare"; None takes the first that works.
+        unsafe_code_execution: where neither works, run programs as the user, with limits and no isolation, instead of refusing.
+    """
+
+    def __init__(self, workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> None:
+        size = cores() if workers is None else workers
+        if type(size) is not int or size < 1:
+            raise ValueError(f"pool: `workers` is a whole number above 0, or None for one per core; got {workers!r}.")
+        self.backend: str | None
+        try:
+            self.backend = available_backend(backend)
+        except SandboxUnavailable:
+            if not unsafe_code_execution:
+                raise
+            self.backend = None
+        super().__init__(size, USES)
+
+    def _start(self) -> SandboxWorker:
+        assert self.backend is not None
+        return SandboxWorker(self.backend)
+
+    def run(self, jobs: Iterable[SandboxJob]) -> list[SandboxResult]:
+        """Run every program; results in the order of the jobs."""
+        return self.map(self.run_one, list(jobs))
+
+    def run_one(self, job: SandboxJob) -> SandboxResult:
+        """Run one program, in this thread."""
+        if self.backend is None:
+            return run_unsafe(job)
+        try:
+            return self.use(lambda worker: worker.run(job))
+        except WorkerLost as lost:
+            return _result_of_lost(lost, job)
+
+    def run_connected(self, first: SandboxJob, second: SandboxJob) -> tuple[SandboxResult, SandboxResult]:
+        """Run two programs side by side, each in a worker of its own and reading what the other writes, in this thread."""
+        if self.backend is None:
+            return run_unsafe_connected(first, second)
+        try:
+            return self.use(lambda one, other: run_connected((one, other), first, second), count=2)
+        except WorkerLost as lost:
+            return _result_of_lost(lost, first), _result_of_lost(lost, second)
+
+
+def _result_of_lost(lost: WorkerLost, job: SandboxJob) -> SandboxResult:
+    _LOG.warning("%s The program counts as %s.", lost, "timed out" if lost.hung else "failed")
+    if lost.hung:
+        return SandboxResult("timeout", "", str(lost), job.limits.timeout)
+    return SandboxResult("error", "", str(lost), 0.0)
+
+
+@cache
+def _shared(owner: int, workers: int | None, backend: str | None, unsafe_code_execution: bool) -> SandboxPool:
+    return SandboxPool(workers, backend=backend, unsafe_code_execution=unsafe_code_execution)
+
+
+def shared_pool(workers: int | None = None, *, backend: str | None = None, unsafe_code_execution: bool = False) -> SandboxPool:
+    """The pool of this process with these settings: opened at the first call, closed when the process ends."""
+    return _shared(os.getpid(), workers, backend, unsafe_code_execution)

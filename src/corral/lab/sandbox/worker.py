@@ -1,0 +1,227 @@
+"""The host's side of the sandbox: starts a warm interpreter, hands over programs, collects what they write.
+
+Every wait has a deadline. The interpreter inside keeps time; should it hang itself, it is ended from here, with all it holds.
+"""
+
+import array
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from corral.lab.sandbox.backend import ENVIRONMENT, command, payload, refusal
+from corral.lab.sandbox.cgroup import find_cgroup_parent, make_cgroup
+from corral.lab.sandbox.files import Input, Pipe, memory_file
+from corral.lab.sandbox.result import SandboxJob, SandboxResult, SandboxStatus, encode
+from corral.lab.sandbox.view import SandboxUnavailable, file_view
+from corral.lab.workers import WorkerLost
+
+_START_SECONDS = 30.0
+"""Seconds within which a sandboxed interpreter must have started, on a machine that is busy with other things."""
+GRACE = 5.0
+"""Seconds after a program's own limit at which its worker counts as hung."""
+_EXIT_SECONDS = 2.0
+"""Seconds to leave in peace before being killed."""
+_CHUNK = 1 << 16
+
+
+class SandboxWorker:
+    """A warm sandboxed interpreter, which forks once per program; a context manager. One program, and one thread, at a time."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        place = find_cgroup_parent()
+        self.group = make_cgroup(*place) if place else None
+        """The cgroup that bounds what programs hold; None where none is delegated."""
+        passed = [self.group.members, self.group.events] if self.group else []
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._log = os.memfd_create("log")
+        visible = file_view().as_dict() if backend == "unshare" else None
+        config_file = memory_file(payload({"control": theirs.fileno(), "proc": proc, "view": visible, "group": passed}))
+        try:
+            self.process = subprocess.Popen(
+                command(backend, config_file),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                env=ENVIRONMENT,
+                cwd="/",
+                pass_fds=(theirs.fileno(), proc, config_file, *passed),
+                start_new_session=True,
+            )
+        except BaseException:
+            self.control.close()
+            os.close(self._log)
+            if self.group:
+                self.group.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(proc)
+            os.close(config_file)
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        self.control.settimeout(_START_SECONDS)
+        try:
+            message = json.loads(self.control.recv(_CHUNK) or b"{}")
+        except TimeoutError:
+            message = {"failed": f"it did not start within {_START_SECONDS:g} s"}
+        except OSError:
+            message = {}
+        if "ready" not in message:
+            log = os.pread(self._log, _CHUNK, 0).decode(errors="replace").strip()
+            self.close()
+            raise SandboxUnavailable(message.get("failed") or (log.splitlines() or ["it ended at once"])[-1])
+        if self.group and not message["grouped"]:
+            self.group.close()
+            self.group = None
+
+    def run(self, job: SandboxJob) -> SandboxResult:
+        """Run one program to its end."""
+        with Input(job.stdin) as stdin, Pipe() as out, Pipe() as err:
+            running = self.start(job, stdin, out, err, capture=(out, err))
+            collect(running)
+        return running.result()
+
+    def start(self, job: SandboxJob, stdin: int, out: Pipe, err: Pipe, capture: tuple[Pipe, ...]) -> "RunningProgram":
+        """Start a program; the last one must have ended. What it writes to the pipes in `capture` is for `collect` to read."""
+        id = os.urandom(8).hex()  # the program can find it, and a number would tell how many there were before
+        code = memory_file(encode(job.code))
+        order = json.dumps({"run": id, "limits": vars(job.limits)}).encode()
+        files = array.array("i", [code, stdin, out.writer, err.writer])
+        try:
+            if self.group:
+                self.group.set_limit(job.limits)
+            self.control.settimeout(GRACE)
+            self.control.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        except OSError as error:
+            raise WorkerLost(f"sandbox: the worker has gone ({error}).", hung=isinstance(error, TimeoutError)) from error
+        finally:
+            os.close(code)
+        for pipe in capture:
+            pipe.close_writer()
+        return RunningProgram(worker=self, id=id, job=job, streams={pipe.reader: bytearray() for pipe in capture})
+
+    def close(self) -> None:
+        """End the interpreter inside and all it holds; wait until they have gone. A second call does nothing."""
+        if self.control.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # it leaves when it sees this, even if a forked process has the socket too
+        self.control.close()
+        try:
+            self.process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        os.close(self._log)
+        if self.group:
+            self.group.close()
+
+    def kill(self) -> None:
+        """End it at once; the process group has the interpreter and whatever started it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel itself holds dies when it can
+            self.process.wait(_EXIT_SECONDS)
+
+    def __enter__(self) -> "SandboxWorker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(kw_only=True)
+class RunningProgram:
+    """A program under way: what it wrote so far, by file, and how it ended."""
+
+    worker: SandboxWorker
+    id: str
+    job: SandboxJob
+    streams: dict[int, bytearray]
+    overflowed: bool = False
+    report: dict[str, Any] | None = None
+
+    def note(self) -> None:
+        """Receive one message of the worker's: the end of the program, or a failure."""
+        try:
+            text = self.worker.control.recv(_CHUNK)
+        except OSError:
+            text = b""
+        if not text:
+            raise WorkerLost("sandbox: the worker has gone.", hung=False)
+        message = json.loads(text)
+        if message["status"] == "failed":
+            raise refusal(f"{self.worker.backend}: {message['why']}")
+        self.report = message
+
+    def read(self, file: int) -> bool:
+        """Read what is there; False at the end of the stream. Beyond the output limit the program is killed."""
+        data = os.read(file, _CHUNK)
+        received = self.streams[file]
+        if len(received) <= self.job.limits.output:
+            received += data
+        if len(received) > self.job.limits.output and not self.overflowed:
+            self.overflowed = True
+            try:
+                self.worker.control.send(json.dumps({"kill": self.id}).encode())
+            except OSError as error:
+                raise WorkerLost("sandbox: the worker has gone.", hung=False) from error
+        return bool(data)
+
+    def result(self) -> SandboxResult:
+        """The result, once the program has ended."""
+        assert self.report is not None
+        status: SandboxStatus = "output" if self.overflowed else self.report["status"]
+        texts = [bytes(data[: self.job.limits.output]).decode("utf-8", "replace") for data in self.streams.values()]
+        return SandboxResult(status, texts[0] if len(texts) > 1 else "", texts[-1], self.report["seconds"])
+
+
+def collect(*programs: RunningProgram) -> None:
+    """Read until every program has ended and all that it wrote has been read.
+
+    By then its last process has gone, so what is not in the pipes never will be. Their end is not waited for: a process that
+    another thread forks meanwhile has copies of them, for as long as it lives.
+    """
+    deadline = time.monotonic() + max(one.job.limits.timeout for one in programs) + GRACE
+    with selectors.DefaultSelector() as selector:
+        for one in programs:
+            for file in (one.worker.control.fileno(), *one.streams):
+                selector.register(file, selectors.EVENT_READ, one)
+        while selector.get_map():
+            ended = all(one.report is not None for one in programs)
+            ready = selector.select(0.0 if ended else max(0.0, deadline - time.monotonic()))
+            if ended and not ready:
+                return
+            if not ended and time.monotonic() >= deadline:  # even if there is more to read: a program may go on for ever
+                raise WorkerLost("sandbox: the worker does not answer.", hung=True)
+            for key, _ in ready:
+                if key.fd not in key.data.streams:
+                    key.data.note()
+                elif key.data.read(key.fd):
+                    continue
+                selector.unregister(key.fd)
+
+
+def run_connected(
+    workers: tuple[SandboxWorker, SandboxWorker], first: SandboxJob, second: SandboxJob
+) -> tuple[SandboxResult, SandboxResult]:
+    """Run two programs side by side, each reading what the other writes; their own `stdin` is not used."""
+    with Pipe() as there, Pipe() as back, Pipe() as err_first, Pipe() as err_second:
+        pair = (
+            workers[0].start(first, back.reader, there, err_first, capture=(err_first,)),
+            workers[1].start(second, there.reader, back, err_second, capture=(err_second,)),
+        )
+        for pipe in (there, back):
+            pipe.close()  # else neither would see the other's end
+        collect(*pair)
+    return pair[0].result(), pair[1].result()

@@ -1,0 +1,228 @@
+"""Word and competition problems: GSM8K, ASDiv, MAWPS, SVAMP, AMC, AIME, MATH-500 and DAPO."""
+
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+from corral.lab.tasks.dataset import Hub, Malformed, Row, Rows, find_split, read_file, read_hub, text_column
+from corral.lab.tasks.math import MathTask, last_box, one_number, same_number
+from corral.lab.tasks.messages import chat_text
+from corral.lab.tasks.procedural import digest
+from corral.validate import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSM8K(MathTask):
+    r"""7,473 problems to train on and 1,319 held out: `openai/gsm8k` on the hub, or a folder with train.jsonl and test.jsonl.
+
+    A row has `question` and `answer`, whose last line is "#### 72". A completion is right iff its answer is one number, exactly
+    that one; nothing is computed, so this needs no grader. Where in a completion it is found: corral.lab.tasks.math.
+
+    Ref: arXiv:2110.14168.
+    """
+
+    name: ClassVar[str] = "gsm8k"
+    HUB: ClassVar[Hub | None] = Hub("openai/gsm8k", "main", train="train", held_out="test")
+
+    max_completion_length: int = 512
+    """Tokens that a right completion may need. The paper of TROLL allows 2,048."""
+
+    def problem(self, row: Row) -> tuple[str, str]:
+        """The question, and the number after ####."""
+        question, solution = text_column(row, "question"), text_column(row, "answer")
+        _, mark, answer = solution.rpartition("####")
+        if not mark or one_number(answer) is None:
+            raise Malformed(f"`answer` should end in #### and a number; got {solution[-60:]!r}")
+        return question, answer.strip()
+
+    def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
+        """One number, the same."""
+        return [same_number(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+
+
+_Part = Literal["all", "sft", "rl"]
+
+TRAIN = {"asdiv": ("MU-NLPC/Calc-asdiv_a", "test"), "mawps": ("MU-NLPC/Calc-mawps", "train")}
+HELD_OUT = {"svamp": ("MU-NLPC/Calc-svamp", "test")}
+"""Files of a folder by name, and where the same problems are on the hub: data set and split."""
+
+_DECIMALS = 4
+"""Of an answer: one with more is a fraction cut off, and no completion would be right to the letter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordProblems(GSM8K):
+    """ASDiv and MAWPS to train on, SVAMP held out: from the hub, or a folder with asdiv, mawps and svamp (.jsonl, .json, …).
+
+    SVAMP was written after ASDiv, so a training problem that has the words of a held-out one, whatever its numbers, is left
+    out; so is one with the words and numbers of an earlier one, and one whose answer is not one number (a name, a time, ⅔ as a
+    decimal). ASDiv is for non-commercial use. A single file as `path` is split by `held_out`, like any other.
+
+    Ref: Miao et al. 2020; Koncel-Kedziorski et al. 2016; Patel et al. 2021, arXiv:2103.07191.
+    """
+
+    name: ClassVar[str] = "words"
+    HUB: ClassVar[Hub | None] = None  # there are three, named above
+
+    part: _Part = "all"
+    """Of the training problems: all, or one of two halves, so that a supervised warm-up and reinforcement share none."""
+    max_completion_length: int = 128
+    """Tokens that a right completion may need."""
+
+    @classmethod
+    def hub_names(cls) -> tuple[str, ...]:
+        return tuple(hub for hub, _ in (*TRAIN.values(), *HELD_OUT.values()))
+
+    def __post_init__(self) -> None:
+        require(self, "part", one_of=get_args(_Part))
+        super().__post_init__()
+
+    def problem(self, row: Row) -> tuple[str, str]:
+        """The story with its question, and the number; the unit that ASDiv gives in brackets is dropped."""
+        row = {str(key).lower(): value for key, value in row.items()}
+        if "body" in row:  # without a full stop now and then
+            body, question = text_column(row, "body").strip(), text_column(row, "question").strip()
+            prompt = f"{body}{'' if body[-1] in '.,?!;:' else ','} {question}"
+        else:
+            prompt = text_column(row, "input", "question").strip()
+        answer = text_column(row, "answer", "target", "result").partition("(")[0].strip()
+        if one_number(answer) is None or len(answer.partition(".")[2]) > _DECIMALS:
+            raise Malformed(f"the answer should be one number of at most {_DECIMALS} decimals; got {answer[:60]!r}")
+        return prompt, answer
+
+    def _sources(self) -> tuple[Rows | None, Rows | None]:
+        if self.path is not None and Path(self.path).expanduser().is_file():
+            return super()._sources()
+        if self.held_out is not None:
+            raise ValueError(f"words: SVAMP is held out, and `held_out` is for a single file as `path`; got {self.held_out!r}.")
+        held_out = list(chain.from_iterable(self._read(name, *where) for name, where in HELD_OUT.items()))
+        leaked = {words(self.problem(row)[0], numbers=False) for _, row in held_out if not isinstance(row, Malformed)}
+        rows = chain.from_iterable(self._read(name, *where) for name, where in TRAIN.items())
+        return self._distinct(rows, leaked), held_out
+
+    def _read(self, name: str, hub: str, split: str) -> Rows:
+        """Rows of one of the three data sets."""
+        if self.path is None:
+            return read_hub(hub, None, split, self.name)
+        folder = Path(self.path).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"words: {folder} should be a folder with asdiv, mawps and svamp, or a file; it is neither.")
+        return read_file(find_split(folder, name, self.name), self.name)
+
+    def _distinct(self, rows: Rows, leaked: Container[str]) -> Iterator[tuple[str, Row | Malformed]]:
+        """Training rows whose answer is a number, each once, none with the words of a held-out one, of the part asked for."""
+        seen = set()
+        for place, row in rows:
+            if not isinstance(row, Malformed):
+                try:
+                    prompt = self.problem(row)[0]
+                except Malformed:
+                    continue  # a name or a time: no defect of the data
+                same = words(prompt, numbers=True)
+                if same in seen or words(prompt, numbers=False) in leaked or not self._in_part(same):
+                    continue
+                seen.add(same)
+            yield place, row
+
+    def _in_part(self, same: str) -> bool:
+        """By the words: two ways of writing one problem are in the same half."""
+        return self.part == "all" or digest(same) % 2 == (self.part == "rl")
+
+
+def words(text: str, *, numbers: bool) -> str:
+    """A problem's words without case and punctuation; without `numbers`, every number is the same one."""
+    found = re.findall(r"[a-z]+|\d+(?:[.,]\d+)*", text.lower())
+    return " ".join(word if numbers or not word[0].isdigit() else "#" for word in found)
+
+
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "(without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation(MathTask):
+    r"""A row has `problem` (or `question`) and `answer`; without an answer, the last \boxed{…} of `solution` is it."""
+
+    held_out: str | float | int | None = 1.0
+    """A file of held-out problems, or the share of `path`'s problems that is held out: by default all of them."""
+    max_completion_length: int = 4096
+    """Tokens that a right completion may need."""
+
+    def problem(self, row: Row) -> tuple[str, str]:
+        """The problem and its answer."""
+        row = {str(key).lower(): value for key, value in row.items()}
+        prompt = text_column(row, "problem", "question")
+        if row.get("answer") is not None:
+            return prompt, text_column(row, "answer").strip()
+        box = last_box(text_column(row, "solution"))
+        if not box:
+            raise Malformed(r"there is neither `answer` nor a \boxed{…} in `solution`")
+        return prompt, box
+
+
+@dataclass(frozen=True, kw_only=True)
+class MATH500(_Evaluation):
+    """500 problems of MATH (Hendrycks et al. 2021; Lightman et al. 2023): `HuggingFaceH4/MATH-500`."""
+
+    name: ClassVar[str] = "math500"
+    HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/MATH-500", train="test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AIME24(_Evaluation):
+    """The 30 problems of AIME 2024, whole numbers from 0 to 999: `HuggingFaceH4/aime_2024`."""
+
+    name: ClassVar[str] = "aime24"
+    HUB: ClassVar[Hub | None] = Hub("HuggingFaceH4/aime_2024", train="train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AIME25(_Evaluation):
+    """The 30 problems of AIME 2025, whole numbers from 0 to 999: `math-ai/aime25`."""
+
+    name: ClassVar[str] = "aime25"
+    HUB: ClassVar[Hub | None] = Hub("math-ai/aime25", train="test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AMC(_Evaluation):
+    """83 problems of AMC 12, 2022 and 2023: `AI-MO/aimo-validation-amc`. Answers may be floats: 142.0 is 142."""
+
+    name: ClassVar[str] = "amc"
+    HUB: ClassVar[Hub | None] = Hub("AI-MO/aimo-validation-amc", train="train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPOMath(MathTask):
+    """About 17,000 problems whose answers are whole numbers (Yu et al. 2025): `BytedTsinghua-SIA/DAPO-Math-17k`.
+
+    A row has `prompt`, a chat of one user's message or a text, and the answer in `reward_model["ground_truth"]`, or in
+    `solution` as the processed copies have it. DAPO's own instruction around the problem is taken off: the run's `instruction`
+    is what the model reads. The hub's copy repeats every problem about a hundred times; each is used once, and that is said.
+
+    Ref: arXiv:2503.14476.
+    """
+
+    name: ClassVar[str] = "dapo_math"
+    HUB: ClassVar[Hub | None] = Hub("BytedTsinghua-SIA/DAPO-Math-17k", train="train")
+
+    held_out: str | float | int | None = 0.06
+    """A file of held-out problems, or the share that is held out; the paper of TROLL holds out 1,024 of 17,917."""
+    max_completion_length: int = 4096
+    """Tokens that a right completion may need, as in the paper of TROLL."""
+
+    def problem(self, row: Row) -> tuple[str, str]:
+        """The problem without DAPO's instruction, and the ground truth."""
+        prompt = chat_text(row.get("prompt"))
+        if prompt.startswith(DAPO_BEFORE) and prompt.endswith(DAPO_AFTER):
+            prompt = prompt[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
+        graded = row.get("reward_model")
+        if isinstance(graded, dict) and "ground_truth" in graded:
+            return prompt, text_column(graded, "ground_truth").strip()
+        return prompt, text_column(row, "solution", "answer").strip()

@@ -1,0 +1,5 @@
+"""Code tasks: problems whose completions are programs, run in the sandbox against tests that they never see."""
+
+from corral.lab.tasks.code.task import APPS, MBPP, Code, CodeTask, HumanEval
+
+__all__ = ["APPS", "MBPP", "Code", "CodeTask", "HumanEval"]

@@ -1,0 +1,262 @@
+"""What runs inside the sandbox around a function under test, and, in another sandbox, around tests that are programs.
+
+This file is run there after `value.py`, whose names it uses without importing them; it needs the standard library alone. The
+function's side is in the hands of the function: all it can forge are its own results. The tests' side never shares a process
+with it, nor with a text that the function returned and a test evaluates. So no result has a method of its own, and success
+cannot be claimed but by the tests.
+"""
+
+import builtins
+import contextlib
+import json
+import os
+import sys
+import types
+from io import TextIOBase
+from typing import Any
+
+from corral.lab.tasks.code.value import decode, encode  # inside, both are there already, and this line is left out
+
+
+def serve(program: str, entry: str, show_changes: bool = False) -> None:
+    """Call `entry` of `program` with the arguments in each line of standard input; a result per line of standard output.
+
+    The program's own input and output lead nowhere. A line holds a list of arguments, or a tuple of such a list and a dict of
+    those with names; the answer holds the value, or the name of what was raised; with `show_changes`, the arguments after the
+    call too.
+    """
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    _lead_nowhere(0, 1)
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
+    function: Any = getattr(module, entry, None)  # by name: the problem says which
+    if function is None and hasattr(module, "Solution"):
+        function = getattr(module.Solution(), entry)
+    for line in requests:
+        given = decode(json.loads(line))
+        arguments, named = given if isinstance(given, tuple) else (given, {})
+        try:
+            answer = {"value": encode(function(*arguments, **named))}
+            if show_changes:
+                answer["arguments"] = encode([*arguments, *named.values()])
+        except BaseException as error:
+            answer = {"error": type(error).__name__, "text": str(error)[:200]}
+        _write(answers, json.dumps(answer))
+
+
+def _lead_nowhere(*files: int) -> None:
+    """Point open files to /dev/null."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for file in files:
+        os.dup2(nowhere, file)
+    os.close(nowhere)
+
+
+def _write(file: int, line: str) -> None:
+    """Write a whole line to an open file."""
+    data = line.encode(errors="replace") + b"\n"
+    while data:
+        data = data[os.write(file, data) :]
+
+
+class RemoteError(Exception):
+    """An exception of the function under test, or of a text that a test evaluates.
+
+    Python itself never catches this class. So an exception whose class ends a loop (StopIteration, IndexError) or stands for a
+    missing attribute or key passes no test that does not expect it.
+    """
+
+
+class NotPlainData(Exception):
+    """A test sends to another process what cannot be serialized: an object of a class, a function, a generator."""
+
+
+def _is_opaque(code: Any) -> bool:
+    """Whether an encoded value holds such a thing, other than one that the function itself returned."""
+    if not isinstance(code, list):
+        return False
+    kind, *items = code
+    if kind == "other":
+        return items != ["Opaque object"]
+    return any(_is_opaque(part) for item in items for part in (item if kind == "dict" else [item]))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every name and text in a compiled test and in the functions and classes inside it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+        elif isinstance(constant, str):  # type(error).__name__ == "ValueError"
+            found.add(constant)
+    return found
+
+
+def _rebuild(name: str, text: str, expected: set[str]) -> Exception:
+    """The exception that a test gets for one in another process: its class is kept where the tests' text names the class or one
+    of its bases below Exception. StopIteration, StopAsyncIteration and whatever is no Exception never keep theirs."""
+    kind = vars(builtins).get(name)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration):
+        bases = kind.__mro__[: kind.__mro__.index(Exception)]
+        if expected.intersection(base.__name__ for base in bases):
+            for base in bases:
+                with contextlib.suppress(TypeError):  # UnicodeDecodeError takes more than a text, its base does not
+                    return base(text)
+    return RemoteError(text)
+
+
+def _read_answer(line: str, expected: set[str]) -> tuple[Any, Any]:
+    """The value and the changed arguments (None without any) in an answer; raises what the other process raised.
+
+    The process under test may have forged the line. Whatever reading it provokes is a RemoteError.
+    """
+    try:
+        answer = json.loads(line)
+        if "error" not in answer:
+            return decode(answer["value"]), decode(answer.get("arguments"))
+        error = _rebuild(answer["error"], answer["text"], expected)
+    except Exception:  # of any class: the line is in the hands of the function
+        error = RemoteError("the answer cannot be read, or the process has ended")
+    raise error
+
+
+class _RemoteFunction:
+    """The function in the other sandbox: a line out, a line in for every call.
+
+    Lists, dicts and sets that a call changed change here too if it gave nothing back. If it gave something back they do with
+    `show_changes` alone: a test that works out what it expects from its own arguments must not be handed them empty.
+    """
+
+    def __init__(self, calls: TextIOBase, answers: TextIOBase, expected: set[str], show_changes: bool) -> None:
+        self.calls, self.answers, self.expected = calls, answers, expected
+        self.show_changes = show_changes
+        self.called = False
+        """From then on, whatever goes wrong may be the function's doing."""
+        self.changed_too = False
+        """Whether a call has given something back and changed its arguments."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        request = encode((list(arguments), named) if named else list(arguments))
+        if _is_opaque(request):
+            raise NotPlainData("an argument of the function is no plain data")
+        self.called = True
+        try:
+            self.calls.write(json.dumps(request) + "\n")
+            self.calls.flush()
+            line = self.answers.readline()
+        except (OSError, ValueError):  # it has ended, or writes what is no text
+            line = ""
+        value, changed = _read_answer(line, self.expected)
+        mine = [*arguments, *named.values()]
+        if not isinstance(changed, list) or len(changed) != len(mine):
+            raise RemoteError("the answer does not say what became of the arguments")
+        for before, after in zip(mine, changed, strict=True):
+            if isinstance(before, list | dict | set) and type(before) is type(after) and before != after:
+                self.changed_too |= value is not None
+                if value is None or self.show_changes:
+                    before.clear()
+                    before.extend(after) if isinstance(before, list) else before.update(after)
+        return value
+
+
+_EVALUATOR = "import marshal, sys\nexec(marshal.loads(bytes.fromhex(sys.stdin.readline())))\nevaluate()\n"
+
+
+def evaluate() -> None:
+    """Evaluate the text in one line of standard input, and write its value, or the names it defined, as an answer."""
+    kind, text, names = decode(json.loads(sys.stdin.readline()))
+    answers = os.dup(1)
+    _lead_nowhere(0, 1)
+    try:
+        value = eval(compile(text, "<text>", kind, dont_inherit=True), names)
+        names.pop("__builtins__", None)
+        answer = {"value": encode(names if kind == "exec" else value)}
+    except BaseException as error:
+        answer = {"error": type(error).__name__, "text": str(error)[:200]}
+    _write(answers, json.dumps(answer))
+
+
+class _Evaluator:
+    """The tests' own `eval` and `exec`: once the function has been called, a text may be the function's, and is run apart.
+
+    It runs in a new interpreter, in which there is nothing of the tests: neither what they expect nor their verdict. What comes
+    back is plain data. Of the namespace that a test gives, the text gets the plain data; without one it gets nothing.
+    """
+
+    def __init__(self, function: _RemoteFunction, harness: bytes) -> None:
+        self.function, self.harness = function, harness
+
+    def eval(self, source: Any, names: Any = None, local: Any = None, /) -> Any:
+        """Stand in for `eval`."""
+        return self._run("eval", source, names, local)
+
+    def exec(self, source: Any, names: Any = None, local: Any = None, /) -> None:
+        """Stand in for `exec`."""
+        self._run("exec", source, names, local)
+
+    def _run(self, kind: str, source: Any, names: Any, local: Any) -> Any:
+        if not self.function.called:  # the tests' own text
+            caller = sys._getframe(2)
+            spaces = (caller.f_globals, caller.f_locals) if names is None else (names, names if local is None else local)
+            return vars(builtins)[kind](source, *spaces)
+        if not isinstance(source, str):
+            raise NotPlainData(f"once the function has been called, {kind} takes text alone")
+        import subprocess  # few tests need it
+
+        passed = {name: value for name, value in {**(names or {}), **(local or {})}.items() if not _is_opaque(encode(value))}
+        done = subprocess.run(
+            [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _EVALUATOR],
+            input=f"{self.harness.hex()}\n{json.dumps(encode([kind, source, passed]))}\n".encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        value, _ = _read_answer(done.stdout.decode(errors="replace"), self.function.expected)
+        if kind == "eval":
+            return value
+        target = names if local is None else local
+        if target is not None and isinstance(value, dict):
+            target.update(value)
+        return None
+
+
+def check(setup: str, tests: list[str], entry: str, nonce: str, harness: bytes) -> None:
+    """Run tests that are programs; write the nonce and the verdict, as one line, to what was standard error.
+
+    Standard input and output, on which the function is called, and standard error are moved to files of their own, which no
+    process that a test starts inherits. What a test prints is no call, and no verdict.
+    """
+    answers, calls, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.dup(2)
+    _lead_nowhere(0, 1, 2)
+    _write(verdicts, f"{nonce} {run_tests(setup, tests, entry, calls, answers, harness)}")
+
+
+def run_tests(setup: str, tests: list[str], entry: str, calls: TextIOBase, answers: TextIOBase, harness: bytes) -> str:
+    """Run tests one after another: "passed" and how many of them pass, or "unable" and why they cannot run.
+
+    A test passes if it does whether or not it sees what calls that gave something back did to their arguments. What is raised
+    before the function has been called is the tests' fault.
+    """
+    try:
+        codes = [compile(test, "<test>", "exec", dont_inherit=True) for test in (setup, *tests)]
+    except Exception as error:  # of any class: compile() raises several
+        return f"unable {type(error).__name__}: {error}"
+    expected = set().union(*map(_names, codes))
+    passed = [True] * len(codes)
+    for show_changes in (True, False):
+        function = _RemoteFunction(calls, answers, expected, show_changes)
+        evaluator = _Evaluator(function, harness)
+        own = {**vars(builtins), "eval": evaluator.eval, "exec": evaluator.exec}
+        namespace = {"__name__": "tests", "__builtins__": own, entry: function, "candidate": function}
+        for number, code in enumerate(codes):
+            try:
+                exec(code, namespace)
+            except BaseException as error:
+                if not function.called:
+                    return f"unable {type(error).__name__}: {error}"
+                passed[number] = False
+        if not function.called:
+            return "unable they never call it, so every program would pass"
+        if not function.changed_too:
+            break
+    return f"passed {sum(passed[1:]) if passed[0] else 0}"

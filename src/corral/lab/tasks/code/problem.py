@@ -1,0 +1,239 @@
+"""Code problems: extract the program from a completion, run its tests in the sandbox, return the share that passes."""
+
+import json
+import logging
+import marshal
+import re
+import secrets
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from corral.lab.sandbox import SandboxJob, SandboxLimits
+from corral.lab.sandbox.pool import SandboxPool
+from corral.lab.sandbox.result import MAX_TIMEOUT, encode
+from corral.lab.tasks.code.compare import same_output
+from corral.lab.tasks.grader import grader_pool
+
+# A fence stands alone on its line, indented or not; a block that is never closed reaches to the end: it was cut.
+# *+ and ++ give nothing back: a label of thousands of letters without an end of line would be tried in every split.
+_BLOCK = re.compile(r"^[ \t]*+```++[ \t]*+(?P<label>[\w+#.-]*+)[^\n`]*+\n(?P<body>.*?)(?:^[ \t]*+```++[ \t]*$|\Z)", re.M | re.S)
+_PYTHON_LABELS = {"python", "python3", "py", "py3"}
+_THINK_END = "</think>"
+
+
+def extract_program(completion: str) -> str:
+    """The last block fenced as Python; without one, the last block without a label; without one, the whole text.
+
+    Whatever comes before the last `</think>` does not count. A block that is indented as a whole is moved to the margin.
+    """
+    text = completion.rpartition(_THINK_END)[2]
+    blocks = [(match["label"].lower(), match["body"]) for match in _BLOCK.finditer(text)]
+    for wanted in (_PYTHON_LABELS, {""}):
+        found = [body for label, body in blocks if label in wanted]
+        if found:
+            return textwrap.dedent(found[-1])
+    return text
+
+
+def defines(program: str, name: str) -> bool:
+    """Whether a program, which need not be valid, defines a name at its top level."""
+    name = re.escape(name)
+    defined, assigned = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b", rf"^{name}[ \t]*(?::[^=\n]*)?=(?!=)"
+    return re.search(f"{defined}|{assigned}", program, re.M) is not None
+
+
+_LOG = logging.getLogger("corral.task")
+
+_REFERENCE_OUTPUT = 8 << 20
+"""Bytes that a reference's results may have."""
+
+_RETRY_FACTOR = 10.0
+"""How many times longer a reference may take that has failed, since it may have been the machine that was crowded."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Whole programs: (standard input, standard output) of each run. Spaces at the ends of lines and the text do not count."""
+
+    cases: tuple[tuple[str, str], ...]
+    tolerance: float = 0.0
+    """By how much a number may differ that is expected with a decimal point; then spaces and empty lines count less still."""
+
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+        """The share of runs that end well with the right output; with `stop`, none after the first that does not."""
+        right = 0
+        for stdin, stdout in self.cases:
+            room = max(limits.output, 2 * len(encode(stdout)))  # what is expected must be allowed
+            result = pool.run_one(SandboxJob(code=program, stdin=stdin, limits=replace(limits, output=room)))
+            if result.status == "ok" and same_output(result.stdout, stdout, self.tolerance):
+                right += 1
+            elif stop:
+                break
+        return right / len(self.cases)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of a function: (arguments, result) of each, as lines of `value.dumps`."""
+
+    entry: str
+    cases: tuple[tuple[str, str], ...]
+    tolerance: float = 0.0
+    """By how much a float may differ."""
+    how: Literal["same", "apps", "sets", "presence"] = "same"
+    """What counts as equal: see `COMPARISONS`."""
+
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+        """The share of right results, all from one process."""
+        arguments, expected = zip(*self.cases, strict=True)
+        output = _call_function(program, self.entry, arguments, pool, limits, room=sum(map(len, expected)))
+        return _pass_rate(self.how, self.tolerance, output, expected, limits)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Calls of a function whose results are those of a reference, which is run beforehand, in the sandbox too."""
+
+    entry: str
+    arguments: tuple[str, ...]
+    reference: str
+    reference_entry: str
+    tolerance: float = 0.0
+
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+        """The share of calls on which both agree."""
+        expected = _references[self]
+        output = _call_function(program, self.entry, self.arguments, pool, limits, room=sum(map(len, expected)))
+        return _pass_rate("same", self.tolerance, output, expected, limits)
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Tests that are programs themselves (assertions), run in a second sandbox that calls the function in the first."""
+
+    entry: str
+    setup: str
+    tests: tuple[str, ...]
+
+    def pass_rate(self, program: str, pool: SandboxPool, limits: SandboxLimits, stop: bool) -> float:
+        """The share of tests that pass. Without a verdict that carries this run's nonce none does, and that is counted."""
+        nonce = secrets.token_hex(16)
+        last_line = f"check({self.setup!r}, {list(self.tests)!r}, {self.entry!r}, {nonce!r}, HARNESS)"
+        _, result = pool.run_connected(
+            SandboxJob(code=harness(f"serve({program!r}, {self.entry!r}, True)"), limits=limits),
+            SandboxJob(code=harness(last_line), limits=limits),
+        )
+        if result.status != "ok":
+            return 0.0
+        kind, _, text = result.stderr.removeprefix(f"{nonce} ").removesuffix("\n").partition(" ")
+        if result.stderr == f"{nonce} {kind} {text}\n":
+            if kind == "unable":
+                raise ValueError(f"code: the tests of {self.entry} cannot run: {text}. Only the standard library is there.")
+            if kind == "passed" and text in map(str, range(len(self.tests) + 1)):
+                return int(text) / len(self.tests)
+        grader_pool("code").count("error")
+        return 0.0
+
+
+Tests = Runs | Calls | Agreement | Checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The tests of one prompt, and how a completion becomes a program."""
+
+    tests: Tests
+    stem: str = ""
+    """Code that a completion may go on from: it is put in front of one that does not define the function by itself."""
+    preamble: str = ""
+    """The part of it before the function (imports, helpers): put in front of one that does."""
+    reference: str = field(default="", compare=False)
+    """A right program, where the data have one."""
+
+    def program(self, completion: str) -> str:
+        """The program to test."""
+        found = extract_program(completion)
+        if not self.stem:
+            return found
+        if not isinstance(self.tests, Runs) and defines(found, self.tests.entry):  # whole programs have no function
+            return self.preamble + "\n" + found
+        return self.stem + (found if found.lstrip("\r\n")[:1] in " \t" else textwrap.indent(found, "    "))
+
+    def grade(self, completion: str, pool: SandboxPool, limits: SandboxLimits, partial: bool) -> float:
+        """1.0 iff every test passes, else 0.0; with `partial`, the share that does."""
+        program = self.program(completion)
+        if not program.strip():
+            return 0.0
+        share = self.tests.pass_rate(program, pool, limits, stop=not partial)
+        return share if partial else float(share == 1.0)
+
+
+def grade_all(
+    problems: Sequence[Problem], completions: Sequence[str], pool: SandboxPool, limits: SandboxLimits, partial: bool = False
+) -> list[float]:
+    """Rewards of many completions, several at a time, in order; references that have not been run yet are run first."""
+    _run_references([problem.tests for problem in problems if isinstance(problem.tests, Agreement)], pool, limits)
+    return pool.map(lambda problem, completion: problem.grade(completion, pool, limits, partial), problems, completions)
+
+
+def _call_function(
+    program: str, entry: str, arguments: Sequence[str], pool: SandboxPool, limits: SandboxLimits, room: int = 0
+) -> str:
+    """What the harness writes for calls of a function: a line for each, unless the program forged them or ended before.
+
+    `room` is the size of what is expected: twice as much may be written, as by whole programs."""
+    roomy = replace(limits, output=max(limits.output, 2 * room))
+    stdin = "".join(line + "\n" for line in arguments)
+    return pool.run_one(SandboxJob(code=harness(f"serve({program!r}, {entry!r})"), stdin=stdin, limits=roomy)).stdout
+
+
+def _pass_rate(how: str, tolerance: float, output: str, expected: Sequence[str], limits: SandboxLimits) -> float:
+    """The share of right results, found in a process that can be ended; it has as much time as the program had."""
+    (verdict,) = grader_pool("code").grade([(how, tolerance, output, list(expected))], limits.timeout)
+    return verdict.score / len(expected)
+
+
+@cache
+def _harness() -> bytes:
+    """What is put in front of every function under test, compiled once."""
+    texts = [Path(__file__).with_name(name).read_text() for name in ("value.py", "harness.py")]
+    text = "\n".join(texts).replace("from corral.lab.tasks.code.value import", "#")
+    return marshal.dumps(compile(text, "<harness>", "exec", dont_inherit=True))
+
+
+def harness(last_line: str) -> str:
+    """A program for the sandbox: the harness, compiled, and the one line that starts it."""
+    return f"import marshal\nHARNESS = {_harness()!r}\nexec(marshal.loads(HARNESS))\n{last_line}\n"
+
+
+_references: dict[Agreement, tuple[str, ...]] = {}
+"""Results of references, as lines of `value.dumps`."""
+
+
+def _run_references(tests: Sequence[Agreement], pool: SandboxPool, limits: SandboxLimits) -> None:
+    """Run every reference that has not been run yet, with no program of a model beside it. One that fails is run again, alone
+    and with more time, since others may share the machine; ValueError if it fails then too."""
+    missing = [one for one in dict.fromkeys(tests) if one not in _references]
+    patience = min(_RETRY_FACTOR * limits.timeout, MAX_TIMEOUT)
+    for one, results in zip(missing, pool.map(lambda one: _reference_results(one, pool, limits), missing), strict=True):
+        if results is None:
+            results = _reference_results(one, pool, replace(limits, timeout=patience))
+            if results is None:
+                raise ValueError(f"code: the reference of {one.entry} fails on some of its own inputs within {patience:g} s.")
+            _LOG.warning("code: the reference of %s failed within %g s, and not with more time.", one.entry, limits.timeout)
+        _references[one] = results
+
+
+def _reference_results(tests: Agreement, pool: SandboxPool, limits: SandboxLimits) -> tuple[str, ...] | None:
+    """The reference's results; None where one is missing or no plain value, so that it does not equal itself."""
+    output = _call_function(tests.reference, tests.reference_entry, tests.arguments, pool, limits, room=_REFERENCE_OUTPUT)
+    try:
+        results = tuple(json.dumps(json.loads(line)["value"]) for line in output.splitlines())
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    whole = len(results) == len(tests.arguments) and _pass_rate("same", 0.0, output, results, limits) == 1.0
+    return results if whole else None

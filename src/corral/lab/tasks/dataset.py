@@ -1,0 +1,358 @@
+"""Finite tasks: rows of a data set, split into training and held-out problems."""
+
+import functools
+import json
+import math
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count as from_zero
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from corral.lab.run.files import read_regular, require_regular
+from corral.lab.run.text import visible
+from corral.lab.tasks.imports import library
+from corral.lab.tasks.procedural import digest, permutation, quote, require_count, uniform
+from corral.validate import require
+
+Row = dict[str, Any]
+
+
+_MOST = 2**36
+"""Bytes of a file of rows that are read at once."""
+
+
+class Malformed(ValueError):
+    """A row that cannot be used; the message says why."""
+
+
+def read_file(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
+    """(place, row) of a file, by its ending: .parquet, .json (one list), else JSON lines. A file without a row is refused."""
+    rows = _file_rows(path, owner)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{owner}: {path} is empty: there is no problem in it.")
+    yield first
+    yield from rows
+
+
+def _file_rows(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
+    """(place, row) of a file. Empty lines are no rows."""
+    if path.suffix == ".parquet":
+        yield from _parquet(path, owner)
+        return
+    try:
+        lines = read_regular(path, _MOST).removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise ValueError(f"{owner}: {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{owner}: {path} cannot be read: {error}") from error
+    if path.suffix == ".json":
+        yield from _json_list(path, lines, owner)
+        return
+    for number, line in enumerate(lines.split(b"\n"), 1):
+        if line.strip():
+            yield f"{path.name}, line {number}", _json_row(line)
+
+
+def read_hub(name: str, config: str | None, split: str, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
+    """(place, row) of a split of a data set on the hub, or in its cache."""
+    datasets = library("datasets", owner)
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # no network, no such name, no permission, no space: it has an error for each
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{owner}: {name} ({split}) cannot be loaded from the hub: {type(error).__name__}: {reason}. "
+            f"Without a network, get its files elsewhere and give them as `path`: --set task_config.path=FOLDER."
+        ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{name} {split}, row {number}", row
+
+
+def find_split(folder: Path, split: str, owner: str) -> Path:
+    """The one file of a split in a folder: train.jsonl, test.parquet, or as the hub names them, test-00000-of-00001.parquet."""
+    kinds = (".jsonl", ".json", ".parquet")
+    found = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.stem.partition("-")[0] == split)
+    if len(found) != 1:
+        there = ", ".join(path.name for path in found) or "none"
+        raise ValueError(
+            f"{owner}: {folder} should hold one file {split}.jsonl, {split}.json or {split}.parquet; there is {there}."
+        )
+    return found[0]
+
+
+def text_column(row: Row, *names: str) -> str:
+    """The text in the first of these columns that there is. Numbers are texts too, and 142.0 is 142."""
+    for name in names:
+        if name in row:
+            value = row[name]
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                value = str(value)
+            if not isinstance(value, str) or not value.strip():
+                raise Malformed(f"`{name}` should be a text that is not empty; got {str(value)[:60]!r}")
+            return value
+    raise Malformed(f"there is no `{'` or `'.join(names)}`; the row has {', '.join(map(str, row)) or 'nothing'}")
+
+
+def _parquet(path: Path, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
+    parquet = library("pyarrow.parquet", owner)
+    try:
+        require_regular(path)
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{owner}: {path} cannot be read: {error}.") from error
+    yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _json_row(line: bytes) -> Row | Malformed:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+        return Malformed(f"this is not JSON: {error}")
+    return row if isinstance(row, dict) else Malformed(f"a row is an object, {{…}}; got {line[:60].decode(errors='replace')!r}")
+
+
+def _json_list(path: Path, content: bytes, owner: str) -> Iterator[tuple[str, Row | Malformed]]:
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{owner}: {path} is not JSON: {error}. A file of one row per line is named .jsonl.") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{owner}: {path} should hold a list of rows, [{{…}}, …]; got {type(rows).__name__}.")
+    for number, row in enumerate(rows, 1):
+        yield f"{path.name}, row {number}", row if isinstance(row, dict) else Malformed(f"a row is an object; got {row!r:.60}")
+
+
+_MAX_LISTED = 10
+"""How many rows an error or a warning shows; it counts them all."""
+
+Rows = Iterable[tuple[str, Row | Malformed]]
+
+_RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns that TRL does not pass to reward functions under these names."""
+
+
+class _KnownProblem(NamedTuple):
+    """The answer of a prompt, and its row."""
+
+    answer: Any
+    row: Row
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where a data set is on the hub. Without a training split, or without a held-out one, there is but the other."""
+
+    name: str
+    config: str | None = None
+    train: str | None = "train"
+    held_out: str | None = None
+
+
+class _Slots:
+    """The problems are kept in slots: `vars(task)` are its settings, which a run writes down."""
+
+    __slots__ = ("_held_out", "_problems", "_train")
+    _problems: dict[str, _KnownProblem]
+    _train: list[str]
+    _held_out: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FiniteTask(_Slots):
+    """Base of tasks with a data set. A subclass gives `name`, `HUB`, `problem` (a row → prompt and answer) and a `verify`."""
+
+    name: ClassVar[str]
+    HUB: ClassVar[Hub | None] = None
+
+    path: str | None = None
+    """A file of problems (.jsonl, .json, .parquet), or a folder with one per split (train.…, test.…); None: the hub."""
+    held_out: str | float | int | None = None
+    """A file of held-out problems, or the share of `path`'s problems that is held out; None: the data's own test split."""
+    skip_malformed: bool = False
+    """Go on without the rows that cannot be used, with a warning that counts and names them. By default they are an error."""
+    max_completion_length: int = 1024
+    """Tokens that a right completion may need."""
+
+    @classmethod
+    def hub_names(cls) -> tuple[str, ...]:
+        """Data sets that the hub is asked for where no `path` is given."""
+        return () if cls.HUB is None else (cls.HUB.name,)
+
+    def __post_init__(self) -> None:
+        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
+        if isinstance(self.held_out, bool | int | float) and (self.held_out is True or not 0 < self.held_out <= 1):
+            raise ValueError(f"{self.name}: `held_out` is a file, or a share above 0 and up to 1; got {self.held_out!r}.")
+        train, held_out = self._load()
+        if not held_out:
+            raise ValueError(f"{self.name}: there is no held-out problem to measure success on.")
+        known = train | held_out
+        columns = dict.fromkeys(name for problem in known.values() for name in problem.row)
+        problems = {
+            prompt: _KnownProblem(answer, {name: row.get(name) for name in columns}) for prompt, (answer, row) in known.items()
+        }
+        for slot, value in (("_problems", problems), ("_train", list(train)), ("_held_out", list(held_out))):
+            object.__setattr__(self, slot, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy reads its files anew."""
+        return functools.partial(type(self), **vars(self)), ()
+
+    def problem(self, row: Row) -> tuple[str, Any]:
+        """The prompt and the answer of a row; Malformed where it has none."""
+        raise NotImplementedError(f"{type(self).__name__} must say what a row's prompt and answer are.")
+
+    def reward_columns(self, row: Row) -> Row:
+        """What of a row reward functions get: all of it, unless a task's rows are too large."""
+        return row
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Characters of the longest prompt."""
+        return max(map(len, self._problems))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many problems there are to train on, and how many are held out."""
+        return len(self._train), len(self._held_out)
+
+    def train_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to learn from: all problems once, then all again in another order, as long as needed."""
+        prompts: list[str] = []
+        if require_count(self.name, count) and not self._train:
+            raise ValueError(
+                f"{self.name}: every problem is held out, as the data are for evaluation. To train, give `held_out` as a "
+                f"share, 0.2 say, or other problems as `path` and these as `held_out`."
+            )
+        for epoch in from_zero():
+            if len(prompts) >= count:
+                break
+            order = permutation(len(self._train), uniform(f"{self.name} epoch {epoch}", seed, held_out=False))
+            prompts += [self._train[index] for index in order[: count - len(prompts)]]
+        return prompts
+
+    def held_out_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` prompts to evaluate on, each at most once: fewer where there are fewer."""
+        order = permutation(len(self._held_out), uniform(self.name, seed, held_out=True))
+        return [self._held_out[index] for index in order[: require_count(self.name, count)]]
+
+    def answer(self, prompt: str) -> Any:
+        """The right answer to one of the task's prompts."""
+        return self._problem(prompt).answer
+
+    def row(self, prompt: str) -> Row:
+        """All columns of a prompt's row, None where another row has one and this one has not."""
+        return self._problem(prompt).row
+
+    def _problem(self, prompt: str) -> _KnownProblem:
+        if prompt not in self._problems:
+            raise ValueError(
+                f"{self.name}: {quote(prompt)} is no prompt of this task. Is it another task's, or another file's?"
+            )
+        return self._problems[prompt]
+
+    def columns(self, prompt: str) -> Row:
+        """What reward functions get besides the prompt, which they have already."""
+        row = self.row(prompt)
+        return {
+            name: row[name] for name in row if name not in _RESERVED_COLUMNS and not (name == "problem" and row[name] == prompt)
+        }
+
+    def _load(self) -> tuple[dict[str, _KnownProblem], dict[str, _KnownProblem]]:
+        """Problems to train on and held-out ones."""
+        first, second = self._sources()
+        if first is None or second is None:
+            problems = self._collect(first or second or ())
+            if isinstance(self.held_out, str | None):
+                raise ValueError(f"{self.name}: {self.path or 'the hub'} has one split. Say with `held_out` what is held out.")
+            return split_by_share(problems, float(self.held_out))
+        held_out = self._collect(second)
+        return self._collect(first, leaked=held_out), held_out
+
+    def _sources(self) -> tuple[Rows | None, Rows | None]:
+        """Rows to train on and held-out ones; None for one of them where a share is to be taken from the other."""
+        by_share = isinstance(self.held_out, bool | int | float)
+        apart = None if by_share or self.held_out is None else read_file(Path(str(self.held_out)).expanduser(), self.name)
+        if self.path is None:
+            if self.HUB is None:
+                raise ValueError(f"{self.name}: `path` is missing: a file of problems, --set task_config.path=FILE.")
+            splits = (self.HUB.train, None if by_share or apart else self.HUB.held_out)
+            rows = [read_hub(self.HUB.name, self.HUB.config, split, self.name) if split else None for split in splits]
+            return rows[0], apart or rows[1]
+        path = Path(self.path).expanduser()
+        if not path.is_dir():
+            return read_file(path, self.name), apart
+        own = None if by_share or apart else read_file(find_split(path, "test", self.name), self.name)
+        return read_file(find_split(path, "train", self.name), self.name), apart or own
+
+    def _collect(self, rows: Rows, leaked: Container[str] = ()) -> dict[str, _KnownProblem]:
+        """What is known of every prompt. Rows that cannot be used are an error, or a warning where they are to be skipped."""
+        found, bad, repeated = _collect_problems(self.problem, rows, leaked, self.reward_columns)
+        if bad.count and not self.skip_malformed:
+            hint = "Mend them, or go on without them: skip_malformed=true."
+            raise ValueError(f"{self.name}: {_list_rows(bad, 'malformed')}\n{hint}")
+        for tally, what in ((bad, "malformed and skipped"), (repeated, "repeated and used once")):
+            if tally.count:
+                warnings.warn(f"{self.name}: {_list_rows(tally, what)}", stacklevel=2)
+        return found
+
+
+class _Tally:
+    """A count of rows, with place and reason of the first few: there may be millions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[tuple[str, str]] = []
+
+    def add(self, place: str, why: str) -> None:
+        """One more."""
+        self.count += 1
+        if self.count <= _MAX_LISTED:
+            self.first.append((place, why))
+
+
+def _collect_problems(
+    problem: Callable[[Row], tuple[str, Any]], rows: Rows, leaked: Container[str], columns: Callable[[Row], Row]
+) -> tuple[dict[str, _KnownProblem], _Tally, _Tally]:
+    """Prompt → answer and row of all rows; those that cannot be used, and why; those that are repeated, and as which.
+
+    A prompt is the key to its answer: the same prompt with another answer cannot be used, nor one that is held out already.
+    """
+    found: dict[str, _KnownProblem] = {}
+    places: dict[str, str] = {}
+    bad, repeated = _Tally(), _Tally()
+    for place, row in rows:
+        try:
+            if isinstance(row, Malformed):
+                raise row
+            prompt, answer = problem(row)
+            if prompt in leaked:
+                raise Malformed("this prompt is held out")
+            if prompt in found and found[prompt].answer != answer:
+                raise Malformed(f"the prompt of {places[prompt]} with another answer")
+        except Malformed as error:
+            bad.add(place, str(error))
+            continue
+        if prompt in found:
+            repeated.add(place, f"as {places[prompt]}")
+        else:
+            found[prompt], places[prompt] = _KnownProblem(answer, columns(row)), place
+    return found, bad, repeated
+
+
+def _list_rows(rows: _Tally, what: str) -> str:
+    """How many rows, and the places of the first of them."""
+    first = "".join(f"\n  {place}: {why}" for place, why in rows.first)
+    more = f"\n  … and {rows.count - _MAX_LISTED} more" if rows.count > _MAX_LISTED else ""
+    return visible(f"{rows.count} {'row is' if rows.count == 1 else 'rows are'} {what}:{first}{more}")
+
+
+def split_by_share(problems: dict[str, Any], share: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The share of the problems whose digests are smallest is held out, at least one: whatever their order, on any machine."""
+    held_out = set(sorted(problems, key=lambda prompt: (digest(prompt), prompt))[: max(1, round(share * len(problems)))])
+    train = {prompt: answer for prompt, answer in problems.items() if prompt not in held_out}
+    return train, {prompt: answer for prompt, answer in problems.items() if prompt in held_out}

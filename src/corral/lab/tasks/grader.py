@@ -1,0 +1,201 @@
+"""Graders in worker processes: a real time limit, in any thread of any process, for scorers that may hang.
+
+math-verify and some scorers of reasoning-gym hand text to sympy, which can compute for years. Their own limits are alarms: they
+work in the main thread alone, and not inside a long call into C. Results of functions under test are read and compared here
+too, since the functions may have forged them. A worker that takes too long is killed and another one started; the answer it had
+is wrong, and counted. Every wait has a deadline.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from corral.cores import cores
+from corral.lab.workers import WorkerLost, WorkerPool
+
+_LOG = logging.getLogger("corral.task")
+SCRIPT = Path(__file__).with_name("grader_worker.py")
+
+_START_SECONDS = 300.0
+"""After so long a worker that has not said that it is ready never will; importing sympy takes one or two seconds."""
+
+_WALL_FACTOR = 4.0
+"""A worker has `seconds` of processor time, and this many times as long on the clock,"""
+_LEAST_WALL_SECONDS = 2.0
+"""or this long, since a worker that is killed by the clock has to be started anew."""
+
+EXIT_SECONDS = 5.0
+"""Seconds within which a process that was killed has gone."""
+
+_LEAST_SECONDS = 0.25
+"""Seconds of processor time for an answer to a problem whose answers keep running out of time: many times what others need."""
+
+_MAX_PROBLEMS = 10_000
+"""Problems with such answers that are remembered."""
+
+MAX_WORKERS = 4
+"""Workers of one kind: each of them has sympy in it."""
+
+GraderStatus = Literal["graded", "timeout", "error", "died"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one grading request; the score is 0 unless it was graded."""
+
+    status: GraderStatus
+    score: float = 0.0
+
+
+class GraderWorker:
+    """One process that grades, one question at a time."""
+
+    def __init__(self, kind: str) -> None:
+        # -P: the folder of the script has a math.py, which must not stand in for Python's own.
+        command = [sys.executable, "-P", str(SCRIPT), kind]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True, bufsize=0)
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)  # a worker that has stopped reads nothing
+        self.read = b""
+        if self._line(time.monotonic() + _START_SECONDS) != "ready":
+            self.close()
+            raise RuntimeError(f"the grader's process does not start: {' '.join(command)} says why.")
+
+    def ask(self, arguments: tuple[Any, ...], seconds: float) -> Verdict:
+        """The verdict on one question, "graded" or "error"; WorkerLost where it takes too long or kills the process."""
+        question = pickle.dumps((seconds, arguments))
+        deadline = time.monotonic() + max(_WALL_FACTOR * seconds, _LEAST_WALL_SECONDS)
+        try:
+            sent = self._send(len(question).to_bytes(8, "big") + question, deadline)
+        except OSError as error:
+            raise WorkerLost("grader: its process has gone.", hung=False) from error
+        line = self._line(deadline) if sent else None
+        if line is None:
+            raise WorkerLost("grader: its process does not answer.", hung=True)
+        status, _, value = line.partition(" ")
+        if status == "score" and math.isfinite(score := float(value)):
+            return Verdict("graded", score)
+        if status == "timeout":
+            return Verdict("timeout")
+        if status in ("score", "error"):
+            return Verdict("error")
+        raise WorkerLost("grader: its process has ended.", hung=False)  # the end of the pipe
+
+    def kill(self) -> None:
+        """End the process and its fork at once, whatever they do."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the process, which leaves when its input ends, and close its pipes."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.process.stdout.close()
+
+    def _send(self, data: bytes, deadline: float) -> bool:
+        """Whether all of it went through the pipe in time."""
+        assert self.process.stdin is not None
+        while data and _ready(self.process.stdin.fileno(), select.POLLOUT, deadline):
+            data = data[os.write(self.process.stdin.fileno(), data) :]
+        return not data
+
+    def _line(self, deadline: float) -> str | None:
+        """The next line; None if it does not come in time, "" if it never will."""
+        assert self.process.stdout is not None
+        while b"\n" not in self.read:
+            if not _ready(self.process.stdout.fileno(), select.POLLIN, deadline):
+                return None
+            piece = os.read(self.process.stdout.fileno(), 4096)
+            if not piece:
+                return ""
+            self.read += piece
+        line, _, self.read = self.read.partition(b"\n")
+        return line.decode()
+
+
+def _ready(file: int, event: int, deadline: float) -> bool:
+    """Whether a pipe can be written to or read from before the deadline, or has been closed at its other end."""
+    waiting = select.poll()  # select() itself knows no file beyond the 1024th
+    waiting.register(file, event)
+    return bool(waiting.poll(1000 * max(deadline - time.monotonic(), 0.0)))
+
+
+class GraderPool(WorkerPool[GraderWorker]):
+    """Graders of one kind, started when they are needed. Any thread may ask."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        super().__init__(size)
+        self.kind = kind
+        self.counts: Counter[str] = Counter()
+        self._bombs: Counter[str] = Counter()
+        """How many answers to a problem have run out of time."""
+
+    def _start(self) -> GraderWorker:
+        return GraderWorker(self.kind)
+
+    def grade(
+        self, questions: Sequence[tuple[Any, ...]], seconds: float, problems: Sequence[str] | None = None
+    ) -> list[Verdict]:
+        """A verdict for each; what hangs, fails or kills its worker is wrong and counted.
+
+        With `problems`, the problem of each question, every answer that runs out of time halves the time of the next answers to
+        that problem, down to a quarter of a second.
+        """
+        names = [""] * len(questions) if problems is None else problems
+        return self.map(lambda question, problem: self._grade_one(question, problem, seconds), questions, names)
+
+    def _grade_one(self, question: tuple[Any, ...], problem: str, seconds: float) -> Verdict:
+        patience = max(seconds / 2 ** min(self._bombs[problem], 16), min(seconds, _LEAST_SECONDS))
+        try:
+            verdict = self.use(lambda worker: worker.ask(question, patience))
+        except WorkerLost as lost:  # where it died, a second time: someone else may have killed the first
+            verdict = Verdict("timeout" if lost.hung else "died")
+        if problem and verdict.status == "timeout":
+            with self._lock:
+                if len(self._bombs) >= _MAX_PROBLEMS:
+                    self._bombs.clear()
+                self._bombs[problem] += 1
+        self.count(verdict.status)
+        return verdict
+
+    def count(self, status: GraderStatus) -> None:
+        """Count an outcome; the 1st, 10th, 100th … that is no verdict is a warning."""
+        with self._lock:
+            self.counts[status] += 1
+            number = self.counts[status]
+        if status != "graded" and str(number).strip("0") == "1":  # 1, 10, 100, …
+            _LOG.warning("grader %s: %s, %d so far; such answers count as wrong.", self.kind, status, number)
+
+
+_POOLS: dict[tuple[int, str], GraderPool] = {}
+
+
+def grader_pool(kind: str) -> GraderPool:
+    """This process's pool of a kind; a process that was forked has its own."""
+    key = (os.getpid(), kind)
+    if key not in _POOLS:
+        _POOLS.setdefault(key, GraderPool(kind, min(MAX_WORKERS, cores())))  # of two threads, the first one's is everyone's
+    return _POOLS[key]
+
+
+def grader_counts() -> dict[str, dict[str, int]]:
+    """How many answers were graded, hung, failed or killed their grader, by kind of grader, in this process."""
+    return {kind: dict(one.counts) for (process, kind), one in list(_POOLS.items()) if process == os.getpid()}

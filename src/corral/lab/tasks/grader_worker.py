@@ -1,0 +1,114 @@
+"""The grader's own process: reads questions from its standard input, writes one line for each.
+
+This file is run as a script, by its path: it imports nothing of corral that imports torch. A question is
+eight bytes of length and a pickle of (seconds, arguments); an answer is "score 0.5", "error" and what was raised, or "timeout".
+
+A fork answers, and the process itself waits: it answers where the fork has run out of time, and forks again.
+"""
+
+import gc
+import os
+import pickle
+import resource
+import signal
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+_MEMORY = 4 * 2**30
+"""Bytes of address space; a tower of exponents ends in MemoryError instead of taking the machine."""
+
+
+def _load_math() -> Callable[..., float]:
+    """(gold, answer) → whether math-verify finds them equal."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    latex = [LatexExtractionConfig(boxed_match_priority=0)]
+
+    def read(text: str) -> Any:
+        # The time limit is ours: math-verify's own is an alarm that it would set for itself.
+        return parse(rf"\boxed{{{text}}}", latex, fallback_mode="no_fallback", parsing_timeout=None)
+
+    def score(gold: str, answer: str) -> float:
+        return float(verify(read(gold), read(answer), timeout_seconds=None, raise_on_error=True))
+
+    score("1", r"\frac{2}{2}")  # the parser's tables are made at its first use, which every fork would do again
+    return score
+
+
+def _load_reasoning_gym() -> Callable[..., float]:
+    """(generator, its settings, entry, answer) → the generator's own score."""
+    import reasoning_gym
+
+    made: dict[str, Any] = {}
+
+    def score(generator: str, settings: dict[str, Any], entry: dict[str, Any], answer: str) -> float:
+        key = repr((generator, settings))
+        if key not in made:
+            made[key] = reasoning_gym.create_dataset(generator, **settings, seed=0, size=1)
+        return float(made[key].score_answer(answer, entry))
+
+    return score
+
+
+def _load_code() -> Callable[..., float]:
+    """(comparison, tolerance, what the harness wrote, expected results) → how many of them are right."""
+    tasks = Path(__file__).parent
+    packages = {
+        "corral": tasks.parents[1],
+        "corral.lab": tasks.parent,
+        "corral.lab.tasks": tasks,
+        "corral.lab.tasks.code": tasks / "code",
+    }
+    for name, folder in packages.items():  # empty ones, in place of those that import torch
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(folder)]
+    from corral.lab.tasks.code.compare import count_right
+
+    return count_right
+
+
+LOADERS: dict[str, Callable[[], Callable[..., float]]] = {
+    "math": _load_math, "reasoning_gym": _load_reasoning_gym, "code": _load_code,
+}  # fmt: skip
+
+
+def main(kind: str) -> None:
+    """Load a grader, and keep a fork of this process answering until the input ends or the fork dies by itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which still has a step to finish
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # a library that prints must not answer, be it in C
+    score = LOADERS[kind]()
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers.write("ready\n")
+    gc.collect()
+    gc.freeze()
+    while child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+            return
+        answers.write("timeout\n")  # a new fork takes milliseconds, and loading sympy anew seconds
+    _answer(score, answers)
+    os._exit(0)
+
+
+def _answer(score: Callable[..., float], answers: TextIO) -> None:
+    """Answer questions until the input ends, or until one takes too long and ends this process."""
+    questions = sys.stdin.buffer
+    while len(header := questions.read(8)) == 8:
+        seconds, arguments = pickle.loads(questions.read(int.from_bytes(header, "big")))
+        # Processor time, so that a busy machine grades as an idle one does. SIGPROF ends the process, whatever it is doing.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            line = f"score {score(*arguments)!r}"
+        except BaseException as error:  # anything at all that a grader raises is an answer
+            line = f"error {type(error).__name__}"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,103 @@
+"""Python objects by path: `module:name` or `file.py:name`, and tools that a model may call."""
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from corral.validate import nearest, pip_install
+
+
+def by_path(path: str, what: str) -> Any:
+    """The object at `module:name` or `file.py:name`, from a module that is installed or lies beside the user.
+
+    Args:
+        path: as in `my_tasks:Sorting` or `../mine/tasks.py:Sorting`.
+        what: the setting it is for, and how it is written: "`reward` is module:function".
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{what}; got {path!r}.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules beside the user, as `python -m` finds them
+    try:
+        return getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # a user's module can fail in any way when it is imported
+        why = f"it raised SystemExit ({error})" if isinstance(error, SystemExit) else error
+        raise ValueError(f"{what}, and {path!r} cannot be imported: {why}.") from error
+
+
+def _from_file(path: str) -> ModuleType:
+    """The module in a file, once; its name is the file's, so that it hides no module that is installed."""
+    name = str(Path(path).expanduser().resolve())
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, name)
+    assert spec is not None  # since the name ends with .py
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def library(name: str, owner: str) -> ModuleType:
+    """A library of the extra `task`, or a sentence that says how to get it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"{owner} needs {name}. Install it: {pip_install('task')}.") from error
+
+
+_EXPRESSION = re.compile(r"(?:^|[^0-9])([0-9]{1,9})([+*-])([0-9]{1,9})=$")
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """Somebody who writes into a completion whenever the model has ended its turn. What it writes is never trained on."""
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Texts that end the model's turn."""
+
+    def reply(self, problem: str, text: str) -> str | None:
+        """What comes next in the completion `text` of a problem, which ends with one of `stops`; None ends the completion."""
+
+
+class Calculator:
+    """Writes the result after `a+b=`, `a-b=` and `a*b=`, and `?` after anything else that ends in `=`."""
+
+    stops: ClassVar[tuple[str, ...]] = ("=",)
+
+    def reply(self, problem: str, text: str) -> str:
+        """The result of the last two numbers."""
+        found = _EXPRESSION.search(text[-20:])
+        if found is None:
+            return "?"
+        left, sign, right = int(found[1]), found[2], int(found[3])
+        return str({"+": left + right, "-": left - right, "*": left * right}[sign])
+
+
+TOOLS: dict[str, type[Tool]] = {"calculator": Calculator}
+
+
+def make_tool(name: str) -> Tool:
+    """A packaged tool by name, or one's own class by its path `module:Class` or `file.py:Class`."""
+    if ":" not in name and name not in TOOLS:
+        raise ValueError(f"there is no tool {name!r}.{nearest(name, TOOLS)} Or your own: module:Class.")
+    found = TOOLS[name] if name in TOOLS else by_path(name, "a tool of your own is module:Class")
+    if not callable(found):
+        raise ValueError(f"a tool of your own is module:Class, and {name!r} is {type(found).__name__}, not a class.")
+    tool = found()
+    if not isinstance(tool, Tool):
+        raise ValueError(f"{name} is no tool: it needs `stops`, texts that end the model's turn, and `reply(problem, text)`.")
+    if not tool.stops or not all(isinstance(stop, str) and stop for stop in tool.stops):
+        raise ValueError(f"{name}: `stops` are the texts that end the model's turn, at least one; got {tool.stops!r}.")
+    return tool

@@ -1,0 +1,113 @@
+"""A user's own problems: a file of prompts and answers, and a verifier by name."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from corral.lab.sandbox import SandboxLimits
+from corral.lab.sandbox.pool import shared_pool
+from corral.lab.tasks.code.problem import grade_all
+from corral.lab.tasks.code.rows import problem_from_tests
+from corral.lab.tasks.dataset import Malformed, Row, text_column
+from corral.lab.tasks.imports import by_path
+from corral.lab.tasks.math import MathTask, one_number, same_mathematics, same_number
+from corral.lab.tasks.messages import Message, conversation
+from corral.validate import nearest, require
+
+_VERIFIERS = ("math", "number", "exact", "code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jsonl(MathTask):
+    """Problems from a file (.jsonl, .json, .parquet) whose rows have a prompt and an answer, under names of the user's choice.
+
+    `verifier` says what is right:
+        math              math-verify finds the extracted answer equal to the row's
+        number            the extracted answer is one number, the same as the row's
+        exact             the completion is the row's answer, to the letter but for spaces and line ends around it
+        code              the completion is a program that passes the row's tests, in the sandbox
+        module:function   function(prompt, completion, answer) → a number from 0 to 1, called in the trainer's own process
+    """
+
+    name: ClassVar[str] = "jsonl"
+
+    held_out: str | float | int | None = 0.1
+    """A file of held-out problems, or the share of `path`'s problems that is held out."""
+    verifier: str = "math"
+    """math, number, exact, code, or module:function."""
+    prompt_column: str = "prompt"
+    """Where the prompt is: a text, or a chat that ends with the user's message."""
+    answer_column: str = "answer"
+    """Where the answer is: a text or a number; for `code` the tests; for a verifier of your own, anything that JSON has."""
+    unsafe_code_execution: bool = False
+    """For `code`, where the system offers no sandbox: run programs as yourself instead of refusing. See docs/safety.md."""
+
+    def __post_init__(self) -> None:
+        if ":" in self.verifier:
+            _import_function(self.verifier)  # now, and not at the first completion
+        elif self.verifier not in _VERIFIERS:
+            raise ValueError(
+                f"jsonl: there is no verifier {self.verifier!r}.{nearest(self.verifier, _VERIFIERS)} Or module:function."
+            )
+        require(self, "unsafe_code_execution", one_of=(True, False))
+        if self.verifier not in ("math", "number") and self.format_weight:
+            raise ValueError(f"jsonl: `format_weight` is for the verifiers math and number; got {self.verifier!r}.")
+        super().__post_init__()
+
+    def problem(self, row: Row) -> tuple[str, Any]:
+        """The prompt and the answer, each in the column that the user named."""
+        for column in (self.prompt_column, self.answer_column):
+            if column not in row:
+                raise Malformed(f"there is no `{column}`; the row has {', '.join(map(str, row)) or 'nothing'}")
+        prompt, _ = conversation(row[self.prompt_column], self.prompt_column)
+        if self.verifier == "code":
+            return prompt, problem_from_tests(row[self.answer_column])
+        if ":" in self.verifier:
+            return prompt, row[self.answer_column]
+        answer = text_column(row, self.answer_column).strip()
+        if self.verifier == "number" and one_number(answer) is None:
+            raise Malformed(f"`{self.answer_column}` should be one number; got {answer[:60]!r}")
+        return prompt, answer
+
+    def messages(self, prompt: str) -> list[Message]:
+        """The prompt as a chat, with all of the row's messages."""
+        return conversation(self.row(prompt)[self.prompt_column], self.prompt_column)[1]
+
+    def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
+        """By math-verify, or the same number."""
+        if self.verifier == "math":
+            return same_mathematics(golds, answers, self.time_limit)
+        return [same_number(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+
+    def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """Rewards by the chosen verifier."""
+        if self.verifier in ("math", "number"):
+            return super().verify_all(prompts, completions)
+        answers = [self.answer(prompt) for prompt in prompts]
+        if self.verifier == "exact":
+            return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
+        if self.verifier == "code":
+            pool = shared_pool(None, unsafe_code_execution=self.unsafe_code_execution)
+            return grade_all(answers, completions, pool, SandboxLimits(), partial=False) if answers else []
+        function = _import_function(self.verifier)
+        rows = zip(prompts, completions, answers, strict=True)
+        return [read_reward(self.verifier, function(*row)) for row in rows]
+
+
+def read_reward(name: str, value: Any) -> float:
+    """A reward from 0 to 1 as a float, be it a bool, NumPy's or torch's; a sentence if it is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's, for more than one element
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise ValueError(f"the verifier {name} gave {value!r}. A task's reward is a number from 0 to 1.")
+    return number
+
+
+def _import_function(path: str) -> Callable[..., Any]:
+    found = by_path(path, "`verifier` is math, number, exact, code or module:function")
+    if not callable(found):
+        raise ValueError(f"`verifier` is module:function, and {path!r} is {type(found).__name__}, which cannot be called.")
+    return found

@@ -1,0 +1,278 @@
+"""Mathematical answers: find the final answer of a completion, and compare it with the reference by math-verify."""
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Literal
+
+from corral.lab.tasks.dataset import FiniteTask
+from corral.lab.tasks.grader import Verdict, grader_pool
+from corral.validate import pip_install, require
+
+AnswerForm = Literal["boxed", "####", "number"]
+
+LONGEST = 1000
+"""Characters of the longest answer that is looked at. The longest of the known data sets have about 150."""
+
+_LONGEST_NUMBER = 60
+"""Characters of the longest number that is read."""
+
+_BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_POWER = r"(?:[eE][-+]?[0-9]{1,2})?"
+# Not a number, but the beginning of something else: 1.2.3, 0x10, 5x10, 1_000, 1e100, 4².
+_GOES_ON = r"\.?[0-9]|[eExX_][-+]?[0-9]|[\u00b2\u00b3\u00b9\u2070-\u2079]"
+_NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-+])?(?<![A-Za-z0-9_.])(?:{_DIGITS}){_POWER}(?:\s?/\s?[0-9]+)?(?!{_GOES_ON})")
+_NUMBER_START = re.compile(r"(?<![A-Za-z0-9_.,])[0-9]")
+_CHANGES_NUMBER = re.compile(r"[√±]|\\(?:sqrt|pm|log|ln|sin|cos|tan)(?![A-Za-z])")
+"""What makes another number of the one behind it, or two."""
+_FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{\s*(-?)([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
+_SEPARATORS = str.maketrans({"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\uff0c": ",", "\uff0e": ".", "\uff05": "%"})
+"""Characters that people and models write for - , . and %."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An extracted answer, and the form in which it was given."""
+
+    text: str
+    form: AnswerForm
+
+
+def extract(completion: str) -> Answer | None:
+    """The answer of a completion, by the order above; None where there is none at all. Linear in the text's length."""
+    text = ascii_digits(completion)
+    box = last_box(text)
+    if box is not None:
+        return Answer(box.strip(), "boxed")
+    _, mark, after = text.rpartition("####")
+    if mark:
+        return Answer(after.partition("\n")[0].strip(), "####")
+    number = None
+    for number in _NUMBER.finditer(text):  # noqa: B007 (the last one is wanted)
+        pass
+    return None if number is None else Answer(number[0], "number")
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the outermost \boxed{…} that was closed last; a box that holds but a box is that box."""
+    opened: list[re.Match[str]] = []
+    closed: tuple[int, int] | None = None
+    for step, token in _braces(text):
+        if step > 0:
+            opened.append(token)
+        elif opened:
+            start = opened.pop()
+            if len(start[0]) > 1:  # a box's
+                closed = (start.end(), token.start())
+    if closed is None:
+        return None
+    found = text[slice(*closed)].strip()
+    while (inner := re.match(r"\\boxed\s*\{", found)) and len(found) <= LONGEST and _closes_at_end(found):
+        found = found[inner.end() : -1].strip()
+    return found
+
+
+def _braces(text: str) -> Iterator[tuple[int, re.Match[str]]]:
+    r"""+1 for every { or \boxed{, −1 for every }, each with its place; \{ and \} are not braces."""
+    for token in _BRACE.finditer(text):
+        if token[0] == "}":
+            yield -1, token
+        elif token[0][-1] == "{" and token[0] != r"\{":
+            yield 1, token
+
+
+def ascii_digits(text: str) -> str:
+    """`text` with the decimal digits of every script as 0 to 9, and minus signs as -. Superscripts stay what they are."""
+    if text.isascii():
+        return text
+    digits = {ord(letter): str(unicodedata.decimal(letter)) for letter in set(text) if letter.isdecimal()}
+    return text.translate(digits).translate(_SEPARATORS)
+
+
+def is_balanced(text: str) -> bool:
+    """Whether every brace of an answer has its partner, so that nothing that is put around it can be closed from inside."""
+    depths = list(accumulate((step for step, _ in _braces(text)), initial=0))
+    return min(depths) == depths[-1] == 0
+
+
+def one_number(answer: str) -> Fraction | None:
+    r"""The number of an answer, where there is exactly one.
+
+    Words, units, currency and percent signs around it are passed over: "42 apples", "$1,234.50", "x = 42", "50\%" is 50.
+    "42 or 43", "6*7" and "3 1/2" have several and so are none; nothing is computed, so neither is \sqrt{16} or 4².
+    """
+    if len(answer) > LONGEST or _CHANGES_NUMBER.search(answer):
+        return None
+    text = ascii_digits(answer)
+    for noise in (r"\$", "$", r"\!", r"\,", r"\;", r"\%"):
+        text = text.replace(noise, "")
+    text = _FRACTION.sub(_with_slash, text.replace("{,}", ","))
+    text = re.sub(r"(?<=[A-Za-z}])\^(?:[0-9]|\{[0-9]\})", "", text)  # cm^2
+    found = list(_NUMBER.finditer(text))
+    if len(found) != 1 or len(found[0][0]) > _LONGEST_NUMBER:
+        return None
+    if any(digit.start() not in range(*found[0].span()) for digit in _NUMBER_START.finditer(text)):  # of what is no number: 4²
+        return None
+    return _as_fraction(found[0][0])
+
+
+def _as_fraction(number: str) -> Fraction | None:
+    """A matched number as an exact fraction; None for a division by zero."""
+    whole, _, under = re.sub(r"[\s,]", "", number).partition("/")
+    if under and int(under) == 0:
+        return None
+    return Fraction(whole) / (int(under) if under else 1)
+
+
+def _with_slash(fraction: re.Match[str]) -> str:
+    r"""-\frac{1}{2} → -1/2."""
+    before, inside, over, over_digit, under, under_digit = fraction.groups()
+    return f" {'-' if before != (inside or '') else ''}{over or over_digit}/{under or under_digit} "
+
+
+def _closes_at_end(text: str) -> bool:
+    r"""Whether the box that begins `text` is closed by its last character."""
+    depth = 0
+    for step, token in _braces(text):
+        depth += step
+        if depth == 0:
+            return token.end() == len(text)
+    return False
+
+
+VERDICTS: dict[tuple[str, str, float], bool] = {}
+"""Verdicts of math-verify so far: completions of a group often agree. Where time ran out, or the grader died, the machine may
+have been to blame: those are graded again."""
+MAX_VERDICTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathTask(FiniteTask):
+    r"""A finite task whose answers are mathematics: (1 − w)·[right] + w·[in the required form], with w = `format_weight`.
+
+    "In the required form" is an answer, right or wrong, that stands in \boxed{…} (or behind ####) and is not empty. Where it is
+    extracted from otherwise: corral.lab.tasks.math.
+    """
+
+    form: Literal["boxed", "####"] = "boxed"
+    """The form that the instruction asks for."""
+    format_weight: float = 0.0
+    """The share of the reward for the form alone, 0 to 1. With 0, any form will do."""
+    time_limit: float = 2.0
+    """Seconds of processor time for one answer; whatever takes longer is wrong. Ordinary ones take milliseconds."""
+
+    def __post_init__(self) -> None:
+        require(self, "form", one_of=("boxed", "####"))
+        require(self, "format_weight", at_least=0, at_most=1)
+        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
+        super().__post_init__()
+
+    def right(self, golds: Sequence[str], answers: Sequence[str]) -> list[bool]:
+        """Whether each answer is right: by math-verify, unless a task knows better."""
+        return same_mathematics(golds, answers, self.time_limit)
+
+    def verify(self, prompt: str, completion: str) -> float:
+        """The reward of a completion, which may be any text; ValueError where the prompt is not this task's."""
+        return self.verify_all([prompt], [completion])[0]
+
+    def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """`verify` of many at once, by several graders beside each other."""
+        golds = [self.answer(prompt) for prompt in prompts]
+        found = [extract(completion) for completion in completions]
+        right = self.right(golds, ["" if answer is None else answer.text for answer in found])
+        return [self._reward(answer, ok) for answer, ok in zip(found, right, strict=True)]
+
+    def _reward(self, answer: Answer | None, right: bool) -> float:
+        in_form = answer is not None and answer.form == self.form and answer.text != ""
+        return (1 - self.format_weight) * right + self.format_weight * in_form
+
+
+def same_number(gold: str, answer: str) -> bool:
+    """Whether both are one number, and the same, exactly: 1,234.50 is 1234.5, and 50% is 50."""
+    right = _gold_number(gold)
+    return right is not None and one_number(answer) == right
+
+
+def same_mathematics(golds: Sequence[str], answers: Sequence[str], seconds: float) -> list[bool]:
+    """Whether math-verify finds each answer equal to its gold. What it cannot read, or not in time, is wrong.
+
+    Whole numbers and texts that agree to the letter need no grader. An answer longer than `answer.LONGEST`, or one whose braces
+    do not match, or with a box inside, is wrong, and so is one that contradicts itself (see `_contradicts`). A full stop at the
+    end is not part of it. The more answers have run out of time beside the same gold, the less time the next ones get.
+    """
+    pairs = [(_strip(gold), _strip(answer), seconds) for gold, answer in zip(golds, answers, strict=True)]
+    quick = {pair: _without_grader(*pair[:2]) for pair in pairs}
+    known = {pair: VERDICTS.get(pair) if verdict is None else verdict for pair, verdict in quick.items()}
+    requests = [pair for pair, verdict in known.items() if verdict is None]
+    verdicts = dict(zip(requests, _grade(requests, seconds), strict=True))
+    graded = {pair: verdict.score == 1.0 for pair, verdict in verdicts.items()}
+    if len(VERDICTS) + len(graded) > MAX_VERDICTS:
+        VERDICTS.clear()
+    VERDICTS.update((pair, graded[pair]) for pair, verdict in verdicts.items() if verdict.status in ("graded", "error"))
+    return [bool(graded[pair] if known[pair] is None else known[pair]) for pair in pairs]
+
+
+def _strip(text: str) -> str:
+    return text.strip().removesuffix(".").rstrip()
+
+
+def _grade(pairs: Sequence[tuple[str, str, float]], seconds: float) -> list[Verdict]:
+    if not pairs:
+        return []
+    if find_spec("math_verify") is None:
+        raise ValueError(f"grading mathematics needs math-verify. Install it: {pip_install('task')}.")
+    questions = [(gold, answer) for gold, answer, _ in pairs]
+    return grader_pool("math").grade(questions, seconds, problems=[gold for gold, _, _ in pairs])
+
+
+def _without_grader(gold: str, answer: str) -> bool | None:
+    """The verdict where it is plain; None where math-verify is needed."""
+    if not answer or len(answer) > LONGEST or r"\boxed" in answer or not is_balanced(answer):
+        return False
+    if gold == answer:
+        return True
+    whole = [text.removeprefix("-") for text in (gold, answer)]
+    if all(text.isascii() and text.isdecimal() and len(text) <= 60 for text in whole):
+        return int(gold) == int(answer)
+    if _contradicts(gold, answer):
+        return False
+    if _PERCENT.search(answer) and gold.removeprefix("-").isdecimal():
+        return same_number(gold, answer)
+    return None
+
+
+_DENIAL = re.compile(r"(?<![A-Za-z\\])(?:not|no|never|wrong|false|incorrect|untrue|isn't)(?![A-Za-z])", re.IGNORECASE)
+_PERCENT = re.compile(r"\\?%")
+_WHOLE = re.compile(r"-?[0-9]{1,60}")
+_SPACING = re.compile(r"\\left|\\right|\\[,;! ]|\s")
+
+
+def _contradicts(gold: str, answer: str) -> bool:
+    r"""Whether an answer takes itself back, in ways that math-verify passes over.
+
+    It denies what it says ("42 \text{ not}") although the gold has no such word, has two different whole numbers as sides of an
+    equation ("43 = 42"), or is a set where the gold is a pair or an interval, or the other way round.
+    """
+    if _DENIAL.search(answer) and not _DENIAL.search(gold):
+        return True
+    sides = {int(side) for side in map(str.strip, answer.split("=")) if _WHOLE.fullmatch(side)}
+    return len(sides) > 1 or {_brackets(gold), _brackets(answer)} == {"set", "ordered"}
+
+
+def _brackets(text: str) -> str:
+    """Whether the last side of a text is written as a set, or as a pair or interval; "" for neither."""
+    last = re.split(r"=|\\in(?![A-Za-z])", _SPACING.sub("", text))[-1]
+    if last.startswith(r"\{") and last.endswith(r"\}"):
+        return "set"
+    return "ordered" if "," in last and last[0] in "([" and last[-1] in ")]" else ""
+
+
+@lru_cache(maxsize=10_000)
+def _gold_number(gold: str) -> object:
+    return one_number(gold)

@@ -1,0 +1,78 @@
+"""Chats: the text of what a model wrote or read, whether it is a text or a list of messages."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from corral.lab.tasks.dataset import Malformed
+
+Message = dict[str, str]
+
+
+def text_of(chat: Any) -> str:
+    """The text of a completion or a prompt, which is a list of messages for a model with a chat template."""
+    return chat if isinstance(chat, str) else "".join(map(_content, chat))
+
+
+def answer_of(completion: Any) -> str:
+    """The text that is graded: of a completion in several messages the last one, if the model wrote it."""
+    if isinstance(completion, str) or not completion:
+        return completion or ""
+    return _content(completion[-1]) if completion[-1].get("role") != "tool" else ""
+
+
+def transcript(completion: Any) -> str:
+    """All of a completion as text: what the model wrote, `→ name({…})` where it called a tool, and `← …` what came back."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(line for message in completion for line in _lines(message))
+
+
+def _lines(message: dict[str, Any]) -> Iterator[str]:
+    content = _content(message)
+    if message.get("role") == "tool":
+        yield f"← {content}"
+        return
+    calls = message.get("tool_calls") or []
+    if content or not calls:
+        yield content
+    for call in calls:
+        function = call.get("function", call)
+        yield f"→ {function.get('name')}({json.dumps(function.get('arguments', {}), ensure_ascii=False, default=str)})"
+
+
+def chat_text(prompt: object, column: str = "prompt") -> str:
+    """The text of a prompt, which may be a chat of one user's message."""
+    if isinstance(prompt, list):
+        if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
+            raise Malformed(f"`{column}` should be one message of the user's; got {str(prompt)[:60]!r}")
+        prompt = prompt[0].get("content")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise Malformed(f"`{column}` should be a text that is not empty, or a chat; got {str(prompt)[:60]!r}")
+    return prompt
+
+
+def conversation(prompt: object, column: str) -> tuple[str, list[Message]]:
+    """A prompt as text and as messages: a text, or a chat whose last message is the user's.
+
+    The text of a single message is its content; of several, each follows its role.
+    """
+    if not isinstance(prompt, list) or len(prompt) == 1:
+        text = chat_text(prompt, column)
+        return text, [{"role": "user", "content": text}]
+    if not all(isinstance(one, dict) and _is_text(one.get("role")) and _is_text(one.get("content")) for one in prompt):
+        raise Malformed(f"`{column}` should be a chat, every message with a role and a content; got {str(prompt)[:60]!r}")
+    if not prompt or prompt[-1]["role"] != "user":
+        raise Malformed(f"`{column}` should be a chat that ends with the user's message; got {str(prompt)[:60]!r}")
+    messages = [{"role": one["role"], "content": one["content"]} for one in prompt]
+    return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages), messages
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _content(message: dict[str, Any]) -> str:
+    """Of one message: nothing where it only calls a tool, the texts of its parts where it has several."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

@@ -1,0 +1,216 @@
+"""Any generator of reasoning-gym by name, with its own scorer (106 of them; Stojanovski et al. 2025; Apache-2.0)."""
+
+import ast
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from itertools import count as from_zero
+from typing import Any, ClassVar
+
+from corral.lab.tasks.grader import grader_pool
+from corral.lab.tasks.imports import library
+from corral.lab.tasks.procedural import digest, in_held_out_share, permutation, quote, require_count, uniform
+from corral.validate import nearest, require
+
+LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
+"""Generators whose scorers pass an answer to eval(). Here they get nothing but literals, and right answers."""
+FORMULAS = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+"""Generators whose scorers pass an answer to sympy's parser, and so to eval(). Here they get nothing but formulas."""
+
+_FORMULA = re.compile(r"(?:[A-Za-z]+|[0-9]+\.?[0-9]*|[-+*/^() \t])*")
+_WORDS = {
+    *("sqrt", "exp", "log", "ln", "pi", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan"),
+    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+}
+"""Names that a formula may have besides single letters. sympy's parser would know eval and exec too."""
+
+_NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?![a-hk-z])", re.IGNORECASE)
+"""nan, or nani and nanj of a complex one: no distance from it is too large for a scorer that compares with <."""
+
+_CHUNK = 32
+"""Entries that one instance of a generator makes: seed, seed + 1, …"""
+HALF = 2**31
+"""Seeds below it are for training, those above for evaluation."""
+_SHARE = 4
+"""One question in this many is held out, whatever its seed: small generators ask the same with different seeds."""
+MAX_MISSES = 500
+"""Draws without a new question after which all have been seen."""
+_MAX_ANSWER = 10_000
+"""Characters of the longest answer that is scored."""
+
+
+class _Slots:
+    """Entries are kept in a slot: `vars(task)` are its settings, which a run writes down."""
+
+    __slots__ = ("_drawn",)
+    _drawn: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym(_Slots):
+    """Questions of one generator. `corral train --task reasoning_gym --set task_config.generator=chain_sum`
+
+    The answer is what stands in the last <answer>…</answer>, else the whole completion without the space around it. The reward
+    is the generator's own score of it, cut to 0..1; many give a little for a wrong answer. Scorers run under a time limit in
+    processes of their own, and never get text that they would execute.
+
+    Ref: arXiv:2505.24760.
+    """
+
+    name: ClassVar[str] = "reasoning_gym"
+
+    generator: str = "chain_sum"
+    """A name from reasoning_gym.factory.DATASETS: chain_sum, spell_backward, basic_arithmetic, …"""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The generator's own settings, as in {"min_terms": 2}; neither `seed` nor `size`."""
+    max_completion_length: int = 512
+    """Tokens that a right completion may need."""
+    time_limit: float = 2.0
+    """Seconds of processor time for one answer; whatever takes longer scores 0."""
+
+    def __post_init__(self) -> None:
+        require(self, "max_completion_length", at_least=1, at_most=1_000_000, integer=True)
+        require(self, "time_limit", above=0, at_most=3600, what="a number of seconds")
+        object.__setattr__(self, "_drawn", {})
+        known = library("reasoning_gym.factory", "the task reasoning_gym").DATASETS
+        if self.generator not in known:
+            raise ValueError(f"reasoning_gym: there is no generator {self.generator!r}.{nearest(self.generator, known)}")
+        if taken := {"seed", "size"} & set(self.settings):
+            raise ValueError(f"reasoning_gym: `{taken.pop()}` is decided by the task; the run's seed draws the problems.")
+        try:
+            next(self._entries(0))
+        except Exception as error:  # its own checks are assertions and TypeErrors
+            raise ValueError(
+                f"reasoning_gym: {self.generator} refuses {self.settings}: {type(error).__name__}: {error}"
+            ) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy knows the questions that were drawn."""
+        return _copy, (type(self), vars(self), self._drawn)
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Characters of the longest question drawn so far; no generator says how long they can be."""
+        return max(map(len, self._drawn), default=0)
+
+    def train_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` questions to learn from: different ones as long as there are any, then all again in another order."""
+        drawn: list[str] = list(islice(self._questions(seed, held_out=False), require_count(self.name, count)))
+        if len(drawn) == count:
+            return drawn
+        if not drawn:
+            raise ValueError(f"reasoning_gym: {self.generator} with {self.settings} has no question to train on.")
+        orders = (permutation(len(drawn), uniform(f"{self.name} {epoch}", seed, held_out=False)) for epoch in from_zero())
+        again = (drawn[index] for index in chain.from_iterable(orders))
+        return [*drawn, *islice(again, count - len(drawn))]
+
+    def held_out_prompts(self, count: int, seed: int) -> list[str]:
+        """`count` questions to evaluate on, all different: fewer where there are fewer. None occurs in training."""
+        return list(islice(self._questions(seed, held_out=True), require_count(self.name, count)))
+
+    def verify(self, prompt: str, completion: str) -> float:
+        """The generator's score, 0 to 1, of any text; ValueError where the prompt was not drawn from this task before."""
+        return self.verify_all([prompt], [completion])[0]
+
+    def verify_all(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """`verify` of many at once, by several scorers beside each other."""
+        entries = [self._entry(prompt) for prompt in prompts]
+        answers = [answer_of(completion) for completion in completions]
+        harmless = [is_harmless(one, entry, self.generator) for one, entry in zip(answers, entries, strict=True)]
+        requests = [
+            (self.generator, self.settings, entry, answer)
+            for entry, answer, ok in zip(entries, answers, harmless, strict=True)
+            if ok
+        ]
+        scores = iter(grader_pool("reasoning_gym").grade(requests, self.time_limit) if requests else ())
+        return [min(max(next(scores).score, 0.0), 1.0) if ok else 0.0 for ok in harmless]
+
+    def _questions(self, seed: int, *, held_out: bool) -> Iterator[str]:
+        """Different questions of one split, until no new one comes."""
+        start = digest(f"{self.generator} {seed}") % (HALF // _CHUNK) * _CHUNK
+        seen: set[str] = set()
+        misses = 0
+        for chunk in from_zero():
+            offset = (start + chunk * _CHUNK) % HALF
+            for entry in self._entries(offset + HALF * held_out):
+                question = entry["question"]
+                misses += 1
+                if question not in seen and in_held_out_share(question, _SHARE) is held_out:
+                    seen.add(question)
+                    misses = 0
+                    self._drawn.setdefault(question, entry)
+                    yield question
+            if misses > MAX_MISSES:
+                return
+
+    def _entries(self, seed: int) -> Iterator[dict[str, Any]]:
+        """Entries of the seeds `seed` to `seed` + CHUNK − 1."""
+        make = library("reasoning_gym", "the task reasoning_gym").create_dataset
+        made = make(self.generator, **self.settings, seed=seed, size=_CHUNK)
+        for index in range(_CHUNK):
+            with _own_random_state(seed + index):
+                entry = made[index]
+            yield entry
+
+    def _entry(self, prompt: str) -> dict[str, Any]:
+        if prompt not in self._drawn:
+            raise ValueError(f"reasoning_gym: {quote(prompt)} was not drawn from this task. Is it another task's?")
+        return self._drawn[prompt]
+
+
+def _copy(task_cls: type[ReasoningGym], settings: dict[str, Any], drawn: dict[str, dict[str, Any]]) -> ReasoningGym:
+    task = task_cls(**settings)
+    task._drawn.update(drawn)
+    return task
+
+
+@contextmanager
+def _own_random_state(seed: int) -> Iterator[None]:
+    """Python's global random numbers from `seed` on, and as they were afterwards: some generators draw from them too."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def answer_of(completion: str) -> str:
+    """What stands in the last <answer>…</answer>, else everything; without the space around it."""
+    before, end, _ = completion.rpartition("</answer>")
+    _, start, inside = before.rpartition("<answer>")
+    return (inside if end and start else completion).strip()
+
+
+def is_harmless(answer: str, entry: dict[str, Any], generator: str) -> bool:
+    """Whether an answer can be given to its scorer: not enormous, no NaN, and nothing that eval() could run.
+
+    A text without brackets is no literal yet: a comprehension can make exec the method that an index calls, and the name of a
+    scorer's own variable is the right answer.
+    """
+    if len(answer) > _MAX_ANSWER:
+        return False
+    metadata = entry.get("metadata", {})
+    if answer == str(entry["answer"]).strip() or answer in (metadata.get("valid_answers") or ()):
+        return True
+    if _NOT_A_NUMBER.search(answer):
+        return False
+    source = metadata.get("source_dataset", generator)
+    if {source, generator} & LITERALS:
+        return _is_literal(answer)
+    if not {source, generator} & FORMULAS:
+        return True
+    words = re.findall(r"[A-Za-z]+", answer)
+    return _FORMULA.fullmatch(answer) is not None and all(len(word) == 1 or word in _WORDS for word in words)
+
+
+def _is_literal(text: str) -> bool:
+    """Whether Python reads it as numbers, strings and lists of such, and nothing else."""
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+    return True

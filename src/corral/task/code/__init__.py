@@ -1,5 +1,0 @@
-"""Code tasks: problems whose completions are programs, run in the sandbox against tests that they never see."""
-
-from corral.task.code.task import APPS, MBPP, Code, CodeTask, HumanEval
-
-__all__ = ["APPS", "MBPP", "Code", "CodeTask", "HumanEval"]

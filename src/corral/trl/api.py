@@ -1,0 +1,264 @@
+"""TRL as corral uses it: accepted releases, loss types as reductions, and a check of the methods that are overridden."""
+
+import ast
+import inspect
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import trl
+from packaging.version import Version
+from trl import GRPOConfig
+
+from corral.objective.reduction import Reduction
+from corral.trl import LAST_TESTED, TRL_RANGE, IncompatibleTRL, is_untested
+
+
+@dataclass(frozen=True)
+class Clause:
+    """What one function, method or class of TRL's must keep: words of a string are its names."""
+
+    parameters: str
+    """In order. A final `*` lets others follow, each with a default: corral's override passes on whatever it is given."""
+
+    names: str = ""
+    """Attributes, keys and functions that appear in its code; of a class, parameters in any order."""
+
+    returns: str = ""
+    """Names in its last `return`, in order. A final `*` lets others follow."""
+
+
+_ROLLOUTS = "prompt_ids prompt_mask completion_ids completion_mask advantages old_per_token_logps"
+"""Keys of a batch of rollouts that corral reads; others are there in some runs alone."""
+
+CONTRACT = {
+    "trl.GRPOConfig": Clause(
+        "*",
+        "beta num_iterations steps_per_generation gradient_accumulation_steps loss_type epsilon epsilon_high delta temperature "
+        "max_completion_length num_generations importance_sampling_level top_entropy_quantile scale_rewards reward_weights "
+        "use_vllm vllm_mode vllm_importance_sampling_correction use_bias_correction_kl off_policy_mask_threshold "
+        "cast_lm_head_to_fp32 multi_objective_aggregation",
+    ),
+    "trl.GRPOTrainer.__init__": Clause(
+        "self model reward_funcs args *",
+        "beta temperature ref_model rollout_func tools use_vllm vllm_generation num_generations num_generations_eval "
+        "num_iterations reward_weights loss_type epsilon_low epsilon_high importance_sampling_level top_entropy_quantile "
+        "max_completion_length aux_loss_enabled vllm_importance_sampling_correction _tokenizer _step _metrics _logs train eval "
+        "prompt completion rewards advantages add_fused_lm_head",
+    ),
+    "trl.GRPOTrainer._calculate_rewards": Clause("self inputs prompts completions completion_ids_list", "rewards_per_func"),
+    "trl.GRPOTrainer._generate_and_score_completions": Clause(
+        "self inputs",
+        f"{_ROLLOUTS} num_items_in_batch sampling_per_token_logps importance_sampling_ratio tool_mask pixel_values _logs "
+        "_get_per_token_logps_and_entropies _calculate_rewards gradient_accumulation_steps steps_per_generation num_iterations",
+        returns="output",
+    ),
+    "trl.GRPOTrainer._get_per_token_logps_and_entropies": Clause(
+        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy *",
+        "labels fused_lm_head log_probs entropy",
+        returns="logps entropies *",
+    ),
+    "trl.GRPOTrainer._compute_loss": Clause(
+        "self model inputs",
+        f"{_ROLLOUTS} num_items_in_batch compute_entropy _get_per_token_logps_and_entropies _metrics beta top_entropy_quantile "
+        "current_gradient_accumulation_steps grpo bnpo dr_grpo dapo luspo",
+        returns="loss",
+    ),
+    "trl.GRPOTrainer.get_high_entropy_mask": Clause("self entropies mask threshold"),
+    "trl.GRPOTrainer._prepare_inputs": Clause(
+        "self generation_batch", "_step _buffered_inputs steps_per_generation num_iterations", returns="inputs"
+    ),
+    "trl.GRPOTrainer.training_step": Clause("self model inputs num_items_in_batch *", "_step _metrics", returns="output"),
+    "trl.GRPOTrainer.log": Clause("self logs start_time *", "_metrics"),
+    "trl.GRPOTrainer._tokenize_prompts": Clause("self prompts *", returns="prompt_ids *"),
+    "trl.GRPOTrainer._generate": Clause(
+        "self prompts *",
+        "rollout_func env_mask logprobs completion_ids vllm_generation",
+        returns="prompt_ids completion_ids tool_mask *",
+    ),
+    "trl.GRPOTrainer._save_checkpoint": Clause("self model trial", "_save_checkpoint"),
+    "trl.GRPOTrainer.create_model_card": Clause("self *"),
+    "trl.trainer.utils._ChunkedLogProbFunction.forward": Clause(
+        "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    ),
+    "trl.trainer.utils.add_fused_lm_head": Clause(
+        "model temperature cast_lm_head_to_fp32 *",
+        "_ChunkedLogProbFunction apply labels fused_lm_head log_probs entropy log_sum_sq_probs mean_logits is_top1",
+    ),
+    "trl.trainer.utils.pad": Clause("tensors padding_value padding_side *"),
+    "trl.models.utils.unwrap_model_for_generation": Clause("model accelerator *"),
+    "trl.generation.vllm_generation.VLLMGeneration.generate": Clause(
+        "self prompts images num_generations *", returns="prompt_ids completion_ids logprobs logprob_token_ids"
+    ),
+    "trl.chat_template_utils.supports_tool_calling": Clause("processing_class *"),
+    "trl.chat_template_utils.is_chat_template_prefix_preserving": Clause("processing_class *"),
+    "trl.chat_template_utils.get_training_chat_template": Clause("processing_class *"),
+    "trl.chat_template_utils.add_response_schema": Clause("processing_class *"),
+    "trl.chat_template_utils.parse_response": Clause("tokenizer ids *"),
+    "trl.chat_template_utils.qwen3_chat_template": Clause(""),
+    "transformers.Trainer.__init__": Clause("self *", "callback_handler model_wrapped state lr_scheduler processing_class"),
+    "transformers.Trainer.create_accelerator_and_postprocess": Clause("self", "accelerator is_fsdp_enabled"),
+    "transformers.Trainer.get_batch_samples": Clause("self epoch_iterator num_batches device", returns="batch_samples *"),
+    "transformers.Trainer.get_tp_size": Clause("self"),
+    "transformers.Trainer._get_output_dir": Clause("self trial"),
+    "transformers.Trainer.train": Clause("self *", "inner_training_loop"),
+    "transformers.Trainer._maybe_log_save_evaluate": Clause(
+        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time *",
+        "should_log should_evaluate should_save log _evaluate _save_checkpoint",
+    ),
+    "transformers.Trainer._load_rng_state": Clause("self checkpoint"),
+    "transformers.Trainer._save_checkpoint": Clause("self model trial", "_get_output_dir PREFIX_CHECKPOINT_DIR global_step"),
+}
+"""As in the newest release that was tested; older ones have forms of their own, which the tests run."""
+
+
+def breaches() -> list[str]:
+    """What the installed TRL and transformers do otherwise than corral's overrides assume, each as half a sentence."""
+    return [f"{place} {what}" for place, clause in CONTRACT.items() for what in _breaches(place, clause)]
+
+
+def _breaches(place: str, clause: Clause) -> Iterator[str]:
+    """What one place does otherwise: nothing else is said of one that is gone."""
+    found = _find(place)
+    if found is None:
+        yield "is gone"
+        return
+    if not callable(found):  # a constant is there, or it is not
+        return
+    signature = inspect.signature(found)
+    if isinstance(found, type):
+        missing = [name for name in clause.names.split() if name not in signature.parameters]
+        if missing:
+            yield f"has no {', '.join(missing)}"
+        return
+    if not _takes(signature, clause.parameters):
+        yield f"takes ({', '.join(signature.parameters)}), not ({', '.join(clause.parameters.split())})"
+    if clause.names or clause.returns:
+        body = _parse(found)
+        missing = sorted(set(clause.names.split()) - _names(body))
+        if missing:
+            yield f"does without {', '.join(missing)}"
+        if clause.returns and not _is_prefix(clause.returns, returned := _returned(body)):
+            yield f"returns ({', '.join(returned)}), not ({', '.join(clause.returns.split())})"
+
+
+def _find(place: str) -> Any | None:
+    """A module's attribute, or an attribute of that, by its dotted name; None where any part is gone."""
+    parts = place.split(".")
+    found: Any = import_module(parts[0])
+    for index, part in enumerate(parts[1:], start=2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = import_module(".".join(parts[:index]))
+            except ModuleNotFoundError:
+                return None
+    return found
+
+
+def _takes(signature: inspect.Signature, expected: str) -> bool:
+    """Whether a function takes these parameters first, and others only where they may follow, with a default."""
+    count = len(expected.removesuffix("*").split())
+    more = list(signature.parameters.values())[count:]
+    optional = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in more)
+    return _is_prefix(expected, list(signature.parameters)) and optional
+
+
+def _is_prefix(expected: str, found: list[str]) -> bool:
+    """Whether `found` is what was expected, up to its `*`."""
+    names = expected.removesuffix("*").split()
+    return found[: len(names)] == names and (expected.endswith("*") or len(found) == len(names))
+
+
+def _parse(function: Any) -> ast.AST:
+    """A function's source below its decorators, parsed."""
+    source = inspect.getsource(inspect.unwrap(function))
+    return ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+
+
+def _names(body: ast.AST) -> set[str]:
+    """Variables, attributes, keyword arguments and strings of a piece of source."""
+    found: set[str] = set()
+    for node in ast.walk(body):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.Constant(value=str(name)):
+                found.add(name)
+            case ast.keyword(arg=str(name)):
+                found.add(name)
+            case _:
+                pass
+    return found
+
+
+def _returned(body: ast.AST) -> list[str]:
+    """Names in the last `return` of a function; `?` for what is no name."""
+    last = max((node for node in ast.walk(body) if isinstance(node, ast.Return)), key=lambda node: node.lineno, default=None)
+    value = None if last is None else last.value
+    parts = value.elts if isinstance(value, ast.Tuple) else [] if value is None else [value]
+    return [part.id if isinstance(part, ast.Name) else "?" for part in parts]
+
+
+logger = logging.getLogger(__name__)
+
+REDUCTIONS: dict[str, Reduction] = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",  # of a micro-batch
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "luspo": "seq-mean-token-sum",
+}
+"""TRL's loss types that differ from PPO's clip in nothing but how they average. "auto" takes the first of its kind."""
+
+FUSED = Version(trl.__version__) >= Version("1.15")
+"""Whether TRL scores tokens with a fused head, and its loss begins with that pass."""
+
+WRONG_BEFORE = {"dapo": "1.10", "luspo": "1.10"}
+"""Reductions that TRL averaged over the wrong count, and the first release that has them right."""
+
+_SHOWN = 3
+"""Changes of TRL that a refusal names."""
+
+
+def check_trl(version: str) -> None:
+    """Refuse a TRL that is too old, or newer than the tested ones with other methods; warn of one that is only newer."""
+    low, high = TRL_RANGE
+    tested = f"tested with TRL {low} to {LAST_TESTED}; found {version}"
+    install = f"pip install 'trl>={low},<{high}'"
+    if Version(version) < Version(low):
+        raise IncompatibleTRL(
+            f"corral.llm: {tested}, whose methods have other signatures than those that corral overrides. Install a tested "
+            f"one: {install}."
+        )
+    if not is_untested(version):
+        return
+    found = breaches()
+    if found:
+        shown = "; ".join(found[:_SHOWN]) + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+        raise IncompatibleTRL(
+            f"corral.llm: {tested}, which changed what corral builds on: {shown}. Install a tested one, {install}, or a newer "
+            f"corral."
+        )
+    logger.warning(
+        "corral.llm: %s. The methods that corral builds on look unchanged, so it is tried; if it misbehaves: %s.",
+        tested,
+        install,
+    )
+
+
+check_trl(trl.__version__)
+
+
+def steps_per_batch(config: GRPOConfig) -> int:
+    """Micro-batches that are trained on between one batch of rollouts and the next."""
+    assert config.steps_per_generation is not None  # TRL has filled it in
+    return config.steps_per_generation * config.num_iterations
+
+
+def updates_per_step(config: GRPOConfig) -> int:
+    """Updates until a batch of rollouts and an update end together: no rollout is half used there."""
+    every = config.gradient_accumulation_steps
+    return math.lcm(every, steps_per_batch(config)) // every

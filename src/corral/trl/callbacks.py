@@ -1,0 +1,126 @@
+"""Callbacks of every CorralTrainer: checks of itself, and a record of its settings in checkpoints."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from corral.provenance import plain, versions
+from corral.trl.api import REDUCTIONS, steps_per_batch
+from corral.trl.processes import base_model
+
+if TYPE_CHECKING:
+    from corral.trl.trainer import CorralTrainer
+
+logger = logging.getLogger(__name__)
+
+
+_HIDDEN_KL = 0.05
+"""KL at one token, certain to have happened outside the support, above which a warning is given: TROLL's bound."""
+
+
+def on_any_process(flag: bool) -> bool:
+    """All-reduce of a flag with `or`: every process must call it, and all get the same answer."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return flag
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    shared = torch.tensor([float(flag)], device=device)
+    distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
+    return bool(shared.item())
+
+
+class SelfCheck(TrainerCallback):
+    """What every CorralTrainer checks of itself: there is something to train, and the region is idle before any update."""
+
+    def __init__(self, trainer: "CorralTrainer") -> None:
+        self.trainer = trainer
+        self.say: Callable[[str], object] = logger.warning
+        self.drift_reported = False
+        self.tail_reported = False
+        """Each warning is given once."""
+        self._before: int | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuse to train nothing."""
+        model: nn.Module = kwargs["model"]
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                "CorralTrainer: no parameter of the model requires a gradient, so nothing would be learned. Load an adapter "
+                "with PeftModel.from_pretrained(model, folder, is_trainable=True), or call model.requires_grad_()."
+            )
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before the first update on new rollouts, when the new policy is still the old one."""
+        # A teacher is outside the region before any update, and may be.
+        fresh = self.trainer._step % steps_per_batch(self.trainer.args) == 0 and self.trainer.teacher is None
+        self._before = len(self._active_fractions()) if fresh and not self.drift_reported else None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Warn if the region acted on-policy: sampler and trainer differ."""
+        active = [] if self._before is None else self._active_fractions()[self._before :]
+        share = sum(active) / len(active) if active else 0.0
+        if not share > 0:
+            return
+        self.drift_reported = True
+        if state.is_world_process_zero:
+            self.say(
+                f"the trust region acted on {share:.2%} of the tokens before any update, when the new policy should equal its "
+                f"anchor: the sampler, or dropout, differs from the trainer. Use anchor='old', a correction, or no dropout."
+            )
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Warn if KL was hidden in the tail, which the union of both supports would have seen, and was not retracted."""
+        kept = kwargs["logs"].get("tr/step_share", 1.0)
+        hidden = kwargs["logs"].get("tr/hidden_kl_max", 0.0) * kept**2  # near the old weights a KL grows as the square
+        if self.tail_reported or not hidden > _HIDDEN_KL or self.trainer.union:
+            return
+        self.tail_reported = True
+        if state.is_world_process_zero:
+            self.say(
+                f"tr/hidden_kl_max is {hidden:.3g}: at some token at least so many nats of KL happened outside the support, "
+                f"where the region sees the tail's mass alone. Use support='union', or a larger support_size."
+            )
+
+    def _active_fractions(self) -> list[float]:
+        """tr/active_frac of the micro-batches since the last log line."""
+        return list(self.trainer._metrics["train"].get("tr/active_frac", ()))
+
+
+_OF_TRL = ("seed", "learning_rate", "num_iterations", "loss_type", "beta", "temperature", "deployed_bound", "advantage")
+"""Settings that runs are told apart by."""
+
+
+class RunRecord(TrainerCallback, ExportableState):
+    """Settings of a run; transformers writes the state of such a callback into every checkpoint, under the class's name."""
+
+    def __init__(self, about: dict[str, Any] | None = None) -> None:
+        self.about = about or {}
+
+    @classmethod
+    def of(cls, trainer: "CorralTrainer") -> "RunRecord":
+        """The record of a trainer that is made."""
+        args, objective = trainer.args, trainer.objective
+        settings = {
+            "task": ", ".join(trainer.reward_func_names) or "unknown",
+            "model": str(base_model(trainer.model).config._name_or_path or type(base_model(trainer.model)).__name__),
+            "objective": objective.name,
+            "objective_config": vars(objective.config),
+            **{name: vars(args)[name] for name in _OF_TRL},
+        }
+        reduction = {"name": REDUCTIONS[args.loss_type], "own": args.other_reduction is None}
+        return cls(
+            plain({"settings": settings, "reduction": reduction, "script": Path(sys.argv[0]).name, "versions": versions()})
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The record, in the form that `from_state` reads."""
+        return {"args": {"about": self.about}, "attributes": {}}

@@ -1,0 +1,150 @@
+"""Processes and sharded weights: which process prints, how all fail together, and what no sharding allows."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, is_peft_model
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import PreTrainedModel
+
+from corral.validate import RunError
+
+if TYPE_CHECKING:
+    from corral.trl.trainer import CorralTrainer
+
+_Result = TypeVar("_Result")
+
+LOST = "another process of this run has ended, or cannot be reached any more. Why is in what it printed itself."
+ALONE = "accelerate launch --cpu starts one process, whatever --num_processes says. On CPUs use torchrun --nproc-per-node N."
+_OF_GLOO = ("Connection closed by peer", "Connection reset by peer", "gloo")
+
+
+def is_main() -> bool:
+    """Whether this process writes files and prints: rank 0, which launchers set in RANK."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def run_together(job: Callable[[], _Result], *, cpu: bool) -> _Result:
+    """`job` in every process of a launcher. Where it raised a RunError in some, all end, and rank 0 says the first one's."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return job()
+    PartialState(cpu=cpu)  # joins the processes, as the trainer would
+    result: _Result | RunError
+    try:
+        result = job()
+    except RunError as error:
+        result = error
+    for rank, sentence in enumerate(gather_object([str(result) if isinstance(result, RunError) else None])):
+        if sentence is not None:
+            if not is_main():
+                raise SystemExit(1)
+            raise result if isinstance(result, RunError) else RunError(f"process {rank}: {sentence}")
+    assert not isinstance(result, RunError)
+    return result
+
+
+def lost_process(error: BaseException) -> bool:
+    """Whether an error says no more than that another process is gone."""
+    known = isinstance(error, torch.distributed.DistError)
+    return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_GLOO))
+
+
+def is_alone_by_mistake() -> bool:
+    """Whether `accelerate launch --cpu --num_processes N` has started one process: on CPUs it leaves the others to MPI."""
+    environment = os.environ
+    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    return on_cpu and "MASTER_PORT" in environment and not {"WORLD_SIZE", "RANK", "PMI_SIZE"} & environment.keys()
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """The model inside an adapter, or the model itself. `Any`: torch types whatever a module holds as a tensor or a module."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def check_processes(trainer: "CorralTrainer") -> None:
+    """Refuse parallelism in which TRL's GRPO is wrong, wherever it was configured: TRL itself reads its own arguments alone."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)  # not every release of accelerate has one
+    sizes = {"tp_size": trainer.get_tp_size()}
+    if parallelism is not None:
+        sizes |= {"cp_size": parallelism.cp_size, "sp_size": parallelism.sp_size}
+    for sentence in parallelism_refusals(**sizes):
+        raise ValueError(f"CorralTrainer: {sentence}")
+
+
+def parallelism_refusals(tp_size: int = 1, cp_size: int = 1, sp_size: int = 1) -> Iterator[str]:
+    """One sentence for each kind of parallelism that splits a sequence's work between processes."""
+    if tp_size > 1:
+        yield (
+            f"tensor parallelism (tp_size={tp_size}) needs the same completions in every process of a group, and TRL's GRPO "
+            f"has each process draw its own. Split the weights by FSDP2 or ZeRO-3; vllm_tensor_parallel_size is free. A loop "
+            f"of your own can use corral.lm_head(group=…)."
+        )
+    for name, size in (("cp_size", cp_size), ("sp_size", sp_size)):
+        if size > 1:
+            kind = "context" if name == "cp_size" else "sequence"
+            yield (
+                f"{kind} parallelism ({name}={size}) splits prompts before TRL's GRPO has drawn the completions that would "
+                f"have to be split. Set {name} to 1; for long completions use gradient_checkpointing, FSDP2 or ZeRO-3 with "
+                f"offloading, or verl with Ulysses (docs/verl.md)."
+            )
+
+
+def check_teacher(trainer: "CorralTrainer") -> None:
+    """Refuse a teacher where models are loaded in parts: each process scores with a whole one."""
+    if is_zero3(trainer):
+        raise ValueError(
+            f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and with DeepSpeed "
+            f"ZeRO-3 models are loaded in parts. Use ZeRO-2 or FSDP2."
+        )
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if plugin is not None and plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            f"CorralTrainer: objective={trainer.objective.name!r} has a whole teacher in every process, and with "
+            f"fsdp_cpu_ram_efficient_loading only the first one loads weights. Set it to false."
+        )
+
+
+def is_zero3(trainer: "CorralTrainer") -> bool:
+    """Whether DeepSpeed partitions the weights themselves."""
+    plugin = trainer.args.deepspeed_plugin
+    return plugin is not None and plugin.zero_stage == 3
+
+
+def is_sharded(trainer: "CorralTrainer") -> bool:
+    """Whether a forward pass talks to the other processes, so that all of them have to make one."""
+    return trainer.is_fsdp_enabled or is_zero3(trainer)
+
+
+@contextmanager
+def root_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights that FSDP 1 keeps outside its layers are whole, for calls that are no forward pass of its root."""
+    if not isinstance(model, FullyShardedDataParallel):
+        yield
+        return
+    with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
+        yield
+
+
+def vocabulary_size(model: Any) -> int:
+    """Rows of a model's head, whole or partitioned. `Any`: torch types whatever a module holds as a tensor or a module."""
+    weight = model.get_output_embeddings().weight
+    shape = getattr(weight, "ds_shape", weight.shape)  # of the whole weight, under ZeRO-3, which leaves an empty one
+    return int(shape[0])
+
+
+def one_autocast(trainer: "CorralTrainer") -> AbstractContextManager[None]:
+    """One autocast around all of a generation: it keeps the rounded copy of each weight until it ends.
+
+    Accelerate puts an autocast around each forward pass, which rounds every weight anew for every token, and which peft's
+    generation goes past. Tokens are the same bit for bit. Rounding the weights themselves would not be the same: embeddings
+    and norms are used in float32 in training, and steps too small for half precision would never reach the sampler. Memory: a
+    copy of the trained weights in half precision, so nothing is kept where they are sharded. Frozen weights are rounded for
+    every token as before. A sampler of the user's own sees no autocast.
+    """
+    kept = not (is_sharded(trainer) or trainer.reports_logps)
+    return trainer.accelerator.autocast() if kept else nullcontext()

@@ -1,0 +1,144 @@
+"""The teacher of a distillation, or the reference of a region: another model, or the policy as it was.
+
+It is scored on the student's completions. The policy as it was teaches only what it is shown besides; as a reference it reads
+what the student reads.
+"""
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trl
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.trainer.utils import pad
+
+from corral.head.logits import slices
+from corral.objective.troll import TROLLConfig
+from corral.tensors import SparseDist
+from corral.trl import TEACHER_PROMPT
+from corral.trl.api import FUSED
+from corral.trl.old_policy import write_support
+from corral.trl.processes import base_model, vocabulary_size
+from corral.trl.scoring import ScoringPass
+
+if TYPE_CHECKING:
+    from corral.trl.trainer import CorralTrainer
+
+_KEYS = ("corral_teacher_logp", "corral_teacher_rest")
+"""How the teacher rides along in TRL's buffer of rollouts, on the ids of the old policy's support."""
+
+
+class Teacher:
+    """Scores the student's completions under the teacher, on the union of both policies' likeliest tokens.
+
+    Without a model of its own it is a frozen copy of the policy that training began with, shown `teacher_prompt`. One that
+    moved with the student would forget how to read it: no loss holds it there (docs/objectives/distill.md has the run).
+    """
+
+    def __init__(self, trainer: "CorralTrainer", model: PreTrainedModel | None) -> None:
+        """`model` is frozen, moved to the trainer's device, and given TRL's head, as a reference would be."""
+        if not FUSED:
+            raise ValueError(
+                f"CorralTrainer: objective={trainer.objective.name!r} needs hidden states, which TRL {trl.__version__} does "
+                f"not hand over. Install TRL 1.15 or newer."
+            )
+        self.trainer, self.is_own = trainer, model is None
+        self.is_reference = isinstance(trainer.objective.config, TROLLConfig)
+        student = base_model(trainer.model)
+        self.model = model = _copy(student) if model is None else model
+        own, theirs = vocabulary_size(student), vocabulary_size(model)
+        if own != theirs:
+            raise ValueError(
+                f"CorralTrainer: the teacher or reference has a vocabulary of {theirs} tokens and the student one of {own}. "
+                f"They are compared token by token: use a model of the same family."
+            )
+        from trl.trainer.utils import add_fused_lm_head  # not in every release that corral supports
+
+        model.requires_grad_(False).eval().to(trainer.accelerator.device)
+        add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32)
+        trainer.policy_head.models.append(model)
+
+    @torch.no_grad()
+    def store(self, rows: list[dict[str, Any]], output: dict[str, Any], scoring: ScoringPass) -> None:
+        """Write the old policy and the teacher, both on the union of their supports, into TRL's buffer `output`.
+
+        Args:
+            rows: of the dataset, one for each completion.
+            output: of the rollouts.
+            scoring: the old policy's pass over them, with its hidden states; one that was never run is run here.
+        """
+        if "pixel_values" in output:
+            raise ValueError("CorralTrainer: a teacher or reference reads text alone, and these prompts have images.")
+        trainer = self.trainer
+        student = output["prompt_ids"], output["prompt_mask"]
+        if not scoring.results:  # with one update on each batch of rollouts, TRL needs no old policy
+            self._score(trainer.model, student, output, scoring)
+            output["old_per_token_logps"] = scoring.logp
+        policy = trainer.old_policy
+        policy.store(output, scoring)
+        old = policy.support(output)
+        assert old is not None
+        shown_more = not self.is_reference and (self.is_own or TEACHER_PROMPT in rows[0])
+        shown = self._prompts(rows) if shown_more else student
+        found = ScoringPass()
+        for part in slices(len(old.ids), self._batch_size):  # as TRL would: here each has a support of its own
+            some = ScoringPass(support=replace(trainer.own_support(), ids=old.ids[part]))
+            self._score(self.model, shown, output, some, part)
+            found.results += some.results
+        teacher = found.dist()
+        assert teacher is not None
+        teacher, old = policy.union(output, teacher, output["completion_mask"].bool())
+        policy.forget(output)
+        write_support(output, old)
+        slots = output["corral_ids"].shape[-1]
+        output.update(zip(_KEYS, (teacher.logp[..., :slots].contiguous(), teacher.rest), strict=True))
+
+    @staticmethod
+    def support(inputs: dict[str, Any], old: SparseDist | None) -> SparseDist | None:
+        """The teacher on the old policy's support, if it was stored."""
+        if _KEYS[0] not in inputs:
+            return None
+        assert old is not None
+        logp, rest = (inputs[key] for key in _KEYS)
+        return SparseDist(old.ids, logp, rest)
+
+    @property
+    def _batch_size(self) -> int:
+        """Completions that TRL scores at a time."""
+        args = self.trainer.args
+        return args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
+
+    def _score(
+        self, model: Any, prompt: tuple[Tensor, Tensor], output: dict[str, Any], scoring: ScoringPass, part: slice = slice(None)
+    ) -> None:
+        """One pass over some of the completions after these prompts: ids and mask, padded on the left."""
+        completion = output["completion_ids"]
+        ids = torch.cat([prompt[0], completion], 1)[part]
+        attention = torch.cat([prompt[1], output["completion_mask"]], 1)[part]
+        with self.trainer.policy_head.expect(scoring):
+            self.trainer._get_per_token_logps_and_entropies(model, ids, attention, completion.shape[1], self._batch_size)
+
+    def _prompts(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+        """What the teacher reads: ids and mask, padded on the left."""
+        trainer = self.trainer
+        missing = sum(row.get(TEACHER_PROMPT) is None for row in rows)
+        if missing:
+            raise ValueError(
+                f"CorralTrainer: the model is its own teacher, and {missing} of {len(rows)} rows of the dataset have no "
+                f"`{TEACHER_PROMPT}`: what the teacher reads in the place of `prompt`, such as the problem with its solution. "
+                f"Add that column, or pass another model: CorralTrainer(…, teacher=model)."
+            )
+        tokens = [torch.tensor(ids) for ids in trainer._tokenize_prompts([row[TEACHER_PROMPT] for row in rows])[0]]
+        filler = trainer._tokenizer.pad_token_id
+        ids = pad(tokens, padding_value=filler, padding_side="left")
+        attention = pad([torch.ones_like(x) for x in tokens], padding_value=0, padding_side="left")
+        return ids.to(trainer.accelerator.device), attention.to(trainer.accelerator.device)
+
+
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it is now, without the head that TRL has put into its forward."""
+    copied = copy.deepcopy(model)
+    vars(copied).pop("forward", None)
+    return copied

@@ -1,0 +1,407 @@
+"""GRPOTrainer with a trust region: TRL samples, scores, accumulates and saves; corral computes the policy loss."""
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+import trl
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl import GRPOTrainer
+
+from corral.advantage import Advantage, group_advantages
+from corral.objective import Objective
+from corral.objective.check import FirstCall
+from corral.objective.dppo import DPPOConfig
+from corral.objective.troll import TROLLConfig
+from corral.tensors import TokenBatch
+from corral.trl.api import FUSED, steps_per_batch
+from corral.trl.callbacks import RunRecord, SelfCheck
+from corral.trl.config import CorralConfig, Sampler
+from corral.trl.deployed import DeployedCallback
+from corral.trl.old_policy import OldPolicy, RolloutSupport, check_server
+from corral.trl.policy_term import Ledger, PolicyTerm
+from corral.trl.processes import ALONE, base_model, check_processes, check_teacher, is_alone_by_mistake, one_autocast
+from corral.trl.scoring import PolicyHead, ScoringPass, SupportRequest
+from corral.trl.teacher import Teacher
+from corral.validate import RewardError
+
+logger = logging.getLogger(__name__)
+
+_SCORING_INPUTS = tuple(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[5:]
+"""Optional arguments of TRL's scoring pass; images and the like have the same names in a batch of rollouts."""
+
+TokenObserver = Callable[[dict[str, Any], TokenBatch, Objective], None]
+"""Is called with TRL's inputs, the batch and the objective of every micro-batch."""
+
+
+class CorralTrainer(GRPOTrainer):
+    """Drop-in for GRPOTrainer. Thirteen methods are overridden, each calls TRL's own, none is copied.
+
+    TRL's loss is called with advantages of zero: what comes back is everything but the policy term (KL to a reference,
+    entropy bonus, auxiliary loss, their metrics). The policy term is corral's, averaged as `loss_type` says. Where there is no
+    other term, TRL's scoring pass is all of its loss that runs. `ScoringPass` draws the whole exchange.
+    """
+
+    # What TRL and transformers leave untyped, or type as None until they have filled it in.
+    args: CorralConfig
+    model: nn.Module
+    num_generations: int
+    num_generations_eval: int
+    _logs: dict[str, Any]
+    _buffered_inputs: list[dict[str, Any]]  # type: ignore[assignment]  # TRL fills it in
+    objective: Objective
+    token_observer: TokenObserver | None = None
+    next_batches: tuple[list[Any], Any]
+    """What transformers' loop has fetched for the next update: rows of the dataset, and their count of tokens."""
+    _drawn_at: int | None = None
+    """`_step` at which rollouts were drawn ahead."""
+    _tag_names: ClassVar[list[str]] = ["trl", "corral"]  # type: ignore[misc]  # TRL leaves ClassVar out
+    _name = "corral"
+    _paper: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # as above; objectives have theirs in docs/objectives
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: CorralConfig | None = None,
+        *more: Any,
+        teacher: PreTrainedModel | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """GRPOTrainer's own arguments, and for `objective="distill"` a `teacher`: a model, its name, or None for a frozen
+        copy of the model itself, shown the dataset's `teacher_prompt`."""
+        args = CorralConfig() if args is None else args
+        if not isinstance(args, CorralConfig):
+            raise ValueError(
+                f"CorralTrainer: `args` must be a CorralConfig; got {type(args).__name__}. It takes the same settings: from "
+                f"corral.llm import CorralConfig."
+            )
+        _check_surroundings()
+        args.in_corral_trainer = True  # type: ignore[misc]  # of this instance, until it is made
+        try:
+            super().__init__(model, reward_funcs, args, *more, **kwargs)
+        finally:
+            del args.in_corral_trainer
+        base = base_model(self.model)
+        self.reports_logps = self.use_vllm or self.rollout_func is not None
+        sampler: Sampler = "vllm" if self.use_vllm else "rollout_func" if self.reports_logps else "transformers"
+        args.check_sampler(sampler, base.generation_config)
+        self.objective, self.correction, self.anchor = args.make_objective(), args.make_correction(), args.resolve_anchor()
+        self.needs_support = args.needs_support
+        own = self.own_support() if self.needs_support else SupportRequest()
+        models = [base] if self.ref_model is None else [base, self.ref_model]
+        taught = "dist_teacher" in self.objective.needs
+        self.policy_head = PolicyHead(models, self.temperature, own, union=self.union or taught)
+        self.teacher = self._make_teacher(teacher) if taught else None
+        if teacher is not None and not taught:
+            raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
+        config = self.objective.config
+        fill = isinstance(config, TROLLConfig) and config.tail == "fill"
+        if self.union and not fill and not FUSED:
+            raise ValueError(
+                f"CorralTrainer: support='union' needs the old hidden states, which TRL {trl.__version__} does not hand over. "
+                f"Install TRL 1.15 or newer, or use support='old'."
+            )
+        if self.anchor == "rollout" and self.use_vllm and self.accelerator.is_main_process:
+            check_server(self)
+        sampled = self.needs_support and self.anchor == "rollout" and self.reports_logps
+        self.rollout_support = RolloutSupport(self) if sampled else None
+        # An evaluation may come in the middle of a batch, and has rollouts of its own.
+        # With a teacher every token has a union: what it knows may be all of the student's tail.
+        mass = 1.0 if taught else args.support_mass
+        self._old_policies = {mode: OldPolicy(mass, fill) for mode in ("train", "eval")}
+        self._rewards: Tensor | None = None
+        self.ledger = Ledger()
+        self.first_call = FirstCall(over=not self.accelerator.is_main_process)
+        self.self_check = SelfCheck(self)
+        self.add_callback(self.self_check)
+        self.add_callback(RunRecord.of(self))
+        self.deployed = None if args.deployed_bound is None else DeployedCallback(self)
+        if self.deployed is not None:
+            self.callback_handler.callbacks.insert(0, self.deployed)  # before a reference is synchronised, or saved
+        if self.accelerator.is_main_process:
+            self._announce()
+
+    @property
+    def mode(self) -> Literal["train", "eval"]:
+        """As TRL tells them apart."""
+        return "train" if self.model.training else "eval"
+
+    @property
+    def accumulation(self) -> float:
+        """Micro-batches that TRL's loss is divided by."""
+        return self.current_gradient_accumulation_steps if self.model.training else 1.0
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether a batch of rollouts outlives an update, so that its policy is an old one: then TRL keeps its log-probs."""
+        return self.args.gradient_accumulation_steps % steps_per_batch(self.args) != 0
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether no region acts: one update per batch, no other sampler for an anchor, and no teacher to hold back."""
+        return not self.off_policy and not (self.anchor == "rollout" and self.reports_logps) and self.teacher is None
+
+    @property
+    def before_any_update(self) -> bool:
+        """Whether no update has followed on the rollouts yet, so that every ratio to the old policy should be 1."""
+        done, every = self._step, self.args.gradient_accumulation_steps
+        started = done - done % steps_per_batch(self.args)
+        return self.off_policy and done // every == started // every
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether TRL's loss reads the head's results elsewhere than in its policy term."""
+        bonus = vars(self).get("_entropy_bonus_enabled", False)  # not every release has one
+        return self.beta != 0 or self.top_entropy_quantile < 1.0 or bonus
+
+    @property
+    def skips_trl_loss(self) -> bool:
+        """Whether TRL's loss would have nothing to add once the tokens are scored."""
+        return FUSED and not self.has_other_terms and not self.aux_loss_enabled
+
+    @property
+    def union(self) -> bool:
+        """Whether the new policy's likeliest tokens join the old policy's support in an update."""
+        return self.args.support == "union" and self.needs_support and self.off_policy
+
+    @property
+    def old_policy(self) -> OldPolicy:
+        """What is stored of the policy that drew the rollouts at hand."""
+        return self._old_policies[self.mode]
+
+    def _make_teacher(self, teacher: PreTrainedModel | str | None) -> Teacher:
+        """The teacher, loaded in the policy's precision where a name was given."""
+        check_teacher(self)
+        if isinstance(teacher, str):
+            dtype = base_model(self.model).dtype
+            teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype=dtype, trust_remote_code=False)
+        return Teacher(self, teacher)
+
+    def own_support(self) -> SupportRequest:
+        """How much of its own policy an old pass keeps."""
+        config = self.objective.config
+        if isinstance(config, DPPOConfig) and config.estimator == "full":
+            return SupportRequest(top_k=sys.maxsize)
+        return SupportRequest(top_k=self.args.support_size, mass=self.args.support_mass)
+
+    def _announce(self) -> None:
+        if is_alone_by_mistake():
+            logger.warning(ALONE)
+        if self.args.other_reduction:
+            logger.warning(self.args.other_reduction)
+        if self.on_policy:
+            logger.warning(
+                "One update per batch of rollouts: the new policy is the old one, no trust region acts, and tr/active_frac "
+                "stays 0. Raise num_iterations or steps_per_generation to make the region matter."
+            )
+        elif self.anchor == "rollout" and not self.reports_logps:
+            logger.warning("The sampler is the trainer's own model, so its recomputed log-probs are the rollout anchor.")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Where transformers meets the model. Later on it writes `use_cache` into the configuration that is saved."""
+        if self.args.use_cache is None:
+            self.args.use_cache = getattr(self.model.config, "use_cache", False)  # not every family has one
+        super().create_accelerator_and_postprocess()
+        check_processes(self)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The batches of the next update, kept for `draw_ahead`."""
+        self.next_batches = super().get_batch_samples(*args, **kwargs)
+        return self.next_batches
+
+    def draw_ahead(self) -> None:
+        """Draw and score the rollouts that the next update begins with, as it would; it then uses these."""
+        self.model_wrapped.train()
+        self._prepare_inputs(self.next_batches[0][0])
+        self._drawn_at = self._step
+
+    def _prepare_inputs(self, batch: Any) -> Any:
+        """TRL's micro-batch; rollouts that were drawn ahead are not drawn again."""
+        if self.model.training and self._step == self._drawn_at:
+            return self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        return super()._prepare_inputs(batch)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's rollouts, weights rounded once where the forward pass is in half precision."""
+        with one_autocast(self):
+            generated = super()._generate(*args, **kwargs)
+        if self.deployed is not None:
+            self.deployed.probe.tool_mask = generated[2]
+        return generated
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's, kept for corral's advantages; a RewardError where no completion of the whole batch was scored."""
+        self._rewards = super()._calculate_rewards(*args, **kwargs)
+        if bool(self._rewards.isnan().all()):
+            raise RewardError(
+                f"no reward function gave a number for any of {len(self._rewards)} completions: "
+                f"{', '.join(self.reward_func_names)} returned None for each. Return a finite number where there is something "
+                f"to judge."
+            )
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rollouts, with the old policy's support from TRL's own old-policy pass, and corral's advantages if asked for."""
+        if self.use_vllm and self.vllm_generation.logprobs and self.rollout_support is None:
+            raise ValueError(
+                f"CorralTrainer: vllm_generation.logprobs is {self.vllm_generation.logprobs}. vLLM then ranks tokens by "
+                f"likelihood, and TRL takes the first for the sampled one. Leave it at 0."
+            )
+        keeps = self.needs_support and self.off_policy and self.rollout_support is None
+        kept = self.teacher is not None or (self.union and not self.old_policy.fill)
+        scoring = ScoringPass(support=self.own_support(), keep_hidden=kept) if self.needs_support else ScoringPass()
+        expected = scoring if keeps else ScoringPass()
+        deployed = None if self.deployed is None or self.mode == "eval" else self.deployed.probe
+        if deployed is not None:
+            deployed.watch(expected)
+        with self.policy_head.expect(expected):
+            output = super()._generate_and_score_completions(inputs)
+        if deployed is not None:
+            deployed.add(output, expected)
+        if self.teacher is not None:
+            self.teacher.store(inputs, output, scoring)
+        elif keeps:
+            if scoring.dist() is None or "old_per_token_logps" not in output:
+                raise RuntimeError(
+                    "CorralTrainer: TRL made no old-policy pass, though updates follow. Has it changed? Please report it."
+                )
+            self.old_policy.store(output, scoring)
+        elif self.rollout_support is not None:
+            self.rollout_support.store(output)
+        if self.args.advantage is not None:
+            output["advantages"] = self._own_advantages(len(output["completion_ids"]))
+        return output
+
+    def _own_advantages(self, local: int) -> Tensor:
+        """Advantages of corral's, over all processes; 0 where nothing scored a completion, or any other of its group."""
+        assert self._rewards is not None
+        rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(-1)
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        group = torch.arange(len(rewards), device=rewards.device) // size
+        scored = ~self._rewards.isnan().all(-1)
+        compared = scored & (torch.bincount(group, scored.float())[group] > 1)
+        advantages = torch.zeros_like(rewards)
+        if bool(compared.any()):
+            how = cast(Advantage, self.args.advantage)  # CorralConfig refuses any other
+            advantages[compared] = group_advantages(rewards[compared], group[compared], how)
+        log = self._logs["advantages"]  # TRL's own are the last ones in there
+        for _ in range(min(len(log), len(advantages))):
+            log.pop()
+        log.extend(advantages.tolist())
+        start = self.accelerator.process_index * local
+        return advantages[start : start + local]
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """TRL's scoring pass, of the old, the new or the reference policy, through corral's head."""
+        given = (model, input_ids, attention_mask, logits_to_keep, *args)
+        with self.policy_head.run(logits_to_keep) as scoring:
+            scoring.begin(attention_mask[:, -logits_to_keep:].bool())
+            result = super()._get_per_token_logps_and_entropies(*given, **kwargs)
+        scoring.logp, scoring.entropy = result[:2]
+        return result
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss without its policy term, plus corral's."""
+        term = PolicyTerm(self, inputs)
+        scoring, other = term.request(), None
+        with self.policy_head.expect(scoring):
+            if self.skips_trl_loss:
+                self._score(model, inputs)
+            else:
+                other = super()._compute_loss(model, self._without_policy(inputs))
+        policy, tokens, metrics = term.loss(scoring)
+        self.ledger.add(self.mode, tokens, metrics, scoring.backward_reports())
+        if other is not None:
+            self._mend_metrics(policy.detach())
+            return other + policy
+        if self.accelerator.distributed_type == DistributedType.NO:
+            return policy
+        assert scoring.logp is not None
+        return policy + 0.0 * scoring.logp.sum()  # the hooks of distributed training sit on what the model returned
+
+    def _score(self, model: Any, inputs: dict[str, Any]) -> None:
+        """The scoring pass with which TRL's loss begins, and nothing after it."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        others = {name: inputs[name] for name in _SCORING_INPUTS if name in inputs}
+        tokens = inputs["completion_ids"].size(1)
+        self._get_per_token_logps_and_entropies(model, ids, attention, tokens, compute_entropy=True, **others)
+
+    def _without_policy(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs for which TRL's policy term is zero."""
+        zeroed = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+        if self.beta == 0 or not self.args.use_bias_correction_kl:
+            zeroed.pop("old_per_token_logps", None)  # nothing reads the ratio, and 0 · inf would be NaN
+        return zeroed
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's; then metrics are logged, whose copies to the host have arrived by now. Nothing once a batch is used up."""
+        if self.deployed is not None and self.deployed.spent:
+            self._step += 1  # as TRL counts micro-batches; without a gradient, the optimizer's step changes nothing
+            return torch.zeros((), device=self.args.device)
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.flush_metrics()
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's, with all metrics until now. The last line of a run has the certificate of its last network."""
+        if self.deployed is not None and "train_runtime" in logs:
+            self.deployed.finish()
+        self.flush_metrics()
+        super().log(logs, *args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; a run that an exception ends leaves a bounded network too."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException:  # Ctrl-C among them
+            if self.deployed is not None:
+                self.deployed.abandon()
+            raise
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's; at the end of a run, the network that is logged, evaluated and saved is bounded by then."""
+        if self.deployed is not None and self.control.should_training_stop:
+            self.deployed.finish()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, of a bounded network. A run may have been stopped since it was last logged."""
+        if self.deployed is not None:
+            self.deployed.before_save()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def flush_metrics(self) -> None:
+        """Write metrics since the last call into `_metrics`, over all processes, each of which has to call this."""
+        for mode, name, value in self.ledger.flush():
+            self._metrics[mode][name].append(value)
+
+    settle_metrics = flush_metrics
+    """Its old name, for one release."""
+
+    def _mend_metrics(self, policy: Tensor) -> None:
+        """What TRL reported of a policy term that it thought was zero."""
+        metrics = self._metrics[self.mode]
+        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
+            del metrics[name]  # TRL's clip never acts here; tr/active_frac says what does
+        if metrics.get("policy_loss"):  # there with an entropy bonus, and before accumulation is divided out
+            scale = 1.0 if self.loss_type == "dapo" else self.accumulation
+            metrics["policy_loss"][-1] += (self.accelerator.gather(policy) * scale).nanmean().item()
+
+
+def _check_surroundings() -> None:
+    """Refuse what would run something else than this trainer."""
+    if any("unsloth" in f"{cls.__module__}.{cls.__qualname__}".lower() for cls in CorralTrainer.__mro__):
+        raise ValueError(
+            "CorralTrainer: Unsloth has replaced GRPOTrainer, and corral's methods would never run. Use a process that does "
+            "not import it."
+        )

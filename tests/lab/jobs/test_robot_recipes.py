@@ -1,0 +1,66 @@
+"""Recipes for robots: one screen each, every algorithm runs from them, and published ones say what was published."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from corral.lab.jobs.robot.prepare import EPISODIC, prepare
+from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, coerce_fields, read_recipe, resolve
+from corral.lab.jobs.robot.smoke import TRAINING
+from corral.lab.jobs.robot.train import train
+from corral.lab.run.settings import recipes
+from corral.robot.tce import AS_PUBLISHED
+from corral.validate import RunError
+
+NAMES = [name for name in sorted(recipes(RECIPES)) if name != "metaworld" or find_spec("metaworld")]
+OURS = [name for name in NAMES if not name.endswith("_published")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_fits_on_a_screen_and_runs(name: str, tmp_path: Path) -> None:
+    assert len((RECIPES / f"{name}.toml").read_text().splitlines()) <= 46
+    outcome = train(resolve([read_recipe(name), TRAINING]), out=tmp_path / "run", quiet=True)
+    assert (outcome.summary["stopped"], outcome.summary["steps"]) == ("finished", 2)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", OURS)
+def test_every_algorithm_has_settings_in_every_recipe(name: str, algorithm: str) -> None:
+    settings = resolve([read_recipe(name), {"algorithm": algorithm, "workers": 1}])
+    agent = prepare(settings)
+    assert agent.config.iterations == settings.iterations
+    assert agent.config.episodes == settings.learner["episodes"], "all learn from equally many steps"
+    agent.plant.close()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OURS])
+def test_published_recipes_have_the_published_rules(name: str) -> None:
+    config = prepare(resolve([read_recipe(name), {"workers": 1}])).config
+    assert {key: getattr(config, key) for key in AS_PUBLISHED} == AS_PUBLISHED
+
+
+def test_published_sizes() -> None:
+    # Interactions in total, as published: 3000 × 64 × 250 = 48 million, 7500 × 152 × 100 = 114 million.
+    for name, steps, total, parameters in (("hopper_jump", 250, 48e6, 12), ("box_pushing", 100, 114e6, 63)):
+        agent = prepare(resolve([read_recipe(f"{name}_published"), {"workers": 1}]))
+        assert agent.plant.steps == steps
+        assert agent.config.iterations * agent.config.episodes * steps == total
+        assert agent.prodmp.parameters == parameters
+
+
+def test_metaworld_s_recipe_fits_and_has_the_published_trajectory() -> None:
+    # Its environment is not here; what can be said without it: 4 joints × (8 weights + goal) = 36 parameters.
+    assert len((RECIPES / "metaworld.toml").read_text().splitlines()) <= 46
+    settings = resolve([read_recipe("metaworld")])
+    assert 4 * (settings.prodmp["basis"] + 1) == 36
+    for algorithm in EPISODIC:
+        config_cls = EPISODIC[algorithm][1]
+        config_cls(
+            **coerce_fields(algorithm, config_cls, resolve([read_recipe("metaworld"), {"algorithm": algorithm}]).learner)
+        )
+
+
+def test_a_recipe_that_is_none() -> None:
+    with pytest.raises(RunError, match=r"no recipe 'via_pont'\. Did you mean 'via_point'\?"):
+        read_recipe("via_pont")
