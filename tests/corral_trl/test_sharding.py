@@ -22,7 +22,7 @@ from corral.trl.processes import (
     run_together,
     vocabulary_size,
 )
-from corral.trl.scoring import HeadInputs, HeadResult, ScoringPass
+from corral.trl.scoring import HeadInputs, ScoringPass
 from corral.validate import RunError
 
 COMPLETIONS = "every process would need the same completions, and TRL's GRPO has each draw its own"
@@ -80,7 +80,6 @@ class TestWeights:
         weight.fill_(1.0)  # by the next update
         assert kept is not None
         assert float(kept.head.weight.sum()) == 0.0
-        scoring.results.append(HeadResult(packing=packing, hidden=kept))
         second = scoring.keep(torch.zeros(2, 2), packing, HeadInputs(weight, None, spec))
         assert second is not None
         assert second.head is kept.head

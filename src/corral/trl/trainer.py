@@ -302,8 +302,7 @@ class CorralTrainer(GRPOTrainer):
     ) -> Any:
         """TRL's scoring pass, of the old, the new or the reference policy, through corral's head."""
         given = (model, input_ids, attention_mask, logits_to_keep, *args)
-        with self.policy_head.run(logits_to_keep) as scoring:
-            scoring.begin(attention_mask[:, -logits_to_keep:].bool())
+        with self.policy_head.run(attention_mask[:, -logits_to_keep:].bool()) as scoring:
             result = super()._get_per_token_logps_and_entropies(*given, **kwargs)
         scoring.logp, scoring.entropy = result[:2]
         return result
@@ -384,9 +383,6 @@ class CorralTrainer(GRPOTrainer):
         """Write metrics since the last call into `_metrics`, over all processes, each of which has to call this."""
         for mode, name, value in self.ledger.flush():
             self._metrics[mode][name].append(value)
-
-    settle_metrics = flush_metrics
-    """Its old name, for one release."""
 
     def _mend_metrics(self, policy: Tensor) -> None:
         """What TRL reported of a policy term that it thought was zero."""
