@@ -18,7 +18,6 @@ from corral.advantage import Advantage
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
-from corral.objective.dppo import DPPOConfig
 from corral.trl import MODEL_IDS
 from corral.trl.api import REDUCTIONS, WRONG_BEFORE
 from corral.validate import require, suggest
@@ -402,13 +401,12 @@ def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, An
     on_support = rollout and reports and config.needs_support  # of the sampler's own likeliest tokens
     corrects, correction = config.use_vllm and config.vllm_importance_sampling_correction, config.correction
     needs, objective = config.make_objective().needs, config.make_objective().config
-    reads_all = isinstance(objective, DPPOConfig) and objective.estimator == "full"
     set_to = vars(config) | generation
     top_p, top_k, min_p = (set_to[key] for key in _TRUNCATIONS)
     regex = sampler == "vllm" and set_to.get("vllm_structured_outputs_regex")  # not every release of TRL has it
     truncated = (top_p is not None and top_p < 1) or (top_k or 0) > 0 or min_p or regex
     few = sampler == "vllm" and config.vllm_mode == "colocate" and config.support_size > _VLLM_LOGPROBS
-    twice = config.objective == "decoupled_ppo" and (corrects or correction is not None)
+    twice = objective.corrects_sampler and (corrects or correction is not None)
     return {
         # With the trainer's own model, "auto" means the recomputed policy, whatever was cut off while sampling.
         "anchor='rollout' needs the log-probs that the sampler drew from, but top_p, top_k, min_p or a regex renormalise them. "
@@ -416,7 +414,7 @@ def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, An
         f"objective={config.objective!r} needs the old policy on another model's tokens too. Use anchor='old'.": on_support
         and "dist_teacher" in needs,
         "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "
-        "anchor='old'.": on_support and reads_all,
+        "anchor='old'.": on_support and objective.support == "full",
         "support='union' needs the old policy's log-probs of any token, and a sampler reports its likeliest alone. Use "
         "support='old', or anchor='old'.": on_support and config.support == "union",
         f"anchor='rollout' asks vLLM for `support_size` log-probs a token, and in the trainer's process it reports "
@@ -428,8 +426,8 @@ def _of_sampler(config: CorralConfig, sampler: Sampler, generation: dict[str, An
         "Leave it out.": config.use_vllm and generation.get("logprobs"),
         f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, or a "
         f"rollout function.": "logp_rollout" in needs and not reports,
-        "objective='decoupled_ppo' weighs the old policy against the sampler itself, and a correction would do it twice. Leave "
-        "`correction` out, and set vllm_importance_sampling_correction=False.": twice,
+        f"objective={config.objective!r} weighs the old policy against the sampler itself, and a correction would do it twice. "
+        f"Leave `correction` out, and set vllm_importance_sampling_correction=False.": twice,
         f"correction={correction!r} needs the sampler's log-probs, and transformers' generation reports none: there the "
         f"sampler is the trainer's own model, and there is nothing to correct.": correction is not None and not reports,
         f"correction={correction!r} weighs the old policy against the sampler, and with anchor='rollout' they are one. Use "

@@ -14,11 +14,9 @@ from corral.head.batch_loss import batch_loss
 from corral.head.packed import LossTerms, Packing
 from corral.head.policy_loss import TOLERANCE, PolicyLoss
 from corral.head.rows import AsyncCopy
-from corral.objective import Objective, make_objective
-from corral.objective.dppo import dppo
+from corral.objective import Objective, plain_objective
 from corral.objective.metrics import masked_max
 from corral.objective.ratio import clamp_log_ratio, log_ratio
-from corral.objective.troll import troll
 from corral.tensors import SparseDist, TokenBatch, metric_kind
 from corral.trl.api import FUSED
 from corral.trl.old_policy import fill_unscored
@@ -58,10 +56,8 @@ class PolicyTerm:
         trainer, support = self.trainer, SupportRequest()
         if "corral_ids" in self.inputs:
             support = replace(trainer.own_support() if trainer.union else support, ids=self.inputs["corral_ids"])
-        elif trainer.needs_support:
-            # Functions of others may share these settings and mean something else by them.
-            plain = trainer.objective.function in (troll, dppo) and trainer.objective.config.plain_on_policy
-            support = support if plain else trainer.own_support()
+        elif trainer.needs_support and not trainer.objective.plain_on_policy:
+            support = trainer.own_support()
         return ScoringPass(support=support, loss=self._loss_terms(support), tolerance=TOLERANCE)
 
     def _loss_terms(self, support: SupportRequest) -> LossTerms | None:
@@ -135,7 +131,7 @@ class PolicyTerm:
     def _objective(self, batch: TokenBatch) -> Objective:
         """The trainer's; on-policy, where a support changes nothing and none was made, the same gradient without one."""
         trainer = self.trainer
-        return make_objective("reinforce") if trainer.needs_support and batch.dist_old is None else trainer.objective
+        return plain_objective() if trainer.needs_support and batch.dist_old is None else trainer.objective
 
     def _metrics(self, found: dict[str, Tensor], batch: TokenBatch) -> dict[str, Tensor]:
         """The objective's metrics, terms of `tr/ess`, and before any update what should be 0; checks a run's first batch."""

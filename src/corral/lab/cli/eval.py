@@ -135,7 +135,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
     chosen = eval_settings(arguments, ("model", "tools", *FLAGS))
     if arguments.smoke:
-        from corral.lab.models.smoke import EVALUATION, TASK_CONFIG  # with transformers
+        from corral.lab.jobs.llm.smoke import EVALUATION, TASK_CONFIG
 
         if "model" in chosen:
             raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")

@@ -54,7 +54,7 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
     """The settings of one run: recipe, file, --smoke, flags."""
-    settings, smoke = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke"))
+    settings, smoke = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "smoke"))
     layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
     layers += [read_file(config)] if config is not None else []
     given = nested(run_settings(kind, training, run).items(), settings.TABLES)
