@@ -13,11 +13,11 @@ from transformers import Trainer
 from corral.head.logits import LogitSpec
 from corral.head.packed import Packing
 from corral.trl.processes import (
+    check_processes,
     check_teacher,
     is_alone_by_mistake,
     is_sharded,
     lost_process,
-    parallelism_refusals,
     root_weights,
     run_together,
     vocabulary_size,
@@ -61,8 +61,8 @@ class TestParallelism:
         with pytest.raises(ValueError, match=f"CorralTrainer: {sentence}"):
             make_trainer(tmp_path)
 
-    def test_none_is_not(self) -> None:
-        assert list(parallelism_refusals()) == []
+    def test_none_is_not(self, tmp_path: Path) -> None:
+        check_processes(make_trainer(tmp_path))
 
 
 class TestWeights:
