@@ -22,9 +22,8 @@ from study_text import (
     with_start,
 )
 
-from corral.lab.report.ranges import SweepRow
 from corral.lab.report.statistics import holm
-from corral.lab.report.sweep import UsableRange, usable_range
+from corral.lab.report.sweep import SweepRow, UsableRange, usable_range
 
 SCHEDULES = ("linear", "constant")
 MARGIN = 0.02
