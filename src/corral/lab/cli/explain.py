@@ -16,7 +16,7 @@ from corral.lab.cli import refuse
 from corral.lab.cli.kind import all_recipes
 from corral.lab.jobs.robot.settings import ALGORITHMS
 from corral.lab.tasks import TASKS
-from corral.objective import OBJECTIVES
+from corral.objective import OBJECTIVES, objective_function, objective_names
 from corral.objective.config import ObjectiveConfig
 from corral.objective.correction import CORRECTIONS
 from corral.validate import pip_install, suggest
@@ -54,9 +54,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _explanations(name: str) -> Iterator[str]:
     """One of each kind: `countdown` is a recipe and a task."""
-    registered: dict[str, tuple[Any, type]] = {**OBJECTIVES, **CORRECTIONS}
+    registered = {**OBJECTIVES, **CORRECTIONS}
     if name in registered:
-        yield _explanation(name, *registered[name])
+        function = objective_function(name) if name in OBJECTIVES else CORRECTIONS[name][0]
+        yield _explanation(name, function, registered[name][1])
     if name in all_recipes():
         yield _recipe(name, all_recipes()[name])
     if name in TASKS:
@@ -141,7 +142,7 @@ def _trainer_setting(name: str) -> Iterator[str]:
 def _listing() -> str:
     """Every name with the first sentence of what it is."""
     registries: dict[str, dict[str, str | None]] = {
-        "objectives": {name: inspect.getdoc(function) for name, (function, _) in OBJECTIVES.items()},
+        "objectives": {name: inspect.getdoc(objective_function(name)) for name in objective_names()},
         "corrections": {name: inspect.getdoc(function) for name, (function, _) in CORRECTIONS.items()},
         "tasks": {name: inspect.getdoc(cls) for name, cls in TASKS.items()},
         "recipes": {name: path.read_text().lstrip("# ") for name, path in all_recipes().items()},

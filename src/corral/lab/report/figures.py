@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import pandas as pd
 from corral.lab.report.groups import Group
 from corral.lab.report.read import Run, table_in
 from corral.lab.report.statistics import interquartile_curve, middle_mean
+from corral.objective import make_config
 
 BUDGET = 250_000
 """Numbers on a page, over all runs and metrics: about two megabytes."""
@@ -118,10 +120,11 @@ def _without_support(runs: Sequence[Run]) -> str:
 
 def kl_bound(group: Group) -> float | None:
     """The bound of an objective where that is a KL; its seeds share it."""
-    config = table_in(group.runs[0].config, "objective")
-    is_kl = config.get("name") == "troll" or (config.get("name") == "dppo" and config.get("divergence") == "kl")
-    bound = config.get("bound")
-    return float(bound) if is_kl and isinstance(bound, int | float) and 0 < bound < math.inf else None
+    settings = dict(table_in(group.runs[0].config, "objective"))
+    bound = None
+    with suppress(ValueError, TypeError):  # an older run, an objective that is not registered here, or a damaged file
+        bound = make_config(str(settings.pop("name", "")), settings).kl_bound
+    return float(bound) if bound is not None and 0 < bound < math.inf else None
 
 
 def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:

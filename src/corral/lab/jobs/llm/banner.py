@@ -17,9 +17,6 @@ from corral.lab.run.text import count
 from corral.trl.api import FUSED, REDUCTIONS
 from corral.trl.teacher import Teacher
 
-_NO_REGION = {"reinforce"}
-"""Objectives without a trust region."""
-
 
 def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = ()) -> list[tuple[str, str]]:
     """(name, sentence) of every line, in order; `chosen` says what was decided for the user."""
@@ -101,7 +98,7 @@ def _device(trainer: RunTrainer) -> str:
 def why_inactive(trainer: RunTrainer) -> str | None:
     """Why the trust region can never act; None if it can."""
     config = trainer.objective.config
-    if trainer.objective.name in _NO_REGION:
+    if not config.has_region:
         return f"{trainer.objective.name} has no trust region."
     if config.bounds is not None and min(config.bounds) == float("inf"):
         return "the bound is infinite."

@@ -169,7 +169,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         )
     problems = Problems(task=task, tokenizer=tokenizer, instruction=settings.instruction, template=template)
     shown = settings.teacher_instruction or ("" if settings.teacher else f"{{solution}}\n{settings.instruction}")
-    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught == "distill" else "")
+    dataset = problems.dataset(_problems_needed(settings, config), settings.seed, shown if taught == "teacher" else "")
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
@@ -194,15 +194,14 @@ def _fit_length(problems: Problems, asked: list[str], model: PreTrainedConfig, c
 
 
 def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
-    """The objective's name if it reads a third policy; ValueError where it does not read what was named for it."""
-    objective = config.make_objective()
-    taught = objective.name if "dist_teacher" in objective.needs else None
+    """The third policy that the objective reads, if any; ValueError where it does not read what was named for it."""
+    taught = config.make_objective().config.third_policy
     if settings.teacher and taught is None:
         raise ValueError(
             f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
             f"reference to stay near, troll with centre='reference'."
         )
-    if settings.teacher_instruction and taught != "distill":
+    if settings.teacher_instruction and taught != "teacher":
         raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
     return taught
 
