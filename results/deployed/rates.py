@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from corral.lab.report.ranges import SweepRow
 from corral.lab.report.statistics import holm
-from corral.lab.report.sweep import UsableRange, usable_range
+from corral.lab.report.sweep import SweepRow, UsableRange, usable_range
 from results.deployed.plans import BOUNDS, FRESH, RATES, TUNING
 from results.packed import Row
 from results.pages import markdown, rate_text, signed

@@ -109,7 +109,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
         view.banner(describe(comparison, prepared))
         if arguments.dry_run:
             for record in comparison.records:
-                view.end(f"  {record.run.label}")
+                view.end(f"  {record.label}")
             return 0
         comparison.resume(retry_failed=arguments.retry_failed) if resuming else comparison.begin(config)
         status = run_comparison(comparison, prepared, view, stall=execution.stall)
