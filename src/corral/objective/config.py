@@ -19,7 +19,7 @@ NEEDS_TOKENS = frozenset({"logp_new", "logp_old", "advantages", "mask"})
 """Fields of a batch that every objective needs."""
 
 NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
-"""Fields of a batch that objectives need besides if they read more than the sampled token."""
+"""Fields of a batch that an objective needs besides if it reads more than the sampled token."""
 
 FILL = 1e-12
 """Probability of every token outside the support in the published form of TROLL."""

@@ -1,4 +1,4 @@
-"""PPO: a pessimistic clip of the sampled token's ratio. With two presets: clip-higher and dual clip."""
+"""PPO: a pessimistic clip of the sampled token's ratio, with the presets clip-higher and dual clip."""
 
 import torch
 
@@ -9,7 +9,7 @@ from corral.tensors import ObjectiveOutput, TokenBatch
 
 
 def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
-    """Clipped surrogate.
+    """Clipped surrogate of the token's ratio.
 
         L_t = − min(ρ_t Â_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) Â_t)          ρ_t = π(a_t) / π_old(a_t)
         and with dual clip, where Â_t < 0:  L_t = − max(that minimum, c Â_t)
