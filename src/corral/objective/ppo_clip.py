@@ -27,8 +27,5 @@ def ppo_clip(batch: TokenBatch, config: PPOClipConfig) -> ObjectiveOutput:
     """
     advantages, log_rho = credit(batch), log_ratio(batch)
     ratio = clamp_log_ratio(log_rho).exp()
-    surrogate, acted = clip_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
-    if config.dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
-        acted = acted | ((ratio > config.dual_clip) & (advantages < 0))
+    surrogate, acted = clip_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high, config.dual_clip)
     return ObjectiveOutput(torch.where(batch.mask, -surrogate, 0.0), region_metrics(batch, log_rho, acted), acted)

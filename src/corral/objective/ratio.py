@@ -53,11 +53,22 @@ def own_gradient(log_rho: Tensor) -> Tensor:
 
 
 def clip_surrogate(
-    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float | Tensor, high: float | Tensor
+    ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    low: float | Tensor,
+    high: float | Tensor,
+    dual: float | None = None,
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """PPO's min(ρ Â, clip(ρ, low, high) Â), and the tokens it clips: past the bound on the side the advantage pushes to."""
+    """PPO's min(ρ Â, clip(ρ, low, high) Â), and the tokens it clips: past the bound on the side the advantage pushes to.
+
+    With a dual clip c = `dual` the surrogate is at least c Â where Â < 0, and tokens with ρ > c are clipped there too.
+    """
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)  # type: ignore[arg-type]
-    return surrogate, ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    if dual is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
+        clipped = clipped | ((ratio > dual) & (advantages < 0))
+    return surrogate, clipped
 
 
 def sequence_log_ratio(log_rho: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

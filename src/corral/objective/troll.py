@@ -7,7 +7,7 @@ from torch import Tensor
 from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32
 from corral.objective.config import TROLLConfig
-from corral.objective.metrics import masked_mean, region_metrics
+from corral.objective.metrics import projection_metrics, region_metrics
 from corral.objective.ratio import capped_ratio, credit, sequence_log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
@@ -60,7 +60,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
     if config.regresses:
         pull = torch.where(batch.mask, config.regression * _pull(new, projection, batch.mask), 0.0)
     metrics = region_metrics(batch, log_rho, projection.active, projection.kl_before)
-    metrics |= _projection_metrics(projection, batch.mask)
+    metrics |= projection_metrics(projection, batch.mask)
     acted, loss = projection.active & batch.mask, policy if pull is None else policy + pull
     return ObjectiveOutput(loss, metrics, acted, projection.kl_after, pull)
 
@@ -107,13 +107,3 @@ def _pull(new: Tensor, projection: CategoricalProjection, mask: Tensor) -> Float
             f"computed as 1 − Σ p."
         )
     return distance
-
-
-@torch.no_grad()
-def _projection_metrics(projection: CategoricalProjection, mask: Tensor) -> dict[str, Tensor]:
-    acted = projection.active & mask & projection.dual.isfinite()
-    return {
-        "tr/kl_after": masked_mean(projection.kl_after, mask),
-        "tr/dual": masked_mean(projection.dual, acted),
-        "tr/unconverged": (mask & ~projection.converged).sum(),
-    }
