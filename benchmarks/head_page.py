@@ -13,7 +13,7 @@ from pathlib import Path
 
 from head_contenders import CLIP, GEMM, HEADS, OLD, TROLL
 from head_union import UNIONS
-from results import FOLDER, Row, markdown, read_rows
+from rows import FOLDER, Row, markdown, read_rows
 from update_phase import CONTENDERS
 
 from corral.lab.run.files import write_whole

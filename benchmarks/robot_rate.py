@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from results import FOLDER, Row, markdown, read_rows, rounded, stamp, table, with_block, write_rows
+from rows import FOLDER, Row, markdown, read_rows, rounded, stamp, table, with_block, write_rows
 
 from corral.cores import cores
 from corral.lab.environments import ENVIRONMENTS, make_envs

@@ -6,7 +6,7 @@ import head_page
 import pytest
 from head_contenders import CLIP, GEMM, TROLL
 from head_union import UNIONS
-from results import FOLDER, Row, read_rows
+from rows import FOLDER, Row, read_rows
 
 HEAD = FOLDER / "head.jsonl"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import robot_rate
-from results import read_rows, with_block
+from rows import read_rows, with_block
 
 
 def test_ratios_are_to_one_thread_in_both_ways() -> None:
