@@ -176,10 +176,10 @@ class DeployedCallback(TrainerCallback):
         search = RateSearch(trainer, self.probe, old, self.per_step, self.per_pass, self.bound, aim)
         found = search.find()
         if found is None:
+            update = trainer.state.global_step + 1
             logger.info(
-                "Update %d: no completion of this batch has a gradient, so the learning rate is looked for on the next batch.",
-                trainer.state.global_step + 1,
-            )  # fmt: skip
+                "Update %d: no completion of this batch has a gradient, so the next one gives the learning rate.", update
+            )
             return
         self.searches, start = False, scheduler.optimizer.param_groups[0]["initial_lr"]
         self.controller.scale = found.scale
