@@ -32,9 +32,8 @@ from typing import Any
 import torch
 from robot_plans import PLANS, Job
 
-from corral.lab.jobs.robot.prepare import learner_config, prepare
+from corral.lab.jobs.robot.prepare import check_used, learner_config, prepare
 from corral.lab.jobs.robot.settings import TABLES, Settings, check_flags, read_recipe, resolve
-from corral.lab.jobs.robot.unused import check_used
 from corral.lab.run.settings import nested
 
 _ARCHIVES, _GRACE = 6, 60

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from corral.lab.jobs.llm.problems import Problems, generate
+from corral.lab.jobs.llm.problems import Problems, Sampling, generate
 from corral.lab.models.load import load_model
 from corral.lab.tasks import Task, verify_all
 
@@ -36,8 +36,9 @@ class Start:
         for start in range(0, len(prompts), ASKED):
             batch = prompts[start : start + ASKED]
             ids = self.problems.tokens(batch)
+            sampling = Sampling(max_tokens=self.longest, greedy=greedy, temperature=temperature)
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                tokens = generate(self.model, self.tokenizer, ids, self.longest, greedy=greedy, temperature=temperature)
+                tokens = generate(self.model, self.tokenizer, ids, sampling)
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
             right += sum(verify_all(self.task, batch, texts))
         return right / len(prompts)

@@ -215,7 +215,7 @@ def _known(kind: Kind) -> list[str]:
 
 def _check_names(kind: Kind, arguments: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Refuse settings that no run has, before torch and statistics are imported. A contestant's own are checked with it."""
-    settings = importlib.import_module(f"corral.{kind}.settings")
+    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     layer = nested(given.items(), settings.TABLES)
     recipe = arguments.recipe or (None if arguments.config else "demo")
     before = [read_named(recipe, all_recipes())] if recipe else []

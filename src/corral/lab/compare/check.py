@@ -54,11 +54,11 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
     """The settings of one run: recipe, file, --smoke, flags."""
-    settings, smoke = (importlib.import_module(f"corral.{kind}.{name}") for name in ("settings", "smoke"))
+    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
     layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
     layers += [read_file(config)] if config is not None else []
     given = nested(run_settings(kind, training, run).items(), settings.TABLES)
-    layers += smoke.smoke_layers([*layers, given]) if training.smoke else []
+    layers += settings.smoke_layers([*layers, given]) if training.smoke else []
     if kind == "robot":
         settings.check_flags([*layers, given])
     return settings.resolve([*layers, given])
@@ -83,8 +83,7 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 
 def _learner_config(settings: Any) -> Any:
     """A robot's algorithm with its settings."""
-    from corral.lab.jobs.robot.prepare import learner_config
-    from corral.lab.jobs.robot.unused import check_used
+    from corral.lab.jobs.robot.prepare import check_used, learner_config
 
     check_used(settings)
     return learner_config(settings)

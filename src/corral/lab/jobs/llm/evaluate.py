@@ -1,13 +1,12 @@
 """Evaluation on held-out problems: settings → completions, batch by batch → rewards → estimates with intervals."""
 
-import dataclasses
 import hashlib
 import json
 import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class EvalJob:
                 "problems": len(self.held_out),
                 "problems_sha256": hashlib.sha256("\0".join(self.held_out).encode(errors="surrogatepass")).hexdigest(),
                 "samples": self.samples,
-                **dataclasses.asdict(self.sampling),
+                **{name: vars(self.sampling)[name] for name in ("temperature", "top_p", "max_tokens")},
                 "batch_size": self.batch_size,
                 "seed": self.seed,
                 "device": self.device,
@@ -214,13 +213,14 @@ def answer_batch(
 ) -> list[Row]:
     """Complete and grade one batch."""
     greedy = batch[0][2]
+    sampling = replace(job.sampling, greedy=greedy)
     seeds = [draw_seed(job.seed, problem, sample) for problem, sample, _ in batch]
     prompts = [job.held_out[problem] for problem, _, _ in batch]
     if job.turns is None:
-        written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, job.sampling, greedy=greedy)
+        written = sampler.complete([ids[problem] for problem, _, _ in batch], seeds, sampling)
     else:
         assert isinstance(sampler, TransformersSampler)  # `choose_backend` has seen to it
-        written = sampler.play(job.turns, problems, prompts, seeds, job.sampling, greedy=greedy)
+        written = sampler.play(job.turns, problems, prompts, seeds, sampling)
     rewards = [one.reward for one in written]
     if any(reward is None for reward in rewards):
         rewards = score(prompts=prompts, completions=[one.text for one in written], problem=prompts)

@@ -28,6 +28,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int
+    greedy: bool = False
+    """Take the likeliest token instead of drawing one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,34 +135,17 @@ class Problems:
             )
 
 
-def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], max_new_tokens: int, *, greedy: bool
-) -> list[str]:
-    """One completion per prompt, greedy or sampled at temperature 1 from the whole policy."""
-    tokens = generate(model, tokenizer, ids, max_new_tokens, greedy=greedy)
-    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts
-
-
-def plain_sampling(
-    tokenizer: PreTrainedTokenizerBase,
-    ends: set[int],
-    max_new_tokens: int,
-    *,
-    greedy: bool,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-) -> GenerationConfig:
+def plain_sampling(tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling) -> GenerationConfig:
     """Settings for transformers' generation that sample from the policy itself, or take its likeliest token.
 
     They are all of them where `own_settings_aside` keeps the model's own away.
     """
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p}
     return GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=sampling.max_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(ends) or None,
-        **({"do_sample": False} if greedy else sampling),
+        **({"do_sample": False} if sampling.greedy else drawn),
     )
 
 
@@ -181,19 +166,12 @@ def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[list[int]],
-    max_new_tokens: int,
-    *,
-    greedy: bool,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], sampling: Sampling
 ) -> list[list[int]]:
     """One completion per prompt as tokens, up to the end of the sequence and with it, where the model ended."""
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
     ends = end_tokens(model, tokenizer)
-    config = plain_sampling(tokenizer, ends, max_new_tokens, greedy=greedy, temperature=temperature, top_p=top_p)
+    config = plain_sampling(tokenizer, ends, sampling)
     writer: Any = model  # causal models can generate; transformers' base class does not say so
     with own_settings_aside(model):
         tokens = writer.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :].tolist()

@@ -44,7 +44,7 @@ class Sampler(Protocol):
     def start(self, room: int) -> None:
         """Called once before the first prompt: the longest one and its completion take `room` tokens."""
 
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         """One completion per prompt, with one random seed per prompt."""
 
 
@@ -88,26 +88,18 @@ class TransformersSampler:
     def start(self, room: int) -> None:
         """Nothing: the cache grows with what is written."""
 
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         with self._drawing(seeds):
-            tokens = generate(
-                self.model,
-                self.tokenizer,
-                ids,
-                sampling.max_tokens,
-                greedy=greedy,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-            )
+            tokens = generate(self.model, self.tokenizer, ids, sampling)
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [Completion(text, len(row), self._ended(row)) for text, row in zip(texts, tokens, strict=True)]
 
     def play(
-        self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling, *, greedy: bool
+        self, turns: MultiTurn, problems: Problems, asked: list[str], seeds: list[int], sampling: Sampling
     ) -> list[Completion]:
         """The same in several turns."""
         with self._drawing(seeds):
-            found = turns.play(self.model, problems, asked, sampling, greedy=greedy)
+            found = turns.play(self.model, problems, asked, sampling)
         return [Completion(one.answer, sum(one.own), self._ended(one.tokens), one.transcript, one.reward) for one in found]
 
     @contextmanager
@@ -146,8 +138,8 @@ class _VllmSampler:
             raise RunError(f"vLLM could not start with {self.name!r}: {str(error).splitlines()[0]}") from error
         self.parameters = vllm.SamplingParams
 
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling, *, greedy: bool) -> list[Completion]:
-        how = {"temperature": 0.0} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
+        how = {"temperature": 0.0} if sampling.greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         parameters = [self.parameters(max_tokens=sampling.max_tokens, seed=seed, **how) for seed in seeds]
         prompts = [{"prompt_token_ids": row} for row in ids]
         found = [request.outputs[0] for request in self.engine.generate(prompts, parameters, use_tqdm=False)]

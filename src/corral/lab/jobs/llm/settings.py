@@ -1,9 +1,9 @@
-"""Settings of a run of a language model: recipe, file and flags, checked before torch is imported."""
+"""Settings of a run of a language model: recipe, file, --smoke and flags, checked before torch is imported."""
 
 import ast
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -454,3 +454,49 @@ def _trainer_hints() -> dict[str, Any]:
 
     known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
     return {key: hint for key, hint in typing.get_type_hints(CorralConfig).items() if key in known}
+
+
+TASK_CONFIG: dict[str, dict[str, Any]] = {
+    "gsm8k": {"path": str(RECIPES / "smoke" / "gsm8k")},
+    "words": {"path": str(RECIPES / "smoke" / "words")},
+    "dapo_math": {"path": str(RECIPES / "smoke" / "dapo_math.jsonl"), "held_out": 0.3},
+}
+"""A few problems of our own, in the shape of data sets that have to be fetched."""
+
+_TRAINING: dict[str, Any] = {
+    "model": "smoke",
+    "device": "cpu",
+    "steps": 2,
+    "eval_every": 1,
+    "eval_size": 2,
+    "eval_batch_size": 2,
+    "checkpoint_every": 1,
+    "max_completion_length": 8,
+    "num_generations": 2,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,  # two updates per batch of rollouts, so that the trust region can act
+    "bf16": False,
+    "use_vllm": False,
+    "gradient_checkpointing": False,
+    # A random model is never right, and groups without differences give no gradient. Success is still the task's own verdict.
+    "reward": "corral.lab.models.smoke:letters",
+}
+"""What --smoke changes in a recipe; objective, reduction, instruction and verifier stay."""
+
+EVALUATION: dict[str, Any] = {
+    "model": "smoke",
+    "device": "cpu",
+    "backend": "transformers",
+    "problems": 2,
+    "samples": 2,
+    "batch_size": 2,
+    "max_tokens": 8,
+}
+"""The same for `corral eval`."""
+
+
+def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What --smoke puts on top of a recipe and a file: small numbers, and packaged problems for the task that was asked for."""
+    task = next((layer["task"] for layer in reversed(layers) if "task" in layer), "countdown")
+    return [_TRAINING, {"task": task, "task_config": TASK_CONFIG.get(task, {})}]
