@@ -25,7 +25,7 @@ MOVED = {
     "llm.results": "lab.jobs.llm.results",
     "llm.rewards": "lab.jobs.llm.rewards",
     "llm.settings": "lab.jobs.llm.settings",
-    "llm.smoke": "lab.models.smoke",
+    "llm.smoke": "lab.jobs.llm.smoke",
     "llm.tiny": "lab.models.tiny",
     "llm.train": "lab.jobs.llm.train",
     "llm.trl_api": "trl.api",

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 _Limits = tuple[float | None, float | None]
 """A limit that is allowed itself, and one that is not."""
@@ -86,6 +86,13 @@ def require(
             who = owner_name(owner) if name is None else name
             more = (", or None" if optional else "") + (f" ({note})" if note else "")
             raise error(f"{f'{who}: ' if who else ''}`{field}` {must}{more}; got {value!r}.")
+
+
+def require_words(owner: object, *fields: str) -> None:
+    """Raise unless each of these fields is one of the words of its own `Literal` type."""
+    types = {field.name: field.type for field in dataclasses.fields(type(owner))}  # type: ignore[arg-type]  # a dataclass
+    for name in fields:
+        require(owner, name, one_of=get_args(types[name]))
 
 
 def owner_name(owner: object) -> str:

@@ -326,7 +326,7 @@ def test_gate_0_of_a_pretrained_model_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
     layer = spec.WordSpec.layer
     smoke = {"model": "smoke", "task": "countdown", "task_config": {}, "instruction": "{problem}", "bf16": True}
-    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.lab.models.smoke:letters"}
+    smoke |= {"num_generations": 2, "per_device_train_batch_size": 2, "reward": "corral.lab.jobs.llm.smoke:letters"}
     monkeypatch.setattr(spec.WordSpec, "layer", lambda self: layer(self) | smoke)
     run = next(run for run in plans.gate0_words() if run.arm == "p999")
     found = held_run.run(replace(run, rate=3e-2, steps=2, eval_size=2), math.inf)

@@ -10,7 +10,7 @@ import pytest
 
 from corral.lab.cli import COMMANDS, main
 from corral.lab.cli.kind import all_recipes
-from corral.lab.jobs.llm.settings import TASK_CONFIG
+from corral.lab.jobs.llm.smoke import TASK_CONFIG
 from corral.lab.models.smoke import build_smoke
 
 ROOT = Path(__file__).parents[2]

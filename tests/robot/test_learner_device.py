@@ -16,7 +16,8 @@ from corral.lab.environments import ENVIRONMENTS
 from corral.lab.jobs.robot.evaluate import evaluate
 from corral.lab.jobs.robot.export import export_policy, export_run
 from corral.lab.jobs.robot.prepare import prepare
-from corral.lab.jobs.robot.settings import TRAINING, resolve
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import banner, resume, train
 from corral.robot.bbrl import BBRL, BBRLConfig
 from corral.robot.episode import Plant, held_out_seeds

@@ -10,7 +10,8 @@ import robot_page
 import robot_results
 from robot_results import LENGTHS
 
-from corral.lab.jobs.robot.settings import TRAINING, resolve
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 
 

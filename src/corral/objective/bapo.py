@@ -1,43 +1,17 @@
 """BAPO: widen PPO's clip range until positive advantages have their share of the batch's surrogate."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from corral.objective.config import JointConfig
+from corral.objective.config import BAPOConfig
 from corral.objective.metrics import region_metrics
 from corral.objective.ratio import clamp_log_ratio, clip_surrogate, credit, log_ratio
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
 
 _STEP = 0.05
 """By how much the upper bound is raised at a time, as in the authors' code."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BAPOConfig(JointConfig):
-    share: float = 0.5
-    """ρ₀: share of the surrogate that tokens with a positive advantage should have."""
-    low: float = 0.6
-    """Smallest ratio with a gradient where Â < 0, in a balanced batch."""
-    low_end: float = 0.9
-    """The same in a batch that is not."""
-    high: float = 1.2
-    """Largest ratio with a gradient where Â > 0, in a balanced batch."""
-    high_end: float = 3.0
-    """How far it may be raised."""
-    dual_clip: float | None = 3.0
-    """c > 1: with a negative advantage the loss is cut off at c|Â|, so that a ratio above c has no gradient."""
-
-    def __post_init__(self) -> None:
-        require(self, "share", at_least=0, below=1, what="a share")
-        require(self, "low", "low_end", at_least=0, at_most=1, what="a ratio")
-        require(self, "high", "high_end", at_least=1, finite=True, what="a ratio")
-        require(self, "low_end", at_least=self.low, what="where `low` may rise to")
-        require(self, "high_end", at_least=self.high, what="where `high` may rise to")
-        require(self, "dual_clip", above=1, optional=True, what="a ratio")
 
 
 def bapo(batch: TokenBatch, config: BAPOConfig) -> ObjectiveOutput:

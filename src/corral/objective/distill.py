@@ -1,46 +1,14 @@
 """Trust-region distillation: follow a teacher as far as the student's own KL ball allows."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
-
 import torch
 from torch import Tensor
 
 from corral.divergence import categorical_kl
-from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
+from corral.objective.config import DistillConfig
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-_Direction = Literal["reverse", "forward"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig(ObjectiveConfig):
-    action: ClassVar[Action] = "projected"
-
-    bound: float = 0.05
-    """ε: KL(target‖old) of every token, in nats; inf makes the teacher itself the target."""
-    direction: _Direction = "reverse"
-    """How the target is regressed onto: KL(new‖target), which gives up modes, or KL(target‖new), which covers them."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
-        require(self, "direction", one_of=get_args(_Direction))
-
-    @property
-    def regresses(self) -> bool:
-        return True
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS | NEEDS_SUPPORT | {"dist_teacher"}
 
 
 def distill(batch: TokenBatch, config: DistillConfig) -> ObjectiveOutput:

@@ -1,28 +1,13 @@
 """KL-Cov: hold the few tokens that narrow the policy most where they were, and leave all others free."""
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from corral.objective.config import JointConfig
+from corral.objective.config import KLCovConfig
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, log_ratio, zero_padding
 from corral.tensors import ObjectiveOutput, TokenBatch
-from corral.validate import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLCovConfig(JointConfig):
-    share: float = 2e-4
-    """Share of the call's tokens that are held, at least one."""
-    penalty: float = 1.0
-    """β: how strongly."""
-
-    def __post_init__(self) -> None:
-        require(self, "share", above=0, at_most=1, what="a share of the tokens")
-        require(self, "penalty", at_least=0, finite=True, what="a weight")
 
 
 def kl_cov(batch: TokenBatch, config: KLCovConfig) -> ObjectiveOutput:

@@ -1,85 +1,17 @@
 """TROLL: project the new policy back into a KL ball, differentiably, and pull the network after its projection."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from corral.divergence import categorical_kl
 from corral.numerics import at_least_float32
-from corral.objective.config import NEEDS_SUPPORT, NEEDS_TOKENS, Action, ObjectiveConfig
+from corral.objective.config import TROLLConfig
 from corral.objective.metrics import masked_mean, region_metrics
 from corral.objective.ratio import capped_ratio, credit, sequence_log_ratio, zero_padding
 from corral.projection import CategoricalProjection, project_categorical_kl
 from corral.projection.categorical_kl import RULED_OUT
 from corral.tensors import ObjectiveOutput, SparseDist, TokenBatch
-from corral.validate import require
-
-_Tail = Literal["bucket", "fill"]
-_Level = Literal["token", "sequence"]
-_Gradient = Literal["exact", "constant_dual", "unprojected"]
-_Project = Literal["all", "outward"]
-_Centre = Literal["old", "reference"]
-
-FILL = 1e-12
-"""Probability that the published form gives to every token outside the support."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TROLLConfig(ObjectiveConfig):
-    action: ClassVar[Action] = "projected"
-
-    bound: float = 0.05
-    """ε: KL(projected‖centre) of every token, in nats; inf switches the projection off."""
-    regression: float = 1.0
-    """α: how strongly the network is pulled to its own projection; 0 lets it drift."""
-    tail: _Tail = "bucket"
-    """Tokens outside the support: their exact mass as one more category, or a fixed tiny probability each, as published."""
-    vocab_size: int | None = None
-    """V; `tail="fill"` needs it to count the tokens outside the support."""
-    level: _Level = "token"
-    """Whose ratio: each token's own, or the length-normalised one of its sequence (as GSPO's)."""
-    gradient: _Gradient = "exact"
-    """Through the projection: exact, with the dual held constant, or not at all (the regression alone holds the region)."""
-    project: _Project = "all"
-    """Which tokens outside the ball: all, or not those whose own gradient step lowers the KL, which are left as they are."""
-    centre: _Centre = "old"
-    """Of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`): that bounds the whole drift."""
-    ratio_cap: float | None = None
-    """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
-
-    def __post_init__(self) -> None:
-        require(self, "bound", at_least=0, what="a KL in nats", note="inf switches it off")
-        require(self, "regression", at_least=0, finite=True, what="a weight")
-        words = {"tail": _Tail, "level": _Level, "gradient": _Gradient, "project": _Project, "centre": _Centre}
-        for key, choices in words.items():
-            require(self, key, one_of=get_args(choices))
-        require(self, "vocab_size", at_least=1, integer=True, optional=True, what="a number of tokens")
-        if self.tail == "fill" and self.vocab_size is None:
-            raise ValueError("troll: tail='fill' gives every dropped token 1e-12 and has to know how many: set `vocab_size`.")
-        require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
-
-    @property
-    def tokenwise(self) -> bool:
-        return self.level == "token"
-
-    @property
-    def plain_on_policy(self) -> bool:
-        return self.ratio_cap is None and self.tail == "bucket" and self.centre == "old"
-
-    @property
-    def regresses(self) -> bool:
-        return self.regression > 0
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.bound, self.bound
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS_TOKENS | NEEDS_SUPPORT | ({"dist_teacher"} if self.centre == "reference" else set())
 
 
 def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
@@ -135,7 +67,7 @@ def troll(batch: TokenBatch, config: TROLLConfig) -> ObjectiveOutput:
 
 def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor, "B T K1"]:
     """A distribution over the support and everything else, up to normalisation."""
-    if config.tail == "bucket":
+    if config.filled_tail is None:
         return dist.with_rest()
     assert config.vocab_size is not None
     kept = torch.where(mask, (dist.ids >= 0).sum(-1), 0)
@@ -143,7 +75,7 @@ def _whole(dist: SparseDist, mask: Tensor, config: TROLLConfig) -> Float[Tensor,
         raise ValueError(
             f"troll: `vocab_size` counts every token, and a support has {int(kept.max())} of them; got {config.vocab_size}."
         )
-    rest = (config.vocab_size - kept).to(at_least_float32(dist.rest).dtype).mul(FILL).log()
+    rest = (config.vocab_size - kept).to(at_least_float32(dist.rest).dtype).mul(config.filled_tail).log()
     return SparseDist(dist.ids, dist.logp, rest).with_rest()
 
 

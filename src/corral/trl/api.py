@@ -13,7 +13,7 @@ import trl
 from packaging.version import Version
 from trl import GRPOConfig
 
-from corral.objective.reduction import Reduction
+from corral.objective.config import Reduction
 from corral.trl import LAST_TESTED, TRL_RANGE, IncompatibleTRL, is_untested
 
 

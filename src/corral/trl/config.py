@@ -17,7 +17,6 @@ from corral.advantage import Advantage
 from corral.objective import OBJECTIVES, Objective, make_objective, objective_names
 from corral.objective.config import NEEDS_SUPPORT, Anchor
 from corral.objective.correction import Correction, make_correction
-from corral.objective.dppo import DPPOConfig
 from corral.trl import MODEL_IDS
 from corral.trl.api import REDUCTIONS, WRONG_BEFORE
 from corral.validate import require, suggest
@@ -231,10 +230,10 @@ def sampler_refusals(config: "CorralConfig", sampler: "Sampler", generation: dic
             f"objective={config.objective!r} needs `logp_rollout`, and transformers' generation reports none. Use vLLM, "
             f"or a rollout function."
         )
-    if config.objective == "decoupled_ppo" and (corrects or config.correction is not None):
+    if config.make_objective().config.corrects_sampler and (corrects or config.correction is not None):
         yield (
-            "objective='decoupled_ppo' weighs the old policy against the sampler itself, and a correction would do it twice. "
-            "Leave `correction` out, and set vllm_importance_sampling_correction=False."
+            f"objective={config.objective!r} weighs the old policy against the sampler itself, and a correction would do it "
+            "twice. Leave `correction` out, and set vllm_importance_sampling_correction=False."
         )
     if config.correction is None:
         return
@@ -260,7 +259,7 @@ def _support_refusals(config: "CorralConfig", sampler: "Sampler") -> Iterator[st
     objective = config.make_objective().config
     if "dist_teacher" in objective.needs:
         yield f"objective={config.objective!r} needs the old policy on another model's tokens too. Use anchor='old'."
-    if isinstance(objective, DPPOConfig) and objective.estimator == "full":
+    if objective.support == "full":
         yield (
             "estimator='full' reads every token, and a sampler reports its likeliest alone. Use estimator='topk', or "
             "anchor='old'."

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from corral.head.union import UnionSupport, gather_logp
 from corral.numerics import logsumexp
-from corral.objective.troll import FILL
 from corral.support import extend_support
 from corral.tensors import SparseDist
 from corral.trl.processes import base_model, vocabulary_size
@@ -38,7 +37,7 @@ class OldPolicy:
     """
 
     support_mass: float
-    fill: bool
+    fill: float | None
     head: HeadInputs | None = None
     hidden: Float[Tensor, "M H"] | None = None
 
@@ -91,7 +90,7 @@ class OldPolicy:
         place = torch.arange(slots, device=new.ids.device)
         ids, logp, rest = new.ids[..., :slots].long(), new.logp[..., :slots], new.rest
         brought = (place >= members[..., None]) & (ids >= 0)
-        if not self.fill:
+        if self.fill is None:
             dropped = brought & (inputs[_ROW] < 0)[..., None]
             rest = logsumexp(torch.cat([rest[..., None], torch.where(dropped, logp, -torch.inf)], -1))
             ids, logp = torch.where(dropped, -1, ids), torch.where(dropped, -torch.inf, logp)
@@ -99,7 +98,10 @@ class OldPolicy:
         most = max(1, int(brought.sum(-1).max()))
         others = (members[..., None] + torch.arange(most, device=ids.device)).clamp(max=slots - 1)
         others = torch.where(torch.arange(most, device=ids.device) < brought.sum(-1, keepdim=True), ids.gather(-1, others), -1)
-        added = torch.full(others.shape, math.log(FILL), device=ids.device) if self.fill else self._score(inputs, others)
+        if self.fill is None:
+            added = self._score(inputs, others)
+        else:
+            added = torch.full(others.shape, math.log(self.fill), device=ids.device)
         return SparseDist(ids, logp, rest, new.rest_max), extend_support(old, ids, added)
 
     def _score(self, inputs: dict[str, Any], ids: Int[Tensor, "B T M"]) -> Float[Tensor, "B T M"]:

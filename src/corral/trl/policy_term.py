@@ -15,11 +15,9 @@ from corral.head.packed import LossTerms, Packing
 from corral.head.policy_loss import TOLERANCE, PolicyLoss
 from corral.head.rows import AsyncCopy
 from corral.head.union import UnionSupport
-from corral.objective import Objective, make_objective
-from corral.objective.dppo import dppo
+from corral.objective import Objective, plain_objective
 from corral.objective.metrics import masked_max
 from corral.objective.ratio import clamp_log_ratio, log_ratio
-from corral.objective.troll import troll
 from corral.tensors import SparseDist, TokenBatch, metric_kind
 from corral.trl.api import FUSED
 from corral.trl.old_policy import fill_unscored
@@ -150,14 +148,12 @@ class PolicyTerm:
         trainer = self.trainer
         if "corral_ids" in self.inputs:
             return replace(trainer.own_support() if trainer.union else SupportRequest(), ids=self.inputs["corral_ids"])
-        # Functions of others may share these settings and mean something else by them.
-        plain = trainer.objective.function in (troll, dppo) and trainer.objective.config.plain_on_policy
-        return trainer.own_support() if trainer.needs_support and not plain else SupportRequest()
+        return trainer.own_support() if trainer.needs_support and not trainer.objective.plain_on_policy else SupportRequest()
 
     def _objective(self, dist_old: SparseDist | None) -> Objective:
         """The trainer's; on-policy, where a support changes nothing and none was made, the same gradient without one."""
         trainer = self.trainer
-        return make_objective("reinforce") if trainer.needs_support and dist_old is None else trainer.objective
+        return plain_objective() if trainer.needs_support and dist_old is None else trainer.objective
 
     def _loss_terms(self, packing: Packing) -> LossTerms | None:
         """The loss of the scored tokens for the head to compute; None where that needs more than tokens one by one.

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import pad
 
 from corral.head.logits import slices
-from corral.objective.troll import TROLLConfig
 from corral.tensors import SparseDist
 from corral.trl import TEACHER_PROMPT
 from corral.trl.api import FUSED
@@ -45,7 +44,7 @@ class Teacher:
                 f"not hand over. Install TRL 1.15 or newer."
             )
         self.trainer, self.is_own = trainer, model is None
-        self.is_reference = isinstance(trainer.objective.config, TROLLConfig)
+        self.is_reference = trainer.objective.config.third_policy == "reference"
         student = base_model(trainer.model)
         self.model = model = _copy(student) if model is None else model
         own, theirs = vocabulary_size(student), vocabulary_size(model)

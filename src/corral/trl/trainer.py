@@ -16,8 +16,6 @@ from trl import GRPOTrainer
 from corral.advantage import Advantage, group_advantages
 from corral.objective import Objective
 from corral.objective.check import FirstCall
-from corral.objective.dppo import DPPOConfig
-from corral.objective.troll import TROLLConfig
 from corral.tensors import TokenBatch
 from corral.trl.api import FUSED, steps_per_batch
 from corral.trl.callbacks import RunRecord, SelfCheck
@@ -100,9 +98,8 @@ class CorralTrainer(GRPOTrainer):
         self.teacher = self._make_teacher(teacher) if taught else None
         if teacher is not None and not taught:
             raise ValueError(f"CorralTrainer: objective={args.objective!r} reads no teacher. Use objective='distill', or none.")
-        config = self.objective.config
-        fill = isinstance(config, TROLLConfig) and config.tail == "fill"
-        if self.union and not fill and not FUSED:
+        fill = self.objective.config.filled_tail
+        if self.union and fill is None and not FUSED:
             raise ValueError(
                 f"CorralTrainer: support='union' needs the old hidden states, which TRL {trl.__version__} does not hand over. "
                 f"Install TRL 1.15 or newer, or use support='old'."
@@ -185,8 +182,7 @@ class CorralTrainer(GRPOTrainer):
 
     def own_support(self) -> SupportRequest:
         """How much of its own policy an old pass keeps."""
-        config = self.objective.config
-        if isinstance(config, DPPOConfig) and config.estimator == "full":
+        if self.objective.config.support == "full":
             return SupportRequest(top_k=sys.maxsize)
         return SupportRequest(top_k=self.args.support_size, mass=self.args.support_mass)
 

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from corral.lab.baselines.sac import GraphedSAC, draw, read_transitions
 from corral.lab.baselines.stable import Baseline, BaselineConfig
 from corral.lab.environments import ENVIRONMENTS
-from corral.lab.jobs.robot.settings import TRAINING, Settings, resolve
+from corral.lab.jobs.robot.settings import Settings, resolve
+from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 from corral.robot.episode import Plant, held_out_seeds
 from tolerance import TWENTY_UPDATES, assert_close

@@ -157,7 +157,7 @@ def test_a_common_reduction_is_every_objective_s_own() -> None:
 
 
 def test_every_reward_reaches_every_run() -> None:
-    rewards = ["verifier", "corral.lab.models.smoke:letters=0.5"]
+    rewards = ["verifier", "corral.lab.jobs.llm.smoke:letters=0.5"]
     training, run = Training(recipe="demo", settings={"reward": rewards}), make_run("troll", {}, 0, "report")
     words = start_arguments("llm", training, run, Path("out"))
     assert [word for word in words if word.startswith("--reward")] == [f"--reward={reward}" for reward in rewards]

@@ -9,7 +9,8 @@ import torch
 from corral.lab.environments import ENVIRONMENTS
 from corral.lab.jobs.robot.measure import LAG, MOVED, autocorrelation, measure, smoothness
 from corral.lab.jobs.robot.prepare import prepare
-from corral.lab.jobs.robot.settings import TRAINING, resolve
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
 from corral.robot.episode import Episodes
 
 ENVIRONMENT = ENVIRONMENTS["corral/ViaPointReacher-v0"]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from corral.lab.jobs.robot.prepare import prepare
-from corral.lab.jobs.robot.settings import TRAINING, resolve
+from corral.lab.jobs.robot.settings import resolve
+from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import banner
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from corral.lab.jobs.robot.prepare import EPISODIC, prepare
-from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, TRAINING, coerce_fields, read_recipe, resolve
+from corral.lab.jobs.robot.settings import ALGORITHMS, RECIPES, coerce_fields, read_recipe, resolve
+from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import train
 from corral.lab.run.settings import recipes
 from corral.robot.tce import AS_PUBLISHED

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from corral.lab.jobs.robot.evaluate import bootstrap, evaluate
-from corral.lab.jobs.robot.settings import ALGORITHMS, TRAINING, Settings, resolve
+from corral.lab.jobs.robot.settings import ALGORITHMS, Settings, resolve
+from corral.lab.jobs.robot.smoke import TRAINING
 from corral.lab.jobs.robot.train import LIMITS, STATE, RobotRun, resume, select_watched, train
 from corral.lab.run.guard import CollapseWatch
 from corral.lab.run.interval import Estimate

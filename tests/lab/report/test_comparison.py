@@ -14,7 +14,7 @@ from report.synthetic import CHOSEN, RATES, write_comparison, write_robot_run, w
 from corral.lab.report import outcomes
 from corral.lab.report import outcomes as across
 from corral.lab.report.comparison import read_comparison, read_comparisons, split_runs
-from corral.lab.report.content import RunReport, make_report, report_looks
+from corral.lab.report.content import RunReport, make_report
 from corral.lab.report.groups import group_runs, pairs
 from corral.lab.report.page import page, page_data
 from corral.lab.report.plots import draw_sweep
@@ -217,7 +217,7 @@ def test_auto_is_a_value_of_a_learning_rate(tmp_path: Path) -> None:
     assert drawn["values"] == [1e-4, 1e-3, "auto"]
     assert (drawn["names"], drawn["lines"][0]["usable"]) == (["1e-4", "1e-3", "auto"], [0, 2])
     axes = Figure().subplots()
-    draw_sweep(axes, report.sweeps[0], report.measure, report_looks(report))
+    draw_sweep(axes, report.sweeps[0], report.measure, report.looks)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1e-4", "1e-3", "auto"]
     # A quarter of the axis to the right of its numbers, where no line leads.
     assert axes.get_xticks()[-1] == pytest.approx(1e-3 * 10**0.25)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import corral.numerics as numerics
 from corral.head.rows import HeadRows
+from corral.objective import Objective
+from corral.objective.config import ProjectionRule, TokenRule
 from corral.projection import categorical_kl as reference
 from corral.support import ANCHOR_TOLERANCE, LogpTolerance
 
@@ -335,7 +337,11 @@ def _metrics_kernel(
 CLIP, MASK, WEIGHT, GATE, PENALTY, FLIP = range(6)
 RATIO, BINARY_TV, BINARY_KL, SUPPORT_TV, SUPPORT_KL, CHI_SQUARE = range(6)
 """What a clip, a mask or a penalty measures."""
-INFINITY = float("inf")
+_RULES = {"clip": CLIP, "mask": MASK, "weight": WEIGHT, "gate": GATE, "penalty": PENALTY, "flip": FLIP}
+_MEASURES = {
+    "ratio": RATIO, "binary_tv": BINARY_TV, "binary_kl": BINARY_KL,
+    "support_tv": SUPPORT_TV, "support_kl": SUPPORT_KL, "chi_square": CHI_SQUARE,
+}  # fmt: skip
 LANES = 256
 """Rows times slots of one program."""
 
@@ -367,10 +373,11 @@ class TokenLoss:
 
     @classmethod
     def of(cls, objective: Any) -> "TokenLoss | None":
-        """That of an objective; None where the kernel does not compute it. Names are never taken twice: they identify it."""
-        name = getattr(objective, "name", None)  # any function of a batch is an objective
-        make = _RULES.get(name) if isinstance(name, str) else None
-        return None if make is None else make(objective.config)
+        """The loss that an objective declares, or None if it declares no such rule."""
+        rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
+        if not isinstance(rule, TokenRule):
+            return None
+        return cls(**vars(rule) | {"rule": _RULES[rule.rule], "measure": _MEASURES[rule.measure]})
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
         """Losses of N packed tokens; flawed are those beyond the limits too."""
@@ -388,43 +395,6 @@ class TokenLoss:
             POLICY=old.policy_weights is not None, SLOTS=lanes, ROWS=block, num_warps=1,
         )  # fmt: skip
         return LossRows(fields, own, None, None)
-
-
-def _masked(config: Any) -> TokenLoss | None:
-    measures = {
-        ("ratio", "binary"): RATIO, ("tv", "binary"): BINARY_TV, ("kl", "binary"): BINARY_KL,
-        ("tv", "topk"): SUPPORT_TV, ("kl", "topk"): SUPPORT_KL,
-    }  # fmt: skip
-    measure = measures.get((config.divergence, config.estimator))  # "full" has more to check
-    if measure is None or config.mask == "predictive":
-        return None
-    low, high = config.bounds
-    symmetric = config.mask == "symmetric"
-    return TokenLoss(rule=MASK, low=low, high=high, cap=config.ratio_cap, measure=measure, symmetric=symmetric)
-
-
-def _clipped(config: Any) -> TokenLoss:
-    return TokenLoss(rule=CLIP, low=1 - config.clip_low, high=1 + config.clip_high, cap=config.dual_clip)
-
-
-def _decoupled(config: Any) -> TokenLoss:
-    return TokenLoss(rule=CLIP, low=1 - config.clip_low, high=1 + config.clip_high, decoupled=True)
-
-
-def _isometric(config: Any) -> TokenLoss:
-    return TokenLoss(rule=CLIP, low=config.bound_low**0.5, high=config.bound_high**0.5, measure=CHI_SQUARE)
-
-
-_RULES = {
-    "ppo_clip": _clipped, "clip_higher": _clipped, "dual_clip": _clipped, "dppo": _masked,
-    "decoupled_ppo": _decoupled, "ripo": _isometric,
-    "aspo": lambda config: TokenLoss(rule=FLIP, low=1 - config.clip_low, high=1 + config.clip_high, cap=config.cap),
-    "reinforce": lambda config: TokenLoss(rule=MASK, low=INFINITY, high=INFINITY, cap=config.ratio_cap),
-    "cispo": lambda config: TokenLoss(rule=WEIGHT, low=config.cap_low, high=config.cap_high),
-    "sapo": lambda config: TokenLoss(rule=GATE, low=config.tau_negative, high=config.tau_positive),
-    "drpo": lambda config: TokenLoss(rule=PENALTY, low=config.bound, high=config.bound, measure=BINARY_TV),
-    "spo": lambda config: TokenLoss(rule=PENALTY, low=config.epsilon, high=config.epsilon),
-}  # fmt: skip
 
 
 @triton.jit
@@ -583,16 +553,9 @@ class TrollLoss:
 
     @classmethod
     def of(cls, objective: Any) -> "TrollLoss | None":
-        """Those of an objective; None where the kernel does not compute it. Names are never taken twice: they identify it."""
-        if getattr(objective, "name", None) != "troll":  # any function of a batch is an objective
-            return None
-        config = objective.config
-        if config.tail != "bucket" or config.level != "token" or config.centre != "old":
-            return None
-        return cls(
-            bound=config.bound, regression=config.regression, gradient=config.gradient, ratio_cap=config.ratio_cap,
-            outward=config.project == "outward",
-        )  # fmt: skip
+        """The settings that an objective declares, or None if it declares no such rule."""
+        rule = objective.kernel if isinstance(objective, Objective) else None  # any function of a batch is an objective
+        return cls(**vars(rule)) if isinstance(rule, ProjectionRule) else None
 
     def __call__(self, rows: HeadRows, old: OldRows, limits: LogpTolerance = UNCHECKED) -> LossRows:
         """L = − (π̃(a) / π_old(a)) Â + α KL(π‖sg[π̃]) of N packed tokens; flawed are those beyond the limits too."""

@@ -71,14 +71,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _evaluate_robot(arguments: argparse.Namespace) -> None:
     """A robot's run: episodes, a table, and a film if one is wanted."""
     from corral.lab.jobs.robot.evaluate import evaluate, show
-    from corral.lab.jobs.robot.settings import SMOKE_EPISODES
+    from corral.lab.jobs.robot.smoke import EPISODES
 
     unknown = [name for name in given_flags(arguments, FLAGS) if name != "checkpoint"]
     unknown += [name for name in ("set", "against", "tools", "unsafe_code_execution") if vars(arguments)[name]]
     if unknown:
         flag = unknown[0].replace("_", "-")
         raise RunError(f"robots are evaluated by --episodes, --checkpoint, --video and --out; not by --{flag}.")
-    given = arguments.episodes if arguments.episodes is not None else SMOKE_EPISODES if arguments.smoke else 256
+    given = arguments.episodes if arguments.episodes is not None else EPISODES if arguments.smoke else 256
     done = evaluate(
         Path(arguments.model),
         episodes=coerce("episodes", given, int),
@@ -134,7 +134,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         raise RunError(f"--{name} is for runs of robots, and {arguments.model} is none.")
     chosen = eval_settings(arguments, ("model", "tools", *FLAGS))
     if arguments.smoke:
-        from corral.lab.jobs.llm.settings import EVALUATION, TASK_CONFIG
+        from corral.lab.jobs.llm.smoke import EVALUATION, TASK_CONFIG
 
         if "model" in chosen:
             raise RunError(f"--smoke evaluates a random model, so {chosen['model']} cannot be given with it.")

@@ -115,7 +115,7 @@ def _exit_status(summary: Mapping[str, Any]) -> int:
 
 
 def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[Mapping[str, Any]]:
-    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, prepare, train.
+    """Recipe, file, --smoke and flags. Both kinds have the same modules: settings, smoke, prepare, train.
 
     What is wrong with names and values is said before torch and TRL are imported, where they are not needed to see it.
     """
@@ -129,7 +129,7 @@ def _layers(kind: Kind, arguments: argparse.Namespace, rest: list[str]) -> list[
     if kind == "robot":
         settings.check_flags([*layers, given])
     if arguments.smoke:
-        layers += settings.smoke_layers([*layers, given])
+        layers += importlib.import_module(f"corral.lab.jobs.{kind}.smoke").smoke_layers([*layers, given])
     return [*layers, given]
 
 

@@ -54,11 +54,11 @@ def check_plan(plan: ComparisonPlan, training: Training, config: Path | None = N
 
 def resolve_run(kind: Kind, training: Training, run: PlannedRun, config: Path | None = None) -> Any:
     """The settings of one run: recipe, file, --smoke, flags."""
-    settings = importlib.import_module(f"corral.lab.jobs.{kind}.settings")
+    settings, smoke = (importlib.import_module(f"corral.lab.jobs.{kind}.{name}") for name in ("settings", "smoke"))
     layers = [read_named(training.recipe, recipes(settings.RECIPES))] if training.recipe else []
     layers += [read_file(config)] if config is not None else []
     given = nested(run_settings(kind, training, run).items(), settings.TABLES)
-    layers += settings.smoke_layers([*layers, given]) if training.smoke else []
+    layers += smoke.smoke_layers([*layers, given]) if training.smoke else []
     if kind == "robot":
         settings.check_flags([*layers, given])
     return settings.resolve([*layers, given])

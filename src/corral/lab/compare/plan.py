@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from corral.lab.report.ranges import setting_pairs, value_text
 from corral.lab.run.settings import guess
+from corral.objective import OBJECTIVES
 from corral.validate import RunError
 
 Kind = Literal["llm", "robot"]
@@ -229,8 +230,6 @@ def split_contestant(contestant: str) -> tuple[str, dict[str, str]]:
     name, *pairs = contestant.split(" ")
     if not pairs:
         return name, {}
-    from corral.objective import OBJECTIVES  # and torch with it, which most comparisons do not need to be refused
-
     own = [item.name for item in fields(OBJECTIVES[name][1])]
     given = dict(pair.split("=", 1) for pair in pairs)
     return name, {f"objective_config.{key}" if key in own else key: value for key, value in given.items()}

@@ -1,12 +1,8 @@
-"""The model of `--smoke`: random weights over bytes, so that any recipe runs in seconds and without a network."""
-
-from typing import Any
+"""The random model over bytes that `--smoke` runs: seven thousand weights, and a chat template."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from corral.lab.tasks import text_of
 
 _PAD, _START, _END = _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
@@ -18,12 +14,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """ChatML with tool calls, as the models of the recipes have it."""
-
-
-def letters(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that a random model gets in part: the share of letters in a completion."""
-    texts = [text_of(completion) for completion in completions]
-    return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts]
 
 
 def build_smoke() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:

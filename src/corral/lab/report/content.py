@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from corral.lab.report import figures, outcomes, tables
@@ -41,15 +42,25 @@ class RunReport:
         return [run for group in self.groups for run in group.runs]
 
     @property
+    def problems(self) -> list[str]:
+        """Task and model of the groups, each once."""
+        return list(dict.fromkeys(group.problem for group in self.groups))
+
+    @property
+    def seeds(self) -> list[str]:
+        """Seeds of the runs, each once."""
+        return list(dict.fromkeys(run.seed for run in self.runs))
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """Colour and marker of every contestant, by the name that its groups and its sweep have."""
+        swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
+        return assign_looks([*(group.objective for group in self.groups), *swept])
+
+    @property
     def is_single(self) -> bool:
         """Whether it is about one run and nothing else."""
         return len(self.runs) == 1 and not self.sweep_groups
-
-
-def report_looks(report: RunReport) -> dict[str, Look]:
-    """Colour and marker of every contestant, by the name that its groups and its sweep have."""
-    swept = [row.contestant for sweep in report.sweeps for row in sweep.rows]
-    return assign_looks([*(group.objective for group in report.groups), *swept])
 
 
 def make_report(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from corral.lab.report import figures, outcomes, plots
-from corral.lab.report.content import RunReport, report_looks
+from corral.lab.report.content import RunReport
 from corral.lab.report.forest import sort_pairs
 from corral.lab.report.groups import Group
 from corral.lab.report.html import shorten
@@ -36,7 +36,7 @@ def export(report: RunReport, folder: Path) -> list[Path]:
     for index, sweep in enumerate(report.sweeps):
         stem = folder / ("sweep" if len(report.sweeps) == 1 else f"sweep-{index + 1}")
         written += _draw(
-            partial(plots.draw_sweep, sweep=sweep, measure=report.measure, looks=report_looks(report)),
+            partial(plots.draw_sweep, sweep=sweep, measure=report.measure, looks=report.looks),
             stem,
             f"{sweep.problem}: means over {sweep.seeds_text}, bands their range",
         )
@@ -46,7 +46,7 @@ def export(report: RunReport, folder: Path) -> list[Path]:
 def _of_problem(report: RunReport, groups: Sequence[Group], folder: Path, ending: str) -> list[Path]:
     """Curves, ends and histograms of the groups of one problem."""
     axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
-    looks = report_looks(report)
+    looks = report.looks
     look, written = plots.line_styles(report.groups, looks), []
     about = _about(groups)
     said = f"{about}\nCircles: seeds. Interquartile means with 95 % bootstrap intervals."

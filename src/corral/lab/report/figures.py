@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import numpy as np
 from corral.lab.report.groups import Group
 from corral.lab.report.read import Run
 from corral.lab.report.statistics import interquartile_curve, middle_mean
+from corral.objective import make_config
 
 BUDGET = 250_000
 """Numbers on a page, over all runs and metrics: about two megabytes."""
@@ -114,10 +116,11 @@ def _without_support(runs: Sequence[Run]) -> str:
 def kl_bound(group: Group) -> float | None:
     """The bound of an objective where that is a KL; its seeds share it."""
     given = group.runs[0].config.get("objective")
-    config: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    is_kl = config.get("name") == "troll" or (config.get("name") == "dppo" and config.get("divergence") == "kl")
-    bound = config.get("bound")
-    return float(bound) if is_kl and isinstance(bound, int | float) and 0 < bound < math.inf else None
+    settings = dict(given) if isinstance(given, Mapping) else {}
+    bound = None
+    with suppress(ValueError):  # an older run, or one of an objective that is not registered here
+        bound = make_config(settings.pop("name", ""), settings).kl_bound
+    return float(bound) if bound is not None and 0 < bound < math.inf else None
 
 
 def stride(runs: Sequence[Run], metrics: Sequence[Metric]) -> int:

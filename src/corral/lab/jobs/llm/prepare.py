@@ -187,7 +187,7 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     every = steps_per_batch(config)
     rollouts = settings.steps * math.lcm(config.gradient_accumulation_steps, every) // every
     needed = rollouts * config.prompts_per_batch
-    dataset = problems.dataset(needed, settings.seed, shown if taught == "distill" else "")
+    dataset = problems.dataset(needed, settings.seed, shown if taught == "teacher" else "")
     held_out = task.held_out_prompts(settings.eval_size, settings.seed)
     if not held_out:
         raise RunError(f"the task {task.name} has no held-out problems to measure success on.")
@@ -206,15 +206,14 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
 
 
 def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
-    """The objective's name if it reads a third policy; ValueError where it does not read what was named for it."""
-    objective = config.make_objective()
-    taught = objective.name if "dist_teacher" in objective.needs else None
+    """The third policy that the objective reads, if any; ValueError where it does not read what was named for it."""
+    taught = config.make_objective().config.third_policy
     if settings.teacher and taught is None:
         raise ValueError(
             f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
             f"reference to stay near, troll with centre='reference'."
         )
-    if settings.teacher_instruction and taught != "distill":
+    if settings.teacher_instruction and taught != "teacher":
         raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
     return taught
 

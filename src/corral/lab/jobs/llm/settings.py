@@ -1,9 +1,9 @@
-"""Settings of a run of a language model: recipe, file, --smoke and flags, checked before torch is imported."""
+"""Settings of a run of a language model: recipe, file and flags, checked before torch is imported."""
 
 import ast
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -18,6 +18,7 @@ from corral.lab.tasks import TASKS, make_task
 from corral.lab.tasks.dataset import FiniteTask
 from corral.lab.tasks.imports import make_tool
 from corral.lab.tasks.procedural import ProceduralTask
+from corral.objective import OBJECTIVES, make_config, unknown_objective
 from corral.trl import TRL_RANGE
 from corral.validate import RunError, check_keys, nearest, require, suggest
 
@@ -56,7 +57,8 @@ def refuse_unknown(key: str, known: list[str], objective: str, task: str) -> str
     where = "`corral explain settings` lists them all."
     if key in _ALSO_CALLED:
         return f"there is no setting `{key}`. Use {_ALSO_CALLED[key]}. {where}"
-    owners = [name for name in (objective, *objective_fields()) if key in objective_fields().get(name, ())]
+    owners = [name for name, (_, config_cls) in OBJECTIVES.items() if key in (item.name for item in fields(config_cls))]
+    owners.sort(key=lambda name: name != objective)
     if owners:
         return f"there is no setting `{key}`; {owners[0]} has one: --set objective_config.{key}=…. {where}"
     task_cls = TASKS.get(task)
@@ -120,27 +122,6 @@ def _trainer_types() -> dict[str, str] | None:
     return types
 
 
-@cache
-def objective_fields() -> dict[str, tuple[str, ...]]:
-    """Each objective's own settings; of a preset, those of the file that it is in."""
-    folder = _PACKAGE / "objective"
-    registry = next(
-        node.value
-        for node in ast.parse((folder / "__init__.py").read_text()).body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "OBJECTIVES"
-    )
-    assert isinstance(registry, ast.Dict)
-    found: dict[str, tuple[str, ...]] = {}
-    for key, value in zip(registry.keys, registry.values, strict=True):
-        assert isinstance(key, ast.Constant)
-        assert isinstance(value, ast.Tuple)
-        function = value.elts[0]
-        assert isinstance(function, ast.Name)
-        classes = class_fields(folder / f"{function.id}.py")
-        found[str(key.value)] = tuple(dict.fromkeys(name for names in classes.values() for name in names))
-    return found
-
-
 def class_fields(path: Path) -> dict[str, dict[str, str]]:
     """The fields, of each dataclass in a file, that its constructor takes, with their types as written."""
     return {
@@ -187,11 +168,11 @@ def check_packages(settings: Mapping[str, Any]) -> None:
 
 
 def check_objective_config(objective: str, config: Mapping[str, Any]) -> None:
-    """Refuse settings that the objective does not have."""
-    known = objective_fields()[objective]
-    for key in config:
-        if key not in known:
-            raise RunError(f"{objective}: there is no setting `{key}`.{nearest(key, known)}")
+    """Refuse settings that the objective does not have, and values that it cannot have."""
+    try:
+        make_config(objective, config)
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def check_task_config(task: str, config: Mapping[str, Any]) -> None:
@@ -336,11 +317,8 @@ class Settings:
             raise RunError(f"there is no task {self.task!r}.{nearest(self.task, TASKS)}")
         if self.tool and (self.tools or self.environment_factory):
             raise RunError(ONE_OF_TOOLS)
-        if self.objective not in objective_fields():
-            from corral.objective import OBJECTIVES  # with torch, and with what other packages have registered
-
-            if self.objective not in OBJECTIVES:
-                raise RunError(f"there is no objective {self.objective!r}.{nearest(self.objective, OBJECTIVES)}")
+        if self.objective not in OBJECTIVES:
+            raise RunError(unknown_objective(self.objective))
 
     def flat(self) -> dict[str, Any]:
         """As in a file: the run's keys and the trainer's side by side."""
@@ -379,8 +357,6 @@ def check_early(layers: Iterable[Mapping[str, Any]]) -> None:
         if key in merged:
             raise RunError(f"`{key}` is a setting of TRL's own loss, and here the objective has it. Use {flags}.")
     own = _own_settings(merged, names)
-    if own.get("objective", "troll") not in objective_fields():  # nothing else can be registered yet
-        raise RunError(f"there is no objective {own['objective']!r}.{nearest(own['objective'], objective_fields())}")
     check_numbers({key: value for key, value in merged.items() if key not in own})
     settings = Settings(**own)
     check_objective_config(settings.objective, settings.objective_config)
@@ -433,12 +409,11 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 def _own_reduction(settings: Settings) -> bool:
     """Whether the objective names this `loss_type` as its own; errors in either are raised later."""
-    from corral.objective import make_objective
     from corral.trl.api import REDUCTIONS
 
     loss_type = settings.trainer.get("loss_type")
     with suppress(ValueError):
-        own = make_objective(settings.objective, **settings.objective_config).config.reductions
+        own = make_config(settings.objective, settings.objective_config).reductions
         return loss_type not in REDUCTIONS or REDUCTIONS[loss_type] in own
     return True
 
@@ -454,49 +429,3 @@ def _trainer_hints() -> dict[str, Any]:
 
     known = {item.name for item in dataclasses.fields(CorralConfig) if item.init}
     return {key: hint for key, hint in typing.get_type_hints(CorralConfig).items() if key in known}
-
-
-TASK_CONFIG: dict[str, dict[str, Any]] = {
-    "gsm8k": {"path": str(RECIPES / "smoke" / "gsm8k")},
-    "words": {"path": str(RECIPES / "smoke" / "words")},
-    "dapo_math": {"path": str(RECIPES / "smoke" / "dapo_math.jsonl"), "held_out": 0.3},
-}
-"""A few problems of our own, in the shape of data sets that have to be fetched."""
-
-_TRAINING: dict[str, Any] = {
-    "model": "smoke",
-    "device": "cpu",
-    "steps": 2,
-    "eval_every": 1,
-    "eval_size": 2,
-    "eval_batch_size": 2,
-    "checkpoint_every": 1,
-    "max_completion_length": 8,
-    "num_generations": 2,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2,  # two updates per batch of rollouts, so that the trust region can act
-    "bf16": False,
-    "use_vllm": False,
-    "gradient_checkpointing": False,
-    # A random model is never right, and groups without differences give no gradient. Success is still the task's own verdict.
-    "reward": "corral.lab.models.smoke:letters",
-}
-"""What --smoke changes in a recipe; objective, reduction, instruction and verifier stay."""
-
-EVALUATION: dict[str, Any] = {
-    "model": "smoke",
-    "device": "cpu",
-    "backend": "transformers",
-    "problems": 2,
-    "samples": 2,
-    "batch_size": 2,
-    "max_tokens": 8,
-}
-"""The same for `corral eval`."""
-
-
-def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What --smoke puts on top of a recipe and a file: small numbers, and packaged problems for the task that was asked for."""
-    task = next((layer["task"] for layer in reversed(layers) if "task" in layer), "countdown")
-    return [_TRAINING, {"task": task, "task_config": TASK_CONFIG.get(task, {})}]

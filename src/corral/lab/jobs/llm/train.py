@@ -31,9 +31,6 @@ from corral.validate import RunError
 
 _Result = TypeVar("_Result")
 
-_NO_REGION = {"reinforce"}
-"""Objectives without a trust region."""
-
 
 def train(
     settings: Settings | Mapping[str, Any], *, out: Path | str | None = None, quiet: bool = False, smoke: bool = False
@@ -284,7 +281,7 @@ def _device(trainer: RunTrainer) -> str:
 def why_inactive(trainer: RunTrainer) -> str | None:
     """Why the trust region can never act; None if it can."""
     config = trainer.objective.config
-    if trainer.objective.name in _NO_REGION:
+    if not config.has_region:
         return f"{trainer.objective.name} has no trust region."
     if config.bounds is not None and min(config.bounds) == float("inf"):
         return "the bound is infinite."

@@ -327,7 +327,8 @@ class RunTrainer(CorralTrainer):
     def newest_completions(self, count: int) -> list[dict[str, Any]]:
         """The first completions of the newest rollouts, those of one prompt together."""
         logs, update, weights, rows = self._logs, self.state.global_step, self.reward_weights.tolist(), []
-        columns = zip(logs["prompt"], logs["completion"], zip(*logs["rewards"].values(), strict=True), logs["advantages"])
+        every = zip(*logs["rewards"].values(), strict=True)
+        columns = zip(logs["prompt"], logs["completion"], every, logs["advantages"], strict=False)
         for prompt, completion, rewards, advantage in islice(columns, count):
             judged = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if not math.isnan(reward)]
             row = {"step": update // self.updates_per_step, "update": update, "prompt": transcript(prompt)}

@@ -1,4 +1,4 @@
-"""Settings of a robot's run: recipe, file, --smoke and flags in layers, every key and type checked."""
+"""Settings of a robot's run: recipe, file and flags in layers, every key and type checked."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -151,31 +151,3 @@ def coerce_fields(owner: str, config_cls: type, given: Mapping[str, Any], *, wit
             value = tuple(value) if isinstance(value, list | tuple) else (value,)
         out[key] = value
     return out
-
-
-_EPISODIC = {"policy_epochs": 2, "critic_epochs": 2}
-_PPO = {"epochs": 1, "minibatches": 4}
-
-TRAINING: dict[str, Any] = {
-    "iterations": 2,
-    "eval_every": 1,
-    "eval_size": 4,
-    "checkpoint_every": 1,
-    "workers": 1,
-    "learner": {"episodes": 4},
-    "tce": _EPISODIC,
-    "bbrl": _EPISODIC,
-    "sb3-ppo": _PPO,
-    "sb3-ppo-gsde": _PPO,
-    "sb3-ppo-pink": _PPO,
-    "sb3-trpl": _PPO,
-}
-"""What --smoke changes in a recipe. Environment, trajectory, bounds and networks stay as they are."""
-
-SMOKE_EPISODES = 4
-"""Episodes of `corral eval --smoke`."""
-
-
-def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The layers of settings that --smoke adds to a recipe and a file."""
-    return [TRAINING]

@@ -1,0 +1,31 @@
+"""`--smoke`: any recipe in seconds: two steps of four episodes, and as few updates as there can be."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_EPISODIC = {"policy_epochs": 2, "critic_epochs": 2}
+_PPO = {"epochs": 1, "minibatches": 4}
+
+TRAINING: dict[str, Any] = {
+    "iterations": 2,
+    "eval_every": 1,
+    "eval_size": 4,
+    "checkpoint_every": 1,
+    "workers": 1,
+    "learner": {"episodes": 4},
+    "tce": _EPISODIC,
+    "bbrl": _EPISODIC,
+    "sb3-ppo": _PPO,
+    "sb3-ppo-gsde": _PPO,
+    "sb3-ppo-pink": _PPO,
+    "sb3-trpl": _PPO,
+}
+"""What --smoke changes in a recipe. Environment, trajectory, bounds and networks stay as they are."""
+
+EPISODES = 4
+"""The same for `corral eval`."""
+
+
+def smoke_layers(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The layers of settings that --smoke adds to a recipe and a file."""
+    return [TRAINING]
