@@ -12,7 +12,7 @@ from rich.text import Text
 from corral.lab.compare.folder import Progress, duration
 from corral.lab.compare.record import Comparison, Record
 from corral.lab.report.ranges import setting_text
-from corral.lab.run.view import PatientConsole, RunView, number
+from corral.lab.run.view import RunView, choose_view, number
 
 _COLOURS = {
     "running": "cyan",
@@ -68,6 +68,8 @@ class CompareView(RunView):
 class PlainCompareView(CompareView):
     """A line whenever a run starts or ends, and one a minute: for pipes, files and batch systems."""
 
+    quiet = False
+
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
         for name, text in lines:
             self.say(f"{name:<10} {text}")
@@ -88,9 +90,6 @@ class PlainCompareView(CompareView):
         if time.monotonic() - self.spoke > _EVERY:
             self.spoke = time.monotonic()
             self.say(self.progress_line())
-
-    def say(self, sentence: str) -> None:
-        self.console.print(Text(sentence), soft_wrap=True, highlight=False)
 
 
 class LiveCompareView(PlainCompareView):
@@ -125,12 +124,7 @@ class LiveCompareView(PlainCompareView):
 
 def make_compare_view(*, quiet: bool) -> CompareView:
     """The view for where the output goes."""
-    console, problems = PatientConsole(), PatientConsole(stderr=True)
-    if quiet:
-        return CompareView(console, problems)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveCompareView(console, console)  # warnings must pass through the live table's own console
-    return PlainCompareView(console, problems)
+    return choose_view(CompareView, PlainCompareView, LiveCompareView, quiet=quiet)
 
 
 def run_cells(records: Sequence[Record], progress: dict[str, Progress]) -> list[list[str]]:

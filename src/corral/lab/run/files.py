@@ -120,28 +120,30 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and all that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def is_disk_full(error: BaseException | None) -> bool:
     """Whether this error or a cause of it means that a file has no room, on a full disk or beyond the limit on its size.
 
     torch.save raises only about a wrong file position.
     """
-    while error is not None:
-        text = str(error)
-        if (isinstance(error, OSError) and error.errno in _FULL) or "No space left" in text or is_too_large(error):
+    for one in _causes(error):
+        if (isinstance(one, OSError) and one.errno in _FULL) or "No space left" in str(one):
             return True
-        if isinstance(error, RuntimeError) and "inline_container.cc" in text and "unexpected pos" in text:
+        if isinstance(one, RuntimeError) and "inline_container.cc" in str(one) and "unexpected pos" in str(one):
             return True
-        error = error.__cause__ or error.__context__
-    return False
+    return is_too_large(error)
 
 
 def is_too_large(error: BaseException | None) -> bool:
     """Whether this error or a cause of it means a file beyond the limit on its size."""
-    while error is not None:
-        if (isinstance(error, OSError) and error.errno == errno.EFBIG) or "File too large" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    found = ((isinstance(one, OSError) and one.errno == errno.EFBIG) or "File too large" in str(one) for one in _causes(error))
+    return any(found)
 
 
 @contextmanager

@@ -35,6 +35,14 @@ class Outcome:
     summary: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The folder of an evaluation, and the content of its eval.json."""
+
+    path: Path
+    result: dict[str, Any]
+
+
 @runtime_checkable
 class StopListener(Protocol):
     """Shows that a signal has arrived."""

@@ -108,30 +108,28 @@ class Problems:
         longest = sorted(set(problems), key=len)[-_LONGEST:]
         return None if room is None else room - max(map(len, self.tokens(longest)))
 
-    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, max_completion_length: int) -> None:
-        """Refuse prompts that leave no room for a completion: a model would go on beyond what it was made for."""
-        longest = sorted(set(problems), key=len)[-_LONGEST:]
-        self._check_room("a prompt", longest, map(self.prompt, longest), config, max_completion_length)
+    def check_length(self, problems: Sequence[str], config: PreTrainedConfig, longest: int) -> None:
+        """Refuse prompts that leave no room for a completion of the `longest` length: a model would go on beyond its limit."""
+        problems = sorted(set(problems), key=len)[-_LONGEST:]
+        self._check_room("a prompt", [(problem, self.prompt(problem)) for problem in problems], config, longest)
 
-    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, max_completion_length: int) -> None:
+    def check_teacher_length(self, dataset: Dataset, config: PreTrainedConfig, longest: int) -> None:
         """The same for what a teacher reads."""
-        rows = dataset[TEACHER_PROMPT][:] if TEACHER_PROMPT in dataset.column_names else []
-        longest = sorted(range(len(rows)), key=lambda i: len(str(rows[i])))[-_LONGEST:]
-        shown, problems = [rows[i] for i in longest], [dataset["problem"][i] for i in longest]
-        self._check_room("a teacher's prompt", problems, shown, config, max_completion_length)
+        if TEACHER_PROMPT in dataset.column_names:
+            shown = zip(dataset["problem"][:], dataset[TEACHER_PROMPT][:], strict=True)
+            rows = sorted(shown, key=lambda row: len(str(row[1])))[-_LONGEST:]
+            self._check_room("a teacher's prompt", rows, config, longest)
 
-    def _check_room(
-        self, what: str, problems: list[str], prompts: Iterable[Prompt], config: PreTrainedConfig, max_completion_length: int
-    ) -> None:
+    def _check_room(self, what: str, rows: list[tuple[str, Prompt]], config: PreTrainedConfig, longest: int) -> None:
         room = getattr(config, "max_position_embeddings", None)  # not every family has a limit
-        if room is None or not problems:
+        if room is None or not rows:
             return
+        problems, prompts = zip(*rows, strict=True)
         tokens, problem = max(zip(map(len, self.tokenise(prompts)), problems, strict=True))
-        if tokens + max_completion_length > room:
+        if tokens + longest > room:
             raise RunError(
-                f"{what} has {tokens} tokens, and with max_completion_length={max_completion_length} that is more than the "
-                f"{room} positions of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or "
-                f"another model."
+                f"{what} has {tokens} tokens, and with max_completion_length={longest} that is more than the {room} positions "
+                f"of the model: {problem[:80]!r}. Use shorter problems, a smaller max_completion_length, or another model."
             )
 
 

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from corral.lab.jobs.llm.problems import Problems, Sampling, end_tokens, generate
 from corral.lab.jobs.llm.turns import MultiTurn
@@ -34,20 +34,6 @@ class Completion:
     """What an environment paid for it, where that pays."""
 
 
-@runtime_checkable
-class Sampler(Protocol):
-    """A model that completes prompts."""
-
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-
-    def start(self, room: int) -> None:
-        """Called once before the first prompt: the longest one and its completion take `room` tokens."""
-
-    def complete(self, ids: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
-        """One completion per prompt, with one random seed per prompt."""
-
-
 def choose_backend(requested: str, subject: Subject, device: str, *, played: bool = False) -> Backend:
     """`auto` is vLLM where it is installed and a GPU is used; `vllm` says what is missing, and runs on a processor too."""
     reasons = [
@@ -66,9 +52,9 @@ def choose_backend(requested: str, subject: Subject, device: str, *, played: boo
     return "vllm" if suits and requested != "transformers" else "transformers"
 
 
-def make_sampler(backend: Backend, subject: Subject, device: str) -> Sampler:
+def make_sampler(backend: Backend, subject: Subject, device: str) -> "Sampler":
     """Load the model, to compute in `choose_dtype`; those built into corral are float32."""
-    return _VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
+    return VllmSampler(subject, device) if backend == "vllm" else TransformersSampler(subject, device)
 
 
 def choose_dtype(subject: Subject, device: str) -> torch.dtype:
@@ -117,7 +103,7 @@ class TransformersSampler:
         return tokens[-1:] != [] and tokens[-1] in end_tokens(self.model, self.tokenizer)
 
 
-class _VllmSampler:
+class VllmSampler:
     """vLLM. Every prompt has a seed of its own, so that the size of a batch changes no draw."""
 
     def __init__(self, subject: Subject, device: str) -> None:
@@ -151,3 +137,8 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+Sampler = TransformersSampler | VllmSampler
+"""A model that completes prompts. `start` is called once before the first prompt: the longest one and its completion take
+`room` tokens. `complete` gives one completion per prompt, with one random seed per prompt."""

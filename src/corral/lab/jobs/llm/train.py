@@ -26,7 +26,6 @@ from corral.lab.run.text import count
 from corral.lab.run.view import RunView
 from corral.trl.api import FUSED, REDUCTIONS
 from corral.trl.processes import ALONE, LOST, is_alone_by_mistake, is_main, lost_process, run_together
-from corral.trl.teacher import Teacher
 from corral.validate import RunError
 
 _Result = TypeVar("_Result")
@@ -202,22 +201,35 @@ def _tensorboard_in(where: Path) -> Iterator[None]:
 
 
 def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """(name, sentence) of every line, in order; `chosen` says what was decided for the user."""
-    args, config = trainer.args, trainer.objective.config
+    """The heading of a run: (name, sentence) of every line, in order; `chosen` says what was decided for the user."""
+    args, config, teacher = trainer.args, trainer.objective.config, trainer.teacher
     parameters = f"{_short(p.numel() for p in trainer.model.parameters())} parameters"
     if is_peft_model(trainer.model):
         trained = _short(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         parameters += f", {trained} of them trained (LoRA)"
     updates = ("at most " if args.reuse == "auto" else "") + count(trainer.updates_per_step, "update")
     objective_settings = ", ".join(f"{name}={value}" for name, value in vars(config).items())
+    anchor = "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
+    if trainer.anchor == "old":
+        anchor = "old: the policy before the updates, recomputed by the trainer"
+    elif args.use_vllm:
+        anchor = "rollout: the log-probs that vLLM reports"
     lines = [
         ("corral", f"{corral.__version__}: {settings.task} with {settings.model}, {parameters}"),
         ("objective", f"{settings.objective}" + (f" ({objective_settings})" if objective_settings else "")),
         ("reduction", f"{REDUCTIONS[args.loss_type]} (loss_type {args.loss_type})"),
-        ("anchor", _anchor(trainer)),
+        ("anchor", anchor),
         ("support", _support(trainer)),
-        *([] if trainer.teacher is None else [_third_policy(trainer.teacher, settings)]),
-        *_turns(settings),
+    ]
+    if teacher is not None:
+        own = "the model itself, as it was before training" + ("" if teacher.is_reference else ", shown more than the problem")
+        lines.append(("reference" if teacher.is_reference else "teacher", settings.teacher or own))
+    called = [path_of(one) for one in (*settings.tools, settings.environment_factory) if one]
+    if settings.tool:
+        lines.append(("tool", f"{settings.tool} answers within completions, and is not trained on"))
+    elif called:
+        lines.append(("tools", f"{', '.join(called)}: called by the model, and not trained on"))
+    lines += [
         ("step", f"{count(args.prompts_per_batch, 'prompt')} × {args.num_generations} completions, then {updates}"),
         ("device", _device(trainer)),
         ("run", str(where)),
@@ -225,31 +237,6 @@ def banner(settings: Settings, trainer: RunTrainer, where: Path, chosen: Iterabl
     why = why_inactive(trainer)
     notes = [*chosen, args.other_reduction, f"tr/active_frac will be 0: {why}" if why else None]
     return [*lines, *(("note", sentence) for sentence in notes if sentence)]
-
-
-def _turns(settings: Settings) -> list[tuple[str, str]]:
-    """Who answers the model within completions, if anybody does."""
-    own = [path_of(one) for one in (*settings.tools, settings.environment_factory) if one]
-    if settings.tool:
-        return [("tool", f"{settings.tool} answers within completions, and is not trained on")]
-    return [("tools", f"{', '.join(own)}: called by the model, and not trained on")] if own else []
-
-
-def _anchor(trainer: RunTrainer) -> str:
-    """Which policy is the centre of the region, and where it comes from."""
-    if trainer.anchor == "old":
-        return "old: the policy before the updates, recomputed by the trainer"
-    if trainer.args.use_vllm:
-        return "rollout: the log-probs that vLLM reports"
-    return "rollout: here the sampler is the trainer's own model, so this is the recomputed old policy"
-
-
-def _third_policy(teacher: Teacher, settings: Settings) -> tuple[str, str]:
-    """Whom the model learns from, or stays near."""
-    own = "the model itself, as it was before training"
-    if teacher.is_reference:
-        return "reference", settings.teacher or own
-    return "teacher", settings.teacher or f"{own}, shown more than the problem"
 
 
 def _support(trainer: RunTrainer) -> str:

@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import trl
@@ -69,20 +69,6 @@ class Dialogue:
         self.tokens += tokens
         self.own += [int(own)] * len(tokens)
         self.logps += [0.0] * len(tokens) if logps is None else logps
-
-
-@runtime_checkable
-class MultiTurn(Protocol):
-    """Completions in which somebody answers the model: for held-out success, evaluations and audits."""
-
-    def template(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments for the chat template, such as `tools`; ValueError where the model has no way to use them."""
-
-    def trainer_arguments(self) -> dict[str, Any]:
-        """GRPOTrainer's arguments, with which TRL plays the same in training."""
-
-    def play(self, model: PreTrainedModel, problems: Problems, asked: Sequence[str], sampling: Sampling) -> list[Dialogue]:
-        """One completion per problem, sampled or greedy."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +238,7 @@ _HOW_ENVIRONMENT = "`environment_factory` is module:Class or file.py:Class"
 
 def make_multi_turn(
     tool: str, tools: Sequence[str | _Function], environment_factory: str | _Function, max_turns: int | None = None
-) -> MultiTurn | None:
+) -> "MultiTurn | None":
     """Who answers within completions, as settings name it; None where nobody does."""
     if tool:
         return TextTool(make_tool(tool))
@@ -362,6 +348,11 @@ class FunctionCalls:
         while len(self._pool) < count:
             self._pool.append(self.factory())
         return self._pool[:count]
+
+
+MultiTurn = TextTool | FunctionCalls
+"""Completions in which somebody answers the model. `template` has arguments for the chat template, `trainer_arguments` those
+of GRPOTrainer, with which TRL plays the same in training, and `play` gives one completion per problem."""
 
 
 class _Chat:

@@ -1,7 +1,7 @@
 """Evaluation of a robot's run on held-out contexts: return, success and smoothness, with intervals, a table and a film."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ from rich.table import Table
 
 from corral.lab.environments import ENVIRONMENTS, Environment
 from corral.lab.jobs.robot.measure import smoothness
-from corral.lab.jobs.robot.prepare import prepare, to_play
-from corral.lab.jobs.robot.settings import Settings, resolve
-from corral.lab.jobs.robot.train import restore
+from corral.lab.jobs.robot.settings import Settings
+from corral.lab.jobs.robot.train import restored
 from corral.lab.run.files import disk_errors, write_json
-from corral.lab.run.folder import RunFolder, choose_checkpoint
 from corral.lab.run.interval import LEVEL, Estimate, wilson
+from corral.lab.run.life import Evaluation
 from corral.lab.run.text import count
 from corral.lab.run.view import PatientConsole, number
 from corral.provenance import commit, versions
@@ -38,14 +37,6 @@ WAYS = ("mean", "exploring")
 """Without exploration, and as in training."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation's folder, and the content of its eval.json."""
-
-    path: Path
-    result: dict[str, Any]
-
-
 def evaluate(
     run: Path, *, episodes: int = 256, checkpoint: str = "latest", out: Path | None = None, video: Path | None = None
 ) -> Evaluation:
@@ -54,15 +45,9 @@ def evaluate(
         raise RunError(f"`episodes` must be at least 1; got {episodes}.")
     if video is not None:
         _check_video(video)
-    folder = RunFolder.open(run, write=False)
-    settings = resolve([folder.read_config()["settings"]])
-    chosen, complaints = choose_checkpoint(folder, checkpoint)
-    agent, seeds = prepare(to_play(settings)), held_out_seeds(episodes)
-    try:
-        restore(agent, chosen)
+    seeds = held_out_seeds(episodes)
+    with restored(run, checkpoint) as (settings, agent, chosen, complaints):
         played = {"mean": agent.evaluate(seeds), "exploring": agent.explore(seeds)}
-    finally:
-        agent.plant.close()
     known = ENVIRONMENTS[settings.environment]
     result = {
         "run": str(run),

@@ -1,6 +1,7 @@
 """A training run of a robot: settings → environments and a learner → a resumable run folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 import corral
 from corral.lab.environments import ENVIRONMENTS
 from corral.lab.jobs.robot.measure import measure
-from corral.lab.jobs.robot.prepare import Agent, check_used, describe, model_name, optimizers, prepare, updates_of
+from corral.lab.jobs.robot.prepare import Agent, check_used, describe, model_name, optimizers, prepare, to_play, updates_of
 from corral.lab.jobs.robot.settings import Settings, resolve
 from corral.lab.run import life
-from corral.lab.run.folder import Checkpoint
+from corral.lab.run.folder import Checkpoint, RunFolder, choose_checkpoint
 from corral.lab.run.guard import CollapseLimits, Guard
 from corral.lab.run.life import Job, Outcome, Recorder
 from corral.lab.run.text import count
@@ -74,6 +75,20 @@ def restore(agent: Agent, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path / STATE} is no state of this learner, though it matches its manifest: {type(error).__name__}: "
             f"{reason} Remove that checkpoint, and the one before it is used."
         ) from error
+
+
+@contextmanager
+def restored(run: Path, checkpoint: str) -> Iterator[tuple[Settings, Agent, Checkpoint, list[str]]]:
+    """A run's settings, its learner after a checkpoint, that checkpoint, and why newer ones are not used; needs no GPU."""
+    folder = RunFolder.open(run, write=False)
+    settings = resolve([folder.read_config()["settings"]])
+    chosen, complaints = choose_checkpoint(folder, checkpoint)
+    agent = prepare(to_play(settings))
+    try:
+        restore(agent, chosen)
+        yield settings, agent, chosen, complaints
+    finally:
+        agent.plant.close()
 
 
 class RobotRun(Job):
