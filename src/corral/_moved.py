@@ -67,7 +67,7 @@ class MovedFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for an old path; None for any other, and for `corral.llm` and `corral.task`, which have modules of their own."""
+        """A spec for an old path; None for any other, and for `corral.llm` and `corral.task`, which are modules themselves."""
         moved = fullname.startswith("corral.") and fullname not in ("corral.llm", "corral.task") and new_path(fullname)
         return ModuleSpec(fullname, self) if moved else None
 
