@@ -583,7 +583,7 @@ class TROLLConfig(ObjectiveConfig):
     project: Literal["all", "outward"] = "all"
     """Tokens that are projected: all outside the ball, or not those whose own gradient step lowers the KL."""
     centre: Literal["old", "reference"] = "old"
-    """Centre of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`), for a bound on all drift."""
+    """Centre of the ball: the old policy, which moves with training, or a frozen one (`dist_teacher`), to bound all drift."""
     ratio_cap: float | None = None
     """Largest weight of a token, as a constant for autograd. A KL bound does not bound the ratio of a rare token."""
 
