@@ -115,7 +115,7 @@ def test_public_names_are_sorted_whole_and_importable() -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    modules = "corral.lab.cli.train, corral.lab.jobs.llm.settings, corral.lab.jobs.robot.settings"
+    modules = "corral.objective, corral.lab.cli.train, corral.lab.jobs.llm.settings, corral.lab.jobs.robot.settings"
     program = f"import sys, corral, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
