@@ -26,7 +26,7 @@ _Status = Literal["finished", "failed", "interrupted"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Where a comparison runs, how many runs at a time, and when a silent one counts as hung. It changes no result."""
+    """Execution of a comparison: engine, runs at a time, and when a silent run counts as hung. It changes no result."""
 
     engine: Literal["local", "ray"] = "local"
     jobs: int | None = None
@@ -93,7 +93,7 @@ def _make_engine(kind: Kind, settings: Any, execution: ExecutionConfig, threads:
 
 
 def describe(comparison: Comparison, prepared: Preparation) -> list[tuple[str, str]]:
-    """What is about to be run, as names and sentences."""
+    """The banner of a comparison: names, and sentences about each."""
     budget, engine, plan = prepared.budget, prepared.engine, comparison.plan
     done = sum(record.state in ENDED for record in comparison.records)
     name = comparison.training.recipe or comparison.training.config

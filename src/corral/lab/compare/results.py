@@ -1,4 +1,4 @@
-"""What a comparison found: the settings chosen; then, from the same report as the page, tables and sentences to print."""
+"""Results of a comparison: the settings chosen; then, from the same report as the page, tables and sentences to print."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -36,7 +36,7 @@ class RunReport:
 
     @property
     def runs(self) -> list[Run]:
-        """Of all groups."""
+        """Runs of all groups."""
         return [run for group in self.groups for run in group.runs]
 
     @property
@@ -57,7 +57,7 @@ class RunReport:
 
     @property
     def is_single(self) -> bool:
-        """Whether it is about one run and nothing else."""
+        """True if the report is about one run and nothing else."""
         return len(self.runs) == 1 and not self.sweep_groups
 
 
@@ -120,7 +120,7 @@ def make_report(
 
 
 def _headline(groups: Sequence[Group]) -> str:
-    """What the page is about: `countdown with tiny: dppo, troll`."""
+    """The default title of a page: `countdown with tiny: dppo, troll`."""
     problems = list(dict.fromkeys(group.problem for group in groups))
     names = list(dict.fromkeys(group.objective for group in groups))
     what = problems[0] if len(problems) == 1 else f"{len(problems)} problems"

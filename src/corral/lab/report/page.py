@@ -80,7 +80,7 @@ def page(report: RunReport) -> str:
 
 
 def _summary(report: RunReport) -> str:
-    """How many runs of what, and how they ended."""
+    """The line below the title: the number of runs, and how they ended."""
     how = ", ".join(f"{number} {stopped}" for stopped, number in sorted(Counter(run.stopped for run in report.runs).items()))
     seeds = {len(group.runs) for group in report.groups}
     each = "" if report.is_single else f", {count(max(seeds), 'seed')} {'each' if len(seeds) == 1 else 'at most'}"
@@ -140,7 +140,7 @@ def _said(report: RunReport, measure: str) -> list[tuple[str, str]]:
 
 
 def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
-    """What to know before reading on, each with a link or None."""
+    """Warnings above the findings, each with a link or None."""
     found: list[tuple[str, str | None]] = []
     rows, out = report.tables["comparisons"], sum(row["kind"] == "left out" for row in report.tables["events"])
     if out:
@@ -156,7 +156,7 @@ def _warnings(report: RunReport) -> list[tuple[str, str | None]]:
 
 
 def _single_run(report: RunReport) -> Safe:
-    """One run: its numbers, large."""
+    """The findings of a single run: its numbers, large."""
     (run,), (row,) = report.runs, report.tables["runs"]
     text = report.measure.text
     numbers = {f"{name} {report.measure.name}": row[name] for name in ("start", "best", "final")}
@@ -321,7 +321,7 @@ def _reproduce(report: RunReport) -> Safe:
 
 
 def _sweep_part(report: RunReport, index: int, sweep: Sweep) -> Safe:
-    """How a sweep was made, the place of its figures, and its table."""
+    """The part of a sweep: its seeds and choices, the place of its figures, and its table."""
     rows = [row for row in report.tables["sweep"] if (row["problem"], row["axis"]) == (sweep.problem, sweep.key)]
     measures: dict[str, tuple[str, Callable[[Any], object]]] = {
         "final": ("Final", report.measure.text),
