@@ -55,6 +55,15 @@ class RunReport:
         swept = [row.contestant for sweep in self.sweeps for row in sweep.rows]
         return assign_looks([*(group.objective for group in self.groups), *swept])
 
+    @cached_property
+    def styles(self) -> dict[int, tuple[int, int, int]]:
+        """Colour, marker and dash of each group, by its key. Dashes tell four settings apart; others change the marker."""
+        settings, found = list(dict.fromkeys(group.setting for group in self.groups)), {}
+        for group in self.groups:
+            (colour, marker), place = self.looks[group.objective], 0 if group.chosen else settings.index(group.setting)
+            found[group.key] = colour, marker + place // 4, place % 4
+        return found
+
     @property
     def is_single(self) -> bool:
         """True if the report is about one run and nothing else."""

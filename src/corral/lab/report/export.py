@@ -85,7 +85,10 @@ class _Export:
         """Curves, ends, differences and histograms of the groups of one problem."""
         report, measure = self.report, self.report.measure
         axis = "env_steps" if all(run.is_robot for group in groups for run in group.runs) else "update"
-        look = line_styles(report.groups, report.looks)
+        look = {
+            key: {"color": LIGHT[colour], "marker": MARKERS[marker % len(MARKERS)], "linestyle": _DASHES[dash]}
+            for key, (colour, marker, dash) in report.styles.items()
+        }
         seeds = list(dict.fromkeys(run.seed for group in groups for run in group.runs))
         about = visible(shorten(f"{groups[0].problem}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}", 110))
         for metric in report.metrics:
@@ -153,18 +156,6 @@ def _label(text: str) -> str:
     """A label that begins with _ is hidden, and $ begins a formula: neither is for labels of ours to do."""
     text = visible(text).replace("$", r"\$")
     return text if not text.startswith("_") else f" {text}"
-
-
-def line_styles(groups: Sequence[Group], looks: Mapping[str, Look]) -> dict[int, dict[str, Any]]:
-    """Colour and marker by objective, dashes by setting; by the key of the group."""
-    settings = list(dict.fromkeys(group.setting for group in groups))
-    found = {}
-    for group in groups:
-        (colour, marker), place = looks[group.objective], 0 if group.chosen else settings.index(group.setting)
-        found[group.key] = {
-            "color": LIGHT[colour], "marker": MARKERS[(marker + place // 4) % len(MARKERS)], "linestyle": _DASHES[place % 4],
-        }  # fmt: skip
-    return found
 
 
 def draw_curves(

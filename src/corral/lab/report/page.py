@@ -363,14 +363,13 @@ _LONGEST = 600
 
 def page_data(report: RunReport) -> dict[str, Any]:
     """Everything that the scripts draw and save."""
-    settings = list(dict.fromkeys(group.setting for group in report.groups))
     groups = []
     for group, short in zip(report.groups, short_labels([group.label for group in report.groups]), strict=True):
-        (colour, marker), place = report.looks[group.objective], 0 if group.chosen else settings.index(group.setting)
+        colour, marker, dash = report.styles[group.key]
         groups.append(
             {
                 "key": group.key, "label": visible(group.label), "problem": _text(group.problem, 200), "short": visible(short),
-                "colour": colour, "marker": marker + place // 4, "dash": place % 4, "bound": figures.kl_bound(group),
+                "colour": colour, "marker": marker, "dash": dash, "bound": figures.kl_bound(group),
             }
         )  # fmt: skip
     seeds = f"seed{'' if len(report.seeds) == 1 else 's'} {', '.join(report.seeds)}"
