@@ -201,13 +201,11 @@ bench: setup
 # Everything on docs/performance.md that a GPU measures, the most important first: MINUTES of it at a time, resumable.
 bench-gpu: setup
 	$(RUN) benchmarks/head.py --out benchmarks/results/head.jsonl --resume --minutes $(MINUTES)
-	$(RUN) benchmarks/head_page.py
+	$(RUN) -m results.make
 
 # Pages and figures from the raw rows in results and benchmarks/results: measures and trains nothing.
 results: setup
 	$(RUN) -m results.make
-	$(RUN) benchmarks/head_page.py
-	$(RUN) benchmarks/robot_rate.py --page
 
 # The documentation site → site/, warnings and broken links are errors. See it: python -m http.server --directory site
 docs: $(DOCS)/.ready

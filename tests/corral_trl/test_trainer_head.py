@@ -46,10 +46,11 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
 def rows_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows' logits the torch head recomputed, backward pass by backward pass."""
     seen: list[int] = []
+    head_backward = backward.head_backward
 
     def counted(spec: Any, state: Any, grads: Any, needed: Any) -> Any:
         seen.append(len(grads.nonzero()))
-        return backward.head_backward(spec, state, grads, needed)
+        return head_backward(spec, state, grads, needed)
 
     monkeypatch.setattr(autograd, "head_backward", counted)
     return seen

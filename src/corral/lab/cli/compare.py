@@ -14,7 +14,7 @@ from corral.lab.cli.kind import Kind, all_recipes, check_kind, kind_of
 from corral.lab.cli.report import NEEDED
 from corral.lab.cli.train import FLAGS, UNSAFE, add_setting_flags, given_settings, quiet_libraries
 from corral.lab.run.settings import nested, read_file, read_named
-from corral.objective import OBJECTIVES
+from corral.objective import objective_names
 from corral.validate import RunError, nearest, pip_install
 
 _EPILOG = """
@@ -205,7 +205,7 @@ def _contestants(kind: Kind, arguments: argparse.Namespace) -> tuple[str, ...]:
 def _known(kind: Kind) -> list[str]:
     """Names of all contestants; with objectives that another package has registered, if it was imported before."""
     if kind == "llm":
-        return list(OBJECTIVES)
+        return objective_names()
     from corral.lab.jobs.robot.settings import ALGORITHMS
 
     return list(ALGORITHMS)

@@ -83,8 +83,7 @@ def _budget(kind: Kind, settings: Any) -> Budget:
 
 def _learner_config(settings: Any) -> Any:
     """A robot's algorithm with its settings."""
-    from corral.lab.jobs.robot.prepare import learner_config
-    from corral.lab.jobs.robot.unused import check_used
+    from corral.lab.jobs.robot.prepare import check_used, learner_config
 
     check_used(settings)
     return learner_config(settings)

@@ -10,7 +10,7 @@ from corral.lab.compare.local import Engine, RunJob
 from corral.lab.compare.plan import ChosenSettings, resume_arguments, start_arguments
 from corral.lab.compare.record import ENDED, Comparison
 from corral.lab.report.read import PlannedRun, setting_pairs
-from corral.lab.run.ending import Interruptible
+from corral.lab.run.life import Interruptible
 from corral.validate import RunError
 
 _PAUSE = 0.2

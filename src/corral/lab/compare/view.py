@@ -12,7 +12,7 @@ from rich.text import Text
 from corral.lab.compare.folder import Progress, duration
 from corral.lab.compare.record import Comparison
 from corral.lab.report.read import PlannedRun, setting_text
-from corral.lab.run.view import PatientConsole, RunView, number
+from corral.lab.run.view import RunView, choose_view, number
 
 _COLOURS = {
     "running": "cyan", "failed": "red", "interrupted": "yellow", "collapsed": "yellow", "finished": "green", "waiting": "dim",
@@ -61,6 +61,8 @@ class CompareView(RunView):
 class PlainCompareView(CompareView):
     """A line whenever a run starts or ends, and one a minute: for pipes, files and batch systems."""
 
+    quiet = False
+
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
         for name, text in lines:
             self.say(f"{name:<10} {text}")
@@ -81,9 +83,6 @@ class PlainCompareView(CompareView):
         if time.monotonic() - self.spoke > _EVERY:
             self.spoke = time.monotonic()
             self.say(self.progress_line())
-
-    def say(self, sentence: str) -> None:
-        self.console.print(Text(sentence), soft_wrap=True, highlight=False)
 
 
 class LiveCompareView(PlainCompareView):
@@ -118,12 +117,7 @@ class LiveCompareView(PlainCompareView):
 
 def make_compare_view(*, quiet: bool) -> CompareView:
     """The view for where the output goes."""
-    console, problems = PatientConsole(), PatientConsole(stderr=True)
-    if quiet:
-        return CompareView(console, problems)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveCompareView(console, console)  # warnings must pass through the live table's own console
-    return PlainCompareView(console, problems)
+    return choose_view(CompareView, PlainCompareView, LiveCompareView, quiet=quiet)
 
 
 def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> list[list[str]]:
