@@ -32,10 +32,10 @@ class CompareView(RunView):
         self.left: float | None = None
 
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
-        """What is about to be run."""
+        """Called before the first run, with names and sentences about each."""
 
     def open(self, comparison: Comparison) -> None:
-        """It starts, or is resumed."""
+        """Called when the comparison starts or is resumed."""
         self.comparison = comparison
 
     def update_run(self, record: PlannedRun, progress: Progress) -> None:
@@ -106,7 +106,7 @@ class LiveCompareView(PlainCompareView):
             self.live.stop()
 
     def table(self) -> Group:
-        """As many runs as fit, and a line of totals."""
+        """The table of as many runs as fit, and a line of totals."""
         rows = visible_records(self.comparison.records, max(3, self.console.height - 6))
         caption = self.progress_line()
         if len(rows) < len(self.comparison.records):
@@ -121,7 +121,7 @@ def make_compare_view(*, quiet: bool) -> CompareView:
 
 
 def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> list[list[str]]:
-    """One row per run, under a row of names. What no run has is left out."""
+    """Cells of a table of runs, headings first. Columns that no run fills are left out."""
     swept, failed = any(record.setting for record in records), any(record.error for record in records)
     names = ["contestant", *(["setting"] if swept else []), "seed", "state", "step", "success", "left"]
     rows = [names + (["what went wrong"] if failed else [])]
@@ -136,7 +136,7 @@ def run_cells(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> l
 
 
 def _run_table(records: Sequence[PlannedRun], progress: dict[str, Progress]) -> Table:
-    """The same for a terminal."""
+    """The table of runs for a terminal."""
     names, *rows = run_cells(records, progress)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
