@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from audit.dumps import LINE, drawn_line, write_exports, write_lines
+from audit.dumps import LINE, audit_dump, drawn_line, write_exports, write_lines
 
-from corral.lab.audit.dump import find_dump
 from corral.lab.audit.rules import Rules
-from corral.lab.audit.tally import Summary, audit_dump
+from corral.lab.audit.tally import Summary
 from corral.lab.audit.words import sentences
 from corral.validate import RunError
 
@@ -18,7 +17,7 @@ INFO = {"what": "compared", "rules": {**Rules().as_dict()}}
 
 
 def audit(path: Path) -> Summary:
-    return audit_dump(find_dump(path), Rules(), lambda _: None).summary
+    return audit_dump(path).summary
 
 
 class TestGolden:

@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -79,15 +80,14 @@ def audit(
             f"audit: `alert_above` is a percentage from 0 to 100, of a run with report_to='trackio'; got {alert_above!r} and "
             f"report_to={trainer.args.report_to!r}."
         )
-    sharded = _is_sharded(trainer)
     callback = AuditCallback(
-        trainer, AuditFolder(Path(out)), rules_of(trainer, kl_bound, tv_bound), every, sequences, tokens, seed
-    )
-    callback.alert_above, callback.sharded = alert_above, sharded
-    if trainer.accelerator.is_main_process:
+        trainer=trainer, folder=AuditFolder(Path(out)), rules=rules_of(trainer, kl_bound, tv_bound), every=every,
+        sequences=sequences, tokens=tokens, seed=seed, alert_above=alert_above, sharded=_is_sharded(trainer),
+    )  # fmt: skip
+    if callback.is_main:
         may_resume = _has_checkpoint(cast(GRPOConfig, trainer.args)) if resume is None else resume
         callback.folder.check(callback.rules.as_dict(), done=int(may_resume))
-    if trainer.accelerator.is_main_process or sharded:
+    if callback.is_main or callback.sharded:
         wrapped = callback.wrap_generate(trainer._generate_and_score_completions)
         trainer._generate_and_score_completions = wrapped  # type: ignore[method-assign]  # of this trainer alone
         if callback.rules.own and callback.is_main:
@@ -168,6 +168,7 @@ def _model_name(model: Any) -> str:
     return Path(name).name if Path(name).is_dir() else name
 
 
+@dataclass(eq=False, kw_only=True)
 class AuditCallback(TrainerCallback):
     """Keeps the old policy at a few completions of a batch, and compares the new one after the batch's last update.
 
@@ -179,31 +180,31 @@ class AuditCallback(TrainerCallback):
     that fails stops itself with a warning, and training goes on.
     """
 
-    def __init__(
-        self,
-        trainer: GRPOTrainer,
-        folder: AuditFolder,
-        rules: Rules,
-        every: int | None,
-        sequences: int,
-        tokens: int,
-        seed: int,
-    ) -> None:
-        self.trainer, self.folder, self.rules = trainer, folder, rules
-        self.args = cast(GRPOConfig, trainer.args)  # transformers types them as its own
-        self.every, self.sequences, self.tokens, self.seed = every, sequences, tokens, seed
-        self.pending: list[tuple[AuditedCompletion, Tensor]] = []
-        """Of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
-        self.made: list[MicroBatch] = []
-        """Micro-batches since the last file was written."""
-        self.due = 0
-        self.alert_above: float | None = None
-        self.sharded = False
-        """Whether all processes take part in each forward pass; the main one measures, on completions of its own."""
-        self.failed: str | None = None
-        """Why the audit stopped before training did."""
-        self.ended = False
-        """Whether every process knows that."""
+    trainer: GRPOTrainer
+    folder: AuditFolder
+    rules: Rules
+    every: int | None
+    sequences: int
+    tokens: int
+    seed: int
+    alert_above: float | None
+    sharded: bool
+    """Whether all processes take part in each forward pass; the main one measures, on completions of its own."""
+    pending: list[tuple[AuditedCompletion, Tensor]] = field(default_factory=list)
+    """Completions of batches that are being trained on, with log π_old at their audited tokens [N V], on the CPU."""
+    made: list[MicroBatch] = field(default_factory=list)
+    """Micro-batches since the last file was written."""
+    due: int = 0
+    """The update from which on the next batch is audited."""
+    failed: str | None = None
+    """Why the audit stopped before training did."""
+    ended: bool = False
+    """Whether every process knows that."""
+
+    @property
+    def args(self) -> GRPOConfig:
+        """The trainer's settings; transformers types them as its own."""
+        return cast(GRPOConfig, self.trainer.args)
 
     @property
     def is_main(self) -> bool:

@@ -104,6 +104,16 @@ class AuditFolder(LockedFolder):
         rows = pa.concat_tables(parts)
         write_whole(self.table / f"update-{update:08d}.parquet", lambda beside: pq.write_table(rows, beside))
 
+    def fill(self, info: Mapping[str, Any], found: Mapping[int, Sequence[Mapping[str, Any]]]) -> Path:
+        """Write a new audit with the completions of every update; its folder."""
+        self.begin(info)
+        try:
+            for update, completions in found.items():
+                self.add(update, completions)
+        finally:
+            self.close()
+        return self.path
+
     def add_updates(self, update: int, made: Sequence[MicroBatch]) -> None:
         """Micro-batches of updates up to this one, in a file of their own."""
         rows = pa.table([list(column) for column in zip(*made, strict=True)], schema=UPDATES_SCHEMA)

@@ -61,4 +61,6 @@ def read_rules(content: Any) -> Rules:
 def read_objective(content: Any) -> Objective:
     """An objective from its name and settings, as JSON holds them: infinities are text there."""
     given = {key: guess(value) for key, value in dict(content).items()}
-    return make_objective(given.pop("name"), **given)
+    if not isinstance(name := given.pop("name"), str):
+        raise TypeError(f"the name of an objective is a text; got {name!r}")
+    return make_objective(name, **given)
