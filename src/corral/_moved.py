@@ -31,6 +31,7 @@ MOVED = {
     "llm.trl_api": "trl.api",
     "llm": "trl",
     "naming": "validate",
+    "report.comparison": "lab.report.read",
     "report": "lab.report",
     "robot.baseline": "lab.baselines.stable",
     "robot.env": "lab.environments",
