@@ -65,6 +65,12 @@ def test_mismatch_and_behaviour(tmp_path: Path) -> None:
     assert [(row["age"], row["tokens"]) for row in found.by_age] == [(2, 2)]
 
 
+def test_ratios_that_underflow_leave_no_samples(tmp_path: Path) -> None:
+    line = {"tokens": [1, 2], "advantages": 1, "logp_old": [-1.0, -1.0], "logp_new": [-2000.0, -3000.0]}
+    found = audit(write_lines(tmp_path / "run.jsonl", [line]))
+    assert (found.ess, found.by_step[0]["ess"], found.tokens) == (0.0, 0.0, 2)
+
+
 def test_pieces_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "run.jsonl", [drawn_line(seed, step=1 + seed // 3) for seed in range(12)])
     whole = audit(path)

@@ -247,7 +247,8 @@ class Tally:
             row |= {name: total / count if count else None for name, (count, total, _) in found.items()}
             row["blocked"] = int(found["blocked_tv"][0])
             if "weight" in found:
-                row["ess"] = found["weight"][1] ** 2 / (found["weight_squared"][1] * row["tokens"])
+                squares = found["weight_squared"][1] * row["tokens"]
+                row["ess"] = found["weight"][1] ** 2 / squares if squares else 0.0  # every ratio may have underflowed
                 row["furthest"] = found["furthest"][2]
             for name in ("kl", "tv"):
                 if (spread := self._spreads[group, name].row(key)) is not None:
