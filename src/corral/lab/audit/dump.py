@@ -40,11 +40,11 @@ class DumpRecord:
         self.content: Mapping[str, Any] = content
 
     def error(self, sentence: str) -> RunError:
-        """What is wrong here, and where."""
+        """An error that names the place and the fault."""
         return RunError(f"{self.where}: {sentence}")
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null."""
+        """Return True if a field is there and not null."""
         return self.content.get(name) is not None
 
     def numbers(self, name: str, length: int | None = None) -> NDArray[np.float64]:
@@ -250,12 +250,12 @@ _LONGEST = 1 << 28
 
 @dataclass
 class FilePlace:
-    """How far a file was read."""
+    """Progress of reading a file."""
 
     bytes: int = 0
     lines: int = 0
     size: int = -1
-    """Of a file that is read as a whole, when it was last looked at: it is complete once that no longer changes."""
+    """Size at the last look of a file that is read whole: it is complete once its size no longer changes."""
 
 
 def read_lines(
@@ -335,7 +335,7 @@ def _read_own(record: DumpRecord) -> LoggedCompletion:
 
 
 def _advantages(record: DumpRecord, length: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One per token, or one for all of them."""
+    """Advantages per token, from a list or from one number for all of them."""
     if isinstance(record.content.get("advantages"), list):
         return record.numbers("advantages", length)
     value = record.number("advantages")
@@ -402,7 +402,7 @@ def read_slime(path: Path) -> Iterator[LoggedCompletion]:
 
 
 def _samples(record: DumpRecord) -> list[Any]:
-    """One mapping per completion."""
+    """A mapping for each completion of a file."""
     samples = record.content.get("samples")
     if isinstance(samples, list):
         return samples
@@ -454,9 +454,9 @@ class Format:
     """A format of dumps: the fields that it is known by, and how a line is read."""
 
     compared: str
-    """What is old and what is new, for the first sentence of an audit."""
+    """Names of the old and the new policy, for the first sentence of an audit."""
     remarks: tuple[str, ...] = ()
-    """What a reader of the audit has to know about these numbers."""
+    """Remarks about these numbers, for a reader of the audit."""
     fields: frozenset[str] = frozenset()
     """JSON lines whose first one has all of these are in this format; empty for files of other kinds."""
     read: Callable[[DumpRecord], LoggedCompletion] | None = None
@@ -490,7 +490,7 @@ FORMATS = {
     "slime": Format(_BEFORE_UPDATE, (SAMPLER_IS_OLD,)),
     "trl": Format(_RESCORED),
 }
-"""In this order a first line is looked at."""
+"""Formats by name; the first one whose fields a first line has is taken."""
 
 
 @dataclass(frozen=True)
@@ -501,31 +501,31 @@ class Dump:
     format: str
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
-    """What a reader of the audit has to know about these files."""
+    """Remarks about these files, for a reader of the audit."""
 
     @property
     def compared(self) -> str:
-        """What is old and what is new."""
+        """Names of the old and the new policy."""
         return FORMATS[self.format].compared
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a reader of the audit has to know."""
+        """Remarks for a reader of the audit."""
         return (*FORMATS[self.format].remarks, *self.notes)
 
     @property
     def bytes(self) -> int:
-        """Of all files, for a progress bar."""
+        """Size of all files, for a progress bar."""
         return sum(path.stat().st_size for path in self.files if path.exists())
 
     @property
     def texts(self) -> bool:
-        """Whether it holds texts and scores alone, which two models have to rescore."""
+        """True for texts and scores without log-probs, which two models have to rescore."""
         return self.compared == _RESCORED
 
 
 def find_dump(path: Path) -> Dump:
-    """What is in a file or below a folder; a RunError that lists what is known, if it is none of that."""
+    """Find a dump in a file or below a folder; a RunError lists the known formats if it is in none of them."""
     lines, tables, tensors = (_files(path, suffix) for suffix in (".jsonl", ".parquet", ".pt"))
     if path.is_file() and not (tables or tensors):
         lines = (path,)
@@ -610,17 +610,17 @@ def _files(path: Path, suffix: str) -> tuple[Path, ...]:
 
 
 def _only(files: tuple[Path, ...], wanted: Callable[[Path], bool]) -> tuple[Path, ...]:
-    """Those that are wanted if there are any, else all."""
+    """Files that are wanted; all files if none is."""
     return tuple(file for file in files if wanted(file)) or files
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """step_9 before step_10."""
+    """A sort key that puts step_9 before step_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", str(path))]
 
 
 _ROWS = 256
-"""Of a parquet file that are held at a time."""
+"""Rows of a parquet file that are held at a time."""
 
 
 @dataclass(frozen=True)

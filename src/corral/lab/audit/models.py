@@ -82,14 +82,14 @@ def load_pair(old: Subject, new: Subject, device: str, rules: Rules, temperature
 
 
 def audit_pair(old: str, new: str, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
-    """Two models by name: tiny, smollm2, runs, folders, or names on the hub."""
+    """Audit two models by name: tiny, smollm2, runs, folders, or names on the hub."""
     job = prepare_evaluation(dataclasses.replace(settings, model=old))
     pairs = {1: (find_subject(old, None), find_subject(new, None))}
     return _audit(pairs, job, rules, out, f"sampled from {old} and compared under {new}", say)
 
 
 def audit_run(path: Path, settings: EvalSettings, rules: Rules, out: Path, say: _Say) -> Path:
-    """Each whole checkpoint of a run against the one before; a single one against the model that the run began with."""
+    """Audit each whole checkpoint of a run against the one before; a single one against the model that the run began with."""
     folder = RunFolder.open(path, write=False)
     config = folder.read_config()
     try:
@@ -157,7 +157,7 @@ def _complete(model: PreTrainedModel, problems: Problems, asked: list[str], samp
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Of a built-in model, a folder, or a name on the hub; without its weights where they are not needed."""
+    """Load the tokenizer of a built-in model, a folder or a name on the hub, without weights where they are not needed."""
     if name in BUILT_IN:
         return load_model(name)[1]
     try:
@@ -192,7 +192,7 @@ class _Retokenised:
         return prompt or [self.tokenizer.bos_token_id or self.tokenizer.eos_token_id or 0], completion
 
     def remarks(self) -> list[str]:
-        """What a reader of the audit has to know."""
+        """Remarks for a reader of the audit."""
         said = (
             "The texts were tokenised again. Special tokens (ends, chat markers) are gone from such logs, so they are neither "
             f"read nor scored; in {count(self.other, 'completion')} of {self.completions:,} "
@@ -210,7 +210,7 @@ def audit_texts(
     out: Path,
     progress: Callable[[int], object],
 ) -> Path:
-    """Both models on every logged completion; the folder that it was written to.
+    """Measure both models on every logged completion; returns the folder of the audit.
 
     Args:
         models: old and new: tiny, smollm2, runs, folders, or names on the hub.
@@ -262,7 +262,7 @@ def _by_step(texts: Iterable[TextCompletion], prompts: int | None) -> Iterator[t
 
 
 def _advantages(texts: list[TextCompletion]) -> list[float]:
-    """As logged, else GRPO's from the scores of equal prompts."""
+    """Advantages as logged, else GRPO's from the scores of equal prompts."""
     if all(text.advantage is not None for text in texts):
         return [text.advantage or 0.0 for text in texts]
     places: dict[Any, int] = {}

@@ -40,7 +40,7 @@ class Rules:
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether clipping looks at a whole completion, so that no token of one may be left out."""
+        """True if clipping looks at a whole completion, so that no token of one may be left out."""
         return self.clip.name == "gspo"
 
     def dppo(self, estimator: str) -> Objective:
@@ -48,7 +48,7 @@ class Rules:
         return make_objective("dppo", divergence="tv", estimator=estimator, bound=self.tv_bound)
 
     def as_dict(self) -> dict[str, Any]:
-        """For audit.json."""
+        """A mapping for audit.json."""
         return {**vars(self), "clip": {"name": self.clip.name, **dataclasses.asdict(self.clip.config)}}
 
 

@@ -119,7 +119,7 @@ class Summary:
     """All numbers of an audit."""
 
     measure: str
-    """What divergences are taken on, as in `Tokens`."""
+    """Distributions that divergences are taken on, as in `Tokens`."""
     tokens: int
     sequences: int
     steps: int
@@ -136,9 +136,9 @@ class Summary:
     """By rule that acts on tokens: `share` of tokens, and `kl` and `tv`, the Ball of each radius."""
     thresholds: list[Threshold]
     troll_tv: float
-    """How far TROLL moves a token that it projects, in TV; 0 if none."""
+    """Mean TV by which TROLL moves a token that it projects; 0 if it projects none."""
     rare: Row
-    """Of tokens with p_old ≤ .01: `tokens`, how many are `blocked` by clipping, and the mean `tv` of those."""
+    """Tokens with p_old ≤ .01: number of `tokens`, of those that clipping `blocked`, and the mean `tv` of the latter."""
     by_step: list[Row]
     by_age: list[Row]
     by_probability: list[Row]
@@ -151,7 +151,7 @@ class Summary:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> Row:
-        """For JSON."""
+        """A mapping for JSON."""
         return {**asdict(self), "thresholds": [row.as_dict() for row in self.thresholds]}
 
 
@@ -237,8 +237,10 @@ class Tally:
         )
 
     def _rows(self, group: str, label: str = "name", names: Sequence[str] = (), places: Ints | None = None) -> list[Row]:
-        """One row per key of a group, or of the keys in these places: number of tokens, means (None where nothing was
-        reported), tails of KL and TV."""
+        """Rows of a group by key, or of the keys in these places: numbers of tokens, means, tails of KL and TV.
+
+        A mean is None where nothing was reported.
+        """
         sums, rows = self._groups[group], []
         for place in range(len(sums.keys)) if places is None else places.tolist():
             key = int(sums.keys[place])
@@ -308,7 +310,7 @@ def _columns(tokens: Tokens, kl_bound: float) -> dict[str, Floats]:
 
 
 def _find_alarms(by_step: list[Row]) -> list[Row]:
-    """What the guard of corral's own runs would have said, and at which step. Rewards count as success within [0, 1] alone."""
+    """Findings of the guard of `corral train` on these steps. Rewards count as success within [0, 1] alone."""
     watch, found = CollapseWatch(CollapseLimits()), []
     shares = all(row["reward"] is None or 0 <= row["reward"] <= 1 for row in by_step)
     for row in by_step:
@@ -349,13 +351,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """One audit: its numbers, and what they are about."""
+    """An audit: its numbers, and what they are about."""
 
     summary: Summary
     info: Mapping[str, Any]
     """`rules`, `what` was compared, `settings`, …: the content of audit.json, or the same of a dump."""
     completions: Sequence[tuple[int, Tokens]]
-    """Those with the most errors, as `Sample` keeps them."""
+    """Completions with the most errors, as `Sample` keeps them."""
     texts: Mapping[int, str] = field(default_factory=dict)
     """What tokens say, by id."""
     tokens: Tokens | None = None
@@ -391,13 +393,13 @@ class DumpAudit:
         self._clear()
 
     def _clear(self) -> None:
-        """Forget everything."""
+        """Drop everything that was counted."""
         self._tally, self._sample = Tally(self.rules.kl_bound, self.rules.tv_bound), Sample(self.rules.kl_bound)
         self._places: dict[Path, FilePlace] = {}
         self._format: str | None = None
 
     def read(self, dump: Dump, progress: Callable[[int], object], *, growing: bool = False) -> bool:
-        """Count what was not read yet; whether there was any. A dump whose files were replaced is read anew.
+        """Count what was not read yet, and return True if there was any. A dump whose files were replaced is read anew.
 
         Args:
             growing: whether more is to come, so that what is only half written is left for the next time.

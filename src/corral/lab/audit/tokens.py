@@ -103,16 +103,16 @@ class Ball:
     passed_inside: int
     passed_outside: int
     passed_outward: int
-    """Of those, tokens whose update pushes them further out: what clipping misses. The others are on their way back."""
+    """Passed tokens outside whose update pushes them further out: clipping misses them. Others are on their way back."""
 
     @property
     def blocked(self) -> int:
-        """Inside or outside."""
+        """Number of blocked tokens, inside or outside."""
         return self.blocked_inside + self.blocked_outside
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """Number of all tokens."""
         return self.blocked + self.passed_inside + self.passed_outside
 
 
