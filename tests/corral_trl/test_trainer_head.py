@@ -46,10 +46,11 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
 def rows_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows' logits the torch head recomputed, backward pass by backward pass."""
     seen: list[int] = []
+    head_backward = backward.head_backward
 
     def counted(spec: Any, state: Any, grads: Any, needed: Any) -> Any:
         seen.append(len(grads.nonzero()))
-        return backward.head_backward(spec, state, grads, needed)
+        return head_backward(spec, state, grads, needed)
 
     monkeypatch.setattr(autograd, "head_backward", counted)
     return seen
@@ -161,7 +162,7 @@ class TestTriton:
         trainer.model.lm_head.weight.requires_grad_(not frozen)
         results = {}
         # On a GPU so small a vocabulary would take the torch path throughout.
-        monkeypatch.setattr(corral.trl.scoring._FusedHead, "_one_implementation", lambda *_: {})
+        monkeypatch.setattr(corral.trl.scoring.FusedHead, "one_implementation", lambda *_: {})
         fused = corral.trl.scoring.policy_loss_from_hidden
         for impl in ("torch", "triton"):
             monkeypatch.setattr(corral.trl.scoring, "policy_loss_from_hidden", functools.partial(fused, impl=impl))

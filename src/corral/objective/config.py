@@ -19,7 +19,13 @@ NEEDS_TOKENS = frozenset({"logp_new", "logp_old", "advantages", "mask"})
 """Fields of a batch that every objective needs."""
 
 NEEDS_SUPPORT = frozenset({"dist_new", "dist_old"})
-"""Fields of a batch that objectives need besides if they read more than the sampled token."""
+"""Fields of a batch that an objective needs besides if it reads more than the sampled token."""
+
+_SUM_FIRST: tuple[Reduction, ...] = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean")
+"""For papers that sum over a sequence: over a fixed length the gradient is the same, at the size of a mean's."""
+
+_MEAN_FIRST: tuple[Reduction, ...] = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""For papers that take the mean over a sequence, then over sequences."""
 
 FILL = 1e-12
 """Probability of every token outside the support in the published form of TROLL."""
@@ -116,8 +122,8 @@ class ObjectiveConfig:
     @property
     def needs(self) -> frozenset[str]:
         """Fields of TokenBatch that must be there. A door that cannot supply one says so at start-up."""
-        third = frozenset({"dist_teacher"}) if self.third_policy else frozenset[str]()
-        return (NEEDS_TOKENS if self.support == "none" else NEEDS_TOKENS | NEEDS_SUPPORT) | third
+        needs = NEEDS_TOKENS if self.support == "none" else NEEDS_TOKENS | NEEDS_SUPPORT
+        return needs | {"dist_teacher"} if self.third_policy else needs
 
     @property
     def plain_on_policy(self) -> bool:
@@ -139,13 +145,9 @@ class ObjectiveConfig:
 class JointConfig(ObjectiveConfig):
     """Base of settings where a token's loss depends on other tokens of the call, and any reduction may average it."""
 
-    @property
-    def tokenwise(self) -> bool:
-        return False
+    reductions: ClassVar[tuple[Reduction, ...]] = get_args(Reduction)
 
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return get_args(Reduction)
+    tokenwise: ClassVar[bool] = False
 
 
 # ------------------------------------------------------------------------------------- no region, or weights alone
@@ -188,17 +190,13 @@ class CISPOConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class TOPRConfig(JointConfig):
     anchor: ClassVar[Anchor] = "rollout"
+    reductions: ClassVar[tuple[Reduction, ...]] = _SUM_FIRST
 
     cap: float = 1.0
     """Largest weight of a sequence with a negative advantage."""
 
     def __post_init__(self) -> None:
         require(self, "cap", at_least=0, finite=True, what="a weight")
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        # The paper sums over a sequence; over a fixed length that is the same gradient, at the size of a mean's.
-        return "seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,27 +298,23 @@ class ASPOConfig(ClipRangeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOConfig(ClipRangeConfig):
+    tokenwise: ClassVar[bool] = False
+
     clip_low: float = 3e-4
     """ε_low on the sequence ratio, which averages over tokens and so stays far closer to 1 than a token's."""
     clip_high: float = 4e-4
     """ε_high on the sequence ratio."""
 
-    @property
-    def tokenwise(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True, kw_only=True)
 class GMPOConfig(ObjectiveConfig):
+    tokenwise: ClassVar[bool] = False
+
     clip: float = 0.4
     """ε: a token's log-ratio counts only within ±ε, on the side its advantage pushes to."""
 
     def __post_init__(self) -> None:
         require(self, "clip", at_least=0, what="a distance in log-ratio")
-
-    @property
-    def tokenwise(self) -> bool:
-        return False
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -411,6 +405,8 @@ class DRPOConfig(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig(ObjectiveConfig):
+    reductions: ClassVar[tuple[Reduction, ...]] = _MEAN_FIRST
+
     tau_positive: float = 1.0
     """τ where Â > 0: how fast the gate closes as the ratio leaves 1."""
     tau_negative: float = 1.05
@@ -418,10 +414,6 @@ class SAPOConfig(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         require(self, "tau_positive", "tau_negative", above=0, finite=True, what="a temperature")
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        return "seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 
     @property
     def kernel(self) -> TokenRule:
@@ -435,6 +427,7 @@ class SAPOConfig(ObjectiveConfig):
 class DPPOConfig(ObjectiveConfig):
     anchor: ClassVar[Anchor] = "rollout"
     action: ClassVar[Action] = "masked"
+    reductions: ClassVar[tuple[Reduction, ...]] = _SUM_FIRST
 
     divergence: Literal["tv", "kl", "ratio"] = "tv"
     """What is measured: total variation, KL(old‖new), or |ρ − 1|, which is PPO's own rule."""
@@ -467,11 +460,6 @@ class DPPOConfig(ObjectiveConfig):
         bounds = ("bound", "bound_low", "bound_high")
         require(self, *bounds, at_least=0, optional=True, what="a divergence", note="inf switches it off")
         require(self, "ratio_cap", at_least=0, optional=True, what="a weight")
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        # The paper sums over a sequence; over a fixed length that is the same gradient, at the size of a mean's.
-        return "seq-mean-token-sum-norm", "seq-mean-token-sum", "token-mean", "seq-mean-token-mean"
 
     @property
     def plain_on_policy(self) -> bool:
@@ -578,6 +566,7 @@ class KLCovConfig(JointConfig):
 @dataclass(frozen=True, kw_only=True)
 class TROLLConfig(ObjectiveConfig):
     action: ClassVar[Action] = "projected"
+    support: ClassVar[Support] = "topk"
 
     bound: float = 0.05
     """ε: KL(projected‖centre) of every token, in nats; inf switches the projection off."""
@@ -628,10 +617,6 @@ class TROLLConfig(ObjectiveConfig):
         return self.bound
 
     @property
-    def support(self) -> Support:
-        return "topk"
-
-    @property
     def filled_tail(self) -> float | None:
         return FILL if self.tail == "fill" else None
 
@@ -652,6 +637,9 @@ class TROLLConfig(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(ObjectiveConfig):
     action: ClassVar[Action] = "projected"
+    support: ClassVar[Support] = "topk"
+    regresses: ClassVar[bool] = True
+    third_policy: ClassVar[Literal["teacher"]] = "teacher"
 
     bound: float = 0.05
     """ε: KL(target‖old) of every token, in nats; inf makes the teacher itself the target."""
@@ -663,20 +651,8 @@ class DistillConfig(ObjectiveConfig):
         require_words(self, "direction")
 
     @property
-    def regresses(self) -> bool:
-        return True
-
-    @property
     def bounds(self) -> tuple[float, float]:
         return self.bound, self.bound
-
-    @property
-    def support(self) -> Support:
-        return "topk"
-
-    @property
-    def third_policy(self) -> Literal["teacher"]:
-        return "teacher"
 
 
 # ------------------------------------------------------------------------------------------------------ registry

@@ -168,7 +168,7 @@ def test_a_dry_run_of_every_recipe_and_task_names_what_is_fetched_and_the_memory
     )
     monkeypatch.setattr("corral.lab.jobs.llm.prepare.is_installed", lambda name: False)
     for recipe, path in all_recipes().items():
-        if path.parents[1].name == "llm":
+        if path.parent.name == "llm":
             assert main(["train", "--recipe", recipe, "--dry-run"]) == 0, recipe
             text = capsys.readouterr().out
             assert "# would fetch " in text, recipe

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.lab.compare.plan import ComparisonPlan, Kind, PlannedRun, Setting, Training, half_decades, make_run, run_settings
-from corral.lab.report.ranges import setting_text
+from corral.lab.compare.plan import ComparisonPlan, Kind, Setting, Training, half_decades, make_run, run_settings
+from corral.lab.report.read import PlannedRun, setting_text
 from corral.lab.run.settings import nested, read_file, read_named, recipes
 from corral.validate import RunError, check_keys
 

@@ -24,9 +24,9 @@ from corral.lab.report.html import (
 )
 from corral.lab.report.looks import short_labels
 from corral.lab.report.outcomes import BESIDE
-from corral.lab.report.ranges import ordered, setting_text, value_at, value_text
+from corral.lab.report.read import setting_text, value_text
 from corral.lab.report.statistics import ENOUGH, plain, signed
-from corral.lab.report.sweep import RULE, Sweep
+from corral.lab.report.sweep import RULE, Sweep, ordered, value_at, without
 from corral.lab.report.tables import compare_command
 from corral.lab.run.text import count, visible
 
@@ -446,9 +446,7 @@ def _bands(report: RunReport, metric: figures.Metric) -> dict[str, Any]:
     """Bootstrap intervals of the learning curves, group by group, for groups of two seeds and more."""
     curves = {group.key: figures.curve(group, metric, report.every) for group in report.groups if len(group.runs) > 1}
     return {
-        str(key): _rounded({"step": curve.step, "low": curve.low, "high": curve.high})
-        for key, curve in curves.items()
-        if curve is not None
+        str(key): _rounded(curve[["step", "low", "high"]].to_dict("list")) for key, curve in curves.items() if curve is not None
     }
 
 
@@ -457,9 +455,9 @@ def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
     lines, values = [], [*ordered([value_at(row.setting, sweep.key) for row in sweep.rows])]
     fields = {"final": "final", "area": "auc", "greedy": "greedy", "kl": "kl", "collapsed": "collapsed"}
     for index, line in enumerate(sweep.ranges):
-        mine = {value: [vars(row) for row in sweep.rows_of(line) if row.setting[sweep.key] == value] for value in values}
+        runs = sweep.along(line)
         chosen = sweep.chosen.get(line.contestant, {})
-        here = sweep.others(chosen) == line.setting and chosen.get(sweep.key) in values
+        here = without(chosen, sweep.key) == line.setting and chosen.get(sweep.key) in values
         colour, marker = report.looks[line.contestant]
         lines.append(
             {
@@ -469,7 +467,8 @@ def _sweep_data(report: RunReport, sweep: Sweep) -> dict[str, Any]:
                 "overall": [values.index(value) for value in line.overall],
                 "chosen": values.index(value_at(chosen, sweep.key)) if here else None,
                 "cells": [
-                    {name: [_number(row[field]) for row in rows] for name, field in fields.items()} for rows in mine.values()
+                    {name: [_number(vars(row)[field]) for row in runs.get(value, [])] for name, field in fields.items()}
+                    for value in values
                 ],
             }
         )  # fmt: skip
