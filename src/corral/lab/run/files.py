@@ -36,7 +36,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     try:
         with disk_errors(path):
             if path.exists() and not path.is_file():
-                raise RunError(f"{path} is no file but {_kind(path)}, which is not replaced: choose another place.")
+                kinds = {"a folder": path.is_dir(), "a pipe": path.is_fifo(), "a socket": path.is_socket(), "a device": True}
+                kind = next(name for name, found in kinds.items() if found)
+                raise RunError(f"{path} is no file but {kind}, which is not replaced: choose another place.")
             write(beside)
             sync(beside)
             os.replace(beside, path)
@@ -44,12 +46,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):  # a read-only disk refuses this too, and would hide why the file was not written
             beside.unlink(missing_ok=True)
-
-
-def _kind(path: Path) -> str:
-    """What something that is no file is."""
-    kinds = {"a folder": path.is_dir(), "a pipe": path.is_fifo(), "a socket": path.is_socket()}
-    return next((name for name, found in kinds.items() if found), "a device")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -103,6 +99,17 @@ def read_json(path: Path) -> Any:
         return json.loads(read_regular(path))
     except RecursionError:
         raise ValueError("its values are nested too deep.") from None
+
+
+def read_settings(path: Path, writer: str) -> dict[str, Any]:
+    """The content of a JSON file with a table of settings; a RunError where it is not what `writer`, such as a run, writes."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        raise RunError(f"{path} is not what {writer} writes: it has no table `settings`.")
+    return content
 
 
 def sync(path: Path) -> None:

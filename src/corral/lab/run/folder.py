@@ -22,6 +22,7 @@ from corral.lab.run.files import (
     disk_errors,
     read_json,
     read_regular,
+    read_settings,
     require_regular,
     sync,
     write_json,
@@ -112,13 +113,7 @@ class RunFolder(LockedFolder):
 
     def read_config(self) -> dict[str, Any]:
         """The content of config.json."""
-        try:
-            content = read_json(self.config)
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.config} cannot be read: {error}") from error
-        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-            raise RunError(f"{self.config} is not what a run writes: it has no table `settings`.")
-        return content
+        return read_settings(self.config, "a run")
 
     def append(self, line: dict[str, Any]) -> None:
         """One more line of metrics."""

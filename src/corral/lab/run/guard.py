@@ -141,10 +141,7 @@ class Guard:
     """Warns of collapse, or stops the run. Trainers call `judge` at every update and `observe` for every line of metrics."""
 
     def __init__(
-        self,
-        mode: GuardMode = "warn",
-        limits: CollapseLimits | None = None,
-        say: Callable[[str], object] = logger.warning,
+        self, mode: GuardMode = "warn", limits: CollapseLimits | None = None, say: Callable[[str], object] = logger.warning
     ) -> None:
         self.mode, self.limits, self.say = mode, limits or CollapseLimits(), say
         self.watch = CollapseWatch(self.limits)

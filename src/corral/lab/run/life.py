@@ -22,6 +22,7 @@ from corral.provenance import versions
 from corral.validate import RunError
 
 _Result = TypeVar("_Result")
+_Line = Mapping[str, Any]
 _Lines = list[dict[str, Any]]
 
 STOPPING = "Stopping after this step, with a checkpoint. Once more to stop at once."
@@ -309,12 +310,7 @@ def _live(job: Job, folder: RunFolder | None, view: RunView, checkpoint: Checkpo
 
 
 def summarise(
-    about: Mapping[str, Any],
-    lines: Sequence[Mapping[str, Any]],
-    stopped: Stopped,
-    why: str | None,
-    *,
-    also: str,
+    about: Mapping[str, Any], lines: Sequence[_Line], stopped: Stopped, why: str | None, *, also: str
 ) -> dict[str, Any]:
     """The content of summary.json. What is `_final` was measured after the last step: None where that was not.
 
@@ -323,21 +319,21 @@ def summarise(
         lines: metrics of every step.
         also: what was measured together with `success`; its first and final value are kept too.
     """
-    measured = {line["step"]: line["success"] for line in lines if line.get("success") is not None}
-    beside = {line["step"]: line[also] for line in lines if line.get(also) is not None}
-    last, newest = lines[-1]["step"] if lines else 0, max(measured, default=None)
+    measured, beside = ({line["step"]: line[key] for line in lines if line.get(key) is not None} for key in ("success", also))
+    end = lines[-1] if lines else {"step": 0, "seconds": 0.0}
+    newest = max(measured, default=None)
     return {
         **about,
-        "steps": last,
+        "steps": end["step"],
         "success_start": next(iter(measured.values()), None),
         "success_best": max(measured.values(), default=None),
-        "success_final": measured.get(last),
+        "success_final": measured.get(end["step"]),
         "success_last": measured[newest] if newest is not None else None,
         "success_last_step": newest,
         f"{also}_start": next(iter(beside.values()), None),
-        f"{also}_final": beside.get(last),
-        "seconds": lines[-1]["seconds"] if lines else 0.0,
-        "skipped": lines[-1].get("skipped", 0) if lines else 0,
+        f"{also}_final": beside.get(end["step"]),
+        "seconds": end["seconds"],
+        "skipped": end.get("skipped", 0),
         "stopped": stopped,
         "why": why,
     }

@@ -6,7 +6,7 @@ the precision of training is compared with float32, one prompt at a time, for ea
 cuts words differently once it was saved makes checkpoints worse than the run they come from: it is saved and read, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -131,16 +131,12 @@ def distances(
         mask = torch.cat([batch["attention_mask"], torch.ones_like(out.sequences[:, width:])], dim=1)
         scored = writer(out.sequences, attention_mask=mask, logits_to_keep=drawn.shape[1] + 1).logits[:, :-1]
     answers = [cut_at_end(row, ends) for row in out.sequences[:, width:].tolist()]
+    exact = []  # logits of the answers' tokens [T V], one sequence at a time and without padding
     with sdpa_kernel(SDPBackend.MATH):
-        exact = list(_alone(writer, asked, answers))
+        for prompt, answer in zip(asked, answers, strict=True):
+            ids = torch.tensor([[*prompt, *answer]], device=model.device)
+            exact.append(writer(ids, logits_to_keep=len(answer) + 1).logits[0, :-1])
     return _distance(exact, drawn), _distance(exact, scored)
-
-
-def _alone(model: Any, asked: Sequence[list[int]], answers: Sequence[list[int]]) -> Iterator[Tensor]:
-    """Logits of the answers' tokens, one sequence at a time and without padding [T V]."""
-    for prompt, answer in zip(asked, answers, strict=True):
-        ids = torch.tensor([[*prompt, *answer]], device=model.device)
-        yield model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
 
 
 def _distance(exact: Sequence[Tensor], logits: Tensor) -> Distance:

@@ -159,7 +159,14 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
         rewards, config.reward_weights = make_rewards(settings.reward, task, config.reward_weights)
         if isinstance(turns, FunctionCalls) and turns.pays and not settings.reward:
             rewards, config.reward_weights = [], None  # TRL adds the environment's own
-        taught = _check_teacher(settings, config)
+        taught = config.make_objective().config.third_policy
+        if settings.teacher and taught is None:
+            raise ValueError(
+                f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
+                f"reference to stay near, troll with centre='reference'."
+            )
+        if settings.teacher_instruction and taught != "teacher":
+            raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
         model, tokenizer = load(settings.model)
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         teacher = load_model(settings.teacher, dtype)[0] if settings.teacher else None
@@ -203,19 +210,6 @@ def prepare(settings: Settings, load: Callable[[str], tuple[Any, PreTrainedToken
     problems.check_length(asked, model.config, config.max_completion_length)
     problems.check_teacher_length(dataset, (teacher or model).config, config.max_completion_length)
     return Parts(settings, model, problems, dataset, held_out, config, adapter, rewards, teacher, notes, turns)
-
-
-def _check_teacher(settings: Settings, config: CorralConfig) -> str | None:
-    """The third policy that the objective reads, if any; ValueError where it does not read what was named for it."""
-    taught = config.make_objective().config.third_policy
-    if settings.teacher and taught is None:
-        raise ValueError(
-            f"`teacher` is for distillation, and objective={settings.objective!r} reads no teacher. Use distill, or, for a "
-            f"reference to stay near, troll with centre='reference'."
-        )
-    if settings.teacher_instruction and taught != "teacher":
-        raise ValueError(f"`teacher_instruction` is for objective='distill'; got {settings.objective!r}.")
-    return taught
 
 
 def lora_config(given: dict[str, Any]) -> LoraConfig | None:

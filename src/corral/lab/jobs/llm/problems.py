@@ -82,25 +82,20 @@ class Problems:
                 f"steps or a smaller batch, or mend `train_prompts`."
             )
         columns: dict[str, Any] = {"prompt": [self.prompt(problem) for problem in problems], "problem": problems}
-        if teacher_instruction:
-            columns[TEACHER_PROMPT] = self._teacher_prompts(problems, seed, teacher_instruction)
-        return Dataset.from_dict(columns)
-
-    def _teacher_prompts(self, problems: list[str], seed: int, instruction: str) -> list[Prompt]:
-        """What a teacher reads: {solution} is a procedural task's own answer, any other name a column of the task's rows."""
+        if not teacher_instruction:
+            return Dataset.from_dict(columns)
         values = columns_of(self.task, problems)
-        if isinstance(self.task, ProceduralTask):
+        if isinstance(self.task, ProceduralTask):  # its own answers; other names stand for columns of the task's rows
             values["solution"] = [answer for _, answer in self.task.demonstrations(len(problems), seed)]
-        if "{solution}" in instruction and "solution" not in values:
+        if "{solution}" in teacher_instruction and "solution" not in values:
             known = ", ".join(f"{{{name}}}" for name in values) or "none"
             raise RunError(
                 f"the teacher should read {{solution}}, and the task {self.task.name} has no such column. Set "
                 f"`teacher_instruction` with one that it has ({known}), or name another model as the `teacher`."
             )
-        return [
-            self._worded(problem, instruction, {name: column[i] for name, column in values.items()})
-            for i, problem in enumerate(problems)
-        ]
+        rows = [{name: column[i] for name, column in values.items()} for i in range(len(problems))]
+        told = [self._worded(problem, teacher_instruction, row) for problem, row in zip(problems, rows, strict=True)]
+        return Dataset.from_dict(columns | {TEACHER_PROMPT: told})
 
     def room(self, problems: Sequence[str], config: PreTrainedConfig) -> int | None:
         """Positions that the longest of these prompts leaves for a completion; None where the model has no limit."""

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from scipy.special import stdtrit
 
-from corral.lab.run.files import LockedFolder, disk_errors, read_json, require_regular, write_json, write_whole
+from corral.lab.run.files import LockedFolder, disk_errors, read_settings, require_regular, write_json, write_whole
 from corral.lab.run.interval import LEVEL, Estimate, wilson
 from corral.lab.run.view import Clock, TimeLeft, View, choose_view
 from corral.validate import RunError
@@ -137,10 +138,11 @@ class EvalFolder(LockedFolder):
         """The result of a finished evaluation, else None; RunError where the folder holds another plan, or something else."""
         for path in (self.result, self.plan):
             if path.is_file():
-                content = _read_json(path)
+                content = read_settings(path, "an evaluation")
                 old = content["settings"]
                 if other := [key for key in plan if old.get(key) != plan[key]]:
-                    was, now = (_render_settings({key: one.get(key) for key in other}) for one in (old, plan))
+                    texts = (", ".join(f"{key} {one.get(key)}" for key in other) for one in (old, plan))
+                    was, now = (text if len(text) <= 160 else text[:159] + "…" for text in texts)
                     raise RunError(
                         f"{self.path} holds another evaluation: {', '.join(other)} differ ({was} there, {now} now). Choose "
                         f"another --out, or remove that folder."
@@ -181,20 +183,7 @@ class EvalFolder(LockedFolder):
 
 
 def _write_rows(path: Path, rows: list[Row]) -> None:
-    """Write a parquet file atomically."""
-    table = pa.Table.from_pylist(rows, schema=_ROWS)
-    write_whole(path, lambda beside: pq.write_table(table, beside))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read eval.json or plan.json."""
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-        raise RunError(f"{path} is not what an evaluation writes: it has no settings.")
-    return content
+    write_whole(path, partial(pq.write_table, pa.Table.from_pylist(rows, schema=_ROWS)))
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -205,12 +194,6 @@ def _read_rows(path: Path) -> list[Row]:
     except (OSError, ValueError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return rows
-
-
-def _render_settings(values: dict[str, Any]) -> str:
-    """Settings in a sentence."""
-    text = ", ".join(f"{key} {value}" for key, value in values.items())
-    return text if len(text) <= 160 else text[:159] + "…"
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -247,7 +230,7 @@ def _rewards_by_problem(rows: Sequence[Row]) -> tuple[list[float], list[list[flo
 
 def read_evaluation(path: Path) -> tuple[str | None, tuple[list[float], list[list[float]]]]:
     """The hash of the problems of an evaluation, and their rewards."""
-    problems = _read_json(path / "eval.json")["settings"].get("problems_sha256")
+    problems = read_settings(path / "eval.json", "an evaluation")["settings"].get("problems_sha256")
     return problems, _rewards_by_problem(_read_rows(path / "completions.parquet"))
 
 

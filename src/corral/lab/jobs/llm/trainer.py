@@ -3,7 +3,7 @@
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,8 @@ from trl.models.utils import unwrap_model_for_generation
 
 from corral.lab.jobs.llm.prepare import Parts
 from corral.lab.jobs.llm.problems import Sampling, generate
-from corral.lab.run.guard import CollapseLimits, Guard
+from corral.lab.run.guard import Guard
 from corral.lab.run.life import Recorder
-from corral.lab.run.settings import GuardMode
 from corral.lab.tasks import columns_of
 from corral.lab.tasks.messages import transcript
 from corral.numerics import drop_gradients, gradient_state
@@ -132,17 +131,10 @@ logger = logging.getLogger(__name__)
 class GuardCallback(Guard, TrainerCallback):
     """Skips updates with a non-finite loss or gradient, and watches the metrics for a collapse. For any CorralTrainer."""
 
-    def __init__(
-        self,
-        mode: GuardMode = "warn",
-        limits: CollapseLimits | None = None,
-        say: Callable[[str], object] = logger.warning,
-    ) -> None:
-        super().__init__(mode, limits, say)
-        self.loss_is_finite = True
-        """Whether every loss since the last update was finite; RunTrainer writes it."""
-        self.zero_gradients = 0
-        """Updates in a row, up to the last one, whose gradient was exactly 0."""
+    loss_is_finite = True
+    """Whether every loss since the last update was finite; RunTrainer writes it."""
+    zero_gradients = 0
+    """Updates in a row, up to the last one, whose gradient was exactly 0."""
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Restore the state after these lines of metrics."""

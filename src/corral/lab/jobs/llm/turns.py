@@ -12,7 +12,6 @@ import trl
 from packaging.version import Version
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -26,7 +25,6 @@ from trl.models.utils import unwrap_model_for_generation
 
 from corral.lab.jobs.llm.problems import (
     Problems,
-    Prompt,
     Sampling,
     cut_at_end,
     end_tokens,
@@ -105,14 +103,25 @@ def converse(
     """One completion per prompt, of at most `max_tokens` tokens of both."""
     found = [Dialogue(problem, prompt) for problem, prompt in zip(problems, prompts, strict=True)]
     ends, max_tokens = end_tokens(model, tokenizer), sampling.max_tokens
+    writer: Any = model  # causal models can generate; transformers' base class does not say so
     while live := [one for one in found if not one.over]:
         room = max_tokens - min(len(one.tokens) for one in live)
         now = replace(sampling, max_tokens=room, temperature=1.0)  # the temperature is `_Scores`' own
-        config = plain_sampling(tokenizer, ends, now)
-        written = _turn(model, tokenizer, [one.prompt + one.tokens for one in live], tool, config, sampling.temperature)
-        for one, (tokens, logps) in zip(live, written, strict=True):
-            left = max_tokens - len(one.tokens)
-            one.add(tokens[:left], logps[:left])
+        ids = [one.prompt + one.tokens for one in live]
+        batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
+        start = batch["input_ids"].shape[1]
+        stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(sampling.temperature)
+        with own_settings_aside(model):
+            out = writer.generate(
+                **batch,
+                generation_config=plain_sampling(tokenizer, ends, now),
+                logits_processor=LogitsProcessorList([scores]),
+                stopping_criteria=StoppingCriteriaList([stops]),
+            )[:, start:]
+        drawn = zip(live, out.tolist(), scores.gather(out).tolist(), strict=True)
+        for row, (one, tokens, logps) in enumerate(drawn):  # until a stop, the end or no room
+            kept = cut_at_end(tokens[: stops.lengths.get(row, len(tokens))], ends)[: max_tokens - len(one.tokens)]
+            one.add(kept, logps[: len(kept)])
             one.over = len(one.tokens) >= max_tokens or one.tokens[-1] in ends
             if not one.over:
                 _answer(one, tokenizer, tool, max_tokens, ends)
@@ -136,35 +145,6 @@ def _answer(one: Dialogue, tokenizer: PreTrainedTokenizerBase, tool: Tool, max_t
     one.add(ids[: max_tokens - len(one.tokens)], own=False)
     one.replies += 1
     one.over = len(one.tokens) >= max_tokens
-
-
-def _turn(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[list[int]],
-    tool: Tool,
-    config: GenerationConfig,
-    temperature: float,
-) -> list[tuple[list[int], list[float]]]:
-    """What the model writes until a stop, the end or no room: tokens with their log-probs."""
-    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
-    start = batch["input_ids"].shape[1]
-    stops, scores = _Stops(tokenizer, tool.stops, start), _Scores(temperature)
-    writer: Any = model  # causal models can generate; transformers' base class does not say so
-    with own_settings_aside(model):
-        out = writer.generate(
-            **batch,
-            generation_config=config,
-            logits_processor=LogitsProcessorList([scores]),
-            stopping_criteria=StoppingCriteriaList([stops]),
-        )
-    logps = scores.gather(out[:, start:]).tolist()
-    rows = []
-    for index, tokens in enumerate(out[:, start:].tolist()):
-        length = stops.lengths.get(index, len(tokens))
-        kept = cut_at_end(tokens[:length], set(config.eos_token_id or ()))
-        rows.append((kept, logps[index][: len(kept)]))
-    return rows
 
 
 class _Stops(StoppingCriteria):
@@ -376,7 +356,10 @@ class _Chat:
         prompt = self.problems.prompt(problem)
         if self.environment is not None:
             row = {**columns, "prompt": prompt, "problem": problem}
-            prompt = _with_observation(prompt, self._ask("reset", **row))
+            observation = self._ask("reset", **row)
+            if observation is not None:  # goes behind the last message
+                assert not isinstance(prompt, str)  # a template with tool calls is there
+                prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
         self.dialogue = Dialogue(problem, self.problems.tokenise([prompt])[0])
 
     def take(self, tokens: list[int]) -> None:
@@ -450,14 +433,6 @@ def _methods(environment: Any) -> list[_Function]:
 def _wait(result: Any) -> Any:
     """A result, of an `async` function too."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-
-def _with_observation(prompt: Prompt, observation: Any) -> Prompt:
-    """The prompt with what `reset` returned behind its last message."""
-    if observation is None:
-        return prompt
-    assert not isinstance(prompt, str)  # a template with tool calls is there
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
 
 def _teach_parsing(tokenizer: Any) -> None:

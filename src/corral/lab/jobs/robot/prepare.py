@@ -35,8 +35,17 @@ def prepare(settings: Settings) -> Agent:
     check_environment_config(environment, settings.environment_config)
     try:
         if settings.algorithm in EPISODIC:
-            return _episodic(settings, environment)
-        return _baseline(settings, environment)
+            config = learner_config(settings)
+            given: dict[str, Any] = {"basis": 5, "tau": environment.steps * environment.dt}
+            given |= coerce_fields("prodmp", ProDMP, settings.prodmp, without=["dof"])
+            prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
+            make, plant = EPISODIC[settings.algorithm][0], _plant(settings, environment, config.episodes)
+            return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
+        from corral.lab.baselines.stable import Baseline
+
+        config = learner_config(settings)
+        plant = _plant(settings, environment, config.episodes)
+        return Baseline(plant, settings.algorithm, config, seed=settings.seed)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
 
@@ -93,31 +102,10 @@ def _simulator(settings: Settings) -> Simulator | None:
     return WarpSimulator()
 
 
-def _episodic(settings: Settings, environment: Environment) -> Learner:
-    make, config = EPISODIC[settings.algorithm][0], learner_config(settings)
-    given = {"basis": 5, "tau": environment.steps * environment.dt} | coerce_fields(
-        "prodmp", ProDMP, settings.prodmp, without=["dof"]
-    )
-    prodmp = ProDMP(environment.tracking.dof, given.pop("basis"), given.pop("tau"), **given)
-    plant = _plant(settings, environment, config.episodes)
-    return make(plant, prodmp, environment.dt, config, seed=settings.seed, dtype=DTYPES[settings.dtype])
-
-
-def _baseline(settings: Settings, environment: Environment) -> Agent:
-    from corral.lab.baselines.stable import Baseline
-
-    config = learner_config(settings)
-    return Baseline(_plant(settings, environment, config.episodes), settings.algorithm, config, seed=settings.seed)
-
-
-def _networks(agent: Agent) -> list[torch.nn.Module]:
-    """The networks that are trained."""
-    return [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
-
-
 def parameters(agent: Agent) -> int:
     """How many numbers are trained."""
-    return sum(p.numel() for network in _networks(agent) for p in network.parameters())
+    networks = [agent.policy, agent.critic] if isinstance(agent, Learner) else [agent.model.policy]
+    return sum(p.numel() for network in networks for p in network.parameters())
 
 
 def optimizers(agent: Agent) -> dict[str, torch.optim.Optimizer]:
